@@ -1,0 +1,279 @@
+"""vLLM as this service uses it: generate with a log-prob and a version for every token, load, pause, stop.
+
+What it is not: it knows no streams, no gRPC and no rollouts; a failed load never serves a mixture of weights.
+Neighbours: the stream worker and the gRPC door call it; staging.py holds the weights that it loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from services.generation.engine_args import check_engine_args
+from services.generation.staging import PolicyCopy, StagedWeights
+from services.generation.weights import BACKEND
+
+Finish: TypeAlias = Literal["stop", "stop_string", "length", "aborted"]
+OnUpdate: TypeAlias = Literal["recompute", "keep"]
+
+_GIB = 1 << 30
+
+
+class EngineBrokenError(RuntimeError):
+    """vLLM has died, or holds neither the new weights nor the old: the process must end and start again."""
+
+
+class LoadFailedError(RuntimeError):
+    """The new weights did not load; the old ones are back and serve under their old version."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample one answer. top_p, top_k and min_p other than off bias a training ratio; evaluation may."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. The lists have one element a sampled token; an end-of-sequence token that ended it is among them.
+
+    `logp` is the log-prob of exactly that token under the distribution it was sampled from (after temperature);
+    `version` the version of the weights that sampled it.
+    """
+
+    token_ids: list[int]
+    logp: list[float]
+    version: list[int]
+    finish: Finish
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """Seconds from asking for the pause until the engine stood still, of the load, and until it ran again."""
+
+    pause_s: float
+    load_s: float
+    resume_s: float
+
+
+class Engine:
+    """One vLLM engine and the version of the policy it serves. All calls from one event loop."""
+
+    def __init__(self, llm: AsyncLLM, version: int) -> None:
+        self.version = version
+        self._llm = llm
+        self._broken: str | None = None
+        self._num_loads = 0
+        self._loading = asyncio.Lock()
+        self._serving = asyncio.Event()
+        self._serving.set()
+
+    @classmethod
+    async def start(
+        cls,
+        model: Path,
+        *,
+        dtype: str,
+        max_model_len: int,
+        seed: int = 0,
+        version: int = 0,
+        kv_cache_gib: float | None = None,
+        trust_remote_code: bool = False,
+        engine: Mapping[str, Any] | None = None,
+    ) -> Engine:
+        """Start vLLM on a model folder and answer one short request, so that the first real one is not slow.
+
+        `kv_cache_gib` bounds the KV cache; without it vLLM takes its share of the memory. `engine` are further
+        engine arguments of vLLM. Takes 20 to 40 s on two cores. ValueError for an argument that is not the user's.
+        """
+        check_engine_args(engine or {})
+        args = AsyncEngineArgs(
+            model=str(model),
+            dtype=dtype,
+            seed=seed,
+            max_model_len=max_model_len,
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            enable_prefix_caching=True,
+            kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * _GIB),
+            trust_remote_code=trust_remote_code,
+            load_format="safetensors",
+            disable_log_stats=True,
+            **{"enforce_eager": True, **(engine or {})},
+        )
+        started = cls(AsyncLLM.from_engine_args(args), version)
+        await started._llm.engine_core.set_weight_version_async(str(version))
+        await started.generate("warm-up", [0], Sampling(max_tokens=min(4, max_model_len - 1), ignore_eos=True))
+        return started
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Completion:
+        """One answer to one prompt; the same id twice at a time is allowed, and aborted together.
+
+        Cancelling the call ends the request in vLLM. ValueError for a request that vLLM refuses, such as a prompt
+        longer than max_model_len; EngineBrokenError when there is no engine to ask.
+        """
+        # A request that is sent while the weights change would carry the salt of the old ones into the new.
+        await self._serving.wait()
+        self._raise_if_broken()
+        prompt = tokens_input(prompt_token_ids, cache_salt=str(self._num_loads))
+        try:
+            async for output in self._llm.generate(prompt, _sampling_params(sampling), request_id):
+                return _completion(output.outputs[0])
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise self._break(f"vLLM failed while generating: {error!r}") from error
+        raise EngineBrokenError(f"vLLM ended request {request_id} without an output")
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its `generate` returns what was sampled so far, as `aborted`."""
+        await self._llm.abort(request_id)
+
+    async def load(self, version: int, staged: StagedWeights, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
+        """Serve the staged copy as `version`; requests in flight go on under it.
+
+        `recompute` drops their KV and computes it again under the new weights, so later log-probs are exactly the
+        new version's; `keep` keeps it: cheaper, and later tokens are conditioned on old KV. LoadFailedError when the old
+        weights are back in place; EngineBrokenError when they are not, or `timeout_s` went by. A cancelled call goes on
+        in the background: a load is never left half done.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._load(version, staged, on_update, timeout_s)))
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End vLLM's processes; requests in flight fail with EngineBrokenError."""
+        self._break("stopped")
+        await asyncio.to_thread(self._llm.shutdown, timeout_s)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that vLLM holds: running and waiting."""
+        return int(self._llm.get_num_unfinished_requests())
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests that vLLM runs at a time; more wait."""
+        return int(self._llm.vllm_config.scheduler_config.max_num_seqs)
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens, of prompts and answers together, whose KV fits."""
+        return int(self._llm.vllm_config.cache_config.kv_cache_size_tokens)
+
+    async def _load(self, version: int, staged: StagedWeights, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
+        async with self._loading:
+            self._raise_if_broken()
+            self._serving.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._load_paused(version, staged, on_update)
+            except TimeoutError as error:
+                raise self._break(f"load of version {version} did not end within {timeout_s} s") from error
+            except EngineDeadError as error:
+                raise self._break(f"vLLM died while loading version {version}") from error
+            finally:
+                self._serving.set()
+
+    async def _load_paused(self, version: int, staged: StagedWeights, on_update: OnUpdate) -> LoadTimes:
+        began = time.monotonic()
+        await self._llm.pause_generation(mode="keep", clear_cache=on_update == "recompute")
+        paused = time.monotonic()
+        failure = await self._try_weights(staged.next, str(version))
+        if failure is None:
+            staged.promote()
+            self.version = version
+            # Salts the prefix cache: a new request never hits blocks computed before this load.
+            self._num_loads += 1
+        else:
+            await self._restore(staged.current, failure)
+        loaded = time.monotonic()
+        await self._llm.resume_generation()
+        if failure is not None:
+            raise LoadFailedError(
+                f"version {version} did not load, version {self.version} serves on: {failure}"
+            ) from failure
+        return LoadTimes(paused - began, loaded - paused, time.monotonic() - loaded)
+
+    async def _restore(self, old: PolicyCopy, failure: Exception) -> None:
+        again = await self._try_weights(old, str(self.version))
+        if again is not None:
+            raise self._break(f"neither the new weights load ({failure}) nor the old ({again})") from again
+
+    async def _try_weights(self, policy: PolicyCopy, version: str) -> Exception | None:
+        """Load a whole policy into the paused engine, or say why not. What vLLM's processes raise has no one type."""
+        try:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(policy.update_info()))
+            await self._llm.finish_weight_update(version)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a remote error of any kind; the caller restores or gives up
+            return error
+        return None
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is None and self._llm.errored:
+            self._broken = "vLLM's processes have died"
+        if self._broken is not None:
+            raise EngineBrokenError(f"generation engine: {self._broken}")
+
+    def _break(self, reason: str) -> EngineBrokenError:
+        self._broken = self._broken or reason
+        return EngineBrokenError(f"generation engine: {self._broken}")
+
+
+@lru_cache(maxsize=64)
+def _sampling_params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=list(sampling.stop),
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        # Exactly the sampled token's log-prob, in one flat list instead of an object a token.
+        logprobs=0,
+        flat_logprobs=True,
+        # Only stop strings need text.
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        # vLLM copies the parameters of each request; a shallow copy will do for ones that nobody changes.
+        skip_clone=True,
+    )
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    token_ids = list(output.token_ids)
+    version: list[int] = []
+    for span in output.weight_versions or []:
+        version.extend([int(span.version)] * (span.end - span.start))
+    stop_string = output.stop_reason if isinstance(output.stop_reason, str) else None
+    finish: Finish = "stop_string" if stop_string is not None else _FINISH[output.finish_reason]
+    return Completion(token_ids, list(output.logprobs.logprobs), version, finish, stop_string)
+
+
+_FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}

@@ -1,0 +1,198 @@
+"""The generator's two copies of the policy in shared memory: the one that serves and the one being staged.
+
+What it is not: it neither receives (the gRPC door does) nor loads into vLLM (weights.py, in vLLM's process, does).
+Neighbours: the door writes full tensors or deltas and checks the digest; Engine.load hands the copy to vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from services.common.weights_digest import policy_digest
+
+# Cache lines; also more than any dtype's own alignment.
+_ALIGNMENT = 64
+# The inference dtypes, and the integer of the same width that carries their bits.
+_BITS: Mapping[str, type[np.unsignedinteger[Any]]] = {
+    "float32": np.uint32,
+    "bfloat16": np.uint16,
+    "float16": np.uint16,
+}
+
+
+class StagingError(ValueError):
+    """What was sent does not fit this policy: an unknown tensor, a position beyond its end, a wrong width."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where one tensor lies in a copy: `offset` bytes from its start."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * np.dtype(_BITS[self.dtype]).itemsize
+
+
+class PolicyCopy:
+    """One whole policy in an anonymous shared-memory file.
+
+    The file has no name (memfd): it goes with the process, however that ends, and a container's small /dev/shm
+    does not bound it. vLLM's processes open it by the path of our file descriptor.
+    """
+
+    def __init__(self, places: Mapping[str, TensorPlace], num_bytes: int) -> None:
+        self._places = places
+        self._file = os.memfd_create("gspo-policy")
+        # Reserved now: an OSError here instead of a SIGBUS in the middle of a push.
+        os.posix_fallocate(self._file, 0, max(num_bytes, 1))
+        self._map = mmap.mmap(self._file, max(num_bytes, 1))
+
+    def bits(self, name: str) -> NDArray[np.unsignedinteger[Any]]:
+        """The tensor's elements as a flat writable view of unsigned integers of their width."""
+        place = self._places[name]
+        return np.frombuffer(self._map, _BITS[place.dtype], place.num_elements, place.offset)
+
+    def copy_from(self, other: PolicyCopy) -> None:
+        """Take over the other copy's bytes."""
+        np.frombuffer(self._map, np.uint8)[:] = np.frombuffer(other._map, np.uint8)
+
+    def digest(self) -> str:
+        return policy_digest((p.name, p.dtype, p.shape, self.bits(p.name)) for p in self._places.values())
+
+    def update_info(self) -> dict[str, Any]:
+        """What vLLM's processes need to read this copy: weights.SharedPolicy's fields."""
+        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        return {"path": path, "tensors": [asdict(place) for place in self._places.values()]}
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class StagedWeights:
+    """Two copies of the policy in the inference dtype: `current` serves, `next` is being filled.
+
+    A push is `begin_full` and `write`, or `begin_delta` and `patch`; then `next_digest`; then Engine.load, which
+    promotes. Calls block for as long as the memory takes (12 MB: milliseconds): call them in a thread for large
+    models. Not safe for two pushes at a time.
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+        if dtype not in _BITS:
+            raise ValueError(f"generation.dtype: {dtype!r} is not one of {', '.join(_BITS)}; choose one of these")
+        self.places: dict[str, TensorPlace] = {}
+        num_bytes = 0
+        for name, shape in tensors.items():
+            place = TensorPlace(name, dtype, tuple(shape), num_bytes)
+            self.places[name] = place
+            num_bytes += -(-place.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes = num_bytes
+        self.current = PolicyCopy(self.places, num_bytes)
+        self.next = PolicyCopy(self.places, num_bytes)
+
+    @classmethod
+    def from_folder(cls, folder: Path, dtype: str) -> StagedWeights:
+        """The policy of a model folder, cast as vLLM casts it at start, so that version 0 has a digest.
+
+        FileNotFoundError when the folder has no safetensors or no config.json.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, part in _checkpoint_tensors(folder):
+            shapes[name] = tuple(part.get_slice(name).get_shape())
+        staged = cls(shapes, dtype)
+        for name, part in _checkpoint_tensors(folder):
+            staged.current.bits(name)[:] = _cast_bits(part.get_tensor(name), dtype)
+        return staged
+
+    def begin_full(self) -> None:
+        """Start a push that sends every tensor. What it leaves out shows in the digest."""
+        for name in self.places:
+            self.next.bits(name)[:] = 0
+
+    def begin_delta(self) -> None:
+        """Start a push that sends only what differs from `current`."""
+        self.next.copy_from(self.current)
+
+    def write(self, name: str, data: bytes | memoryview, start: int = 0) -> None:
+        """Put raw little-endian elements at flat position `start` of a tensor (a large one comes in pieces)."""
+        values = np.frombuffer(data, self._target(name).dtype)
+        if start < 0 or start + len(values) > self.places[name].num_elements:
+            raise StagingError(
+                f"weights: {name} has {self.places[name].num_elements} elements; {len(values)} from {start} on "
+                "reach beyond its end: sender and receiver hold different models"
+            )
+        self._target(name)[start : start + len(values)] = values
+
+    def patch(self, name: str, indices: NDArray[np.unsignedinteger[Any]], data: bytes | memoryview) -> None:
+        """Put raw little-endian elements at the given flat positions of a tensor (unsigned integers)."""
+        values = np.frombuffer(data, self._target(name).dtype)
+        if len(values) != len(indices):
+            raise StagingError(f"weights: {name}: {len(indices)} positions but {len(values)} values")
+        if len(indices) and int(indices.max()) >= self.places[name].num_elements:
+            raise StagingError(
+                f"weights: {name} has {self.places[name].num_elements} elements; position {int(indices.max())} is "
+                "beyond its end: sender and receiver hold different models"
+            )
+        self._target(name)[indices] = values
+
+    def digest(self) -> str:
+        """The digest of the copy that serves."""
+        return self.current.digest()
+
+    def next_digest(self) -> str:
+        """The digest of the copy being staged."""
+        return self.next.digest()
+
+    def promote(self) -> None:
+        """Make the staged copy the current one. Engine.load calls it after a good load."""
+        self.current, self.next = self.next, self.current
+
+    def close(self) -> None:
+        self.current.close()
+        self.next.close()
+
+    def _target(self, name: str) -> NDArray[np.unsignedinteger[Any]]:
+        if name not in self.places:
+            raise StagingError(f"weights: no tensor {name!r} in this model: sender and receiver hold different models")
+        return self.next.bits(name)
+
+
+def _checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """(name, open safetensors file) of every tensor of the folder that the policy has, in a fixed order."""
+    config = json.loads((folder / "config.json").read_text())
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"model: {folder} has no .safetensors file; save the model with save_pretrained")
+    for file in files:
+        with safe_open(file, framework="pt") as part:
+            for name in sorted(part.keys()):
+                if not (name == "lm_head.weight" and config.get("tie_word_embeddings", False)):
+                    yield name, part
+
+
+def _cast_bits(tensor: torch.Tensor, dtype: str) -> NDArray[np.unsignedinteger[Any]]:
+    """The flat elements of a tensor cast to `dtype`, as integers of the same width."""
+    cast = tensor.to(getattr(torch, dtype)).contiguous().flatten()
+    signed = torch.int32 if _BITS[dtype] is np.uint32 else torch.int16
+    bits: NDArray[np.unsignedinteger[Any]] = cast.view(signed).numpy().view(_BITS[dtype])
+    return bits

@@ -1,0 +1,40 @@
+"""One vLLM engine for the tests of this folder: it takes half a minute to start."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from services.generation.engine import Engine
+from services.generation.staging import StagedWeights
+from tests.tiny_model import make_tiny_model
+
+
+@dataclass(frozen=True)
+class Generator:
+    """An engine, the weights it stages, and the model folders of the versions it has served, the newest last."""
+
+    engine: Engine
+    staged: StagedWeights
+    folders: list[Path]
+
+    @property
+    def folder(self) -> Path:
+        """The model folder of the version that serves."""
+        return self.folders[-1]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def generator(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Generator]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("policy"), seed=1, scale=4.0)
+    staged = StagedWeights.from_folder(folder, "float32")
+    engine = await Engine.start(
+        folder, dtype="float32", max_model_len=512, kv_cache_gib=0.25, engine={"max_num_seqs": 64}
+    )
+    yield Generator(engine, staged, [folder])
+    await engine.stop()
+    staged.close()

@@ -1,0 +1,237 @@
+"""The engine against transformers: what it samples, what it reports, and weights that change under way."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.common.weights_digest import policy_digest
+from services.generation.engine import Completion, Engine, LoadFailedError, OnUpdate, Sampling
+from services.generation.staging import StagedWeights
+from tests.integration.generation.conftest import Generator
+from tests.tiny_model import make_tiny_model
+
+TEMPERATURE = 0.7
+EOS = 2
+# The policies of all versions are made from one seed each; versions only go up within a module's engine.
+PROMPTS = [[1, 33, 31, 17, 30, 98, 4 + number, 97, 6 + number] for number in range(16)]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A policy in transformers, fp32."""
+
+    model: Any
+
+    @classmethod
+    def load(cls, folder: Path) -> Reference:
+        return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+    def logp(self, prompt: list[int], token_ids: list[int], temperature: float = TEMPERATURE) -> np.ndarray:
+        """Log-prob of each token of an answer, [T]."""
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+            logp_TV = torch.log_softmax(logits / temperature, dim=-1)
+            return logp_TV.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy()
+
+
+def sampling(max_tokens: int, **more: Any) -> Sampling:
+    return Sampling(max_tokens=max_tokens, temperature=TEMPERATURE, **more)
+
+
+async def answers(engine: Engine, how: Sampling) -> list[Completion]:
+    return await asyncio.gather(*(engine.generate(f"r{i}", p, how) for i, p in enumerate(PROMPTS)))
+
+
+def difference(reference: Reference, prompts: list[list[int]], completions: list[Completion]) -> np.ndarray:
+    """Reported minus reference log-prob of all tokens of all answers."""
+    parts = [np.array(c.logp) - reference.logp(p, c.token_ids) for p, c in zip(prompts, completions, strict=True)]
+    return np.concatenate(parts)
+
+
+def push(staged: StagedWeights, folder: Path) -> StagedWeights:
+    """Stage another model's weights in full, in pieces, as a push does."""
+    other = StagedWeights.from_folder(folder, "float32")
+    staged.begin_full()
+    for name in staged.places:
+        bits = other.current.bits(name)
+        half = len(bits) // 2
+        staged.write(name, bits[:half].tobytes())
+        staged.write(name, bits[half:].tobytes(), start=half)
+    assert staged.next_digest() == other.digest()
+    other.close()
+    return staged
+
+
+async def running(engine: Engine, how: Sampling) -> list[asyncio.Task[Completion]]:
+    """Requests of which some tokens were sampled already."""
+    tasks = [asyncio.create_task(engine.generate(f"f{i}", p, how)) for i, p in enumerate(PROMPTS)]
+    first = await engine.generate("first", PROMPTS[0], sampling(20, ignore_eos=True))
+    assert len(first.token_ids) == 20
+    assert not any(task.done() for task in tasks)
+    return tasks
+
+
+def test_digest_of_the_folder_is_the_digest_of_its_tensors(generator: Generator) -> None:
+    state = AutoModelForCausalLM.from_pretrained(generator.folder, dtype=torch.float32).state_dict()
+    del state["lm_head.weight"]  # tied
+    expected = policy_digest((name, "float32", tuple(t.shape), t.numpy()) for name, t in state.items())
+    assert generator.staged.digest() == expected
+
+
+async def test_logp_of_the_unchanged_policy_is_transformers(generator: Generator) -> None:
+    completions = await answers(generator.engine, sampling(100))
+    delta = difference(Reference.load(generator.folder), PROMPTS, completions)
+    assert len(delta) > 200
+    assert delta.std() < 1e-5
+    assert np.abs(delta).max() < 1e-4
+    assert all(set(c.version) == {generator.engine.version} for c in completions)
+
+
+async def test_the_sampled_end_of_sequence_is_a_token_with_its_logp(generator: Generator) -> None:
+    completions = await answers(generator.engine, sampling(400))
+    stopped = [(p, c) for p, c in zip(PROMPTS, completions, strict=True) if c.finish == "stop"]
+    assert stopped
+    reference = Reference.load(generator.folder)
+    for prompt, completion in stopped:
+        assert completion.token_ids[-1] == EOS
+        assert EOS not in completion.token_ids[:-1]
+        assert len(completion.logp) == len(completion.token_ids) == len(completion.version)
+        expected = reference.logp(prompt, completion.token_ids)[-1]
+        assert completion.logp[-1] == pytest.approx(expected, abs=1e-4)
+
+
+async def test_length_and_stop_string_are_told_apart(generator: Generator) -> None:
+    cut = await generator.engine.generate("cut", PROMPTS[0], sampling(3, ignore_eos=True))
+    assert (cut.finish, len(cut.token_ids), cut.stop_string) == ("length", 3, None)
+    stops = tuple("aeiou")
+    vowel = await generator.engine.generate("vowel", PROMPTS[0], sampling(500, ignore_eos=True, stop=stops))
+    assert vowel.finish == "stop_string"
+    assert vowel.stop_string in stops
+    # The token that completed the stop string is the policy's too.
+    assert len(vowel.logp) == len(vowel.token_ids) == len(vowel.version)
+    delta = difference(Reference.load(generator.folder), [PROMPTS[0]], [vowel])
+    assert np.abs(delta).max() < 1e-4
+
+
+async def test_an_aborted_request_returns_what_it_has(generator: Generator) -> None:
+    task = asyncio.create_task(generator.engine.generate("gone", PROMPTS[1], sampling(500, ignore_eos=True)))
+    await generator.engine.generate("wait", PROMPTS[0], sampling(10, ignore_eos=True))
+    await generator.engine.abort("gone")
+    completion = await task
+    assert completion.finish == "aborted"
+    assert 0 < len(completion.token_ids) == len(completion.logp) == len(completion.version) < 500
+
+
+async def test_a_prompt_that_does_not_fit_is_refused_and_the_engine_lives(generator: Generator) -> None:
+    with pytest.raises(ValueError, match="512"):
+        await generator.engine.generate("long", [3] * 600, sampling(5))
+    assert (await generator.engine.generate("short", [3], sampling(5))).token_ids
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+async def test_a_push_with_requests_in_flight(generator: Generator, tmp_path: Path, on_update: OnUpdate) -> None:
+    engine, staged = generator.engine, generator.staged
+    old_folder, old = generator.folder, engine.version
+    new_folder = make_tiny_model(tmp_path / "new", seed=10 + old, scale=4.0)
+    tasks = await running(engine, sampling(300, ignore_eos=True))
+    push(staged, new_folder)
+    digest = staged.next_digest()
+    times = await engine.load(old + 1, staged, on_update=on_update, timeout_s=60)
+    generator.folders.append(new_folder)
+    completions = await asyncio.gather(*tasks)
+
+    assert staged.digest() == digest
+    assert times.pause_s > 0 and times.load_s > 0 and times.resume_s > 0
+    assert all(len(c.token_ids) == 300 and c.finish == "length" for c in completions)
+    before, after = Reference.load(old_folder), Reference.load(new_folder)
+    drift = []
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        num_old = completion.version.count(old)
+        assert 0 < num_old < 300
+        assert completion.version == [old] * num_old + [old + 1] * (300 - num_old)
+        reported = np.array(completion.logp)
+        under_old = reported - before.logp(prompt, completion.token_ids)
+        under_new = reported - after.logp(prompt, completion.token_ids)
+        assert np.abs(under_old[:num_old]).max() < 1e-4
+        # The other policy is a different one: a token with the wrong version could not pass.
+        assert np.abs(under_new[:num_old]).max() > 0.1
+        drift.append(under_new[num_old:])
+    worst = float(np.abs(np.concatenate(drift)).max())
+    if on_update == "recompute":
+        assert worst < 1e-4
+    else:
+        assert math.isfinite(worst)
+        assert worst > 1e-3, "the old KV left no trace: it was not kept"
+    fresh = await answers(engine, sampling(60))
+    delta = difference(after, PROMPTS, fresh)
+    assert delta.std() < 1e-5, "a request after the push met the KV of before it"
+    assert np.abs(delta).max() < 1e-4
+
+
+async def test_a_delta_gives_the_same_weights_as_a_full_push(generator: Generator, tmp_path: Path) -> None:
+    engine, staged = generator.engine, generator.staged
+    folder = tmp_path / "changed"
+    model = AutoModelForCausalLM.from_pretrained(generator.folder, dtype=torch.float32)
+    changed = {"model.layers.0.self_attn.k_proj.weight": (5, 0.5), "model.norm.weight": (3, 1.5)}
+    for name, (position, value) in changed.items():
+        model.get_parameter(name).data.view(-1)[position] = value
+    model.save_pretrained(folder)
+
+    staged.begin_delta()
+    for name, (position, value) in changed.items():
+        staged.patch(name, np.array([position], np.uint32), np.array([value], np.float32).tobytes())
+    whole = StagedWeights.from_folder(folder, "float32")
+    assert staged.next_digest() == whole.digest() != staged.digest()
+    whole.close()
+    await engine.load(engine.version + 1, staged, on_update="recompute", timeout_s=60)
+    generator.folders.append(folder)
+    delta = difference(Reference.load(folder), PROMPTS, await answers(engine, sampling(60)))
+    assert delta.std() < 1e-5
+
+
+async def test_a_failed_load_leaves_the_old_weights_serving(generator: Generator, tmp_path: Path) -> None:
+    engine, staged = generator.engine, generator.staged
+    version, digest = engine.version, staged.digest()
+    push(staged, make_tiny_model(tmp_path / "new", seed=99, scale=4.0))
+    tasks = await running(engine, sampling(300, ignore_eos=True))
+    # In the middle of the second layer, when the first has taken its new weights already.
+    good = staged.next.update_info
+    staged.next.update_info = lambda: with_short_shape(good(), "model.layers.1.mlp.up_proj.weight")  # type: ignore[method-assign]
+    with pytest.raises(LoadFailedError, match=f"version {version} serves on"):
+        await engine.load(version + 1, staged, on_update="recompute", timeout_s=60)
+    staged.next.update_info = good  # type: ignore[method-assign]
+
+    assert engine.version == version
+    assert staged.digest() == digest
+    completions = await asyncio.gather(*tasks)
+    assert all(c.version == [version] * 300 for c in completions)
+    delta = difference(Reference.load(generator.folder), PROMPTS, completions)
+    assert np.abs(delta).max() < 1e-4
+    # And the next good push loads.
+    await engine.load(version + 1, staged, on_update="recompute", timeout_s=60)
+    delta = difference(Reference.load(tmp_path / "new"), PROMPTS, await answers(engine, sampling(60)))
+    assert delta.std() < 1e-5
+    generator.folders.append(tmp_path / "new")
+
+
+def with_short_shape(update_info: dict[str, Any], name: str) -> dict[str, Any]:
+    """The manifest with one row less in one tensor."""
+    for place in update_info["tensors"]:
+        if place["name"] == name:
+            place["shape"] = (place["shape"][0] - 1, *place["shape"][1:])
+    return update_info
+
+
+def test_what_a_running_engine_says_about_its_room(generator: Generator) -> None:
+    assert generator.engine.num_running == 0
+    assert generator.engine.max_num_seqs == 64
+    assert generator.engine.kv_capacity_tokens > 512

@@ -1,0 +1,80 @@
+"""Random Qwen3 models in the Hugging Face format, small enough to start both engines in seconds.
+
+What it is not: a trained model; its answers mean nothing.
+Neighbours: every test and benchmark that needs a model folder with a tokenizer and a chat template.
+"""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, plus the chat markers; `<|im_end|>` ends an answer, `<|endoftext|>` pads."""
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        # Registered as special, or the pre-tokenizer would cut them into characters.
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_tiny_model(
+    folder: Path,
+    *,
+    hidden_size: int = 64,
+    layers: int = 2,
+    seed: int = 0,
+    tie_word_embeddings: bool = True,
+    max_length: int = 2048,
+    scale: float = 1.0,
+) -> Path:
+    """Write a random Qwen3 model with its tokenizer to `folder` and return it.
+
+    `scale` multiplies every matrix's initial spread (0.02): above 1 the answers' distribution is peaked, and
+    rounding in another dtype or a change of weights shows in the log-probs.
+    `hidden_size` is a multiple of 32: the heads are 32 wide, half as many for keys and values.
+    """
+    tokenizer = make_tokenizer()
+    heads = hidden_size // 32
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        head_dim=32,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=tie_word_embeddings,
+        initializer_range=0.02 * scale,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
