@@ -1,0 +1,358 @@
+"""The configuration of a run: every key with its type, default, bounds and meaning.
+
+It holds no machine facts (ports chosen, paths found) and never rewrites a value: a contradiction is an error.
+Neighbours: algorithm.py for the `algorithm` section, configfile.py for reading, resuming and explaining.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    StringConstraints,
+    model_validator,
+)
+from pydantic.config import JsonDict
+
+from services.common.algorithm import AlgorithmConfig
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Port = Annotated[int, Field(ge=0, le=65535)]
+# Marks a key that may change when a run is resumed.
+ON_RESUME: JsonDict = {"on_resume": True}
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The policy that is trained."""
+
+    path: str = Field(
+        description="Folder of a Hugging Face model (config.json, safetensors, tokenizer), or its name on a hub"
+    )
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model")
+    allow_pickle: bool = Field(
+        False, description="Load .bin weights, which can run code, where there are no safetensors"
+    )
+
+
+class DataConfig(Section):
+    """The prompts."""
+
+    prompts: Path = Field(description="Training prompts: JSONL, JSON, CSV, Parquet, or a folder that `datasets` opens")
+    prompt_column: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages")
+    on_long_prompt: Literal["error", "skip", "truncate"] = Field(
+        "error",
+        description="What to do with a prompt of more than algorithm.prompt_length tokens; truncate keeps its end",
+    )
+    shuffle: bool = Field(True, description="Shuffle every pass over the prompts, each differently, from the seed")
+
+
+class RewardFunction(Section):
+    """One function that scores answers."""
+
+    path: Path = Field(
+        description="Python file with `reward(prompts, completions, **columns)` or verl's `compute_score`"
+    )
+    name: RunName | None = Field(None, description="Name in logs and metrics; the file's name by default")
+    entry: str | None = Field(None, description="Name of the function, where the file holds more than one")
+    weight: float = Field(1.0, description="Factor of this function's value in the summed reward")
+
+
+class RewardConfig(Section):
+    """What an answer is worth."""
+
+    functions: tuple[RewardFunction, ...] = Field(
+        min_length=1, description="One or more functions; their weighted values are summed"
+    )
+    timeout_s: PositiveFloat = Field(
+        10.0, description="Longest a call may take before its process is killed", json_schema_extra=ON_RESUME
+    )
+    memory_mb: PositiveInt = Field(
+        2048,
+        description="Address space of the process that runs user code, in MiB",
+        json_schema_extra=ON_RESUME,
+    )
+    batch_size: PositiveInt = Field(
+        64, description="Answers handed to a function in one call, at most", json_schema_extra=ON_RESUME
+    )
+
+
+class SamplingConfig(Section):
+    """How rollouts are sampled."""
+
+    temperature: PositiveFloat = Field(
+        1.0, description="Training and sampled evaluation; the learner's log-probs use it too"
+    )
+    top_p: float = Field(1.0, description="Off (1) for training: a cut distribution biases the ratio")
+    top_k: int = Field(0, description="Off (0) for training")
+    min_p: float = Field(0.0, description="Off (0) for training")
+    stop: tuple[str, ...] = Field((), description="Strings that end an answer; their tokens are the policy's")
+
+    @model_validator(mode="after")
+    def _full_distribution(self) -> SamplingConfig:
+        for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            value = getattr(self, key)
+            if value != off and not (key == "top_k" and value == -1):
+                raise ValueError(
+                    f"sampling.{key}: {value} cuts the distribution, so the log-probs of generator and "
+                    f"learner are not of the same policy and the ratio is biased. Leave it out, or set it to {off}"
+                )
+        return self
+
+
+class StalenessConfig(Section):
+    """How far generation may run ahead of the learner."""
+
+    max_lag: int = Field(
+        1,
+        ge=0,
+        le=64,
+        description="Versions a trained rollout may be behind; 0 is synchronous",
+        json_schema_extra=ON_RESUME,
+    )
+    on_stale: Literal["wait", "drop", "mask"] = Field(
+        "wait",
+        description="Before a version makes an open group too old: wait for it, drop it later, or mask its old tokens",
+        json_schema_extra=ON_RESUME,
+    )
+    max_token_age: PositiveInt | None = Field(
+        None,
+        description="Versions a token may be behind under on_stale: mask; max_lag by default",
+        json_schema_extra=ON_RESUME,
+    )
+    group_deadline_s: PositiveFloat = Field(
+        600.0, description="An open group older than this is issued again", json_schema_extra=ON_RESUME
+    )
+    max_attempts: PositiveInt = Field(
+        3, description="Times a group is issued before it is given up", json_schema_extra=ON_RESUME
+    )
+
+    @model_validator(mode="after")
+    def _mask_has_an_age(self) -> StalenessConfig:
+        if self.max_token_age is not None and self.on_stale != "mask":
+            raise ValueError(
+                f"staleness.max_token_age: {self.max_token_age} has no effect under on_stale: {self.on_stale}. "
+                "Set on_stale: mask, or leave max_token_age out"
+            )
+        return self
+
+    @property
+    def token_age_limit(self) -> int:
+        """Versions that a counted token may be behind."""
+        return self.max_lag if self.max_token_age is None else self.max_token_age
+
+
+class GenerationConfig(Section):
+    """The vLLM engines."""
+
+    dtype: Dtype = Field("float32", description="Weights and arithmetic of generation", json_schema_extra=ON_RESUME)
+    replicas: PositiveInt = Field(
+        1, le=64, description="Generators that `gspo run` starts on this machine", json_schema_extra=ON_RESUME
+    )
+    on_update: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description="KV cache of requests in flight when weights change: computed again, or kept (cheaper, drifts)",
+    )
+    max_rollouts: PositiveInt = Field(
+        256,
+        description="Rollouts under way at a time in one engine (vLLM's max_num_seqs)",
+        json_schema_extra=ON_RESUME,
+    )
+    kv_cache_gb: PositiveFloat = Field(
+        1.0, description="Memory of the KV cache on the CPU, in GiB", json_schema_extra=ON_RESUME
+    )
+    threads: int = Field(
+        0, ge=0, description="CPU threads of one engine; 0 takes every core", json_schema_extra=ON_RESUME
+    )
+    push_timeout_s: PositiveFloat = Field(
+        60.0, description="Deadline of a weight push to one generator", json_schema_extra=ON_RESUME
+    )
+    engine: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further engine arguments of vLLM, by vLLM's names",
+        json_schema_extra=ON_RESUME,
+    )
+
+
+class LearnerConfig(Section):
+    """The DeepSpeed learner."""
+
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Arithmetic of training; bfloat16 keeps fp32 master weights"
+    )
+    learning_rate: PositiveFloat = Field(1e-6, description="Peak learning rate of AdamW", json_schema_extra=ON_RESUME)
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant",
+        description="Learning rate after the warm-up, towards run.total_steps",
+        json_schema_extra=ON_RESUME,
+    )
+    warmup_steps: int = Field(
+        0, ge=0, description="Steps over which the learning rate rises", json_schema_extra=ON_RESUME
+    )
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay", json_schema_extra=ON_RESUME)
+    adam_betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decays")
+    max_grad_norm: PositiveFloat = Field(
+        1.0, description="Gradients are scaled down to this norm", json_schema_extra=ON_RESUME
+    )
+    micro_batch_tokens: PositiveInt = Field(8192, description="Tokens, padding included, in one forward and backward")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, more time"
+    )
+    zero_stage: int = Field(0, ge=0, le=3, description="DeepSpeed ZeRO stage")
+    threads: int = Field(0, ge=0, description="CPU threads; 0 takes every core")
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further DeepSpeed configuration, merged; a key of ours that contradicts it is an error",
+    )
+
+
+class EvaluationConfig(Section):
+    """Measuring the policy on prompts that are never trained on."""
+
+    prompts: Path | None = Field(
+        None, description="Held-out prompts, in the same form as data.prompts; none is no evaluation"
+    )
+    num_answers: PositiveInt = Field(
+        4,
+        description="Sampled answers to each prompt, at the training temperature",
+        json_schema_extra=ON_RESUME,
+    )
+    greedy: bool = Field(
+        True,
+        description="One greedy answer to each prompt beside the sampled ones",
+        json_schema_extra=ON_RESUME,
+    )
+    every: int = Field(
+        20,
+        ge=0,
+        description="Steps between evaluations while training; 0 is before and after only",
+        json_schema_extra=ON_RESUME,
+    )
+    limit: PositiveInt | None = Field(
+        None, description="Use only the first so many prompts", json_schema_extra=ON_RESUME
+    )
+    timeout_s: PositiveFloat = Field(
+        1800.0, description="An evaluation that takes longer is given up", json_schema_extra=ON_RESUME
+    )
+
+
+class RunConfig(Section):
+    """Length, checkpoints, disk."""
+
+    directory: Path = Field(Path("runs"), description="Folder that holds the run directories")
+    total_steps: PositiveInt | None = Field(None, description="Stop after so many steps", json_schema_extra=ON_RESUME)
+    total_epochs: PositiveFloat | None = Field(
+        None, description="Stop after so many passes over the prompts", json_schema_extra=ON_RESUME
+    )
+    total_hours: PositiveFloat | None = Field(
+        None, description="Stop after so many hours of training", json_schema_extra=ON_RESUME
+    )
+    checkpoint_every: PositiveInt = Field(50, description="Steps between checkpoints", json_schema_extra=ON_RESUME)
+    keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept", json_schema_extra=ON_RESUME)
+    keep_log_steps: PositiveInt | None = Field(
+        None,
+        description="Step files kept; all by default. Steps that a kept checkpoint needs for its replay always stay",
+        json_schema_extra=ON_RESUME,
+    )
+    start_timeout_s: PositiveFloat = Field(
+        600.0, description="Longest that services may take to become ready", json_schema_extra=ON_RESUME
+    )
+    drain_timeout_s: PositiveFloat = Field(
+        60.0,
+        description="Longest that Ctrl-C waits for the step under way and a checkpoint",
+        json_schema_extra=ON_RESUME,
+    )
+
+
+class ServicesConfig(Section):
+    """Where the services listen."""
+
+    host: str = Field(
+        "127.0.0.1",
+        description="Address that every service binds; one beyond loopback needs token_file",
+        json_schema_extra=ON_RESUME,
+    )
+    redis_url: str | None = Field(
+        None,
+        description="Redis in use; none starts the redis-server of this package or machine",
+        json_schema_extra=ON_RESUME,
+    )
+    coordinator_port: Port = Field(
+        0, description="Run state and control over REST; 0 picks a free port", json_schema_extra=ON_RESUME
+    )
+    reward_port: Port = Field(
+        0, description="Reward functions over REST; 0 picks a free port", json_schema_extra=ON_RESUME
+    )
+    token_file: Path | None = Field(
+        None, description="File with the token that services show each other", json_schema_extra=ON_RESUME
+    )
+    lease_s: PositiveFloat = Field(
+        30.0, description="A worker silent for so long loses its work to another", json_schema_extra=ON_RESUME
+    )
+    max_restarts: int = Field(
+        5,
+        ge=0,
+        description="Times a service that dies is started again before the run gives up",
+        json_schema_extra=ON_RESUME,
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Lowest level of log lines written", json_schema_extra=ON_RESUME
+    )
+
+
+class Config(Section):
+    """Everything a user says about a run."""
+
+    name: RunName = Field(description="Name of the run: its directory and its keys in Redis")
+    seed: int = Field(0, ge=0, lt=2**31, description="Prompt order, sampling, permutations, initial random state")
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    staleness: StalenessConfig = Field(default_factory=StalenessConfig)
+    generation: GenerationConfig = Field(default_factory=GenerationConfig)
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
+    services: ServicesConfig = Field(default_factory=ServicesConfig)
+
+    @model_validator(mode="after")
+    def _ends(self) -> Config:
+        run = self.run
+        if run.total_steps is None and run.total_epochs is None and run.total_hours is None:
+            raise ValueError(
+                "run.total_steps: the run has no end. Set run.total_steps, run.total_epochs or run.total_hours"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_has_a_length(self) -> Config:
+        if self.learner.schedule != "constant" and self.run.total_steps is None:
+            raise ValueError(
+                f"learner.schedule: {self.learner.schedule} needs a known number of steps. "
+                "Set run.total_steps, or schedule: constant"
+            )
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self.run.directory / self.name
+
+    @property
+    def num_slots(self) -> int:
+        """Groups that may be open at a time."""
+        return (self.staleness.max_lag + 1) * self.algorithm.rollout_batch_size

@@ -1,0 +1,53 @@
+"""The events stream: what happened in the run, in order, for everyone who watches.
+
+Events are read by position and acknowledged by nobody. Neighbours: keys.py, streams.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from redis.asyncio import Redis
+
+from gspo_proto.rollout_pb2 import Event
+from services.common.keys import EVENTS_KEPT, Keys
+from services.common.streams import FIELD
+
+SCHEMA = 1
+FROM_START = b"0"
+
+
+class Events:
+    """Writes and reads the events of one run.
+
+    Args:
+        sender: Name of the service that writes.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, sender: str) -> None:
+        self._redis, self._keys, self._sender = redis, keys, sender
+
+    async def send(self, event: Event) -> None:
+        """Complete the event's head and append it."""
+        event.schema, event.unix_s, event.sender = SCHEMA, time.time(), self._sender
+        await self._redis.xadd(
+            self._keys.events, {FIELD: event.SerializeToString()}, maxlen=EVENTS_KEPT, approximate=True
+        )
+
+    async def read(self, position: bytes, block_s: float, count: int = 256) -> list[tuple[bytes, Event]]:
+        """Events after `position` with their own positions; waits `block_s` at most, and returns none then."""
+        reply: Any = await self._redis.xread(
+            {self._keys.events: position}, count=count, block=max(1, round(block_s * 1000))
+        )
+        if not reply:
+            return []
+        return [(entry, Event.FromString(fields[FIELD])) for entry, fields in reply[0][1]]
+
+    async def follow(self, position: bytes = FROM_START) -> AsyncIterator[Event]:
+        """Every event after `position`, for ever; ends with its task."""
+        while True:
+            for entry, event in await self.read(position, block_s=1.0):
+                position = entry
+                yield event

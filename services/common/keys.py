@@ -1,0 +1,115 @@
+"""Every name in Redis, and how long each lives.
+
+Nothing here talks to Redis. The braces put all keys of a run into one hash slot, so that transactions and scripts
+also work on a Redis Cluster. Neighbour: streams.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A member that stops its heartbeat is forgotten after this; three beats may be lost.
+MEMBER_TTL_S = 6
+HEARTBEAT_S = 1.5
+# Events are read by position and acknowledged by nobody, so trimming them loses no pending entry.
+EVENTS_KEPT = 10_000
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one run."""
+
+    run: str
+
+    def _key(self, name: str) -> str:
+        return f"gspo:{{{self.run}}}:{name}"
+
+    @property
+    def prompts(self) -> str:
+        """Stream of GroupTask: coordinator to generation."""
+        return self._key("prompts")
+
+    @property
+    def rollouts(self) -> str:
+        """Stream of Rollout: generation to reward."""
+        return self._key("rollouts")
+
+    @property
+    def scored(self) -> str:
+        """Stream of Scored: reward (or whoever gives a group up) to the learner."""
+        return self._key("scored")
+
+    @property
+    def eval_prompts(self) -> str:
+        """Stream of GroupTask: coordinator to generation, after training work."""
+        return self._key("eval_prompts")
+
+    @property
+    def eval_rollouts(self) -> str:
+        """Stream of Rollout: generation to reward."""
+        return self._key("eval_rollouts")
+
+    @property
+    def eval_scored(self) -> str:
+        """Stream of Scored: reward to coordinator."""
+        return self._key("eval_scored")
+
+    @property
+    def dead(self) -> str:
+        """Stream of entries that were given up, with the reason."""
+        return self._key("dead")
+
+    @property
+    def events(self) -> str:
+        """Stream of Event: read by everyone who watches."""
+        return self._key("events")
+
+    @property
+    def partial(self) -> str:
+        """Hash `group-number` -> a rollout under way, or the mark of a finished one; removed with its group."""
+        return self._key("partial")
+
+    @property
+    def open(self) -> str:
+        """Hash `group` -> OpenGroup as JSON: issued and not settled."""
+        return self._key("open")
+
+    @property
+    def redis_epoch(self) -> str:
+        """A random mark of this Redis's memory: absent or changed means that it was wiped."""
+        return self._key("redis_epoch")
+
+    @property
+    def members(self) -> str:
+        """Set of `service:name` of every process that has registered."""
+        return self._key("members")
+
+    def member(self, service: str, name: str) -> str:
+        """Heartbeat of one process, as JSON; lives MEMBER_TTL_S."""
+        return self._key(f"member:{service}:{name}")
+
+    @property
+    def paused(self) -> str:
+        """Present while a user has paused the issue of new groups."""
+        return self._key("paused")
+
+
+# Consumer group of each stream: the service that reads it.
+GENERATION, REWARD, LEARNER, COORDINATOR = "generation", "reward", "learner", "coordinator"
+
+
+def consumer_groups(keys: Keys) -> dict[str, str]:
+    """Stream -> the consumer group that reads it."""
+    return {
+        keys.prompts: GENERATION,
+        keys.eval_prompts: GENERATION,
+        keys.rollouts: REWARD,
+        keys.eval_rollouts: REWARD,
+        keys.scored: LEARNER,
+        keys.eval_scored: COORDINATOR,
+    }
+
+
+def rollout_id(group: int, number: int) -> str:
+    """A rollout's id, made once and used everywhere: group and number in it."""
+    return f"{group}-{number}"

@@ -1,0 +1,70 @@
+"""The HTTP face that every service has: /healthz, /readyz and /metrics, and whatever app the service adds.
+
+A plain ASGI app, so that services without a REST door need no web framework. Neighbour: runtime.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any
+
+import uvicorn
+from prometheus_client import make_asgi_app
+
+from services.common.runtime import Service
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Probes:
+    """Answers the probes itself and hands every other path to the service's own app."""
+
+    def __init__(self, service: Service, app: App | None = None) -> None:
+        self._service, self._app = service, app
+        self._metrics: App = make_asgi_app()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.startswith("/metrics"):
+            await self._metrics(scope, receive, send)
+        elif path == "/healthz":
+            await _reply(send, 200, {"status": "alive"})
+        elif path == "/readyz":
+            problems = self._service.problems
+            await _reply(send, 503 if problems else 200, {"ready": not problems, "problems": problems})
+        elif self._app is not None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await _reply(send, 404, {"detail": f"{path} is not here; try /healthz, /readyz, /metrics"})
+
+
+class HttpServer:
+    """Serves an app on a socket that is bound at once, so that its port is known."""
+
+    def __init__(self, app: App, host: str, port: int) -> None:
+        self._socket = socket.create_server((host, port), backlog=128)
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self._server = _QuietServer(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        await self._server.serve(sockets=[self._socket])
+
+
+class _QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to runtime.py."""
+        yield
+
+
+async def _reply(send: Send, status: int, body: dict[str, Any]) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})

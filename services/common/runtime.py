@@ -1,0 +1,221 @@
+"""The life of a service process: options, logs, signals, background tasks, its end.
+
+SIGTERM asks it to drain, a second one ends it at once; a background task that dies ends the process with its reason.
+It knows nothing of what a service does. Neighbours: probes.py, rpc.py, members.py; every `__main__` starts here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import structlog
+from redis.asyncio import Redis
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from services.common.activity import Activity
+from services.common.config import Config
+from services.common.configfile import read_config
+from services.common.errors import EXIT_BAD_INPUT, InputError
+from services.common.keys import Keys
+
+EXIT_FAILED = 1
+CONFIG_NAME = "config.yaml"
+# Redis may restart under a run; a client tries again for about this long before its service gives up.
+REDIS_PATIENCE_S = 60
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a service is told at its start; everything else is in the run's configuration."""
+
+    service: str
+    run_dir: Path
+    redis_url: str
+    name: str
+    host: str
+    http_port: int
+    grpc_port: int
+    resume: bool
+    config: Config
+
+    @property
+    def token(self) -> str:
+        """The shared token of the services; empty where there is none."""
+        file = self.config.services.token_file
+        return file.read_text().strip() if file else ""
+
+
+def parse_options(service: str, check: Callable[[Config], None], *, meaning: str) -> Options:
+    """Read the command line of `python -m services.X`; `--check FILE` runs the service's own check and exits.
+
+    Exits with code 2 and one message where the input cannot work.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m services.{service}", description=meaning)
+    parser.add_argument("--check", type=Path, metavar="FILE", help="check a configuration for this service, and exit")
+    parser.add_argument("--run-dir", type=Path, help="the run directory; its config.yaml is the configuration")
+    parser.add_argument("--redis-url", default=os.environ.get("GSPO_REDIS_URL", "redis://127.0.0.1:6379/0"))
+    parser.add_argument("--name", default=f"{service}-0", help="name of this process in the run")
+    parser.add_argument("--host", help="address to bind; services.host by default")
+    parser.add_argument("--http-port", type=int, default=0, help="0 picks a free port")
+    parser.add_argument("--grpc-port", type=int, default=0, help="0 picks a free port")
+    parser.add_argument("--resume", action="store_true", help="go on from what the run directory holds")
+    given = parser.parse_args()
+    try:
+        if given.check:
+            check(read_config(given.check))
+            sys.exit(0)
+        if not given.run_dir:
+            parser.error("--run-dir or --check is needed")
+        config = read_config(given.run_dir / CONFIG_NAME)
+        host = given.host or config.services.host
+        check_bind(host, config)
+    except InputError as error:
+        exit_bad_input(error)
+    set_up_logs(config.services.log_level, service=service, name=given.name, run=config.name)
+    return Options(
+        service,
+        given.run_dir,
+        given.redis_url,
+        given.name,
+        host,
+        given.http_port,
+        given.grpc_port,
+        given.resume,
+        config,
+    )
+
+
+def exit_bad_input(error: InputError) -> NoReturn:
+    """Say what is wrong with the input and exit with code 2."""
+    print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the message is for the person who called
+    sys.exit(EXIT_BAD_INPUT)
+
+
+def check_bind(host: str, config: Config) -> None:
+    """Refuse to listen beyond loopback without a token.
+
+    Raises:
+        InputError: The address is not loopback and services.token_file is not set.
+    """
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback and config.services.token_file is None:
+        raise InputError(
+            "services.host",
+            f"{host} can be reached from other machines, and there is no token",
+            "Set services.token_file to a file with a secret, or services.host to 127.0.0.1",
+        )
+
+
+def set_up_logs(level: str, **bound: str) -> None:
+    """JSON lines on standard error, every one with the bound fields."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(**bound)
+
+
+class Service:
+    """One running service process: its connections, its activity, its end.
+
+    Attributes:
+        stopping: Set when the process has been asked to drain.
+        problems: What keeps it from being ready, by cause; empty is ready.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.config = options, options.config
+        self.keys = Keys(self.config.name)
+        self.redis = connect_redis(options.redis_url)
+        self.activity = Activity(options.service)
+        self.stopping = asyncio.Event()
+        self.problems: dict[str, str] = {"starting": "the service is starting"}
+
+    async def run(self, main: Coroutine[Any, Any, None], background: dict[str, Coroutine[Any, Any, Any]]) -> None:
+        """Run the main loop to its end, and the background tasks as long as it lasts.
+
+        Raises:
+            Exception: Whatever ended the main loop or a background task.
+        """
+        tasks = {asyncio.create_task(task, name=name) for name, task in background.items()}
+        main_task = asyncio.create_task(main, name="main")
+        try:
+            done, _ = await asyncio.wait({main_task, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            while main_task not in done and not any(task.exception() for task in done):
+                done, _ = await asyncio.wait({main_task, *(tasks - done)}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in {main_task, *tasks}:
+                task.cancel()
+            await asyncio.gather(main_task, *tasks, return_exceptions=True)
+            await self.redis.aclose()
+
+
+def connect_redis(url: str) -> Redis:
+    """A client with binary replies that tries again while Redis restarts, REDIS_PATIENCE_S long."""
+    return Redis.from_url(
+        url,
+        protocol=2,
+        socket_connect_timeout=5,
+        socket_timeout=30,
+        health_check_interval=15,
+        retry=Retry(ExponentialBackoff(cap=2, base=0.05), retries=REDIS_PATIENCE_S // 2),
+        retry_on_error=[RedisConnectionError, RedisTimeoutError],
+    )
+
+
+def run_service(options: Options, life: Callable[[Service], Coroutine[Any, Any, None]]) -> NoReturn:
+    """Run a service's life to its end and exit: 0 done or drained, 1 failed with the reason logged."""
+    sys.exit(asyncio.run(_live(options, life)))
+
+
+async def _live(options: Options, life: Callable[[Service], Coroutine[Any, Any, None]]) -> int:
+    service = Service(options)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, service)
+    try:
+        await life(service)
+    except InputError as error:
+        log.error("bad_input", reason=str(error))
+        return EXIT_BAD_INPUT
+    except asyncio.CancelledError:
+        log.info("cancelled")
+    except Exception as error:
+        log.exception("service_failed", reason=f"{type(error).__name__}: {error}")
+        return EXIT_FAILED
+    log.info("service_ended")
+    return 0
+
+
+def _on_signal(service: Service) -> None:
+    if service.stopping.is_set():
+        os._exit(EXIT_FAILED)
+    log.info("stopping", detail="draining; a second signal ends at once")
+    service.stopping.set()

@@ -1,0 +1,203 @@
+"""Redis streams with leases: an entry is worked on by one worker, and done once.
+
+A worker takes an entry, renews its lease while it works, and finishes it in one transaction with what comes out.
+Every write is a script that first checks that the worker still owns the entry at the attempt it took it, so one that
+slept through its lease cannot write. Not here: what entries mean. Neighbours: keys.py for names, events.py for events.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from services.common.keys import Keys, consumer_groups
+
+FIELD = b"d"
+log = structlog.get_logger()
+
+# KEYS: stream, partial hash, output streams. ARGV: group, consumer, entry, attempt, done, mark, payloads.
+# XPENDING names the owner and how often the entry was handed out; both must be ours. A mark that is set already means
+# that this output was written by an earlier attempt: the first result of an id wins.
+_WRITE = """
+local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1)
+if #held == 0 or held[1][2] ~= ARGV[2] or held[1][4] ~= tonumber(ARGV[4]) then return 0 end
+local written = ARGV[6] ~= '' and redis.call('HGET', KEYS[2], ARGV[6]) == 'done'
+if not written then
+  for i = 3, #KEYS do redis.call('XADD', KEYS[i], '*', 'd', ARGV[i + 4]) end
+  if ARGV[6] ~= '' then redis.call('HSET', KEYS[2], ARGV[6], 'done') end
+end
+if ARGV[5] == '1' then
+  redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
+  redis.call('XDEL', KEYS[1], ARGV[3])
+else
+  redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'JUSTID')
+end
+return 1
+"""
+
+# KEYS: stream. ARGV: group, consumer, then entry and attempt in pairs. Returns the entries that are still ours.
+_RENEW = """
+local kept = {}
+for i = 3, #ARGV, 2 do
+  local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
+  if #held == 1 and held[1][2] == ARGV[2] and held[1][4] == tonumber(ARGV[i + 1]) then
+    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID')
+    kept[#kept + 1] = ARGV[i]
+  end
+end
+return kept
+"""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One entry in a worker's hands: `attempt` counts how often it was handed out, from 1."""
+
+    entry: bytes
+    payload: bytes
+    attempt: int
+
+
+class Inbox:
+    """One worker's view of one stream.
+
+    Args:
+        redis: Client with binary replies.
+        keys: The run's keys.
+        stream: The stream to read; its consumer group follows from it.
+        consumer: This worker's name; unique to a process unless it alone ever reads the stream.
+        lease_s: After so long without a renewal another worker may take the entry.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, stream: str, *, consumer: str, lease_s: float) -> None:
+        self.stream, self.consumer, self.lease_s = stream, consumer, lease_s
+        self._redis, self._keys = redis, keys
+        self._group = consumer_groups(keys)[stream]
+        self._write = redis.register_script(_WRITE)
+        self._renew = redis.register_script(_RENEW)
+
+    async def take(self, count: int, block_s: float) -> list[Delivery]:
+        """Up to `count` new entries; waits `block_s` at most, and returns none then."""
+        block_ms = max(1, round(block_s * 1000))
+        reply = await self._read(">", count, block_ms)
+        return [Delivery(entry, fields[FIELD], 1) for entry, fields in reply]
+
+    async def resume(self, count: int) -> list[Delivery]:
+        """What this consumer took in an earlier life and did not finish; for a consumer name that outlives it."""
+        found = []
+        for entry, fields in await self._read("0", count, None):
+            if fields and (attempt := await self._attempt(entry)):
+                found.append(Delivery(entry, fields[FIELD], attempt))
+        return found
+
+    async def reclaim(self, count: int) -> list[Delivery]:
+        """Entries whose worker let its lease end, now ours."""
+        lease_ms = round(self.lease_s * 1000)
+        try:
+            _, entries, *_ = await self._redis.xautoclaim(
+                self.stream, self._group, self.consumer, min_idle_time=lease_ms, count=count
+            )
+        except ResponseError as error:
+            _unless_missing(error)
+            return []
+        found = []
+        for entry, fields in entries:
+            if fields and (attempt := await self._attempt(entry)):
+                found.append(Delivery(entry, fields[FIELD], attempt))
+        return found
+
+    async def renew(self, deliveries: Sequence[Delivery]) -> set[bytes]:
+        """Renew the leases; the entries that are still ours. What is not returned must be dropped unfinished."""
+        if not deliveries:
+            return set()
+        pairs: list[Any] = [value for delivery in deliveries for value in (delivery.entry, delivery.attempt)]
+        try:
+            return set(await self._renew(keys=[self.stream], args=[self._group, self.consumer, *pairs]))
+        except ResponseError as error:
+            _unless_missing(error)
+            return set()
+
+    async def put(self, delivery: Delivery, stream: str, payload: bytes, *, mark: str) -> bool:
+        """Write one output and keep the entry; a second output under the same mark is dropped.
+
+        Returns whether the entry is still ours.
+        """
+        return await self._run(delivery, [(stream, payload)], mark=mark, done=False)
+
+    async def finish(self, delivery: Delivery, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
+        """Write the outputs and acknowledge the entry in one transaction.
+
+        Returns whether the entry was still ours; if not, nothing was written.
+        """
+        return await self._run(delivery, list(outputs), mark="", done=True)
+
+    async def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
+        """Acknowledge entries whose outcome is safe elsewhere (on disk)."""
+        entries = [delivery.entry for delivery in deliveries]
+        if entries:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.xack(self.stream, self._group, *entries)
+                pipe.xdel(self.stream, *entries)
+                await pipe.execute(raise_on_error=False)
+
+    async def _run(self, delivery: Delivery, outputs: list[tuple[str, bytes]], *, mark: str, done: bool) -> bool:
+        keys = [self.stream, self._keys.partial, *(stream for stream, _ in outputs)]
+        payloads = [payload for _, payload in outputs]
+        args: list[Any] = [self._group, self.consumer, delivery.entry, delivery.attempt, int(done), mark, *payloads]
+        try:
+            return bool(await self._write(keys=keys, args=args))
+        except ResponseError as error:
+            _unless_missing(error)
+            return False
+
+    async def _attempt(self, entry: bytes) -> int:
+        """How often an entry was handed out; 0 where it is not ours."""
+        held: Any = await self._redis.xpending_range(self.stream, self._group, entry, entry, 1, self.consumer)
+        return int(held[0]["times_delivered"]) if held else 0
+
+    async def _read(self, position: str, count: int, block_ms: int | None) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        try:
+            reply: Any = await self._redis.xreadgroup(
+                self._group, self.consumer, {self.stream: position}, count=count, block=block_ms
+            )
+        except ResponseError as error:
+            _unless_missing(error)
+            await create_consumer_groups(self._redis, self._keys)
+            return []
+        return reply[0][1] if reply else []
+
+
+def new_consumer(service: str) -> str:
+    """A consumer name that no other process has."""
+    return f"{service}-{uuid.uuid4().hex[:12]}"
+
+
+async def create_consumer_groups(redis: Redis, keys: Keys) -> None:
+    """Make every stream and its consumer group; what exists stays as it is."""
+    for stream, group in consumer_groups(keys).items():
+        try:
+            await redis.xgroup_create(stream, group, id="0", mkstream=True)
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+
+async def append(redis: Redis, stream: str, payloads: Iterable[bytes]) -> None:
+    """Add entries to a stream in one transaction. Never with MAXLEN: it would drop pending entries too."""
+    async with redis.pipeline(transaction=True) as pipe:
+        for payload in payloads:
+            pipe.xadd(stream, {FIELD: payload})
+        await pipe.execute()
+
+
+def _unless_missing(error: ResponseError) -> None:
+    """Pass over a stream or group that is not there: Redis was wiped, and the coordinator makes it again."""
+    if "NOGROUP" not in str(error):
+        raise error
+    log.warning("stream_missing", detail=str(error), waits_for="the coordinator to make the streams again")

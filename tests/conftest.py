@@ -1,0 +1,64 @@
+"""Fixtures for every test: a real Redis of its own."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from redis import Redis as BlockingRedis
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
+
+from services.common.keys import Keys
+from services.common.redis_server import redis_command
+from services.common.runtime import connect_redis
+from services.common.streams import create_consumer_groups
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A redis-server for the whole session."""
+    folder: Path = tmp_path_factory.mktemp("redis")
+    port = free_port()
+    process = subprocess.Popen(redis_command("127.0.0.1", port, folder), stdout=subprocess.DEVNULL)
+    url = f"redis://127.0.0.1:{port}/0"
+    try:
+        _wait_until_up(url)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+
+
+@retry(retry=retry_if_exception_type(RedisConnectionError), stop=stop_after_delay(10), wait=wait_fixed(0.05), reraise=True)
+def _wait_until_up(url: str) -> None:
+    BlockingRedis.from_url(url).ping()
+
+
+@pytest_asyncio.fixture(loop_scope="function")
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    """An empty Redis."""
+    client = connect_redis(redis_url)
+    await client.flushall()
+    yield client
+    await client.aclose()
+
+
+@pytest_asyncio.fixture(loop_scope="function")
+async def keys(redis: Redis) -> Keys:
+    """Keys of a run whose streams exist."""
+    keys = Keys("test")
+    await create_consumer_groups(redis, keys)
+    return keys

@@ -1,0 +1,94 @@
+"""Leases on a real Redis: who may write, who may not, and that nothing is written twice."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from services.common.keys import Keys
+from services.common.streams import Delivery, Inbox, append
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+LEASE_S = 0.05
+
+
+def inbox(redis: Redis, keys: Keys, consumer: str) -> Inbox:
+    return Inbox(redis, keys, keys.prompts, consumer=consumer, lease_s=LEASE_S)
+
+
+async def take_one(redis: Redis, keys: Keys, consumer: str) -> tuple[Inbox, Delivery]:
+    worker = inbox(redis, keys, consumer)
+    await append(redis, keys.prompts, [b"task"])
+    (delivery,) = await worker.take(1, block_s=1)
+    return worker, delivery
+
+
+async def test_finish_writes_the_output_and_removes_the_entry(redis: Redis, keys: Keys) -> None:
+    worker, delivery = await take_one(redis, keys, "a")
+    assert (delivery.payload, delivery.attempt) == (b"task", 1)
+    assert await worker.finish(delivery, [(keys.rollouts, b"out")])
+    assert await redis.xlen(keys.prompts) == 0
+    assert (await redis.xpending(keys.prompts, "generation"))["pending"] == 0
+    assert [fields for _, fields in await redis.xrange(keys.rollouts)] == [{b"d": b"out"}]
+
+
+async def test_a_worker_that_lost_its_lease_cannot_write(redis: Redis, keys: Keys) -> None:
+    sleeper, delivery = await take_one(redis, keys, "a")
+    await asyncio.sleep(2 * LEASE_S)
+    (taken,) = await inbox(redis, keys, "b").reclaim(10)
+    assert (taken.payload, taken.attempt) == (b"task", 2)
+    assert await sleeper.renew([delivery]) == set()
+    assert not await sleeper.put(delivery, keys.rollouts, b"late", mark="1-0")
+    assert not await sleeper.finish(delivery, [(keys.rollouts, b"late")])
+    assert await redis.xlen(keys.rollouts) == 0
+    assert await inbox(redis, keys, "b").finish(taken, [(keys.rollouts, b"in time")])
+
+
+async def test_the_same_worker_at_an_older_attempt_cannot_write(redis: Redis, keys: Keys) -> None:
+    worker, first = await take_one(redis, keys, "a")
+    await asyncio.sleep(2 * LEASE_S)
+    (second,) = await worker.reclaim(10)
+    assert not await worker.finish(first, [(keys.rollouts, b"old")])
+    assert await worker.finish(second)
+
+
+async def test_a_renewed_lease_is_not_reclaimed(redis: Redis, keys: Keys) -> None:
+    worker, delivery = await take_one(redis, keys, "a")
+    for _ in range(4):
+        await asyncio.sleep(LEASE_S / 2)
+        assert await worker.renew([delivery]) == {delivery.entry}
+    assert await inbox(redis, keys, "b").reclaim(10) == []
+
+
+async def test_the_first_result_of_an_id_wins(redis: Redis, keys: Keys) -> None:
+    worker, delivery = await take_one(redis, keys, "a")
+    assert await worker.put(delivery, keys.rollouts, b"first", mark="1-0")
+    assert await worker.put(delivery, keys.rollouts, b"second", mark="1-0")
+    assert await worker.put(delivery, keys.rollouts, b"other", mark="1-1")
+    assert [fields[b"d"] for _, fields in await redis.xrange(keys.rollouts)] == [b"first", b"other"]
+
+
+async def test_a_partial_save_does_not_count_as_finished(redis: Redis, keys: Keys) -> None:
+    worker, delivery = await take_one(redis, keys, "a")
+    await redis.hset(keys.partial, "1-0", "tokens so far")
+    assert await worker.put(delivery, keys.rollouts, b"first", mark="1-0")
+    assert await redis.xlen(keys.rollouts) == 1
+
+
+async def test_a_consumer_finds_what_it_held_in_an_earlier_life(redis: Redis, keys: Keys) -> None:
+    _, delivery = await take_one(redis, keys, "learner")
+    (found,) = await inbox(redis, keys, "learner").resume(10)
+    assert (found.entry, found.payload, found.attempt) == (delivery.entry, b"task", 2)
+
+
+async def test_a_wiped_redis_gives_nothing_and_no_error(redis: Redis, keys: Keys) -> None:
+    worker, delivery = await take_one(redis, keys, "a")
+    await redis.flushall()
+    assert not await worker.finish(delivery, [(keys.rollouts, b"out")])
+    assert await worker.renew([delivery]) == set()
+    assert await worker.reclaim(1) == []
+    assert await worker.take(1, block_s=0.01) == []
+    await append(redis, keys.prompts, [b"again"])
+    assert [found.payload for found in await worker.take(1, block_s=1)] == [b"again"]
