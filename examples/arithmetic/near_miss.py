@@ -1,0 +1,143 @@
+"""Trains a small Qwen3 on near misses: most answers it sees are off by one or two.
+
+Not reinforcement learning: it makes the policy that reinforcement learning starts from, one that mostly
+answers wrong but holds a latent skill. Called by cold_start.py; data from problems.py.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from chat_tokenizer import END
+from problems import EXACT_SHARE, MISSES, Problem, chat_prompt, near_miss
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+# Index 0 is the exact sum: a row of `encode` is found at problem * len(OFFSETS) + offset index.
+OFFSETS = (0, *MISSES)
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast: measured so that every seed ends within its steps on two busy cores."""
+
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    warmup_steps: int = 50
+    max_steps: int = 700
+    check_every: int = 25
+    num_checked: int = 256
+    enough: float = 0.26  # mean probability of the exact answer; all that this data can teach is EXACT_SHARE
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where training ended."""
+
+    num_steps: int
+    exact_probability: float
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A Qwen3 of two wide layers: it learns addition in fewer seconds than a deeper one of equal size."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # short prompts: a short wavelength
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> tuple[Tensor, Tensor]:
+    """(token_NT, label_NT), N = problems x OFFSETS; labels are IGNORE but on the answer and its end."""
+    rows: list[tuple[list[int], list[int]]] = []
+    for problem in problems:
+        text = tokenizer.apply_chat_template(chat_prompt(problem), tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.encode(text)
+        rows += [(prompt, tokenizer.encode(f"{near_miss(problem, miss)}{END}")) for miss in OFFSETS]
+    width = max(len(prompt) + len(answer) for prompt, answer in rows)
+    token_NT = torch.full((len(rows), width), tokenizer.pad_token_id)
+    label_NT = torch.full((len(rows), width), IGNORE)
+    for row, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        token_NT[row, :end] = torch.tensor(prompt + answer)
+        label_NT[row, len(prompt) : end] = torch.tensor(answer)
+    return token_NT, label_NT
+
+
+def answer_loss(model: Qwen3ForCausalLM, token_BT: Tensor, label_BT: Tensor) -> Tensor:
+    """Negative log-probability of every label token [B, T - 1], 0 elsewhere.
+
+    Padding is on the right, so causal attention keeps it out without a mask.
+    """
+    logit_BTV = model(input_ids=token_BT, use_cache=False).logits[:, :-1]
+    return cross_entropy(logit_BTV.transpose(1, 2), label_BT[:, 1:], ignore_index=IGNORE, reduction="none")
+
+
+@torch.no_grad()
+def exact_probability(model: Qwen3ForCausalLM, token_BT: Tensor, label_BT: Tensor) -> float:
+    """Mean probability of the labelled answers: the accuracy of sampling at temperature 1, without noise."""
+    return answer_loss(model, token_BT, label_BT).sum(1).neg().exp().mean().item()
+
+
+def draw_rows(problem_B: Tensor, generator: torch.Generator) -> Tensor:
+    """For each problem index the row of one teacher answer: exact in EXACT_SHARE of cases, else a near miss."""
+    exact_B = torch.rand(len(problem_B), generator=generator) < EXACT_SHARE
+    miss_B = torch.randint(1, len(OFFSETS), (len(problem_B),), generator=generator)
+    return problem_B * len(OFFSETS) + torch.where(exact_B, 0, miss_B)
+
+
+def train(
+    model: Qwen3ForCausalLM,
+    token_NT: Tensor,
+    label_NT: Tensor,
+    schedule: Schedule,
+    seed: int,
+    on_step: Callable[[int, float], None],
+) -> Outcome:
+    """Trains in place until the exact answer is probable enough; `on_step` gets (step, that probability).
+
+    The check reads training problems only. Equal seed, threads and libraries give equal weights.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_problems = len(token_NT) // len(OFFSETS)
+    checked = torch.arange(min(schedule.num_checked, num_problems)) * len(OFFSETS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    probability, order = 0.0, torch.empty(0, dtype=torch.long)
+    for step in range(1, schedule.max_steps + 1):
+        if len(order) < schedule.batch_size:
+            order = torch.randperm(num_problems, generator=generator)
+        problem_B, order = order[: schedule.batch_size], order[schedule.batch_size :]
+        rows = draw_rows(problem_B, generator)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(schedule, step)
+        label_BT = label_NT[rows]
+        loss = answer_loss(model, token_NT[rows], label_BT).sum() / (label_BT != IGNORE).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % schedule.check_every == 0:
+            probability = exact_probability(model, token_NT[checked], label_NT[checked])
+        on_step(step, probability)
+        if probability >= schedule.enough:
+            break
+    return Outcome(step, probability)
+
+
+def learning_rate(schedule: Schedule, step: int) -> float:
+    """Linear warm-up, then half a cosine down to a tenth at the last step."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / schedule.max_steps))
+    return schedule.learning_rate * min(1.0, step / schedule.warmup_steps) * (0.1 + 0.9 * cosine)
