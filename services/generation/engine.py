@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
@@ -143,6 +144,8 @@ class Engine:
         try:
             async for output in self._llm.generate(prompt, _sampling_params(sampling), request_id):
                 return _completion(output.outputs[0])
+        except VLLMClientError as error:
+            raise ValueError(f"request {request_id} refused: {error}") from error
         except (EngineDeadError, EngineGenerateError) as error:
             raise self._break(f"vLLM failed while generating: {error!r}") from error
         raise EngineBrokenError(f"vLLM ended request {request_id} without an output")
@@ -154,16 +157,20 @@ class Engine:
     async def load(self, version: int, staged: StagedWeights, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
         """Serve the staged copy as `version`; requests in flight go on under it.
 
-        `recompute` drops their KV and computes it again under the new weights, so later log-probs are exactly the
-        new version's; `keep` keeps it: cheaper, and later tokens are conditioned on old KV. LoadFailedError when the old
-        weights are back in place; EngineBrokenError when they are not, or `timeout_s` went by. A cancelled call goes on
-        in the background: a load is never left half done.
+        `recompute` drops their KV and computes it again under the new weights, so later log-probs are exactly
+        the new version's; `keep` keeps it: cheaper, and later tokens are conditioned on old KV. LoadFailedError
+        when the old weights are back in place; EngineBrokenError when they are not, or `timeout_s` went by. A
+        cancelled call goes on in the background: a load is never left half done.
         """
         return await asyncio.shield(asyncio.ensure_future(self._load(version, staged, on_update, timeout_s)))
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End vLLM's processes; requests in flight fail with EngineBrokenError."""
         self._break("stopped")
+        # In this order: whoever waits for an answer is told, and the end of vLLM's processes is no surprise to it.
+        self._llm.output_processor.propagate_error(EngineDeadError())
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()
         await asyncio.to_thread(self._llm.shutdown, timeout_s)
 
     @property
