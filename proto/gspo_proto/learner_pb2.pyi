@@ -91,6 +91,7 @@ class ProgressReply(_message.Message):
     LIVE_VERSION_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     DONE_REASON_FIELD_NUMBER: _builtins.int
+    EVALUATIONS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
@@ -108,6 +109,10 @@ class ProgressReply(_message.Message):
     def counts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """groups by settlement"""
 
+    @_builtins.property
+    def evaluations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """labels of those recorded"""
+
     def __init__(
         self,
         *,
@@ -121,10 +126,11 @@ class ProgressReply(_message.Message):
         live_version: _builtins.int = ...,
         done: _builtins.bool = ...,
         done_reason: _builtins.str = ...,
+        evaluations: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "digest", b"digest", "done", b"done", "done_reason", b"done_reason", "epoch", b"epoch", "live_version", b"live_version", "run", b"run", "settled", b"settled", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "digest", b"digest", "done", b"done", "done_reason", b"done_reason", "epoch", b"epoch", "evaluations", b"evaluations", "live_version", b"live_version", "run", b"run", "settled", b"settled", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -243,6 +243,11 @@ class EvaluationConfig(Section):
     limit: PositiveInt | None = Field(
         None, description="Use only the first so many prompts", json_schema_extra=ON_RESUME
     )
+    limit_between: PositiveInt | None = Field(
+        None,
+        description="Use only the first so many prompts between the first and the last evaluation",
+        json_schema_extra=ON_RESUME,
+    )
     timeout_s: PositiveFloat = Field(
         1800.0, description="An evaluation that takes longer is given up", json_schema_extra=ON_RESUME
     )
