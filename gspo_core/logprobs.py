@@ -1,0 +1,136 @@
+"""Log-probs and entropies of target tokens straight from hidden states, never holding all logits at once.
+
+Not here: the model. The output weight is its only part that is seen, and the temperature its only setting.
+Neighbours: the learner calls it on the model's last hidden states; loss.py takes what it gives.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gspo_core.shapes import at_least_float32
+
+
+def token_logprobs(
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    target_BT: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target token and entropy of its distribution under z = hidden weight^T / temperature.
+
+        logp = z_y - log sum_v exp(z_v)          entropy = -sum_v p_v log p_v,  p = softmax(z)
+
+    `hidden_BTD` is [..., D] with any leading dimensions and `target_BT` has those: [B, T, D] and [B, T], or only
+    the rows that count, [N, D] and [N]. `hidden` at position t must be the state that predicts target t.
+    Returns two tensors shaped like `target_BT`, in float32 (float64 if an input is), whatever autocast says.
+    Both are exact and differentiable, once, in hidden and weight. At most chunk_size x V logits and
+    probabilities are held at a time, forward or backward: the backward pass makes them again.
+    bf16 inputs are multiplied in float32, for which one float32 copy of the weight is held during each pass.
+    ValueError: shapes, a target outside the vocabulary, temperature or chunk_size not above 0.
+    """
+    _check(hidden_BTD, weight_VD, target_BT, temperature, chunk_size)
+    hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+    target_N = target_BT.reshape(-1).long()
+    logp_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_ND, weight_VD, target_N, temperature, chunk_size
+    )
+    return logp_N.view(target_BT.shape), entropy_N.view(target_BT.shape)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """With y the target, H the entropy, g and e the gradients that arrive for logp and entropy:
+
+    d logp / d z_v = [v = y] - p_v
+    d H / d z_v    = -p_v (log p_v + H)
+    so  dz_v = g [v = y] - p_v (g + e (log p_v + H)),   dhidden = dz weight / temperature
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float, chunk_size: int
+    ) -> tuple[Tensor, Tensor]:
+        dtype = at_least_float32(hidden_ND, weight_VD)
+        logp_N = hidden_ND.new_empty(len(hidden_ND), dtype=dtype)
+        entropy_N = torch.empty_like(logp_N)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            for rows, _, z_RV, logp_RV in _chunks(hidden_ND, weight_VD.to(dtype), temperature, chunk_size):
+                logp_N[rows] = logp_RV.gather(1, target_N[rows, None])[:, 0]
+                p_RV = torch.exp(logp_RV, out=z_RV)
+                entropy_N[rows] = -logp_RV.mul_(p_RV).sum(-1)
+        ctx.save_for_backward(hidden_ND, weight_VD, target_N, entropy_N)
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.set_materialize_grads(False)
+        return logp_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_N: Tensor | None, e_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, target_N, entropy_N = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        weight = weight_VD.to(entropy_N.dtype)
+        grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
+        grad_weight_VD = torch.zeros_like(weight) if wants_weight else None
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            for rows, h_RD, z_RV, logp_RV in _chunks(hidden_ND, weight, ctx.temperature, ctx.chunk_size):
+                g_R1 = 0.0 if g_N is None else g_N[rows, None]
+                p_RV = torch.exp(logp_RV, out=z_RV)
+                if e_N is None:
+                    dz_RV = p_RV.mul_(-g_R1)
+                else:
+                    dz_RV = p_RV.mul_(logp_RV.add_(entropy_N[rows, None]).mul_(-e_N[rows, None]).sub_(g_R1))
+                if g_N is not None:
+                    dz_RV.scatter_add_(1, target_N[rows, None], g_N[rows, None])
+                if grad_hidden_ND is not None:
+                    grad_hidden_ND[rows] = (dz_RV @ weight / ctx.temperature).to(hidden_ND.dtype)
+                if grad_weight_VD is not None:
+                    grad_weight_VD.addmm_(dz_RV.T, h_RD)
+        grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+        return grad_hidden_ND, grad_weight, None, None, None
+
+
+def _chunks(
+    hidden_ND: Tensor, weight_VD: Tensor, temperature: float, chunk_size: int
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Yield (rows, hidden / temperature, logits, log-probs), the last two in buffers that the next turn reuses.
+
+    Two buffers stand at once, so a turn takes half of chunk_size rows. Made once, they also spare the CPU the
+    page faults of fresh memory in every turn.
+    """
+    num_rows, vocabulary = len(hidden_ND), len(weight_VD)
+    step = min(max(1, chunk_size // 2), max(1, num_rows))
+    z_buffer = weight_VD.new_empty(step, vocabulary)
+    logp_buffer = torch.empty_like(z_buffer)
+    for start in range(0, num_rows, step):
+        rows = slice(start, min(start + step, num_rows))
+        h_RD = hidden_ND[rows].to(weight_VD.dtype) / temperature
+        z_RV = torch.mm(h_RD, weight_VD.T, out=z_buffer[: len(h_RD)])
+        logp_RV = torch.log_softmax(z_RV, -1, out=logp_buffer[: len(h_RD)])
+        yield rows, h_RD, z_RV, logp_RV
+
+
+def _check(hidden: Tensor, weight_VD: Tensor, target: Tensor, temperature: float, chunk_size: int) -> None:
+    if weight_VD.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight_VD.shape[1]:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight_VD.shape)}; they must be [..., D], [V, D]"
+        )
+    if hidden.shape[:-1] != target.shape:
+        raise ValueError(
+            f"target has shape {tuple(target.shape)}, hidden {tuple(hidden.shape)}; "
+            "target must have all dimensions of hidden but the last"
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it must be above 0")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
+    # One comparison here: on a GPU an index out of bounds would end the whole process's CUDA context.
+    if target.numel() and not bool(((target >= 0) & (target < len(weight_VD))).all()):
+        raise ValueError(
+            f"target holds ids from {int(target.min())} to {int(target.max())}; "
+            f"the vocabulary has 0 to {len(weight_VD) - 1}. Give only rows that count, or 0 as padding"
+        )

@@ -1,0 +1,46 @@
+"""Cut rollouts into micro-batches under a token budget, and lay rows of unlike length into one padded tensor.
+
+Not here: which rollouts a step holds, or on which rank; the loss does not depend on any cut made here.
+Neighbours: the learner alone; loss.aggregate_loss is what makes the cut invisible.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Cut rows of the given lengths (tokens) into lists of row indices, each padded to at most max_tokens.
+
+    A micro-batch costs rows x its longest row. Rows go longest first, equal lengths in their own order, so
+    neighbours are alike, padding is small, and what does not fit in memory shows at once. The same lengths give
+    the same cut. Every row is in exactly one list.
+    ValueError: a row longer than max_tokens, or a negative length.
+    """
+    if lengths and min(lengths) < 0:
+        raise ValueError(f"lengths holds {min(lengths)}; a length is at least 0")
+    batches: list[list[int]] = []
+    num_fitting = 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if lengths[row] > max_tokens:
+            raise ValueError(f"row {row} has {lengths[row]} tokens; raise max_tokens, {max_tokens}, to at least that")
+        if num_fitting == 0:
+            batches.append([])
+            num_fitting = max_tokens // max(1, lengths[row])
+        batches[-1].append(row)
+        num_fitting -= 1
+    return batches
+
+
+def pad(rows: Sequence[Sequence[float]], *, fill: float = 0, dtype: torch.dtype = torch.long) -> tuple[Tensor, Tensor]:
+    """Lay rows side by side, filled up on the right: values [B, T] and a bool mask [B, T] of what was given.
+
+    T is the longest row's length, B the number of rows; either may be 0.
+    """
+    width = max((len(row) for row in rows), default=0)
+    values_BT = torch.full((len(rows), width), fill, dtype=dtype)
+    for values_T, row in zip(values_BT, rows, strict=True):
+        values_T[: len(row)] = torch.as_tensor(row, dtype=dtype)
+    lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.long)
+    return values_BT, torch.arange(width) < lengths_B[:, None]

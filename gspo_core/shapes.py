@@ -1,0 +1,49 @@
+"""Checks at the door: every public function refuses tensors whose shapes do not fit, by name.
+
+Not a tensor library: three checks and the dtype that sums are made in.
+Neighbours: every other module of gspo_core.
+"""
+
+import torch
+from torch import Tensor
+
+
+def check_matrix(**tensors: Tensor) -> None:
+    """Raise ValueError unless all tensors (given by name) are [B, T] with the same B and T."""
+    (first_name, first), *others = tensors.items()
+    if first.dim() != 2:
+        raise ValueError(f"{first_name} has shape {tuple(first.shape)}; it must be [B, T]")
+    for name, tensor in others:
+        if tensor.shape != first.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, {first_name} has {tuple(first.shape)}; "
+                "they must be the same [B, T]"
+            )
+
+
+def check_vector(**tensors: Tensor) -> None:
+    """Raise ValueError unless all tensors (given by name) are [B] with the same B."""
+    (first_name, first), *others = tensors.items()
+    if first.dim() != 1:
+        raise ValueError(f"{first_name} has shape {tuple(first.shape)}; it must be [B]")
+    for name, tensor in others:
+        if tensor.shape != first.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, {first_name} has {tuple(first.shape)}; "
+                "they must be the same [B]"
+            )
+
+
+def check_rows(rows_B: Tensor, matrix_BT: Tensor, names: str) -> None:
+    """Raise ValueError unless one tensor is [B], the other [B, T], with the same B. `names` is "rows, matrix"."""
+    if rows_B.dim() != 1 or matrix_BT.dim() != 2 or len(rows_B) != len(matrix_BT):
+        raise ValueError(
+            f"{names} have shapes {tuple(rows_B.shape)} and {tuple(matrix_BT.shape)}; they must be [B] and [B, T]"
+        )
+
+
+def at_least_float32(*tensors: Tensor) -> torch.dtype:
+    """The dtype to compute in: float64 if any tensor is float64, else float32 (also for bf16 and integers)."""
+    if any(tensor.dtype == torch.float64 for tensor in tensors):
+        return torch.float64
+    return torch.float32
