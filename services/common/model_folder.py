@@ -1,0 +1,48 @@
+"""Where the model's files are: the given folder, or a hub's copy on this machine.
+
+It reads no weights. Neighbours: every service's check and start.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.common.config import ModelConfig
+from services.common.errors import InputError
+
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_PICKLES = ["*.bin"]
+
+
+def model_folder(model: ModelConfig) -> Path:
+    """The folder of the model's files; fetches a hub model once.
+
+    Raises:
+        InputError: `model.path` is neither a folder with a config.json nor a model that a hub has.
+    """
+    folder = Path(model.path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InputError(
+                "model.path", f"{folder} has no config.json", "Give a folder that `save_pretrained` wrote, with its tokenizer"
+            )
+        return folder
+    if folder.is_absolute() or model.path.startswith(".") or model.path.count("/") > 1:
+        raise InputError("model.path", f"{model.path} is not a folder", "Mend the path, or give the name of a hub model")
+    return _from_hub(model)
+
+
+def _from_hub(model: ModelConfig) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = _FILES + (_PICKLES if model.allow_pickle else [])
+        return Path(snapshot_download(model.path, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            "model.path",
+            f"{model.path} is not a folder here, and no hub gave it ({reason})",
+            "Give a folder that `save_pretrained` wrote, or a hub name where a hub can be reached",
+        ) from error
