@@ -1,0 +1,41 @@
+# gspo: every command that a user or CI needs. `make help` lists them.
+VENV ?= .venv
+BIN = $(VENV)/bin
+SEED ?= 0
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: help setup demo test lint bench proto lock clean
+
+help: ## List the commands
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: ## Make the virtual environment with the locked packages
+	@VENV=$(VENV) deploy/setup.sh
+
+demo: setup ## Train a small model on arithmetic, from nothing to a report (SEED=0)
+	$(BIN)/python examples/arithmetic/demo.py --seed $(SEED)
+
+test: setup lint ## Everything CI runs: lint, types, unit and integration tests with the real engines
+	$(BIN)/python -m pytest
+
+lint: setup ## ruff and mypy strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup ## Measure speed and write docs/benchmarks.md
+	$(BIN)/python -m benchmarks.speed
+
+proto: setup ## Generate the contract's Python code
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto \
+	  --mypy_out=quiet:proto --mypy_grpc_out=quiet:proto proto/gspo_proto/*.proto
+
+lock: setup ## Resolve the dependencies anew
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 --no-annotate --no-header pyproject.toml \
+	  -o deploy/requirements.lock
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 --no-annotate --no-header pyproject.toml \
+	  --extra cpu --extra dev --overrides deploy/overrides.txt --no-emit-package torch \
+	  -o deploy/requirements-cpu.lock
+
+clean: ## Remove the virtual environment and caches; runs stay
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,55 @@
+#!/bin/sh
+# Makes the virtual environment: ./.venv by default, $VENV where set. A second call with nothing changed does nothing.
+#
+# Needs Python 3.11 or newer, and a C++ compiler with Python's headers for the one op that DeepSpeed builds; on Debian
+# and as root it installs what is missing. Everything is pinned by deploy/requirements-cpu.lock.
+set -eu
+cd "$(dirname "$0")/.."
+VENV=${VENV:-.venv}
+TORCH=2.13.0
+UV=0.13.8
+LOCK=deploy/requirements-cpu.lock
+STAMP=$VENV/.gspo-$(cat "$LOCK" pyproject.toml deploy/setup.sh | sha256sum | cut -c1-16)
+
+[ -e "$STAMP" ] && exit 0
+say() { echo "setup: $*" >&2; }
+
+install_missing() {
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing $* with apt-get"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+  else
+    say "missing: $*. Install them (on Debian: apt-get install $*) and call this again"
+    exit 1
+  fi
+}
+
+PYTHON=${PYTHON:-python3}
+"$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || {
+  say "$PYTHON is $("$PYTHON" --version); Python 3.11 to 3.13 is needed. Set PYTHON to one"
+  exit 1
+}
+command -v c++ >/dev/null || install_missing g++
+HEADER='import pathlib, sysconfig, sys; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())'
+"$PYTHON" -c "$HEADER" || install_missing python3-dev
+"$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || install_missing python3-venv
+
+say "making $VENV"
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+pip install "uv==$UV"
+
+# torch's CPU build: from where pip looks by itself, else from PyTorch's own index. Plain `torch` on PyPI brings
+# several GB of CUDA. uv then accepts what is there.
+"$VENV/bin/python" -c "import torch; assert torch.__version__ == '$TORCH+cpu'" 2>/dev/null || {
+  say "installing torch $TORCH, CPU build"
+  pip install "torch==$TORCH+cpu" 2>/dev/null ||
+    pip install --extra-index-url https://download.pytorch.org/whl/cpu "torch==$TORCH+cpu"
+}
+say "installing the locked packages"
+export UV_LINK_MODE=${UV_LINK_MODE:-copy}
+"$VENV/bin/uv" pip install -q --python "$VENV/bin/python" --no-deps -r "$LOCK"
+"$VENV/bin/uv" pip install -q --python "$VENV/bin/python" --no-deps -e .
+rm -f "$VENV"/.gspo-*
+touch "$STAMP"
+say "done: $VENV"
