@@ -69,6 +69,11 @@ class RewardFunction(Section):
     entry: str | None = Field(None, description="Name of the function, where the file holds more than one")
     weight: float = Field(1.0, description="Factor of this function's value in the summed reward")
 
+    @property
+    def label(self) -> str:
+        """Name in tasks, scores, logs and metrics."""
+        return self.name or self.path.stem
+
 
 class RewardConfig(Section):
     """What an answer is worth."""

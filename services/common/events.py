@@ -11,7 +11,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from gspo_proto.rollout_pb2 import Event
+from gspo_proto.rollout_pb2 import Event, Finished
 from services.common.keys import EVENTS_KEPT, Keys
 from services.common.streams import FIELD
 
@@ -51,3 +51,19 @@ class Events:
             for entry, event in await self.read(position, block_s=1.0):
                 position = entry
                 yield event
+
+    async def newest(self) -> bytes:
+        """Position of the newest event: what comes after it is new to a service that starts now."""
+        found: Any = await self._redis.xrevrange(self._keys.events, count=1)
+        return bytes(found[0][0]) if found else FROM_START
+
+    async def until_finished(self, position: bytes) -> Finished:
+        """Wait for the end of the run; for a background task, which ends with it.
+
+        `position` is `newest()` of the service's start: a run that is resumed still holds the Finished of its
+        earlier life, which must not end it.
+        """
+        async for event in self.follow(position):
+            if event.WhichOneof("what") == "finished":
+                return event.finished
+        raise AssertionError("follow never ends")  # pragma: no cover

@@ -6,6 +6,7 @@ A plain ASGI app, so that services without a REST door need no web framework. Ne
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
@@ -23,10 +24,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Probes:
-    """Answers the probes itself and hands every other path to the service's own app."""
+    """Answers the probes itself and hands every other path to the service's own app, behind the shared token."""
 
     def __init__(self, service: Service, app: App | None = None) -> None:
         self._service, self._app = service, app
+        token = service.options.token
+        self._expected = f"Bearer {token}".encode() if token else b""
         self._metrics: App = make_asgi_app()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,10 +41,16 @@ class Probes:
         elif path == "/readyz":
             problems = self._service.problems
             await _reply(send, 503 if problems else 200, {"ready": not problems, "problems": problems})
+        elif not self._may_enter(scope):
+            await _reply(send, 401, {"detail": "the shared token is missing or wrong: send it as 'Bearer TOKEN'"})
         elif self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await _reply(send, 404, {"detail": f"{path} is not here; try /healthz, /readyz, /metrics"})
+
+    def _may_enter(self, scope: Scope) -> bool:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        return not self._expected or hmac.compare_digest(given, self._expected)
 
 
 class HttpServer:

@@ -164,12 +164,12 @@ class Service:
         """
         tasks = {asyncio.create_task(task, name=name) for name, task in background.items()}
         main_task = asyncio.create_task(main, name="main")
+        pending = {main_task, *tasks}
         try:
-            done, _ = await asyncio.wait({main_task, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-            while main_task not in done and not any(task.exception() for task in done):
-                done, _ = await asyncio.wait({main_task, *(tasks - done)}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            while main_task in pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         finally:
             for task in {main_task, *tasks}:
                 task.cancel()

@@ -54,6 +54,22 @@ async def test_the_same_worker_at_an_older_attempt_cannot_write(redis: Redis, ke
     assert await worker.finish(second)
 
 
+async def test_finish_many_writes_only_what_is_still_held(redis: Redis, keys: Keys) -> None:
+    worker = inbox(redis, keys, "a")
+    await append(redis, keys.prompts, [b"kept", b"lost"])
+    kept, lost = await worker.take(2, block_s=1)
+    await asyncio.sleep(2 * LEASE_S)
+    assert await worker.renew([kept]) == {kept.entry}
+    (taken,) = await inbox(redis, keys, "b").reclaim(10)
+    assert taken.entry == lost.entry
+    finished = await worker.finish_many(keys.rollouts, [(lost, b"late"), (kept, b"in time")])
+    assert finished == {kept.entry}
+    assert [fields for _, fields in await redis.xrange(keys.rollouts)] == [{b"d": b"in time"}]
+    assert [entry for entry, _ in await redis.xrange(keys.prompts)] == [lost.entry]
+    assert (await redis.xpending(keys.prompts, "generation"))["pending"] == 1
+    assert await worker.finish_many(keys.rollouts, []) == set()
+
+
 async def test_a_renewed_lease_is_not_reclaimed(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
     for _ in range(4):
@@ -87,6 +103,7 @@ async def test_a_wiped_redis_gives_nothing_and_no_error(redis: Redis, keys: Keys
     worker, delivery = await take_one(redis, keys, "a")
     await redis.flushall()
     assert not await worker.finish(delivery, [(keys.rollouts, b"out")])
+    assert await worker.finish_many(keys.rollouts, [(delivery, b"out")]) == set()
     assert await worker.renew([delivery]) == set()
     assert await worker.reclaim(1) == []
     assert await worker.take(1, block_s=0.01) == []

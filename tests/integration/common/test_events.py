@@ -1,0 +1,34 @@
+"""Events on a real Redis: the end of the run is seen once, and that of an earlier life is not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_proto.rollout_pb2 import Event, Finished, StopRequested
+from services.common.events import FROM_START, Events
+from services.common.keys import Keys
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+
+
+async def test_until_finished_ends_with_the_run(redis: Redis, keys: Keys) -> None:
+    events = Events(redis, keys, "coordinator")
+    assert await events.newest() == FROM_START
+    waiting = asyncio.create_task(events.until_finished(await events.newest()))
+    await events.send(Event(stop_requested=StopRequested(reason="asked")))
+    await events.send(Event(finished=Finished(reason="all steps done")))
+    assert (await asyncio.wait_for(waiting, 5)).reason == "all steps done"
+
+
+async def test_the_end_of_an_earlier_life_does_not_end_this_one(redis: Redis, keys: Keys) -> None:
+    events = Events(redis, keys, "coordinator")
+    await events.send(Event(finished=Finished(reason="the first life")))
+    waiting = asyncio.create_task(events.until_finished(await events.newest()))
+    await events.send(Event(stop_requested=StopRequested(reason="asked")))
+    done, _ = await asyncio.wait({waiting}, timeout=0.2)
+    assert not done
+    await events.send(Event(finished=Finished(reason="the second life")))
+    assert (await asyncio.wait_for(waiting, 5)).reason == "the second life"
