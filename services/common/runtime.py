@@ -51,6 +51,7 @@ class Options:
     grpc_port: int
     resume: bool
     config: Config
+    evaluate: bool = False
 
     @property
     def token(self) -> str:
@@ -73,6 +74,7 @@ def parse_options(service: str, check: Callable[[Config], None], *, meaning: str
     parser.add_argument("--http-port", type=int, default=0, help="0 picks a free port")
     parser.add_argument("--grpc-port", type=int, default=0, help="0 picks a free port")
     parser.add_argument("--resume", action="store_true", help="go on from what the run directory holds")
+    parser.add_argument("--evaluate", action="store_true", help="measure the given model once: a run without a learner")
     given = parser.parse_args()
     try:
         if given.check:
@@ -96,6 +98,7 @@ def parse_options(service: str, check: Callable[[Config], None], *, meaning: str
         given.grpc_port,
         given.resume,
         config,
+        given.evaluate,
     )
 
 
