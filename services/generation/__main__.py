@@ -1,0 +1,20 @@
+"""Start the generation service: `python -m services.generation --run-dir DIR`."""
+
+from __future__ import annotations
+
+from services.common.runtime import parse_options, run_service
+from services.generation.check import check
+
+MEANING = "Turns prompts into rollouts with vLLM, a log-prob and a policy version for every token."
+
+
+def main() -> None:
+    """Check, or serve until the run ends."""
+    options = parse_options("generation", check, meaning=MEANING)
+    from services.generation.life import live  # after the options: importing vLLM takes seconds
+
+    run_service(options, live)
+
+
+if __name__ == "__main__":
+    main()

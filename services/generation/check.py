@@ -1,0 +1,46 @@
+"""What the generation service checks before anything starts. It imports no engine.
+
+Neighbour: engine_args.py knows vLLM's arguments.
+"""
+
+from __future__ import annotations
+
+import json
+
+from services.common.config import Config
+from services.common.errors import InputError
+from services.common.model_folder import model_folder
+from services.generation.engine_args import check_engine_args
+
+
+def check(config: Config) -> None:
+    """Refuse engine arguments that vLLM does not know, and lengths that the model does not have.
+
+    Raises:
+        InputError: Names the key.
+    """
+    try:
+        check_engine_args(config.generation.engine)
+    except (ValueError, ModuleNotFoundError) as error:
+        where, _, rule = str(error).partition(": ")
+        raise InputError(where, rule, "Mend or remove it") from error
+    algorithm = config.algorithm
+    if algorithm.num_return_sequences_in_group > config.generation.max_rollouts:
+        raise InputError(
+            "generation.max_rollouts",
+            f"{config.generation.max_rollouts} is less than a group of {algorithm.num_return_sequences_in_group}",
+            "Raise it, or lower algorithm.num_return_sequences_in_group",
+        )
+    _check_length(config)
+
+
+def _check_length(config: Config) -> None:
+    longest = config.algorithm.prompt_length + config.algorithm.response_length
+    facts = json.loads((model_folder(config.model) / "config.json").read_text())
+    known = facts.get("max_position_embeddings") or facts.get("text_config", {}).get("max_position_embeddings")
+    if known is not None and longest > known:
+        raise InputError(
+            "algorithm.response_length",
+            f"prompt_length + response_length is {longest}, and the model has {known} positions",
+            "Lower prompt_length or response_length",
+        )

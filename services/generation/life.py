@@ -1,0 +1,102 @@
+"""The life of a generation process: start the engine, serve, end.
+
+Neighbours: worker.py is its main loop, door.py its face.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import structlog
+from transformers import AutoTokenizer
+
+from gspo_proto import generation_pb2_grpc
+from services.common.config import Config
+from services.common.events import Events
+from services.common.members import Member, Registration
+from services.common.model_folder import model_folder
+from services.common.probes import HttpServer, Probes
+from services.common.rpc import GrpcServer
+from services.common.runtime import Service
+from services.generation.door import SERVICE_NAME, Door
+from services.generation.engine import Engine
+from services.generation.rollouts import Rollouts
+from services.generation.staging import StagedWeights
+from services.generation.worker import Worker
+
+log = structlog.get_logger()
+
+
+async def live(service: Service) -> None:
+    """Start, serve until the run is finished or the service is stopped, end the engine."""
+    options, config = service.options, service.config
+    events = Events(service.redis, service.keys, options.service)
+    position = await events.newest()
+    http = HttpServer(Probes(service), options.host, options.http_port)
+    serving = asyncio.create_task(http.run())
+    folder = model_folder(config.model)
+    service.activity.set("busy", "starting vLLM")
+    staged = await asyncio.to_thread(StagedWeights.from_folder, folder, config.generation.dtype)
+    engine = await _start_engine(config, folder)
+    try:
+        await _serve(service, engine, staged, http.address, _until_end(service, events, position))
+    finally:
+        await engine.stop()
+        staged.close()
+        serving.cancel()
+
+
+async def _start_engine(config: Config, folder: Path) -> Engine:
+    algorithm = config.algorithm
+    return await Engine.start(
+        folder,
+        dtype=config.generation.dtype,
+        max_model_len=algorithm.prompt_length + algorithm.response_length,
+        seed=config.seed,
+        kv_cache_gib=config.generation.kv_cache_gb,
+        trust_remote_code=config.model.trust_remote_code,
+        engine={"max_num_seqs": config.generation.max_rollouts, **config.generation.engine},
+    )
+
+
+async def _until_end(service: Service, events: Events, position: bytes) -> None:
+    finished = await events.until_finished(position)
+    log.info("run_finished", reason=finished.reason)
+    service.stopping.set()
+
+
+async def _serve(
+    service: Service, engine: Engine, staged: StagedWeights, http_address: str, until_end: Coroutine[Any, Any, None]
+) -> None:
+    options = service.options
+    folder = model_folder(service.config.model)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=service.config.model.trust_remote_code)
+    rollouts = Rollouts(engine, tokenizer, options.name)
+    worker = Worker(service, engine, rollouts)
+    door = Door(service, engine, staged, rollouts, worker)
+    grpc_server = GrpcServer(
+        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(door, server),
+        (SERVICE_NAME,),
+        host=options.host,
+        port=options.grpc_port,
+        token=options.token,
+    )
+    await grpc_server.start()
+    member = Member("generation", options.name, http=http_address, grpc=grpc_server.address, pid=os.getpid())
+    registration = Registration(service.redis, service.keys, member, service.activity, door.facts)
+    service.problems.clear()
+    try:
+        await service.run(
+            worker.run(),
+            {
+                "heartbeat": registration.run(),
+                "engine": door.until_broken(),
+                "end": until_end,
+            },
+        )
+    finally:
+        await grpc_server.stop(grace_s=1.0)

@@ -1,0 +1,203 @@
+"""The generation loop: takes groups from the prompts streams, and writes each rollout as soon as it is finished.
+
+consumes: prompts, and eval_prompts when prompts has nothing. produces: rollouts, eval_rollouts.
+waits for: room in the engine, a task, weights new enough for a task. unblocked by: a finished group, the
+coordinator, a push. Neighbours: rollouts.py makes the rollouts, door.py changes the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import structlog
+
+from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Scored
+from services.common import metrics
+from services.common.events import SCHEMA
+from services.common.runtime import Service
+from services.common.streams import Delivery, Inbox, new_consumer
+from services.generation.engine import Engine
+from services.generation.rollouts import AbortedError, Rollouts, mark_of
+
+log = structlog.get_logger()
+# How long an idle worker waits on prompts before it looks at eval_prompts again.
+_IDLE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Source:
+    """One stream of tasks and where its results go."""
+
+    inbox: Inbox
+    rollouts: str
+    scored: str
+
+
+@dataclass(frozen=True)
+class Held:
+    """One task in this worker's hands."""
+
+    source: Source
+    delivery: Delivery
+    task: GroupTask
+
+
+class Worker:
+    """Keeps the engine full and no fuller."""
+
+    def __init__(self, service: Service, engine: Engine, rollouts: Rollouts) -> None:
+        config, keys = service.config, service.keys
+        consumer, lease_s = new_consumer(service.options.name), config.services.lease_s
+        self._service, self._engine, self._rollouts = service, engine, rollouts
+        self._max_rollouts, self._max_attempts = config.generation.max_rollouts, config.staleness.max_attempts
+        self._training, self._evaluation = (
+            Source(Inbox(service.redis, keys, stream, consumer=consumer, lease_s=lease_s), rollouts_key, scored)
+            for stream, rollouts_key, scored in (
+                (keys.prompts, keys.rollouts, keys.scored),
+                (keys.eval_prompts, keys.eval_rollouts, keys.eval_scored),
+            )
+        )
+        self._held: dict[asyncio.Task[None], Held] = {}
+        self._num_running = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def num_running(self) -> int:
+        """Rollouts under way, or waiting for weights new enough."""
+        return self._num_running
+
+    def weights_changed(self) -> None:
+        """Tell the tasks that wait for newer weights."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Work until the service is stopping; then finish what is under way, as far as the deadline allows."""
+        renewing = asyncio.create_task(self._keep_leases())
+        try:
+            while not self._service.stopping.is_set():
+                await self._step()
+            await self._drain()
+        finally:
+            renewing.cancel()
+            for task in self._held:
+                task.cancel()
+
+    async def _step(self) -> None:
+        self._raise_failures()
+        free = self._max_rollouts - self._num_running
+        if free <= 0:
+            await self._wait_for_change()
+            return
+        for source in (self._training, self._evaluation):
+            # One at a time where the group's size is not known yet: a group must never wait in a full engine.
+            taken = await source.inbox.take(1, block_s=0)
+            if taken:
+                self._start(source, taken)
+                return
+        self._describe_idle()
+        self._start(self._training, await self._training.inbox.take(1, block_s=_IDLE_S))
+
+    def _start(self, source: Source, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            held = Held(source, delivery, GroupTask.FromString(delivery.payload))
+            self._num_running += held.task.num_rollouts
+            metrics.ROLLOUTS_RUNNING.set(self._num_running)
+            self._service.activity.set("busy", "generating", f"{self._num_running} rollouts")
+            task = asyncio.create_task(self._work(held))
+            self._held[task] = held
+
+    async def _work(self, held: Held) -> None:
+        try:
+            await self._generate_group(held)
+        finally:
+            self._num_running -= held.task.num_rollouts
+            metrics.ROLLOUTS_RUNNING.set(self._num_running)
+            self._changed.set()
+
+    async def _generate_group(self, held: Held) -> None:
+        inbox, delivery, task = held.source.inbox, held.delivery, held.task
+        if delivery.attempt > self._max_attempts:
+            await self._give_up(held, f"handed out {delivery.attempt - 1} times and never finished")
+            return
+        await self._wait_for_version(task.min_version)
+        todo = await self._unfinished(task)
+        results = await asyncio.gather(*(self._generate_one(held, number) for number in todo), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if not errors:
+            await inbox.finish(delivery)
+        elif isinstance(errors[0], (ValueError, AbortedError)):
+            await self._give_up(held, str(errors[0]))
+        else:
+            raise errors[0]
+
+    async def _generate_one(self, held: Held, number: int) -> None:
+        rollout = await self._rollouts.generate(held.task, number)
+        mark = mark_of(held.task, number)
+        if not await held.source.inbox.put(held.delivery, held.source.rollouts, rollout.SerializeToString(), mark=mark):
+            log.warning("lease_lost", rollout=mark, detail="another worker has this group; the result is dropped")
+
+    async def _unfinished(self, task: GroupTask) -> list[int]:
+        """Numbers of the rollouts that no earlier attempt has finished."""
+        marks = [mark_of(task, number) for number in range(task.num_rollouts)]
+        done = await self._service.redis.hmget(self._service.keys.partial, marks)
+        return [number for number, mark in enumerate(done) if mark != b"done"]
+
+    async def _give_up(self, held: Held, reason: str) -> None:
+        """Settle the way of a group that cannot be generated: a failure for the learner, a dead letter for people."""
+        failure = GroupFailure(group=held.task.group, attempt=held.task.attempt, reason=f"generation: {reason}")
+        payload = Scored(schema=SCHEMA, failure=failure).SerializeToString()
+        log.error("group_given_up", group=held.task.group, evaluation=held.task.evaluation, reason=reason)
+        outputs = [(held.source.scored, payload), (self._service.keys.dead, payload)]
+        await held.source.inbox.finish(held.delivery, outputs)
+
+    async def _wait_for_version(self, min_version: int) -> None:
+        """Until the engine serves `min_version` or a newer one; bounded by the lease's owner, the coordinator."""
+        while self._engine.version < min_version:
+            detail = f"version {min_version}, serving {self._engine.version}"
+            with self._service.activity.waiting("weights", detail):
+                await self._wait_for_change()
+
+    async def _wait_for_change(self) -> None:
+        """Until a group ended or weights changed; a second at most, so that a lost signal only costs that."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(1.0):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    async def _keep_leases(self) -> None:
+        """Renew what is held, drop what was lost, and take over what other workers let go."""
+        while True:
+            await asyncio.sleep(self._training.inbox.lease_s / 3)
+            for source in (self._training, self._evaluation):
+                mine = {task: held for task, held in self._held.items() if held.source is source and not task.done()}
+                kept = await source.inbox.renew([held.delivery for held in mine.values()])
+                for task, held in mine.items():
+                    if held.delivery.entry not in kept and not task.done():
+                        log.warning("lease_lost", group=held.task.group)
+                        task.cancel()
+                if self._num_running < self._max_rollouts and not self._service.stopping.is_set():
+                    self._start(source, await source.inbox.reclaim(1))
+
+    def _raise_failures(self) -> None:
+        """Forget what is done; an error that is not the task's own ends the worker."""
+        for task in [task for task in self._held if task.done()]:
+            del self._held[task]
+            if not task.cancelled() and (error := task.exception()):
+                raise error
+
+    def _describe_idle(self) -> None:
+        if self._num_running:
+            self._service.activity.set("busy", "generating", f"{self._num_running} rollouts")
+        else:
+            self._service.activity.set("waiting", "prompts", "nothing to generate")
+
+    async def _drain(self) -> None:
+        """Finish the groups under way; what the deadline cuts off goes on elsewhere when its lease ends."""
+        deadline = time.monotonic() + self._service.config.run.drain_timeout_s / 2
+        while self._num_running and time.monotonic() < deadline:
+            self._service.activity.set("busy", "draining", f"{self._num_running} rollouts")
+            await self._wait_for_change()
