@@ -1,0 +1,245 @@
+"""The run directory as the learner holds it: locked, one epoch a life, and the only truth about the run.
+
+Whether it belongs to this configuration is the command line's question. Who decides what is written: assembly.py,
+the trainer, the loop. Neighbours: steplog.py, settlement.py and checkpoints.py for its parts, durable.py for writing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from services.common.errors import InputError
+from services.learner.checkpoints import Checkpoints
+from services.learner.durable import TEMPORARY, JsonLines, finite_or_null, replace_whole
+from services.learner.rows import Row
+from services.learner.settlement import SettledGroup, Settlement, Settlements
+from services.learner.steplog import StepLog
+
+
+@dataclass(frozen=True)
+class PolicyVersion:
+    """A version of the policy: the one name by which everyone knows it is (version, digest)."""
+
+    version: int
+    digest: str
+    step: int
+
+
+class RunDir:
+    """The run directory in the hands of its one learner, from opening to `close`.
+
+    Opening locks it, raises the epoch, removes what a kill left unfinished, and reads how every group ended.
+
+    Raises:
+        InputError: Another learner holds the directory.
+        ValueError: Something else wrote into the log: a broken line, or a group that ended twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        log_folder = path / "log"
+        self.steplog = StepLog(log_folder)
+        self.checkpoints = Checkpoints(path / "checkpoints")
+        for folder in (path, log_folder, self.checkpoints.folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as held:
+            held.callback(os.close, _take_lock(path))
+            self.epoch = _raise_epoch(path / "epoch")
+            _remove_unfinished(log_folder, self.checkpoints.folder)
+            self._settled_lines = held.enter_context(JsonLines(log_folder / "settled.jsonl"))
+            self._policy_lines = held.enter_context(JsonLines(log_folder / "policy.jsonl"))
+            self._metrics_lines = held.enter_context(JsonLines(log_folder / "metrics.jsonl"))
+            self._evaluation_lines = held.enter_context(JsonLines(log_folder / "evaluations.jsonl"))
+            self._trained_lines: set[int] = set()
+            self.settlements = self._read_settlements()
+            self._versions = {r["version"]: _policy_version(r) for r in self._policy_lines.records()}
+            self._measured_steps = {r["step"] for r in self._metrics_lines.records()}
+            self._evaluations = [r["label"] for r in self._evaluation_lines.records()]
+            self._held = held.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every file and let the lock go."""
+        self._held.close()
+
+    def write_step(self, step: int, rows: Sequence[Row]) -> None:
+        """Log a step before it is trained; its groups are then settled as trained.
+
+        FileExistsError: the step is logged already, and stays as it is.
+        ValueError: a row of another step, or a group that has ended before.
+        """
+        if self.steplog.path(step).exists():
+            raise FileExistsError(f"{self.steplog.path(step)} is there: step {step} is logged already")
+        groups = sorted({row.group for row in rows})
+        if wrong := {row.step for row in rows} - {step}:
+            raise ValueError(f"step {step} was given rows of step {sorted(wrong)}")
+        self._refuse_settled(groups)
+        self.steplog.write(step, rows)
+        for group in groups:
+            self.settlements.add(group, Settlement.TRAINED)
+
+    def read_step(self, step: int) -> list[Row]:
+        """A logged step's rows in training order. FileNotFoundError: it is not in the log."""
+        return self.steplog.read(step)
+
+    def steps(self) -> list[int]:
+        """The logged steps that are still there, in order."""
+        return self.steplog.steps()
+
+    def steps_to_replay(self, after: int) -> list[int]:
+        """The logged steps after step `after`, in order. ValueError: one of them is missing."""
+        steps = [step for step in self.steps() if step > after]
+        if missing := set(range(after + 1, max(steps, default=after) + 1)) - set(steps):
+            raise ValueError(
+                f"{self.steplog.path(min(missing))} is missing: the log cannot be replayed from the state after "
+                f"step {after}. Put the file back, or a checkpoint that is newer"
+            )
+        return steps
+
+    def settle(self, groups: Sequence[SettledGroup]) -> None:
+        """Record how groups ended that are not trained; on the disk when this returns.
+
+        ValueError: one of them has ended before; nothing is written then.
+        """
+        self._refuse_settled([settled.group for settled in groups])
+        self._append_settled(groups)
+        for settled in groups:
+            self.settlements.add(settled.group, settled.settlement)
+
+    def append_version(self, version: int, digest: str, step: int) -> None:
+        """Record a policy version; on the disk when this returns.
+
+        One that a replay made again with the same digest is not written twice; with another digest it is, and the
+        newest digest holds.
+        """
+        if self.digest(version) == digest:
+            return
+        self._policy_lines.append([{"version": version, "digest": digest, "step": step, "unix_s": time.time()}])
+        self._versions[version] = PolicyVersion(version, digest, step)
+
+    def versions(self) -> list[PolicyVersion]:
+        """Every recorded version, in order."""
+        return [self._versions[version] for version in sorted(self._versions)]
+
+    def digest(self, version: int) -> str | None:
+        """The recorded digest of a version; None where there is none."""
+        return self._versions[version].digest if version in self._versions else None
+
+    def append_metrics(self, step: int, version: int, figures: Mapping[str, float]) -> bool:
+        """Record a step's figures, once. Returns False, and writes nothing, where a replay trained it again."""
+        if step in self._measured_steps:
+            return False
+        record = {"step": step, "version": version, "unix_s": time.time(), "figures": finite_or_null(figures)}
+        self._metrics_lines.append([record])
+        self._measured_steps.add(step)
+        return True
+
+    def append_evaluation(self, label: str, version: int, step: int, figures: Mapping[str, float]) -> bool:
+        """Record an evaluation, once a label. Returns False, and writes nothing, where it is recorded."""
+        if label in self._evaluations:
+            return False
+        record = {"label": label, "version": version, "step": step, "unix_s": time.time()}
+        self._evaluation_lines.append([{**record, "figures": finite_or_null(figures)}])
+        self._evaluations.append(label)
+        return True
+
+    def evaluations(self) -> list[str]:
+        """The labels of the recorded evaluations, in the order of recording."""
+        return list(self._evaluations)
+
+    def prune(self, *, keep_checkpoints: int, keep_log_steps: int | None) -> None:
+        """Remove checkpoints and step files beyond those to be kept.
+
+        A step that the replay after any kept checkpoint needs stays, and all stay while there is no checkpoint.
+        """
+        whole = self.checkpoints.steps()
+        for step in whole[:-keep_checkpoints]:
+            self.checkpoints.remove(step)
+        if keep_log_steps is None or not whole:
+            return
+        oldest_kept = whole[-keep_checkpoints:][0]
+        removable = [step for step in self.steps()[:-keep_log_steps] if step <= oldest_kept]
+        self._remove_steps(removable)
+
+    def _remove_steps(self, steps: Sequence[int]) -> None:
+        """Remove step files; how their groups ended is written down first, for it is known from nowhere else."""
+        trained = [
+            SettledGroup(group, Settlement.TRAINED, f"step {step}, whose file was removed under keep_log_steps")
+            for step in steps
+            for group in self.steplog.groups(step)
+            if group not in self._trained_lines
+        ]
+        self._append_settled(trained)
+        self._trained_lines.update(settled.group for settled in trained)
+        self.steplog.remove(steps)
+
+    def _append_settled(self, groups: Sequence[SettledGroup]) -> None:
+        now = time.time()
+        self._settled_lines.append(
+            {"group": s.group, "settlement": s.settlement.value, "reason": s.reason, "unix_s": now} for s in groups
+        )
+
+    def _refuse_settled(self, groups: Sequence[int]) -> None:
+        for group in groups:
+            if (ended := self.settlements.get(group)) is not None:
+                raise ValueError(f"group {group} is settled already: '{ended}'")
+
+    def _read_settlements(self) -> Settlements:
+        settlements = Settlements()
+        for record in self._settled_lines.records():
+            settlements.add(record["group"], Settlement(record["settlement"]))
+        self._trained_lines.update(g for g in settlements if settlements.get(g) is Settlement.TRAINED)
+        for step in self.steplog.steps():
+            # A kill between the line and the removal of the file leaves both.
+            for group in set(self.steplog.groups(step)) - self._trained_lines:
+                settlements.add(group, Settlement.TRAINED)
+        return settlements
+
+
+def _take_lock(path: Path) -> int:
+    """The descriptor that holds the lock; the system lets it go with the process, however that ends."""
+    descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 4096).decode(errors="replace") or "a learner that is just starting"
+        os.close(descriptor)
+        raise InputError(
+            str(path), f"one learner at a time, and it is held by {holder}", "Let that run end, or stop it"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"pid {os.getpid()} on host {socket.gethostname()}".encode())
+    return descriptor
+
+
+def _raise_epoch(path: Path) -> int:
+    epoch = int(path.read_text()) + 1 if path.exists() else 1
+    replace_whole(path, f"{epoch}\n".encode())
+    return epoch
+
+
+def _remove_unfinished(*folders: Path) -> None:
+    for folder in folders:
+        for leftover in folder.glob(f"*{TEMPORARY}"):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+
+
+def _policy_version(record: dict[str, Any]) -> PolicyVersion:
+    return PolicyVersion(record["version"], record["digest"], record["step"])
