@@ -1,0 +1,91 @@
+"""A run directory and real service processes for tests.
+
+What it is not: the supervisor; a test starts exactly the processes it is about and ends them.
+Neighbours: every integration test that needs a service.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from services.common.config import Config
+from services.common.configfile import parse_config, write_config
+from services.common.runtime import CONFIG_NAME
+
+REWARD = "def reward(prompts, completions, **columns):\n    return [float(len(text)) for text in completions]\n"
+
+
+def make_run(folder: Path, model: Path, **sections: Any) -> Config:
+    """A run directory with its config.yaml, eight prompts and a reward function; sections override the defaults."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n}+{n}=", "answer": str(2 * n)}) + "\n" for n in range(8)))
+    (folder / "reward.py").write_text(REWARD)
+    given: dict[str, Any] = {
+        "name": "test",
+        "model": {"path": str(model)},
+        "data": {"prompts": str(prompts)},
+        "reward": {"functions": [{"path": str(folder / "reward.py")}]},
+        "algorithm": {
+            "rollout_batch_size": 4,
+            "num_return_sequences_in_group": 4,
+            "prompt_length": 64,
+            "response_length": 64,
+            "num_mini_batches": 2,
+        },
+        "generation": {"max_rollouts": 64, "kv_cache_gb": 0.25},
+        "run": {"directory": str(folder), "total_steps": 3},
+    }
+    for name, section in sections.items():
+        given[name] = {**given[name], **section} if isinstance(given.get(name), dict) else section
+    config = parse_config(given, folder)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    write_config(config, config.run_dir / CONFIG_NAME)
+    return config
+
+
+@contextmanager
+def service_process(
+    service: str, config: Config, redis_url: str, *options: str, log: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A service as its own process, ended by SIGTERM and, after ten seconds, by SIGKILL."""
+    command = [sys.executable, "-m", f"services.{service}", "--run-dir", str(config.run_dir), "--redis-url", redis_url]
+    out = (log or config.run_dir / f"{service}.log").open("ab")
+    process = subprocess.Popen([*command, *options], stdout=out, stderr=out, start_new_session=True)
+    try:
+        yield process
+    finally:
+        end(process)
+        out.close()
+
+
+def end(process: subprocess.Popen[bytes], timeout_s: float = 20.0) -> None:
+    """Ask a process to end, and make it."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout_s)
+
+
+def log_events(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a service's log."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+
+
+def wait_exit(process: subprocess.Popen[bytes], timeout_s: float) -> int:
+    """Exit code of a process that ends by itself."""
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert process.returncode is not None, f"still running after {timeout_s} s"
+    return process.returncode
