@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -137,7 +137,7 @@ def _type_name(annotation: Any) -> str:
         return " | ".join("null" if part is type(None) else _type_name(part) for part in inner)
     if str(origin) == "typing.Literal":
         return " | ".join(str(part) for part in inner)
-    if str(origin) == "typing.Annotated":
+    if origin is Annotated:
         return _type_name(inner[0])
     if origin in (tuple, list):
         return f"list of {_type_name(inner[0])}"

@@ -1,65 +1,13 @@
-"""What the figures of the last steps call for, in sentences a user can act on.
-
-It changes nothing: no width of a clip is refused or mended. Neighbour: loop.py logs the advice with each step.
-"""
+"""What the figures of the last steps call for, as the learner logs it. Neighbour: services.common.advice."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from services.common import advice as shared
 from services.common.config import Config
-
-# A share above this means that most of what the reward teaches is thrown away; a toy run with lag 1 went from 0.16 to
-# 0.48 and gained half as much.
-CLIPPED_TOO_MUCH = 0.4
-CLIPPED_STEPS = 10
-NEVER_CLIPPED_STEPS = 20
-# Above this more than a third of the sequences would leave the clip at an unchanged policy.
-NOISE_TOO_MUCH = 0.33
 
 
 def advice(figures: Sequence[Mapping[str, float]], config: Config) -> list[str]:
     """Sentences for the newest step, given the figures of the steps up to it, oldest first."""
-    return [text for text in (_clipped(figures, config), _never(figures, config), _noise(figures, config)) if text]
-
-
-def _clipped(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
-    shares = _last(figures, "clipped_sequences", CLIPPED_STEPS)
-    if not shares or min(shares) <= CLIPPED_TOO_MUCH:
-        return None
-    remedies = ["a wider clip (algorithm.pg_clip_low, pg_clip_high)"]
-    if config.algorithm.old_logprobs == "inference":
-        remedies.append("algorithm.old_logprobs: recompute")
-    if config.staleness.max_lag > 0:
-        remedies.append(f"staleness.max_lag below {config.staleness.max_lag}")
-    return (
-        f"clip: {shares[-1]:.0%} of sequences are clipped, over {CLIPPED_TOO_MUCH:.0%} for {CLIPPED_STEPS} steps; "
-        f"most of the signal is thrown away. Try {' or '.join(remedies)}"
-    )
-
-
-def _never(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
-    shares = _last(figures, "clipped_sequences", NEVER_CLIPPED_STEPS)
-    if not shares or max(shares) > 0:
-        return None
-    low, high = config.algorithm.clip
-    return (
-        f"clip: no sequence was clipped in {NEVER_CLIPPED_STEPS} steps at {low:g}/{high:g}; "
-        "the objective is not bounded. Narrow algorithm.pg_clip_low and pg_clip_high if that is not meant"
-    )
-
-
-def _noise(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
-    shares = _last(figures, "noise_share", 1)
-    if not shares or shares[0] <= NOISE_TOO_MUCH or config.algorithm.old_logprobs == "recompute":
-        return None
-    return (
-        f"clip: the engines' numerical mismatch alone puts {shares[0]:.0%} of sequences outside the clip, so clipping "
-        "is noise. Try algorithm.old_logprobs: recompute, generation.dtype: float32, or a wider clip"
-    )
-
-
-def _last(figures: Sequence[Mapping[str, float]], name: str, num: int) -> list[float]:
-    """The last `num` values of a figure, empty where a step lacks it."""
-    found = [step[name] for step in figures[-num:] if name in step]
-    return found if len(found) == num else []
+    return list(shared.advice(figures, config).values())

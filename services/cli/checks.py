@@ -1,0 +1,142 @@
+"""What is checked before anything starts: each service's own check, and what only the whole run can know.
+
+Ports and Redis are checked here; models, prompts and rewards by the services, as processes at the same time.
+Neighbours: session.py calls it, doctor.py reports the same on a machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.cli.outcome import RefusedError, RunError
+from services.cli.processes import describe_exit
+from services.common.config import Config
+from services.common.errors import EXIT_BAD_INPUT, InputError
+from services.common.keys import Keys
+from services.common.runtime import check_bind
+
+CHECK_TIMEOUT_S = 180.0
+_CONNECT_S = 5.0
+# XAUTOCLAIM came with it.
+_OLDEST_REDIS = (6, 2)
+
+
+async def check_services(services: tuple[str, ...], config_file: Path) -> None:
+    """Run every service's own check, all at once.
+
+    Raises:
+        RefusedError: The first service, in the given order, that refuses the configuration.
+        RunError: A check broke or took longer than CHECK_TIMEOUT_S.
+    """
+    answers = await asyncio.gather(*(_check_service(service, config_file) for service in services))
+    for service, code, words in answers:
+        if code == EXIT_BAD_INPUT:
+            raise RefusedError(words.removeprefix("error: "))
+        if code != 0:
+            raise RunError(f"the check of {service} broke ({describe_exit(code)}): {words}")
+
+
+async def _check_service(service: str, config_file: Path) -> tuple[str, int, str]:
+    command = (sys.executable, "-m", f"services.{service}", "--check", str(config_file))
+    process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE)
+    try:
+        _, errors = await asyncio.wait_for(process.communicate(), CHECK_TIMEOUT_S)
+    except TimeoutError as error:
+        raise RunError(f"the check of {service} took longer than {CHECK_TIMEOUT_S:g} s") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return service, process.returncode or 0, _message(errors.decode(errors="replace"))
+
+
+def _message(errors: str) -> str:
+    """The service's message, without what libraries print before it."""
+    lines = [line for line in errors.strip().splitlines() if line.strip()]
+    for number, line in enumerate(lines):
+        if line.startswith("error: "):
+            return "\n".join(lines[number:])
+    return "\n".join(lines[-8:]) or "it said nothing"
+
+
+def check_ports(config: Config) -> None:
+    """Refuse ports that are in use, or asked for twice, and a bind beyond loopback without a token.
+
+    Raises:
+        InputError: Names the key.
+    """
+    services = config.services
+    check_bind(services.host, config)
+    if services.token_file is not None and not services.token_file.is_file():
+        raise InputError("services.token_file", f"{services.token_file} is not a file", "Write a secret into it")
+    if services.coordinator_port and services.coordinator_port == services.reward_port:
+        raise InputError(
+            "services.reward_port", f"{services.reward_port} is services.coordinator_port too", "Set another, or 0"
+        )
+    for key in ("coordinator_port", "reward_port"):
+        if port := getattr(services, key):
+            _check_port(f"services.{key}", services.host, port)
+
+
+def _check_port(key: str, host: str, port: int) -> None:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise InputError(
+            key, f"{port} cannot be bound on {host} ({error.strerror})", "Set another port, or 0 for a free one"
+        ) from error
+
+
+async def check_redis(url: str) -> None:
+    """Refuse a Redis that does not answer or is too old.
+
+    Raises:
+        InputError: Names services.redis_url; a password in it is not shown.
+    """
+    key = "services.redis_url"
+    try:
+        client = Redis.from_url(url, protocol=2, socket_connect_timeout=_CONNECT_S, socket_timeout=_CONNECT_S)
+    except ValueError as error:
+        raise InputError(key, f"is not a Redis address ({error})", "Write it as redis://HOST:PORT/0") from error
+    try:
+        facts = await client.info("server")
+    except (RedisError, OSError, TimeoutError) as error:
+        reason = str(error) or type(error).__name__
+        raise InputError(
+            key,
+            f"{without_password(url)} cannot be reached ({reason})",
+            "Start that Redis or mend the address; without the key the run starts its own",
+        ) from error
+    finally:
+        await client.aclose()
+    found = str(facts["redis_version"])
+    if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST_REDIS:
+        raise InputError(key, f"Redis {found} is older than 6.2", "Take a newer one, or leave the key out")
+
+
+async def check_unused(redis: Redis, config: Config) -> None:
+    """Refuse a new run whose name has keys in a Redis that others use.
+
+    Raises:
+        InputError: Another run of this name is, or was, in that Redis.
+    """
+    keys = Keys(config.name)
+    if await redis.exists(keys.open, keys.events, keys.redis_epoch):
+        raise InputError(
+            "name",
+            f"{config.name} has keys in the Redis of services.redis_url: another run of that name uses it, or did",
+            f"Set another name, or remove the keys that start with gspo:{{{config.name}}}:",
+        )
+
+
+def without_password(url: str) -> str:
+    """A Redis address that can be shown."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

@@ -1,0 +1,56 @@
+"""`gspo config`: every key of a configuration with type, default, bounds and meaning.
+
+The facts come from configfile.py; this only lays them out, as a table or as Markdown for the documentation.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from services.common.configfile import Key, explain
+from services.common.errors import InputError, nearest
+
+
+def select_keys(prefix: str) -> list[Key]:
+    """The keys of that name, or under it; all for an empty one.
+
+    Raises:
+        InputError: There is none.
+    """
+    found = [key for key in explain() if not prefix or key.name == prefix or key.name.startswith(f"{prefix}.")]
+    if not found:
+        names = {key.name for key in explain()} | {key.name.split(".")[0] for key in explain()}
+        raise InputError(prefix, "is not a key", nearest(prefix, names))
+    return found
+
+
+def print_keys(prefix: str, console: Console) -> None:
+    """A table for the terminal."""
+    table = Table("key", "type", "default", "on resume", "meaning", header_style="bold", box=None, padding=(0, 1))
+    for key in select_keys(prefix):
+        kind = f"{key.type}, {key.bounds}" if key.bounds else key.type
+        resume = Text("may change", "green") if key.on_resume else Text("fixed", "dim")
+        table.add_row(Text(key.name, "bold cyan"), Text(kind), Text(key.default), resume, Text(key.meaning))
+    console.print(table)
+
+
+def markdown(prefix: str) -> str:
+    """The same as Markdown, a table for each section."""
+    parts = []
+    for section, keys in groupby(select_keys(prefix), key=lambda key: key.name.rpartition(".")[0]):
+        parts.append(
+            f"## {section or 'The run'}\n\n| key | type | default | on resume | meaning |\n|---|---|---|---|---|"
+        )
+        parts += [_markdown_row(key) for key in keys]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _markdown_row(key: Key) -> str:
+    kind = f"{key.type}, {key.bounds}" if key.bounds else key.type
+    cells = (f"`{key.name}`", kind, f"`{key.default}`", "may change" if key.on_resume else "fixed", key.meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

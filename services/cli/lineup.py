@@ -1,0 +1,75 @@
+"""Which programs a run on one machine consists of, with their command lines.
+
+It starts nothing: supervisor.py does. A test may hand another lineup to a session.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.cli.processes import Program
+from services.common.config import Config
+from services.common.redis_server import redis_command
+
+LOOPBACK = "127.0.0.1"
+REDIS = "redis"
+# In the order of the data flow, which is also the order on the terminal.
+SERVICES = ("coordinator", "generation", "reward", "learner")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one supervisor runs.
+
+    Attributes:
+        services: Those that take part, in order.
+        coordinator_options: Further words on the coordinator's command line.
+    """
+
+    config: Config
+    run_dir: Path
+    resume: bool = False
+    services: tuple[str, ...] = SERVICES
+    coordinator_options: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the processes, Redis apart."""
+        return [f"{service}-{number}" for service in self.services for number in range(self._replicas(service))]
+
+    def _replicas(self, service: str) -> int:
+        return self.config.generation.replicas if service == "generation" else 1
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def redis_program(run_dir: Path, port: int) -> Program:
+    """The Redis of this run, with its data in the run directory; reachable from this machine only."""
+    folder = run_dir / REDIS
+    folder.mkdir(parents=True, exist_ok=True)
+    return Program(REDIS, tuple(redis_command(LOOPBACK, port, folder)))
+
+
+def service_programs(job: Job, redis_url: str) -> list[Program]:
+    """Every service process of the run."""
+    return [_service_program(job, name, redis_url) for name in job.names]
+
+
+def _service_program(job: Job, name: str, redis_url: str) -> Program:
+    service = name.rsplit("-", 1)[0]
+    ports = {"coordinator": job.config.services.coordinator_port, "reward": job.config.services.reward_port}
+    command = [sys.executable, "-m", f"services.{service}", "--run-dir", str(job.run_dir), "--redis-url", redis_url]
+    command += ["--name", name, "--http-port", str(ports.get(service, 0)), "--grpc-port", "0"]
+    if service == "coordinator":
+        command += job.coordinator_options
+    if job.resume:
+        return Program(name, (*command, "--resume"))
+    return Program(name, tuple(command), again=("--resume",))

@@ -1,0 +1,133 @@
+"""The live terminal: progress, the figures that matter, and what every process is doing or waiting for.
+
+It holds no state but the display: everything comes from view.py. Neighbour: screen.py for terminals without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from services.cli.screen import STYLES
+from services.cli.view import Line, Process, View, duration
+
+# Waiting longer than this is worth a look.
+LONG_WAIT_S = 5.0
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 32
+
+
+class LiveScreen:
+    """Draws the view in place; lines scroll above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._live.start()
+
+    def say(self, line: Line) -> None:
+        """Print a line above; steps are in the panel."""
+        if line.kind == "step":
+            return
+        label = f"{line.kind}: " if line.kind in ("warning", "error") else ""
+        self._live.console.print(Text(label + line.text, STYLES[line.kind]), highlight=False)
+
+    def show(self, view: View) -> None:
+        """Draw."""
+        self._live.update(draw(view), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last drawing on the terminal."""
+        self._live.stop()
+
+
+def draw(view: View) -> RenderableType:
+    """The whole panel."""
+    title = f"[bold]gspo[/] {view.config.name} · {view.phases.current.replace('_', ' ')} "
+    title += duration(view.phases.elapsed_s)
+    return Panel(
+        Group(_progress(view), _figures(view), Text(), _processes(view)),
+        title=title,
+        subtitle="Ctrl-C stops at a checkpoint",
+        title_align="left",
+        subtitle_align="right",
+    )
+
+
+def _progress(view: View) -> RenderableType:
+    row = Table.grid(padding=(0, 1), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True, justify="right")
+    total = view.total_steps
+    label = f"step [bold]{view.step}[/]" + (f" of {total}" if total else "")
+    left = f"{duration(view.eta_s)} to go" if view.eta_s is not None else ""
+    row.add_row(label, ProgressBar(total=total, completed=view.step) if total else "", left)
+    return row
+
+
+def _figures(view: View) -> RenderableType:
+    table = Table.grid(padding=(0, 3))
+    figures = view.figures
+    reward = f"{figures['reward_mean']:.3f}" if "reward_mean" in figures else "-"
+    table.add_row("reward", f"[bold]{reward}[/]", f"[green]{sparkline(view.rewards)}[/]", "")
+    table.add_row("held-out accuracy", f"[bold]{_last_held_out(view)}[/]", _first_held_out(view), "")
+    age = f"{figures['age_mean']:.2f} / {figures['age_max']:.0f}" if {"age_mean", "age_max"} <= figures.keys() else "-"
+    table.add_row("token age, mean / max", age, "clipped", _share(figures.get("clipped_sequences")))
+    live = f" (generators have {view.live_version})" if view.live_version not in (None, view.version) else ""
+    speed = f"{figures['tokens_per_s']:,.0f}" if "tokens_per_s" in figures else "-"
+    table.add_row("policy version", f"{view.version}{live}", "trained tokens/s", speed)
+    return table
+
+
+def _last_held_out(view: View) -> str:
+    return f"{view.held_out[-1][1]:.3f}" if view.held_out else "-"
+
+
+def _first_held_out(view: View) -> str:
+    if len(view.held_out) < 2:
+        return ""
+    (first_version, first), (last_version, _) = view.held_out[0], view.held_out[-1]
+    return f"at version {last_version}; {first:.3f} at version {first_version}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _processes(view: View) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    for process in view.processes.values():
+        table.add_row(process.name, *process_cells(process))
+    return table
+
+
+def process_cells(process: Process) -> tuple[Text, Text]:
+    """('for 3 s', 'waiting for rewards of 3 groups'); highlighted where it waits longer than LONG_WAIT_S."""
+    kind, what, since = process.doing()
+    for_s = max(0.0, time.time() - since)
+    if kind == "waiting":
+        style = "bold yellow" if for_s > LONG_WAIT_S else "dim"
+        return Text(duration(for_s), style), Text(f"waiting for {what}", style)
+    problem = f" ({process.problem})" if process.problem and not process.ready else ""
+    return Text(duration(for_s), "dim"), Text(what + problem, "green" if process.ready else "cyan")
+
+
+def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
+    """The values as a row of bars, means of equal stretches where there are more than `width`."""
+    if not values:
+        return ""
+    size = -(-len(values) // width)
+    means = [sum(chunk) / len(chunk) for at in range(0, len(values), size) if (chunk := values[at : at + size])]
+    low, high = min(means), max(means)
+    if high == low:
+        return _SPARKS[0] * len(means)
+    return "".join(_SPARKS[round((mean - low) / (high - low) * (len(_SPARKS) - 1))] for mean in means)

@@ -1,0 +1,143 @@
+"""`gspo run`: check everything, run until the end or Ctrl-C, report.
+
+Neighbours: rundir.py decides whether it may start, session.py runs the services, report.py writes the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from services.cli.checks import check_ports, check_redis, check_services
+from services.cli.lineup import SERVICES, Job
+from services.cli.live import LiveScreen
+from services.cli.outcome import InterruptedRunError
+from services.cli.rundir import Plan, hold, plan_run, prepare
+from services.cli.screen import PlainScreen, Screen
+from services.cli.session import Interrupts, new_view, run_session
+from services.cli.view import Line, Phases, View, duration
+from services.common.config import Config
+from services.common.runtime import CONFIG_NAME, EXIT_FAILED
+
+
+def run(target: Path, *, resume: bool, plain: bool, console: Console) -> int:
+    """Run to the end; the exit code.
+
+    Raises:
+        InputError: The input cannot work.
+        RunError: The run could not go on.
+        InterruptedRunError: The user stopped it.
+    """
+    plan = plan_run(target, resume=resume)
+    config_file = target / CONFIG_NAME if target.is_dir() else target
+    with hold(plan.run_dir):
+        view = asyncio.run(_run(plan, config_file, console, plain=plain))
+        return _conclude(plan, view, console)
+
+
+async def _run(plan: Plan, config_file: Path, console: Console, *, plain: bool) -> View:
+    phases, interrupts = Phases(), Interrupts()
+    interrupts.install()
+    console.print("checking configuration, model, prompts and reward ...", style="dim")
+    await until_interrupted(check_all(plan.config, SERVICES, config_file), interrupts)
+    notes = prepare(plan)
+    job = Job(plan.config, plan.run_dir, plan.resume)
+    view = new_view(job, phases)
+    screen = open_screen(console, plain=plain)
+    interrupts.screen = screen
+    try:
+        for note in notes:
+            screen.say(Line(note))
+        await run_session(job, view, screen, interrupts)
+    finally:
+        screen.show(view)
+        screen.close()
+    if interrupts.asked.is_set() and (view.finished is None or _was_stopped(view)):
+        raise InterruptedRunError(f"stopped at step {view.step}. {_how_to_go_on(plan.run_dir)}")
+    return view
+
+
+def open_screen(console: Console, *, plain: bool) -> Screen:
+    """Live where there is a terminal."""
+    return PlainScreen(console) if plain or not console.is_terminal else LiveScreen(console)
+
+
+async def check_all(config: Config, services: tuple[str, ...], config_file: Path) -> None:
+    """Everything that can be known before anything is started."""
+    check_ports(config)
+    if config.services.redis_url:
+        await check_redis(config.services.redis_url)
+    await check_services(services, config_file)
+
+
+async def until_interrupted(work: Coroutine[Any, Any, None], interrupts: Interrupts) -> None:
+    """Await `work`; give it up on Ctrl-C.
+
+    Raises:
+        InterruptedRunError: There was one.
+    """
+    task, asked = asyncio.create_task(work), asyncio.create_task(interrupts.asked.wait())
+    await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    if task.done():
+        task.result()
+        return
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    raise InterruptedRunError("stopped before anything was started")
+
+
+def _was_stopped(view: View) -> bool:
+    return view.finished is not None and view.finished.reason.startswith("stopped")
+
+
+def _how_to_go_on(run_dir: Path) -> str:
+    return f"Go on with it:\n  gspo run --resume {run_dir}"
+
+
+def _conclude(plan: Plan, view: View, console: Console) -> int:
+    """Write the report of what there is, say how it went; the exit code."""
+    from services.cli.report import write_report  # here: plotting takes a second to import
+
+    view.phases.enter("report")
+    summary = write_report(plan.run_dir, wall_s=view.phases.wall_s, finished=_finished_facts(view))
+    view.phases.close()
+    print_summary(summary, plan.run_dir, view, console)
+    if _was_stopped(view):
+        console.print(_how_to_go_on(plan.run_dir), highlight=False)
+    return EXIT_FAILED if view.finished is not None and view.finished.failed else 0
+
+
+def _finished_facts(view: View) -> dict[str, Any]:
+    finished = view.finished
+    return {"reason": finished.reason, "failed": finished.failed} if finished else {}
+
+
+def print_summary(summary: dict[str, Any], run_dir: Path, view: View, console: Console) -> None:
+    """Accuracy before and after, what was done, and where everything is."""
+    table = Table.grid(padding=(0, 2))
+    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
+    if before is not None and after is not None:
+        table.add_row("held-out accuracy", f"[bold]{before:.3f} -> {after:.3f}[/]")
+    table.add_row(
+        "steps, policy version", f"{summary.get('steps', view.step)}, {summary.get('policy_version', view.version)}"
+    )
+    groups = summary.get("groups") or dict(view.settled)
+    table.add_row("groups", ", ".join(f"{count} {name}" for name, count in groups.items()))
+    table.add_row(
+        "time", ", ".join(f"{name.replace('_', ' ')} {duration(s)}" for name, s in view.phases.wall_s.items())
+    )
+    table.add_row("run directory", str(run_dir))
+    for label, name in (("report", "report.html"), ("model", "export")):
+        if (run_dir / name).exists():
+            table.add_row(label, str(run_dir / name))
+    console.print(table)
+    if view.finished is not None and view.finished.failed:
+        console.print(f"failed: {view.finished.reason}", style="bold red", highlight=False)

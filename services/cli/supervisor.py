@@ -1,0 +1,162 @@
+"""Keeps the processes of a run alive until the run ends, then ends them; nothing stays behind.
+
+What dies is started again after a growing pause; a service that refuses its input (exit code 2) or dies too often
+ends the run with its last words. It does not know what the services do. Neighbours: processes.py, guard.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+
+from services.cli.guard import MARK, start_guard
+from services.cli.outcome import RefusedError, RunError
+from services.cli.processes import Child, Program, describe_exit
+from services.common.errors import EXIT_BAD_INPUT
+
+# A service that lived so long before it died is not in a crash loop: its deaths are counted afresh.
+STEADY_S = 600.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_TERMINATE_S, _KILL_S, _SWEEP_S = 15.0, 5.0, 10.0
+
+
+class Supervisor:
+    """Starts programs, keeps them, ends them; use it as an asynchronous context.
+
+    Args:
+        log_dir: Folder of the log files.
+        max_restarts: Deaths of one program that are answered by a restart.
+        say: Called with a line for the user.
+    """
+
+    def __init__(self, log_dir: Path, max_restarts: int, say: Callable[[str], None]) -> None:
+        self._log_dir, self._max_restarts, self._say = log_dir, max_restarts, say
+        self._mark = uuid.uuid4().hex
+        self._guard: subprocess.Popen[bytes] | None = None
+        self.children: dict[str, Child] = {}
+        self._keepers: set[asyncio.Task[None]] = set()
+        self._ending = asyncio.Event()
+        self.restarts: dict[str, int] = {}
+
+    async def __aenter__(self) -> Supervisor:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._guard = start_guard(self._mark)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.shield(self.end(patience_s=0.0))
+
+    def start(self, programs: Iterable[Program]) -> None:
+        """Start programs and keep them alive from now on."""
+        for program in programs:
+            child = Child(program, self._log_dir, {**os.environ, MARK: self._mark})
+            self.children[program.name] = child
+            self._keepers.add(asyncio.create_task(self._keep(child), name=program.name))
+
+    async def watch(self) -> None:
+        """Run until a program cannot be kept alive.
+
+        Raises:
+            RefusedError: A program ended with exit code 2.
+            RunError: A program died too often.
+        """
+        while self._keepers:
+            done, self._keepers = await asyncio.wait(self._keepers, return_when=asyncio.FIRST_COMPLETED)
+            for keeper in done:
+                keeper.result()
+        await self._ending.wait()
+
+    async def end(self, patience_s: float, last: str = "redis") -> None:
+        """End everything: wait `patience_s` for processes that end by themselves, then SIGTERM, then SIGKILL.
+
+        Args:
+            last: Name of the program that the others need until they are gone.
+        """
+        self._ending.set()
+        others = [child for child in self.children.values() if child.name != last]
+        await _end_all(others, patience_s)
+        await _end_all([child for child in self.children.values() if child.name == last], 0.0)
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.to_thread(self._sweep)
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self._ending.set()
+        for child in self.children.values():
+            child.signal_group(signal.SIGKILL)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Let the guard kill what is left: a grandchild that left its group, say."""
+        guard, self._guard = self._guard, None
+        if guard and guard.stdin:
+            guard.stdin.close()
+            guard.wait(timeout=_SWEEP_S)
+
+    async def _keep(self, child: Child) -> None:
+        deaths = 0
+        while not self._ending.is_set():
+            await child.start(again=deaths > 0)
+            code = await child.wait()
+            if self._ending.is_set():
+                return
+            deaths = 1 if time.monotonic() - child.started > STEADY_S else deaths + 1
+            await self._answer_death(child, code, deaths)
+
+    async def _answer_death(self, child: Child, code: int, deaths: int) -> None:
+        pause_s = min(_FIRST_PAUSE_S * 2 ** (deaths - 1), _LONGEST_PAUSE_S)
+        if code == 0:
+            # It may have seen the end of the run before we have.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), 2.0)
+                return
+        words = child.last_words()
+        if code == EXIT_BAD_INPUT:
+            raise RefusedError(words.removeprefix("error: "))
+        if deaths > self._max_restarts:
+            times = "once" if deaths == 1 else f"{deaths} times"
+            raise RunError(
+                f"{child.name} died {times} ({describe_exit(code)}; services.max_restarts is {self._max_restarts}). "
+                f"Its last words: {words}\nIts log: {child.log}"
+            )
+        self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
+        self._say(
+            f"{child.name} died ({describe_exit(code)}): {words}. Starting it again in {pause_s:g} s "
+            f"({deaths} of {self._max_restarts})"
+        )
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), pause_s)
+
+
+async def _end_all(children: list[Child], patience_s: float) -> None:
+    """SIGTERM after `patience_s` to what has not ended by itself, SIGKILL to what does not obey."""
+    if await _gone(children, patience_s):
+        return
+    for child in children:
+        child.terminate()
+    if await _gone(children, _TERMINATE_S):
+        return
+    for child in children:
+        child.signal_group(signal.SIGKILL)
+    await _gone(children, _KILL_S)
+
+
+async def _gone(children: list[Child], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(child.pid is not None for child in children):
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(0.05)
+    return True

@@ -1,0 +1,239 @@
+"""What is known about a run while it goes: figures, versions, evaluations, who does what, and the time each phase took.
+
+It is fed events and heartbeats and draws nothing. Neighbours: watch.py feeds it, live.py and plain.py show it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gspo_proto.rollout_pb2 import Event, Finished, Settlement
+from services.common.advice import NEVER_CLIPPED_STEPS, advice
+from services.common.config import Config
+from services.common.members import Member
+
+STEPS_FOR_ETA = 10
+Kind = Literal["step", "note", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that happened, for the reader. Steps are lines only where there is no live view."""
+
+    text: str
+    kind: Kind = "note"
+
+
+@dataclass
+class Phases:
+    """Wall-clock seconds by phase; the phases follow each other."""
+
+    wall_s: dict[str, float] = field(default_factory=dict)
+    current: str = "checks"
+    _since: float = field(default_factory=time.monotonic)
+
+    def enter(self, phase: str) -> None:
+        """End the current phase and begin another."""
+        now = time.monotonic()
+        self.wall_s[self.current] = self.wall_s.get(self.current, 0.0) + now - self._since
+        self.current, self._since = phase, now
+
+    def close(self) -> None:
+        """End the last phase."""
+        self.enter("")
+
+    @property
+    def elapsed_s(self) -> float:
+        """Of the current phase."""
+        return time.monotonic() - self._since
+
+
+@dataclass
+class Process:
+    """One expected process: since when it runs, what it says about itself, what keeps it from being ready."""
+
+    name: str
+    since_unix_s: float
+    member: Member | None = None
+    ready: bool = False
+    problem: str = ""
+
+    def doing(self) -> tuple[str, str, float]:
+        """(busy or waiting, what, since when in unix seconds)."""
+        if self.member is None:
+            return "busy", "starting", self.since_unix_s
+        activity = self.member.activity
+        what = " ".join(str(activity.get(part, "")) for part in ("what", "detail")).strip()
+        return str(activity.get("kind", "busy")), what, float(activity.get("since_unix_s", self.since_unix_s))
+
+
+@dataclass
+class View:
+    """Everything that a screen shows.
+
+    Attributes:
+        held_out: (policy version, mean reward of the sampled answers) of every evaluation.
+        settled: Groups by how they ended, trained ones included.
+    """
+
+    config: Config
+    run_dir: Path
+    processes: dict[str, Process]
+    phases: Phases
+    step: int = 0
+    version: int = 0
+    live_version: int | None = None
+    steps: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=NEVER_CLIPPED_STEPS))
+    rewards: list[float] = field(default_factory=list)
+    step_unix_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_ETA + 1))
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    settled: Counter[str] = field(default_factory=Counter)
+    warned: set[str] = field(default_factory=set)
+    finished: Finished | None = None
+    training_ended: bool = False
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Of the last step."""
+        return self.steps[-1] if self.steps else {}
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, where they are known."""
+        return self.config.run.total_steps
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step, by the pace of the last STEPS_FOR_ETA."""
+        if self.total_steps is None or len(self.step_unix_s) < 2:
+            return None
+        pace_s = (self.step_unix_s[-1] - self.step_unix_s[0]) / (len(self.step_unix_s) - 1)
+        return max(0.0, (self.total_steps - self.step) * pace_s)
+
+    @property
+    def waiting_to_start(self) -> list[Process]:
+        """Processes that are not ready yet."""
+        return [process for process in self.processes.values() if not process.ready]
+
+    def apply(self, event: Event) -> list[Line]:
+        """Take one event in; the lines that it is worth."""
+        what = event.WhichOneof("what")
+        take: Callable[[Any, float], list[Line]] | None = getattr(self, f"_take_{what}", None)
+        return take(getattr(event, what), event.unix_s) if what and take else []
+
+    def _take_step_done(self, done: Any, unix_s: float) -> list[Line]:
+        figures = dict(done.figures)
+        self.step, self.version = done.step, done.version
+        self.steps.append(figures)
+        self.step_unix_s.append(unix_s)
+        self.settled["trained"] += len(done.groups)
+        if "reward_mean" in figures:
+            self.rewards.append(figures["reward_mean"])
+        found = advice(list(self.steps), self.config)
+        new = [Line(found[name], "warning") for name in found if name not in self.warned]
+        self.warned = set(found)
+        return [Line(step_line(self), "step"), *new]
+
+    def _take_groups_settled(self, settled: Any, _unix_s: float) -> list[Line]:
+        for group in settled.groups:
+            self.settled[Settlement.Name(group.settlement).removeprefix("SETTLEMENT_").lower()] += 1
+        failed = [group for group in settled.groups if group.settlement == Settlement.SETTLEMENT_FAILED]
+        if not failed:
+            return []
+        numbers = ", ".join(str(group.group) for group in failed[:4]) + (", ..." if len(failed) > 4 else "")
+        return [Line(f"{len(failed)} group(s) failed ({numbers}): {failed[-1].reason}", "warning")]
+
+    def _take_version_live(self, live: Any, _unix_s: float) -> list[Line]:
+        self.live_version = live.version
+        return []
+
+    def _take_evaluation_done(self, done: Any, _unix_s: float) -> list[Line]:
+        sampled, greedy = done.figures.get("sampled_mean"), done.figures.get("greedy_mean")
+        if sampled is not None:
+            self.held_out.append((done.version, sampled))
+        if self.phases.current == "evaluation_before":
+            self.phases.enter("training")
+        means = [
+            f"{name} {value:.3f}" for name, value in (("sampled", sampled), ("greedy", greedy)) if value is not None
+        ]
+        failed = done.figures.get("num_failed", 0)
+        more = f"; {failed:.0f} answers could not be scored" if failed else ""
+        return [Line(f"held-out prompts at version {done.version}: {', '.join(means) or 'nothing scored'}{more}")]
+
+    def _take_checkpoint_done(self, done: Any, _unix_s: float) -> list[Line]:
+        return [Line(f"checkpoint of step {done.step}: {done.path}")]
+
+    def _take_training_done(self, done: Any, _unix_s: float) -> list[Line]:
+        self.training_ended = True
+        self.phases.enter("evaluation_after")
+        return [Line(f"training ended after step {done.step}: {done.reason}")]
+
+    def _take_stop_requested(self, stop: Any, _unix_s: float) -> list[Line]:
+        return [Line(f"stop requested: {stop.reason}")]
+
+    def _take_prompts_exhausted(self, prompts: Any, _unix_s: float) -> list[Line]:
+        return [Line(f"no more prompts after {prompts.num_groups} groups")]
+
+    def _take_finished(self, finished: Any, _unix_s: float) -> list[Line]:
+        self.finished = finished
+        return [Line(f"{'failed' if finished.failed else 'finished'}: {finished.reason}", _finished_kind(finished))]
+
+
+def _finished_kind(finished: Finished) -> Kind:
+    return "error" if finished.failed else "note"
+
+
+def load_history(view: View) -> None:
+    """Take what a resumed run has logged so far."""
+    for record in _records(view.run_dir / "log" / "metrics.jsonl"):
+        view.step, view.version = int(record["step"]), int(record["version"])
+        view.steps.append(record["figures"])
+        view.rewards += [record["figures"]["reward_mean"]] if "reward_mean" in record["figures"] else []
+    for record in _records(view.run_dir / "log" / "evaluations.jsonl"):
+        if (sampled := record["figures"].get("sampled_mean")) is not None:
+            view.held_out.append((int(record["version"]), sampled))
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a JSONL file that another process may be writing; none where it is missing."""
+    if not path.exists():
+        return []
+    whole, _, _unfinished = path.read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines() if line]
+
+
+def step_line(view: View) -> str:
+    """One step in one line."""
+    figures, total = view.figures, view.total_steps
+    parts = [f"step {view.step}/{total}" if total else f"step {view.step}"]
+    shown = (
+        ("reward", "reward_mean", "{:.3f}"),
+        ("clipped", "clipped_sequences", "{:.0%}"),
+        ("age", "age_mean", "{:.2f}"),
+        ("max", "age_max", "{:.0f}"),
+        ("grad norm", "grad_norm", "{:.3g}"),
+        ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    )
+    parts += [f"{label} {form.format(figures[name])}" for label, name, form in shown if name in figures]
+    if "step_s" in figures:
+        parts.append(f"{figures['step_s']:.1f} s")
+    parts.append(f"version {view.version}")
+    if view.eta_s is not None:
+        parts.append(f"{duration(view.eta_s)} to go")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """'42 s', '3 min 5 s', '2 h 10 min'."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
