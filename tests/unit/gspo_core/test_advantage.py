@@ -1,0 +1,154 @@
+"""Rewards to advantages: every norm by hand, groups in any order, zero spread, return-to-go, whitening."""
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_core.advantage import RunningMoments, groups_with_spread, normalize_rewards, token_advantages
+
+REWARDS = torch.tensor([1.0, 4.0, 3.0, 8.0])
+GROUPS = torch.tensor([7, 2, 7, 2])  # group 7: 1 and 3, group 2: 4 and 8
+ROOT2 = math.sqrt(2)
+
+
+def test_group_norm():
+    r_B = normalize_rewards(REWARDS, GROUPS, reward_norm="group")  # std sqrt(2) and 2 sqrt(2), means 2 and 6
+    torch.testing.assert_close(r_B, torch.tensor([-1.0, -1.0, 1.0, 1.0]) / ROOT2, rtol=2e-6, atol=0)
+
+
+def test_group_shift_and_scale():
+    shifted_B = normalize_rewards(REWARDS, GROUPS, reward_norm="group", reward_shift=True)
+    torch.testing.assert_close(shifted_B, torch.tensor([-1.0, -2.0, 1.0, 2.0]))
+    scaled_B = normalize_rewards(REWARDS, GROUPS, reward_norm="group", reward_scale=True)
+    torch.testing.assert_close(scaled_B, torch.tensor([1.0, 2.0, 3.0, 4.0]) / ROOT2, rtol=2e-6, atol=0)
+
+
+def test_batch_norm():
+    r_B = normalize_rewards(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 1, 2]), reward_norm="batch")
+    torch.testing.assert_close(r_B, torch.tensor([-1.0, 0.0, 1.0]), rtol=2e-6, atol=0)
+
+
+def test_no_norm_leaves_rewards_and_clips_them():
+    assert normalize_rewards(REWARDS, GROUPS, reward_norm=None).tolist() == [1, 4, 3, 8]
+    assert normalize_rewards(-REWARDS, GROUPS, reward_norm=None, reward_clip=3.5).tolist() == [-1, -3.5, -3, -3.5]
+
+
+def test_clip_comes_after_the_norm():
+    r_B = normalize_rewards(REWARDS, GROUPS, reward_norm="group", reward_clip=0.5)
+    assert r_B.tolist() == [-0.5, -0.5, 0.5, 0.5]
+
+
+def test_running_norm_takes_in_the_batch_first():
+    moments = RunningMoments()
+    groups_B = torch.tensor([0, 0])
+    first_B = normalize_rewards(torch.tensor([1.0, 3.0]), groups_B, reward_norm="running", moments=moments)
+    torch.testing.assert_close(first_B, torch.tensor([-1.0, 1.0]) / ROOT2, rtol=2e-6, atol=0)
+    second_B = normalize_rewards(torch.tensor([5.0, 7.0]), groups_B, reward_norm="running", moments=moments)
+    std = math.sqrt(20 / 3)  # of 1, 3, 5, 7, mean 4
+    torch.testing.assert_close(second_B, torch.tensor([1.0, 3.0]) / std, rtol=2e-6, atol=0)
+    assert moments == RunningMoments(count=4, mean=4.0, square_deviation=20.0, minimum=1.0, maximum=7.0)
+
+
+def test_running_moments_survive_json_also_when_empty():
+    for rewards in ([], [0.25, 0.5]):
+        moments = RunningMoments()
+        moments.update(torch.tensor(rewards))
+        assert RunningMoments(**json.loads(json.dumps(asdict(moments), allow_nan=False))) == moments
+
+
+@pytest.mark.parametrize("kind", ["group", "batch", "running"])
+@pytest.mark.parametrize("rewards", [[0.1] * 7, [3.0], [0.0, 0.0]])
+@pytest.mark.parametrize("option", [{}, {"reward_shift": True}, {"reward_scale": True}])
+def test_zero_spread_and_single_values_give_exactly_zero(kind, rewards, option):
+    r_B = torch.tensor(rewards)
+    group_B = torch.zeros(len(rewards), dtype=torch.long)
+    result_B = normalize_rewards(r_B, group_B, reward_norm=kind, moments=RunningMoments(), **option)
+    assert result_B.tolist() == [0.0] * len(rewards)
+
+
+def test_one_flat_group_does_not_silence_another():
+    rewards_B = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1])
+    group_B = torch.tensor([5, 1, 5, 1, 5])
+    r_B = normalize_rewards(rewards_B, group_B, reward_norm="group")
+    torch.testing.assert_close(r_B, torch.tensor([0.0, 1.0, 0.0, -1.0, 0.0]) / ROOT2, rtol=2e-6, atol=0)
+    assert groups_with_spread(rewards_B, group_B).tolist() == [True, False]  # in the order of the ids: 1, 5
+
+
+@given(st.permutations(range(6)), st.permutations([10, 20, -30]))
+def test_group_ids_and_row_order_do_not_matter(order, ids):
+    rewards_B = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.3, 0.4])
+    plain_B = normalize_rewards(rewards_B, torch.tensor([0, 0, 1, 1, 2, 2]), reward_norm="group")
+    renamed_B = torch.tensor([ids[0], ids[0], ids[1], ids[1], ids[2], ids[2]])
+    shuffled_B = normalize_rewards(rewards_B[list(order)], renamed_B[list(order)], reward_norm="group")
+    torch.testing.assert_close(shuffled_B, plain_B[list(order)])
+
+
+def test_normalize_refusals():
+    both = {"reward_shift": True, "reward_scale": True}
+    with pytest.raises(ValueError, match="reward_shift and reward_scale are both true"):
+        normalize_rewards(REWARDS, GROUPS, reward_norm="group", **both)
+    with pytest.raises(ValueError, match="reward_norm None"):
+        normalize_rewards(REWARDS, GROUPS, reward_norm=None, reward_shift=True)
+    with pytest.raises(ValueError, match="moments None"):
+        normalize_rewards(REWARDS, GROUPS, reward_norm="running")
+    with pytest.raises(ValueError, match="reward_norm is 'grup'"):
+        normalize_rewards(REWARDS, GROUPS, reward_norm="grup")
+    with pytest.raises(ValueError, match="reward_clip is 0"):
+        normalize_rewards(REWARDS, GROUPS, reward_norm=None, reward_clip=0)
+    with pytest.raises(ValueError, match=r"group_B has shape \(3,\)"):
+        normalize_rewards(REWARDS, GROUPS[:3], reward_norm="group")
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="not finite"):
+            normalize_rewards(torch.tensor([1.0, bad]), torch.tensor([0, 0]), reward_norm="group")
+
+
+MASK = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
+
+
+def test_reward_reaches_every_policy_token_and_no_other():
+    A_BT = token_advantages(torch.tensor([2.0, -1.0, 5.0]), MASK)
+    assert A_BT.tolist() == [[0, 2, 2, 0, 2, 0], [-1, -1, 0, 0, 0, 0], [0] * 6]
+
+
+def test_penalty_and_discount_count_policy_tokens():
+    penalty_BT = torch.full((3, 6), 9.0)  # what stands outside the mask must not matter
+    penalty_BT[0, [1, 2, 4]] = torch.tensor([0.5, 0.25, 1.0])
+    penalty_BT[1, :2] = 0.0
+    A_BT = token_advantages(torch.tensor([2.0, -1.0, 5.0]), MASK, token_penalty_BT=penalty_BT, gamma=0.5)
+    # row 0 from the end: 2 - 1 = 1; -0.25 + 0.5 * 1 = 0.25; -0.5 + 0.5 * 0.25 = -0.375
+    assert A_BT.tolist() == [[0, -0.375, 0.25, 0, 1, 0], [-0.5, -1, 0, 0, 0, 0], [0] * 6]
+    undiscounted_BT = token_advantages(torch.tensor([2.0, -1.0, 5.0]), MASK, token_penalty_BT=penalty_BT)
+    assert undiscounted_BT[0].tolist() == [0, 0.25, 0.75, 0, 1, 0]
+
+
+def test_whitening_and_clip_by_hand():
+    A_BT = token_advantages(torch.tensor([1.0, 3.0]), torch.tensor([[1, 0], [1, 1]]), whiten_advantages=True)
+    # 1, 3, 3: mean 7/3, unbiased variance 4/3
+    low, high = (1 - 7 / 3) / math.sqrt(4 / 3), (3 - 7 / 3) / math.sqrt(4 / 3)
+    torch.testing.assert_close(A_BT, torch.tensor([[low, 0.0], [high, high]]))
+    clipped_BT = token_advantages(
+        torch.tensor([1.0, 3.0]), torch.tensor([[1, 0], [1, 1]]), whiten_advantages=True, advantage_clip=0.6
+    )
+    torch.testing.assert_close(clipped_BT, torch.tensor([[-0.6, 0.0], [high, high]]))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_whitening_without_spread_gives_zero(num_tokens):
+    mask_BT = (torch.arange(6) < num_tokens)[None]
+    assert token_advantages(torch.tensor([0.1]), mask_BT, whiten_advantages=True).tolist() == [[0.0] * 6]
+
+
+def test_token_advantage_refusals():
+    with pytest.raises(ValueError, match="rewards_B, mask_BT have shapes"):
+        token_advantages(torch.zeros(2), MASK)
+    with pytest.raises(ValueError, match="token_penalty_BT has shape"):
+        token_advantages(torch.zeros(3), MASK, token_penalty_BT=torch.zeros(3, 5))
+    with pytest.raises(ValueError, match=r"gamma is 1\.5"):
+        token_advantages(torch.zeros(3), MASK, gamma=1.5)
+    with pytest.raises(ValueError, match="advantage_clip is -1"):
+        token_advantages(torch.zeros(3), MASK, advantage_clip=-1)

@@ -1,0 +1,43 @@
+"""Micro-batches: every row once, within the budget, the same each time; padding by hand."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_core.packing import micro_batches, pad
+
+
+def test_literal():
+    assert micro_batches([3, 10, 4, 10, 1], max_tokens=20) == [[1, 3], [2, 0, 4]]
+    assert micro_batches([5, 5, 5], max_tokens=10) == [[0, 1], [2]]
+    assert micro_batches([], max_tokens=10) == []
+
+
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(50, 200))
+def test_every_row_once_and_within_the_budget(lengths, max_tokens):
+    batches = micro_batches(lengths, max_tokens)
+    assert sorted(row for rows in batches for row in rows) == list(range(len(lengths)))
+    for rows in batches:
+        assert rows
+        assert len(rows) * max(lengths[row] for row in rows) <= max_tokens
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="row 1 has 11 tokens; raise max_tokens, 10"):
+        micro_batches([3, 11], max_tokens=10)
+    with pytest.raises(ValueError, match="lengths holds -1"):
+        micro_batches([3, -1], max_tokens=10)
+
+
+def test_pad():
+    values_BT, mask_BT = pad([[1, 2, 3], [], [4]], fill=9)
+    assert values_BT.tolist() == [[1, 2, 3], [9, 9, 9], [4, 9, 9]]
+    assert mask_BT.tolist() == [[True, True, True], [False] * 3, [True, False, False]]
+    logp_BT, _ = pad([[-0.5], [-1.0, -2.0]], dtype=torch.float32)
+    assert logp_BT.tolist() == [[-0.5, 0.0], [-1.0, -2.0]]
+
+
+def test_pad_of_nothing():
+    assert [x.shape for x in pad([])] == [(0, 0), (0, 0)]
+    assert [x.shape for x in pad([[], []])] == [(2, 0), (2, 0)]
