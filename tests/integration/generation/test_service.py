@@ -1,0 +1,193 @@
+"""The generation service as a process: tasks in, rollouts out, weights that change or are refused, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+import torch
+from redis.asyncio import Redis
+from transformers import AutoModelForCausalLM
+
+from gspo_proto.generation_pb2 import DescribeRequest, GenerateRequest, GeneratorDescription, PushResult
+from gspo_proto.generation_pb2_grpc import GenerationStub
+from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Event, Finished, GroupTask, Prompt, Rollout, Sampling
+from services.common.config import Config
+from services.common.events import Events
+from services.common.keys import Keys
+from services.common.members import wait_for_member
+from services.common.rpc import open_channel
+from services.common.runtime import connect_redis
+from services.common.streams import append, create_consumer_groups
+from services.learner.weights import Policy, policy_from, push_frames
+from tests.service_process import make_run, service_process, wait_exit
+from tests.tiny_model import make_tiny_model
+
+START_S = 180
+pytestmark = pytest.mark.timeout(400)
+
+
+@dataclass(frozen=True)
+class Running:
+    config: Config
+    redis: Redis
+    keys: Keys
+    stub: GenerationStub
+    policy: Policy
+    process: object
+
+
+def policy_of(folder: Path, version: int, *, scale: float = 1.0) -> Policy:
+    """The policy of a model folder, its norms scaled."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tensors = {n: p.detach() * (scale if "norm" in n else 1.0) for n, p in model.named_parameters()}
+    return policy_from(version, {name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    folder = tmp_path_factory.mktemp("generation")
+    config = make_run(folder, make_tiny_model(folder / "model", scale=4.0))
+    keys = Keys(config.name)
+    redis = connect_redis(redis_url)
+    await redis.flushall()
+    await create_consumer_groups(redis, keys)
+    with service_process("generation", config, redis_url) as process:
+        member = await wait_for_member(redis, keys, "generation", START_S)
+        channel = open_channel(member.grpc)
+        policy = policy_of(folder / "model", 0)
+        yield Running(config, redis, keys, GenerationStub(channel), policy, process)
+        await channel.close(None)
+    await redis.aclose()
+
+
+def task(group: int, *, num_rollouts: int = 4, max_tokens: int = 8, min_version: int = 0) -> GroupTask:
+    return GroupTask(
+        schema=1,
+        group=group,
+        attempt=1,
+        num_rollouts=num_rollouts,
+        prompt=Prompt(token_ids=[1, 4, 50, 5], text="prompt", columns_json='{"answer": "3"}'),
+        sampling=Sampling(temperature=1.0, max_tokens=max_tokens),
+        min_version=min_version,
+    )
+
+
+async def rollouts(running: Running, num: int, timeout_s: float = 60) -> list[Rollout]:
+    """The first `num` entries of rollouts, which are then removed."""
+    deadline = time.monotonic() + timeout_s
+    while await running.redis.xlen(running.keys.rollouts) < num:
+        assert time.monotonic() < deadline, f"{await running.redis.xlen(running.keys.rollouts)} of {num} rollouts"
+        await asyncio.sleep(0.02)
+    entries = await running.redis.xrange(running.keys.rollouts)
+    await running.redis.xdel(running.keys.rollouts, *(entry for entry, _ in entries))
+    return [Rollout.FromString(fields[b"d"]) for _, fields in entries]
+
+
+async def push(running: Running, policy: Policy, base: Policy | None = None, epoch: int = 1) -> PushResult:
+    frames = push_frames(policy, base, run=running.config.name, epoch=epoch)
+    return await running.stub.PushWeights(frames, timeout=60)
+
+
+async def describe(running: Running) -> GeneratorDescription:
+    return await running.stub.Describe(DescribeRequest(), timeout=10)
+
+
+async def test_a_task_becomes_its_rollouts_and_is_acknowledged(running: Running) -> None:
+    await append(running.redis, running.keys.prompts, [task(7).SerializeToString()])
+    found = await rollouts(running, 4)
+    assert sorted((rollout.group, rollout.number) for rollout in found) == [(7, 0), (7, 1), (7, 2), (7, 3)]
+    for rollout in found:
+        assert len(rollout.token_ids) == len(rollout.logp) == len(rollout.version) == len(rollout.mask) > 0
+        assert set(rollout.version) == {0}
+        assert all(logp <= 0 for logp in rollout.logp)
+        assert rollout.prompt.columns_json == '{"answer": "3"}'
+        assert (rollout.outcome == OUTCOME_TRUNCATED) == (len(rollout.token_ids) == 8 and rollout.token_ids[-1] != 2)
+    await asyncio.sleep(0.2)
+    assert await running.redis.xlen(running.keys.prompts) == 0
+
+
+async def test_a_rollout_that_an_earlier_attempt_finished_is_not_made_again(running: Running) -> None:
+    await running.redis.hset(running.keys.partial, "8-1", "done")
+    await append(running.redis, running.keys.prompts, [task(8).SerializeToString()])
+    assert sorted(rollout.number for rollout in await rollouts(running, 3)) == [0, 2, 3]
+
+
+async def test_the_heartbeat_has_the_digest_of_the_folder(running: Running) -> None:
+    member = await wait_for_member(running.redis, running.keys, "generation", 5)
+    assert (member.facts["version"], member.facts["digest"]) == (0, running.policy.digest)
+
+
+async def test_generate_streams_rollouts(running: Running) -> None:
+    found = [r async for r in running.stub.Generate(GenerateRequest(task=task(9, num_rollouts=3)), timeout=60)]
+    assert sorted(rollout.number for rollout in found) == [0, 1, 2]
+
+
+async def test_pushes_take_hold_or_change_nothing(running: Running) -> None:
+    model = Path(running.config.model.path)
+    first, second = policy_of(model, 1, scale=1.1), policy_of(model, 2, scale=1.2)
+    assert (await push(running, first)).digest == first.digest
+
+    # Changed elements only; the tensors that did not change are not sent.
+    sent = [frame async for frame in push_frames(second, first, run="test", epoch=1)]
+    assert {frame.tensor.name for frame in sent[1:]} == {name for name in second.bits if "norm" in name}
+    assert (await push(running, second, base=first)).version == 2
+
+    with pytest.raises(grpc.aio.AioRpcError) as wrong_base:
+        await push(running, policy_of(model, 3), base=first)
+    assert wrong_base.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    broken = Policy(4, first.digest, "float32", second.bits)
+    with pytest.raises(grpc.aio.AioRpcError) as wrong_digest:
+        await push(running, broken)
+    assert wrong_digest.value.code() == grpc.StatusCode.DATA_LOSS
+    await push(running, second, epoch=5)
+    with pytest.raises(grpc.aio.AioRpcError) as old_epoch:
+        await push(running, first, epoch=4)
+    assert old_epoch.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    now = await describe(running)
+    assert (now.version, now.digest, now.epoch) == (2, second.digest, 5)
+
+
+async def test_a_push_with_rollouts_in_flight_loses_none(running: Running) -> None:
+    version = (await describe(running)).version
+    tasks = [task(100 + n, max_tokens=60, num_rollouts=8).SerializeToString() for n in range(8)]
+    await append(running.redis, running.keys.prompts, tasks)
+    while (await describe(running)).num_running < 32:
+        await asyncio.sleep(0.01)
+    newest = policy_of(Path(running.config.model.path), version + 1, scale=1.3)
+    await push(running, newest, epoch=5)
+    found = await rollouts(running, 64)
+    assert len({(rollout.group, rollout.number) for rollout in found}) == 64
+    seen = {v for rollout in found for v in rollout.version}
+    assert seen <= {version, version + 1} and version + 1 in seen
+    assert all(list(rollout.version) == sorted(rollout.version) for rollout in found)
+
+
+async def test_a_task_for_newer_weights_waits_for_the_push(running: Running) -> None:
+    version = (await describe(running)).version
+    await append(running.redis, running.keys.prompts, [task(200, min_version=version + 1).SerializeToString()])
+    await asyncio.sleep(1)
+    assert await running.redis.xlen(running.keys.rollouts) == 0
+    await push(running, policy_of(Path(running.config.model.path), version + 1, scale=1.4), epoch=5)
+    assert {v for rollout in await rollouts(running, 4) for v in rollout.version} == {version + 1}
+
+
+async def test_a_prompt_that_the_engine_refuses_fails_its_group_with_the_reason(running: Running) -> None:
+    refused = task(300)
+    refused.prompt.token_ids[:] = [4] * 500
+    await append(running.redis, running.keys.prompts, [refused.SerializeToString()])
+    while not (found := await running.redis.xrange(running.keys.scored)):
+        await asyncio.sleep(0.05)
+    assert b"generation: request" in found[0][1][b"d"]
+    assert await running.redis.xlen(running.keys.dead) == 1
+
+
+async def test_the_end_of_the_run_ends_the_service(running: Running) -> None:
+    await Events(running.redis, running.keys, "coordinator").send(Event(finished=Finished(reason="done")))
+    assert await asyncio.to_thread(wait_exit, running.process, 30) == 0
