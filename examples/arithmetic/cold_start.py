@@ -76,10 +76,13 @@ def replacing(out_dir: Path) -> Iterator[Path]:
 
 def make(folder: Path, seed: int, threads: int) -> dict[str, object]:
     """Writes prompts and model to `folder`; returns what is worth knowing about the result."""
+    # Threads that sleep at a barrier instead of spinning: on cores that others use too, 8 to 30 times faster.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Imported here so that a call with nothing to do need not wait seconds for torch.
     import torch
     from chat_tokenizer import build_tokenizer
     from near_miss import OFFSETS, Schedule, build_model, encode, exact_probability, train
+    from transformers.utils.logging import disable_progress_bar
 
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -98,6 +101,7 @@ def make(folder: Path, seed: int, threads: int) -> dict[str, object]:
             seed,
             lambda step, exact: bar.update(task, completed=step, exact=exact),
         )
+    disable_progress_bar()  # transformers' own, for one small file
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     token_NT, label_NT = encode(tokenizer, held_out)
@@ -147,5 +151,4 @@ def main(
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     typer.run(main)

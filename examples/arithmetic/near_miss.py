@@ -25,12 +25,13 @@ class Schedule:
     """How long and how fast: measured so that every seed ends within its steps on two busy cores."""
 
     batch_size: int = 64
-    learning_rate: float = 2e-3
-    warmup_steps: int = 50
-    max_steps: int = 700
-    check_every: int = 25
+    matrix_learning_rate: float = 0.015  # Muon: a third of the steps that AdamW alone needs
+    other_learning_rate: float = 3e-3  # AdamW, for embeddings and norms
+    warmup_steps: int = 10
+    max_steps: int = 300
+    check_every: int = 10
     num_checked: int = 256
-    enough: float = 0.26  # mean probability of the exact answer; all that this data can teach is EXACT_SHARE
+    enough: float = 0.24  # mean probability of the exact answer; all that this data can teach is EXACT_SHARE
 
 
 @dataclass(frozen=True)
@@ -114,21 +115,23 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     num_problems = len(token_NT) // len(OFFSETS)
     checked = torch.arange(min(schedule.num_checked, num_problems)) * len(OFFSETS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizers = build_optimizers(model, schedule)
     probability, order = 0.0, torch.empty(0, dtype=torch.long)
     for step in range(1, schedule.max_steps + 1):
         if len(order) < schedule.batch_size:
             order = torch.randperm(num_problems, generator=generator)
         problem_B, order = order[: schedule.batch_size], order[schedule.batch_size :]
         rows = draw_rows(problem_B, generator)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(schedule, step)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * learning_rate_factor(schedule, step)
+            optimizer.zero_grad()
         label_BT = label_NT[rows]
         loss = answer_loss(model, token_NT[rows], label_BT).sum() / (label_BT != IGNORE).sum()
-        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         if step % schedule.check_every == 0:
             probability = exact_probability(model, token_NT[checked], label_NT[checked])
         on_step(step, probability)
@@ -137,7 +140,19 @@ def train(
     return Outcome(step, probability)
 
 
-def learning_rate(schedule: Schedule, step: int) -> float:
+def build_optimizers(model: Qwen3ForCausalLM, schedule: Schedule) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for all else."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
+    muon = [{"params": matrices, "initial_lr": schedule.matrix_learning_rate}]
+    adamw = [{"params": others, "initial_lr": schedule.other_learning_rate}]
+    return [
+        torch.optim.Muon(muon, weight_decay=0.0),
+        torch.optim.AdamW(adamw, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def learning_rate_factor(schedule: Schedule, step: int) -> float:
     """Linear warm-up, then half a cosine down to a tenth at the last step."""
     cosine = 0.5 * (1 + math.cos(math.pi * step / schedule.max_steps))
-    return schedule.learning_rate * min(1.0, step / schedule.warmup_steps) * (0.1 + 0.9 * cosine)
+    return min(1.0, step / schedule.warmup_steps) * (0.1 + 0.9 * cosine)
