@@ -42,6 +42,12 @@ class Settlements:
     def __init__(self) -> None:
         self._ended: dict[int, Settlement] = {}
 
+    def copy(self) -> Settlements:
+        """One of its own with the same groups."""
+        copied = Settlements()
+        copied._ended = dict(self._ended)
+        return copied
+
     def add(self, group: int, settlement: Settlement) -> None:
         """Enter a group's ending. ValueError: it has ended before."""
         if group in self._ended:
