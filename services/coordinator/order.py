@@ -1,6 +1,6 @@
 """The prompt order: which prompt each group has, without end unless epochs are bounded.
 
-It reads no prompts and knows nothing of slots. Neighbours: prompts.py for the prompts, slots.py for which group is next.
+It reads no prompts and knows nothing of slots. Neighbours: prompts.py for the prompts, slots.py for the next group.
 """
 
 from __future__ import annotations

@@ -1,0 +1,41 @@
+"""The coordinator's check of a configuration: the prompts, and the tokenizer and chat template that they need.
+
+It starts nothing and imports no torch. Neighbours: prompts.py and tokenizer.py, which the service uses in the same way.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from services.common.config import Config
+from services.coordinator.prompts import PromptSet, held_out_prompts, training_prompts
+from services.coordinator.tokenizer import load_tokenizer
+
+
+def check(config: Config) -> None:
+    """Read every prompt once; warn on standard error of held-out prompts that are trained on.
+
+    Raises:
+        InputError: Prompts or tokenizer cannot be used.
+    """
+    tokenizer = load_tokenizer(config.model)
+    training = training_prompts(config, tokenizer)
+    if training.num_skipped:
+        _warn(f"data.prompts: {training.num_skipped} of {training.num_rows} prompts are too long and skipped")
+    held_out = held_out_prompts(config, tokenizer)
+    if held_out is not None:
+        _warn_of_overlap(training, held_out)
+
+
+def _warn_of_overlap(training: PromptSet, held_out: PromptSet) -> None:
+    known = {hash(text) for text in held_out.texts()}
+    common = known & {hash(text) for text in training.texts()}
+    if common:
+        _warn(
+            f"evaluation.prompts: {len(common)} of {len(held_out)} held-out prompts are also training prompts; "
+            "the evaluation then measures what was trained on. Take them out of one of the two files"
+        )
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)  # noqa: T201 - for the person who called

@@ -1,0 +1,79 @@
+"""The run's REST face: its state, pause, resume, stop, and rollouts to look at.
+
+It decides nothing: it shows what loop.py knows and writes what a user asks for. Neighbours: views.py, loop.py.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Header, HTTPException, Query
+from pydantic import BaseModel, ConfigDict, Field
+from redis.asyncio import Redis
+
+from services.common.keys import Keys
+from services.coordinator.views import RecentRollouts
+
+State = Callable[[], Awaitable[dict[str, Any]]]
+
+
+class StopBody(BaseModel):
+    """Why the run is stopped."""
+
+    model_config = ConfigDict(extra="forbid")
+    reason: str = Field("stopped by a user", min_length=1, max_length=500)
+
+
+def make_app(
+    redis: Redis,
+    keys: Keys,
+    *,
+    token: str,
+    state: State,
+    stop: Callable[[str], Awaitable[None]],
+    rollouts: RecentRollouts,
+) -> FastAPI:
+    """The app; every path needs the bearer token where there is one."""
+    app = FastAPI(title="gspo coordinator", dependencies=[Depends(_token_check(token))])
+
+    @app.get("/v1/state")
+    async def get_state() -> dict[str, Any]:
+        """Step, versions, slots, groups by settlement, evaluations, members."""
+        return await state()
+
+    @app.post("/v1/pause")
+    async def pause() -> dict[str, bool]:
+        """Issue no new groups; what is open goes on."""
+        await redis.set(keys.paused, "1")
+        return {"paused": True}
+
+    @app.post("/v1/resume")
+    async def resume() -> dict[str, bool]:
+        """Issue groups again."""
+        await redis.delete(keys.paused)
+        return {"paused": False}
+
+    @app.post("/v1/stop", status_code=202)
+    async def request_stop(body: StopBody) -> dict[str, str]:
+        """End the run after the step under way, with a checkpoint."""
+        await stop(body.reason)
+        return {"stopping": body.reason}
+
+    @app.get("/v1/rollouts")
+    async def newest_rollouts(limit: Annotated[int, Query(ge=1, le=256)] = 16) -> list[dict[str, Any]]:
+        """The newest scored rollouts, the newest first."""
+        return await rollouts.newest(limit)
+
+    return app
+
+
+def _token_check(token: str) -> Callable[..., None]:
+    expected = f"Bearer {token}".encode()
+
+    def check(authorization: Annotated[str, Header()] = "") -> None:
+        if token and not hmac.compare_digest(authorization.encode(), expected):
+            raise HTTPException(401, "the shared token is missing or wrong: send it as 'Authorization: Bearer TOKEN'")
+
+    return check

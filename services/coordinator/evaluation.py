@@ -1,0 +1,156 @@
+"""Measuring the policy on held-out prompts: sends the tasks, collects the scored answers, gives the figures.
+
+When to measure is loop.py's; what the figures are is tally.py's. Consumes eval_scored, produces eval_prompts; waits
+for answers, unblocked by generation and reward, given up after evaluation.timeout_s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import structlog
+from redis.asyncio import Redis
+
+from gspo_proto.rollout_pb2 import GroupTask, Scored
+from services.common import metrics
+from services.common.config import Config
+from services.common.keys import COORDINATOR, GENERATION, Keys, rollout_id
+from services.common.streams import Delivery, Inbox, append, new_consumer
+from services.coordinator.prompts import PromptSet
+from services.coordinator.tally import Tally
+from services.coordinator.tasks import evaluation_tasks
+
+_TAKE = 256
+_BLOCK_S = 0.2
+_PROMPTS_AT_ONCE = 32
+_MARKS_AT_ONCE = 1000
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One evaluation that has ended; `problem` says why answers are missing or failed, empty where none is."""
+
+    label: str
+    version: int
+    figures: dict[str, float]
+    problem: str
+
+
+class Evaluator:
+    """Runs one evaluation at a time.
+
+    Args:
+        redis: Client with binary replies.
+        prompts: The held-out prompts.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, config: Config, prompts: PromptSet) -> None:
+        self._redis, self._keys, self._config, self._prompts = redis, keys, config, prompts
+        self._inbox = Inbox(
+            redis, keys, keys.eval_scored, consumer=new_consumer(COORDINATOR), lease_s=config.services.lease_s
+        )
+        # Twice what the engines run at a time: they never wait for tasks, and the stream stays short.
+        self._window = 2 * config.generation.max_rollouts * config.generation.replicas
+        self._under_way: dict[int, GroupTask] = {}
+        self._tally: Tally | None = None
+
+    def describe(self) -> str:
+        """How far the evaluation under way is; empty where there is none."""
+        tally = self._tally
+        return f"{tally.label}: {len(tally)} of {tally.num_expected} answers scored" if tally else ""
+
+    async def measure(self, version: int, limit: int | None) -> Measured:
+        """Measure `version` on the first `limit` prompts (all for None) and return the figures."""
+        num_prompts = min(limit or len(self._prompts), len(self._prompts))
+        wanted = self._config.evaluation
+        tally = Tally(label_of(version), num_prompts=num_prompts, num_answers=wanted.num_answers, greedy=wanted.greedy)
+        self._tally = tally
+        await self._remove_traces(tally)
+        try:
+            problem = await self._collect(tally, version)
+        finally:
+            self._tally, self._under_way = None, {}
+            await self._remove_traces(tally)
+        measured = Measured(tally.label, version, tally.figures(), problem)
+        _publish(measured)
+        return measured
+
+    async def send_again(self) -> None:
+        """Send every task under way again: Redis lost them."""
+        await append(self._redis, self._keys.eval_prompts, [t.SerializeToString() for t in self._under_way.values()])
+
+    async def _collect(self, tally: Tally, version: int) -> str:
+        """Feed tasks and take answers until all are in or time is up; returns what went wrong."""
+        lease_s, limit_s = self._config.services.lease_s, self._config.evaluation.timeout_s
+        deadline, next_reclaim = time.monotonic() + limit_s, time.monotonic() + lease_s
+        next_row = 0
+        while not tally.complete:
+            if time.monotonic() > deadline:
+                return f"given up after {limit_s:g} s (evaluation.timeout_s) with answers missing"
+            next_row = await self._feed(tally, next_row, version)
+            deliveries = await self._inbox.take(_TAKE, _BLOCK_S)
+            if time.monotonic() > next_reclaim:
+                deliveries += await self._inbox.reclaim(_TAKE)
+                next_reclaim = time.monotonic() + lease_s
+            await self._absorb(tally, deliveries)
+        return tally.failure
+
+    async def _feed(self, tally: Tally, next_row: int, version: int) -> int:
+        """Send tasks until the window is full or none is left; returns the first row not sent."""
+        while next_row < tally.num_prompts and self._num_under_way() < self._window:
+            rows = range(next_row, min(next_row + _PROMPTS_AT_ONCE, tally.num_prompts))
+            prompts = await asyncio.to_thread(self._prompts.prompts, rows)
+            tasks = [
+                task
+                for row, prompt in zip(rows, prompts, strict=True)
+                for task in evaluation_tasks(self._config, row, prompt, label=tally.label, version=version)
+            ]
+            await append(self._redis, self._keys.eval_prompts, [self._sent(task) for task in tasks])
+            next_row = rows.stop
+        return next_row
+
+    def _sent(self, task: GroupTask) -> bytes:
+        task.issued_unix_s = time.time()
+        task.deadline_unix_s = task.issued_unix_s + self._config.evaluation.timeout_s
+        self._under_way[task.group] = task
+        return task.SerializeToString()
+
+    def _num_under_way(self) -> int:
+        return sum(task.num_rollouts for task in self._under_way.values())
+
+    async def _absorb(self, tally: Tally, deliveries: list[Delivery]) -> None:
+        if not deliveries:
+            return
+        for delivery in deliveries:
+            tally.add(Scored.FromString(delivery.payload))
+        await self._inbox.acknowledge(deliveries)
+        missing = set(tally.incomplete_groups(self._under_way))
+        self._under_way = {group: task for group, task in self._under_way.items() if group in missing}
+
+    async def _remove_traces(self, tally: Tally) -> None:
+        """Remove the tasks and marks of this label: a mark without its answer would keep it from being made."""
+        entries = await self._redis.xrange(self._keys.eval_prompts)
+        marks = [f"{tally.label}:{rollout_id(group, number)}" for group, number in tally.expected()]
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for entry, _ in entries:
+                pipe.xack(self._keys.eval_prompts, GENERATION, entry)
+                pipe.xdel(self._keys.eval_prompts, entry)
+            for start in range(0, len(marks), _MARKS_AT_ONCE):
+                pipe.hdel(self._keys.partial, *marks[start : start + _MARKS_AT_ONCE])
+            await pipe.execute()
+
+
+def label_of(version: int) -> str:
+    """The label of an evaluation of `version`."""
+    return f"v{version}"
+
+
+def _publish(measured: Measured) -> None:
+    for sampling in ("sampled", "greedy"):
+        if f"{sampling}_mean" in measured.figures:
+            metrics.EVALUATION_SCORE.labels(sampling).set(measured.figures[f"{sampling}_mean"])
+    write = log.warning if measured.problem else log.info
+    write("evaluated", evaluation=measured.label, problem=measured.problem, **measured.figures)

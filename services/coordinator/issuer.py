@@ -1,0 +1,152 @@
+"""What the coordinator writes to Redis for training groups: tasks, the `open` hash, failures, and their removal.
+
+Which groups and when is slots.py and loop.py. A task and its `open` entry are written in one transaction, so a group
+is in both or in neither, whenever this process is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+
+import structlog
+from redis.asyncio import Redis
+
+from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Prompt, Scored
+from services.common import metrics
+from services.common.config import Config
+from services.common.events import SCHEMA
+from services.common.keys import GENERATION, Keys, rollout_id
+from services.common.streams import FIELD
+from services.coordinator.order import PromptOrder
+from services.coordinator.prompts import PromptSet
+from services.coordinator.slots import OpenGroup, Slots
+from services.coordinator.tasks import training_task
+
+log = structlog.get_logger()
+
+
+class Issuer:
+    """Writes what `slots` allows.
+
+    Args:
+        redis: Client with binary replies.
+        prompts: The usable training prompts.
+        order: Which of them a group has.
+        slots: Told of everything that is issued.
+    """
+
+    def __init__(
+        self, redis: Redis, keys: Keys, config: Config, prompts: PromptSet, order: PromptOrder, slots: Slots
+    ) -> None:
+        self._redis, self._keys, self._config = redis, keys, config
+        self._prompts, self._order, self._slots = prompts, order, slots
+        self._ahead: dict[int, Prompt] = {}
+
+    async def read_open(self) -> None:
+        """Take over the groups that an earlier life left open."""
+        for group, text in (await self._redis.hgetall(self._keys.open)).items():
+            self._slots.issue(int(group), OpenGroup.from_json(text))
+
+    async def issue_new(self, count: int) -> int:
+        """Issue the next `count` groups, fewer where the order ends; returns how many."""
+        groups = self._slots.upcoming(count)
+        version = self._slots.issue_version
+        entries = {group: self._entry(1, version) for group in groups}
+        await self._write(entries)
+        metrics.GROUPS_ISSUED.inc(len(groups))
+        return len(groups)
+
+    async def prepare(self, count: int) -> None:
+        """Read and tokenise the prompts of the next groups, so that issuing them costs a transaction."""
+        groups = self._slots.upcoming(count)
+        self._ahead = {group: prompt for group, prompt in self._ahead.items() if group in groups}
+        await self._read([group for group in groups if group not in self._ahead])
+
+    async def reissue_open(self) -> None:
+        """Issue every open group again at its own attempt: Redis lost them, and they did nothing wrong."""
+        entries = {
+            group: self._entry(entry.attempt, entry.min_version) for group, entry in sorted(self._slots.open.items())
+        }
+        await self._write(entries)
+        metrics.GROUPS_REISSUED.labels("redis_wiped").inc(len(entries))
+
+    async def handle_expired(self) -> None:
+        """Issue groups past their deadline again; give those up whose attempts are used up."""
+        again: dict[int, OpenGroup] = {}
+        given_up: dict[int, OpenGroup] = {}
+        for group in self._slots.expired(time.time()):
+            entry = self._slots.open[group]
+            if entry.attempt < self._config.staleness.max_attempts:
+                again[group] = self._entry(entry.attempt + 1, entry.min_version)
+            else:
+                given_up[group] = self._entry(entry.attempt, entry.min_version)
+        if again:
+            log.warning("groups_reissued", groups=sorted(again), reason="deadline")
+            await self._write(again)
+            metrics.GROUPS_REISSUED.labels("deadline").inc(len(again))
+        if given_up:
+            await self._give_up(given_up)
+
+    async def remove_settled(self, groups: Iterable[int]) -> None:
+        """Remove settled groups from `open`, and the marks of their rollouts."""
+        groups = list(groups)
+        if not groups:
+            return
+        numbers = range(self._config.algorithm.num_return_sequences_in_group)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hdel(self._keys.open, *(str(group) for group in groups))
+            pipe.hdel(self._keys.partial, *(rollout_id(group, number) for group in groups for number in numbers))
+            await pipe.execute()
+
+    async def remove_leftover_tasks(self) -> None:
+        """Take tasks of settled groups out of `prompts`: repeats, and what was given up while it waited."""
+        entries = await self._redis.xrange(self._keys.prompts)
+        left = [entry for entry, fields in entries if GroupTask.FromString(fields[FIELD]).group in self._slots.settled]
+        if left:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.xack(self._keys.prompts, GENERATION, *left)
+                pipe.xdel(self._keys.prompts, *left)
+                await pipe.execute()
+
+    def _entry(self, attempt: int, min_version: int) -> OpenGroup:
+        now = time.time()
+        return OpenGroup(attempt, now, now + self._config.staleness.group_deadline_s, min_version)
+
+    async def _write(self, entries: dict[int, OpenGroup]) -> None:
+        """Add tasks and `open` entries in one transaction."""
+        if not entries:
+            return
+        await self._read([group for group in entries if group not in self._ahead])
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for group, entry in entries.items():
+                task = training_task(self._config, group, self._ahead.pop(group))
+                task.attempt, task.min_version = entry.attempt, max(entry.min_version, self._slots.issue_version)
+                task.issued_unix_s, task.deadline_unix_s = entry.issued_unix_s, entry.deadline_unix_s
+                pipe.xadd(self._keys.prompts, {FIELD: task.SerializeToString()})
+                pipe.hset(self._keys.open, str(group), entry.to_json())
+            await pipe.execute()
+        for group, entry in entries.items():
+            self._slots.issue(group, entry)
+
+    async def _give_up(self, entries: dict[int, OpenGroup]) -> None:
+        """Write a failure for each group; the learner settles it. Its new deadline only repeats the failure."""
+        limit_s = self._config.staleness.group_deadline_s
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for group, entry in entries.items():
+                reason = f"not finished within {limit_s:g} s in any of {entry.attempt} attempts"
+                failure = GroupFailure(group=group, attempt=entry.attempt, reason=reason)
+                pipe.xadd(self._keys.scored, {FIELD: Scored(schema=SCHEMA, failure=failure).SerializeToString()})
+                pipe.hset(self._keys.open, str(group), entry.to_json())
+            await pipe.execute()
+        for group, entry in entries.items():
+            self._slots.issue(group, entry)
+        log.warning("groups_given_up", groups=sorted(entries), attempts=self._config.staleness.max_attempts)
+
+    async def _read(self, groups: Sequence[int]) -> None:
+        """Read prompts in a thread: a row of a file on a slow disk must not hold up the events."""
+        if groups:
+            places = [self._order.place(group) for group in groups]
+            prompts = await asyncio.to_thread(self._prompts.prompts, places)
+            self._ahead.update(zip(groups, prompts, strict=True))

@@ -1,0 +1,151 @@
+"""The coordinator process: reads its prompts, serves its door, runs its loop or one evaluation.
+
+Neighbours: `__main__.py` starts it, loop.py is a run with a learner, measuring.py one without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from gspo_proto.rollout_pb2 import Event, Finished, StopRequested
+from services.common.errors import InputError
+from services.common.events import FROM_START, Events
+from services.common.keys import COORDINATOR
+from services.common.members import Member, Registration
+from services.common.probes import HttpServer, Probes
+from services.common.runtime import Service
+from services.coordinator.door import make_app
+from services.coordinator.evaluation import Evaluator
+from services.coordinator.issuer import Issuer
+from services.coordinator.loop import Coordinator
+from services.coordinator.measuring import Measuring
+from services.coordinator.order import PromptOrder
+from services.coordinator.progress import ProgressSource
+from services.coordinator.prompts import PromptSet, held_out_prompts, training_prompts
+from services.coordinator.redis_memory import RedisMemory
+from services.coordinator.slots import Slots
+from services.coordinator.tokenizer import load_tokenizer
+from services.coordinator.views import RecentRollouts, evaluation_state, run_state
+
+_TURN_S = 0.2
+log = structlog.get_logger()
+
+
+async def live(service: Service) -> None:
+    """One life of the process, from its door to its end."""
+    face = _Face(service)
+    await service.run(
+        _evaluate(service, face) if service.options.evaluate else _coordinate(service, face), face.background()
+    )
+
+
+class _Face:
+    """Door and heartbeat; they are there before the prompts are read, which takes a while."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.state: Callable[[], Awaitable[dict[str, Any]]] = self._starting
+        self._rollouts = RecentRollouts(service.redis, service.keys)
+        app = make_app(
+            service.redis,
+            service.keys,
+            token=service.options.token,
+            state=lambda: self.state(),
+            stop=self._request_stop,
+            rollouts=self._rollouts,
+        )
+        port = service.options.http_port or service.config.services.coordinator_port
+        self._http = HttpServer(Probes(service, app), service.options.host, port)
+
+    def background(self) -> dict[str, Coroutine[Any, Any, Any]]:
+        """What runs beside the main loop."""
+        service = self._service
+        member = Member(COORDINATOR, service.options.name, http=self._http.address, pid=os.getpid())
+        registration = Registration(service.redis, service.keys, member, service.activity, dict)
+        return {"http": self._http.run(), "heartbeat": registration.run(), "rollouts": self._rollouts.run()}
+
+    async def _starting(self) -> dict[str, Any]:
+        return {"run": self._service.keys.run, "starting": self._service.activity.detail}
+
+    async def _request_stop(self, reason: str) -> None:
+        events = Events(self._service.redis, self._service.keys, self._service.options.name)
+        await events.send(Event(stop_requested=StopRequested(reason=reason)))
+
+
+async def _coordinate(service: Service, face: _Face) -> None:
+    """A run with a learner."""
+    config, redis, keys = service.config, service.redis, service.keys
+    training, held_out = await asyncio.to_thread(_read_prompts, service)
+    assert training is not None  # noqa: S101 - only an evaluation goes without
+    order = PromptOrder(
+        len(training), seed=config.seed, shuffle=config.data.shuffle, total_epochs=config.run.total_epochs
+    )
+    slots = Slots(config.num_slots, config.algorithm.rollout_batch_size, order.num_groups)
+    coordinator = Coordinator(
+        service,
+        slots=slots,
+        issuer=Issuer(redis, keys, config, training, order, slots),
+        measuring=_measuring(service, held_out),
+        progress=ProgressSource(redis, keys, service.options.token),
+    )
+    face.state = lambda: run_state(redis, keys, coordinator)
+    await coordinator.run()
+
+
+async def _evaluate(service: Service, face: _Face) -> None:
+    """One evaluation of the given model: no learner, no groups.
+
+    Raises:
+        InputError: There are no held-out prompts.
+    """
+    if service.config.evaluation.prompts is None:
+        raise InputError("evaluation.prompts", "is not set, and it is what --evaluate measures on", "Set it")
+    _, held_out = await asyncio.to_thread(_read_prompts, service)
+    memory, measuring = RedisMemory(service.redis, service.keys), _measuring(service, held_out)
+    events = Events(service.redis, service.keys, service.options.name)
+    face.state = lambda: evaluation_state(service.redis, service.keys, measuring)
+    await memory.open()
+    newest = await service.redis.xrevrange(service.keys.events, count=1)
+    position = newest[0][0] if newest else FROM_START
+    service.problems.pop("starting", None)
+    measuring.measure(0)
+    done: Event | None = None
+    while done is None and not service.stopping.is_set():
+        for position, event in await events.read(position, _TURN_S):  # noqa: B007 - the last one is where to go on
+            if event.WhichOneof("what") in ("stop_requested", "finished"):
+                service.stopping.set()
+        if await memory.was_wiped():
+            position = FROM_START
+            await measuring.send_again()
+        done = measuring.turn(0, over=False)
+        service.activity.set("waiting", "evaluation", measuring.describe())
+    await measuring.cancel()
+    if done is not None:
+        await events.send(done)
+    await events.send(Event(finished=Finished(reason="the evaluation is done" if done else "stopped", failed=not done)))
+
+
+def _measuring(service: Service, held_out: PromptSet | None) -> Measuring:
+    redis, keys, config = service.redis, service.keys, service.config
+    evaluator = Evaluator(redis, keys, config, held_out) if held_out is not None else None
+    return Measuring(redis, keys, config, evaluator)
+
+
+def _read_prompts(service: Service) -> tuple[PromptSet | None, PromptSet | None]:
+    """Training prompts, unless this is only an evaluation, and held-out ones; runs in a thread."""
+
+    def progress(done: int, total: int) -> None:
+        service.activity.set("busy", "prompts", f"{done} of {total} checked")
+
+    service.activity.set("busy", "prompts", "loading the tokenizer")
+    tokenizer = load_tokenizer(service.config.model)
+    training = None if service.options.evaluate else training_prompts(service.config, tokenizer, progress)
+    held_out = held_out_prompts(service.config, tokenizer, progress)
+    if training is not None:
+        log.info("prompts", usable=len(training), skipped=training.num_skipped)
+    return training, held_out

@@ -1,0 +1,235 @@
+"""The coordinator's loop: keeps the slots full, measures the policy in between, and ends the run.
+
+Consumes events; produces tasks, evaluations, Finished. Waits for slots, unblocked by VersionLive and GroupsSettled;
+for answers, unblocked by generation and reward; at the end for the last version, unblocked by VersionLive.
+Neighbours: slots.py decides, issuer.py writes, evaluation.py measures, ending.py knows how the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+import structlog
+
+from gspo_proto.learner_pb2 import ProgressReply
+from gspo_proto.rollout_pb2 import Event, PromptsExhausted, SettledGroup, Settlement, StepDone, StopRequested
+from services.common import metrics
+from services.common.events import FROM_START, Events
+from services.common.keys import consumer_groups
+from services.common.runtime import Service
+from services.coordinator.ending import Ending
+from services.coordinator.issuer import Issuer
+from services.coordinator.measuring import Measuring
+from services.coordinator.progress import ProgressSource
+from services.coordinator.redis_memory import RedisMemory
+from services.coordinator.slots import TRAINED, Slots
+
+_BLOCK_S = 0.25
+_WATCH_S = 1.0
+_RECONCILE_S = 10.0
+# Events of the learner: those of an epoch below the newest come from one that has lost the run.
+_FENCED = ("step_done", "groups_settled", "version_live", "checkpoint_done", "training_done")
+log = structlog.get_logger()
+
+
+class Coordinator:
+    """One life of the coordinator in a run with a learner."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        slots: Slots,
+        issuer: Issuer,
+        measuring: Measuring,
+        progress: ProgressSource,
+    ) -> None:
+        self._service, self._config, self._keys, self._redis = service, service.config, service.keys, service.redis
+        self.slots, self.measuring, self.ending = slots, measuring, Ending(service.config.run)
+        self._issuer, self._progress, self._memory = issuer, progress, RedisMemory(service.redis, service.keys)
+        self._events = Events(service.redis, service.keys, service.options.name)
+        self._position = FROM_START
+        self.epoch = 0
+        self.paused = False
+        self._exhausted_sent = False
+        self._settled: list[int] = []
+        self._sweep = False
+        self._reconciling: asyncio.Task[ProgressReply | None] | None = None
+        self._next_watch = self._next_reconcile = 0.0
+
+    async def run(self) -> None:
+        """Start from what is there, and go on until the run is finished or the process is asked to stop."""
+        metrics.SLOTS.set(self.slots.num_slots)
+        await self._start()
+        self._service.problems.pop("starting", None)
+        while not (self.ending.finished or self._service.stopping.is_set()):
+            await self._turn()
+
+    async def request_stop(self, reason: str) -> None:
+        """Ask the learner to end the run after its step."""
+        await self._events.send(Event(epoch=self.epoch, stop_requested=StopRequested(reason=reason)))
+
+    async def _start(self) -> None:
+        """Position of events first, then the learner's account, then the `open` hash: what overlaps counts once."""
+        newest = await self._redis.xrevrange(self._keys.events, count=1)
+        self._position = newest[0][0] if newest else FROM_START
+        self._service.activity.set("waiting", "learner", "to say how far the run is")
+        reply = await self._progress.wait(self._config.run.start_timeout_s)
+        await self._memory.open()
+        await self._issuer.read_open()
+        self._take_over(reply)
+        self.measuring.start(reply.version, list(reply.evaluations))
+        self._sweep = True
+        log.info("started", version=reply.version, open=len(self.slots.open), settled=len(self.slots.settled))
+
+    async def _turn(self) -> None:
+        for entry, event in await self._events.read(self._position, _BLOCK_S):
+            self._position = entry
+            self._apply(event)
+        await self._remove_settled()
+        await self._watch()
+        await self._issue()
+        await self._measure()
+        await self._end()
+        self._service.activity.set("waiting", *self.waits_for())
+
+    def _apply(self, event: Event) -> None:
+        kind = event.WhichOneof("what")
+        if event.epoch < self.epoch and kind in _FENCED:
+            log.warning("old_event", kind=kind, epoch=event.epoch, newest=self.epoch)
+            return
+        if event.epoch > self.epoch:
+            self.epoch, self._next_reconcile = event.epoch, 0.0
+        handlers: dict[str | None, Callable[[Event], None]] = {
+            "step_done": lambda e: self._on_step(e.step_done),
+            "groups_settled": lambda e: self._on_settled(e.groups_settled.groups),
+            "version_live": lambda e: self.slots.go_live(e.version_live.version),
+            "training_done": lambda e: self.ending.on_training_done(e.training_done.version, e.training_done.reason),
+            "stop_requested": lambda e: self.ending.on_stop(e.stop_requested.reason),
+            "finished": lambda e: self.ending.on_finished(e.finished.reason, e.finished.failed),
+        }
+        if kind in handlers:
+            handlers[kind](event)
+
+    def _on_step(self, step: StepDone) -> None:
+        repeated = any(entry.attempt > 1 for group in step.groups if (entry := self.slots.open.get(group)))
+        self._close(self.slots.train(step.groups, step.version), TRAINED, sweep=repeated)
+        self.measuring.on_step(step.step, step.version)
+
+    def _on_settled(self, groups: Iterable[SettledGroup]) -> None:
+        for settled in groups:
+            name = Settlement.Name(settled.settlement).removeprefix("SETTLEMENT_").lower()
+            self._close(self.slots.settle([settled.group], name), name, sweep=True)
+
+    def _close(self, groups: list[int], settlement: str, *, sweep: bool) -> None:
+        metrics.GROUPS_SETTLED.labels(settlement).inc(len(groups))
+        self._settled += groups
+        self._sweep |= sweep and bool(groups)
+
+    def _take_over(self, reply: ProgressReply) -> None:
+        ranges = [(part.first, part.last) for part in reply.settled]
+        closed = self.slots.reconcile(ranges, reply.version, reply.live_version, dict(reply.counts))
+        self._settled += closed
+        self._sweep |= bool(closed)
+        self.epoch = max(self.epoch, reply.epoch)
+        if reply.done:
+            self.ending.on_training_done(reply.version, reply.done_reason)
+
+    async def _remove_settled(self) -> None:
+        groups, self._settled = self._settled, []
+        await self._issuer.remove_settled(groups)
+        if self._sweep:
+            self._sweep = False
+            await self._issuer.remove_leftover_tasks()
+
+    async def _watch(self) -> None:
+        """Once a second: a wiped Redis, deadlines, the pause mark, stream lengths, the learner's account."""
+        if time.monotonic() < self._next_watch:
+            return
+        self._next_watch = time.monotonic() + _WATCH_S
+        if await self._memory.was_wiped():
+            await self._recover_from_wipe()
+        self.paused = bool(await self._redis.exists(self._keys.paused))
+        if not self.ending.over:
+            await self._issuer.handle_expired()
+        await self._count_streams()
+        self._reconcile()
+
+    async def _recover_from_wipe(self) -> None:
+        log.warning("redis_wiped", open=len(self.slots.open), detail="open groups are issued again")
+        self._position = FROM_START
+        self._exhausted_sent, self._next_reconcile = False, 0.0
+        if not self.ending.over:
+            await self._issuer.reissue_open()
+        await self.measuring.send_again()
+        if self.paused:
+            await self._redis.set(self._keys.paused, "1")
+        if self.ending.stop_reason:
+            await self.request_stop(self.ending.stop_reason)
+
+    def _reconcile(self) -> None:
+        """Ask the learner now and then: an event may have been lost with Redis, or with a learner that died."""
+        task = self._reconciling
+        if task and task.done():
+            self._reconciling = None
+            if reply := task.result():
+                self._take_over(reply)
+        elif task is None and time.monotonic() >= self._next_reconcile:
+            self._next_reconcile = time.monotonic() + _RECONCILE_S
+            self._reconciling = asyncio.create_task(self._progress.ask(), name="reconcile")
+
+    async def _count_streams(self) -> None:
+        streams = list(consumer_groups(self._keys))
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for stream in streams:
+                pipe.xlen(stream)
+            lengths = await pipe.execute()
+        for stream, length in zip(streams, lengths, strict=True):
+            metrics.STREAM_ENTRIES.labels(stream.rpartition(":")[2]).set(length)
+
+    async def _issue(self) -> None:
+        held_back = self.paused or self.measuring.before_training or self.ending.over
+        if not held_back and self.slots.num_free and not self.slots.exhausted:
+            with self._service.activity.doing("issuing"):
+                num = await self._issuer.issue_new(self.slots.num_free)
+            log.debug("issued", groups=num, taken=self.slots.num_taken)
+        elif not self.ending.over:
+            await self._issuer.prepare(self._config.algorithm.rollout_batch_size)
+        if self.slots.exhausted and not self._exhausted_sent:
+            self._exhausted_sent = True
+            exhausted = PromptsExhausted(num_groups=self.slots.num_issued)
+            await self._events.send(Event(epoch=self.epoch, prompts_exhausted=exhausted))
+        metrics.GROUPS_OPEN.set(len(self.slots.open))
+
+    async def _measure(self) -> None:
+        if self.ending.stopped:
+            await self.measuring.cancel()
+        if event := self.measuring.turn(self.slots.live_version, over=self.ending.over):
+            event.epoch = self.epoch
+            await self._events.send(event)
+
+    async def _end(self) -> None:
+        if not self.ending.over or self.measuring.busy:
+            return
+        if self.ending.ready_to_measure(self.slots.live_version) and self.measuring.measure(self.ending.last_version):
+            return
+        if finished := self.ending.conclude(self.slots.live_version):
+            await self._events.send(Event(epoch=self.epoch, finished=finished))
+            self.ending.on_finished(finished.reason, finished.failed)
+            log.info("finished", reason=finished.reason, failed=finished.failed)
+
+    def waits_for(self) -> tuple[str, str]:
+        """What the loop waits for: a bounded name and its completion."""
+        slots = self.slots
+        if (progress := self.measuring.describe()) and (self.measuring.before_training or self.ending.over):
+            return "evaluation", progress
+        if self.ending.over:
+            return self.ending.describe(slots.live_version)
+        if self.paused:
+            return "resume", f"issue is paused, {len(slots.open)} groups are open"
+        if slots.exhausted:
+            return "last groups", f"all {slots.num_issued} groups are issued, {len(slots.open)} are open"
+        trained = f"{slots.num_held} trained into a version that is not live yet"
+        return "slots", f"all {slots.num_slots} taken: {len(slots.open)} open, {trained}"

@@ -1,0 +1,62 @@
+"""The tasks that go to generation: one prompt, how to sample, which reward functions.
+
+It decides nothing about when. Neighbours: issuer.py for training, evaluation.py for held-out prompts.
+"""
+
+from __future__ import annotations
+
+from gspo_proto.rollout_pb2 import GroupTask, Prompt, RewardUse, Sampling
+from services.common.config import Config
+from services.common.events import SCHEMA
+
+
+def training_task(config: Config, group: int, prompt: Prompt) -> GroupTask:
+    """A task without its attempt, times and version, which the issue fills in."""
+    return GroupTask(
+        schema=SCHEMA,
+        group=group,
+        num_rollouts=config.algorithm.num_return_sequences_in_group,
+        prompt=prompt,
+        sampling=_sampling(config, config.sampling.temperature),
+        rewards=_rewards(config),
+    )
+
+
+def evaluation_tasks(config: Config, row: int, prompt: Prompt, *, label: str, version: int) -> list[GroupTask]:
+    """Group 2 * row sampled as in training, and group 2 * row + 1 greedy where that is wanted."""
+    kinds = [(2 * row, config.evaluation.num_answers, config.sampling.temperature)]
+    if config.evaluation.greedy:
+        kinds.append((2 * row + 1, 1, 0.0))
+    return [
+        GroupTask(
+            schema=SCHEMA,
+            group=group,
+            attempt=1,
+            num_rollouts=num_rollouts,
+            prompt=prompt,
+            sampling=_sampling(config, temperature),
+            rewards=_rewards(config),
+            min_version=version,
+            evaluation=label,
+        )
+        for group, num_rollouts, temperature in kinds
+    ]
+
+
+def _sampling(config: Config, temperature: float) -> Sampling:
+    # The seed stays the engine's own: a generator for each request slows the sampling of a whole batch.
+    return Sampling(
+        temperature=temperature,
+        max_tokens=config.algorithm.response_length,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        stop=config.sampling.stop,
+    )
+
+
+def _rewards(config: Config) -> list[RewardUse]:
+    return [
+        RewardUse(name=function.name or function.path.stem, weight=function.weight)
+        for function in config.reward.functions
+    ]

@@ -1,0 +1,114 @@
+"""What people look at: the state of the run and its newest rollouts, as plain values.
+
+It changes nothing. Neighbours: door.py serves it, loop.py holds what it shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from dataclasses import asdict
+from typing import Any
+
+from redis.asyncio import Redis
+
+from gspo_proto.rollout_pb2 import Outcome, Scored, ScoredRollout
+from services.common.keys import Keys
+from services.common.members import members
+from services.common.streams import FIELD
+from services.coordinator.loop import Coordinator
+from services.coordinator.measuring import Measuring
+
+# Entries leave `scored` when their step is logged, so a few are kept here for whoever looks a moment later.
+_LOOK_S = 2.0
+_LOOK_COUNT = 8
+_KEPT = 256
+
+
+async def run_state(redis: Redis, keys: Keys, coordinator: Coordinator) -> dict[str, Any]:
+    """The state of a run with a learner."""
+    slots, ending = coordinator.slots, coordinator.ending
+    what, detail = coordinator.waits_for()
+    return {
+        "run": keys.run,
+        "epoch": coordinator.epoch,
+        # Step s makes version s.
+        "step": slots.version,
+        "version": slots.version,
+        "live_version": slots.live_version,
+        "slots": {"all": slots.num_slots, "taken": slots.num_taken, "free": slots.num_free, "trained": slots.num_held},
+        "groups": {"issued": slots.num_issued, "open": len(slots.open)} | {k: v for k, v in slots.counts.items() if v},
+        "paused": coordinator.paused,
+        "waits_for": f"{what}: {detail}",
+        "stopping": ending.stop_reason,
+        "training_done": ending.training_reason,
+        "ended": {"reason": ending.finished_reason, "failed": ending.failed} if ending.finished else None,
+    } | await _common_state(redis, keys, coordinator.measuring)
+
+
+async def evaluation_state(redis: Redis, keys: Keys, measuring: Measuring) -> dict[str, Any]:
+    """The state of a run that is one evaluation."""
+    return {"run": keys.run, "version": 0} | await _common_state(redis, keys, measuring)
+
+
+async def _common_state(redis: Redis, keys: Keys, measuring: Measuring) -> dict[str, Any]:
+    return {
+        "evaluation_under_way": measuring.describe(),
+        "evaluations": [asdict(measured) for measured in measuring.records],
+        "members": [asdict(member) for member in await members(redis, keys)],
+    }
+
+
+class RecentRollouts:
+    """The newest scored rollouts of training; those of one entry in every so many where they pass quickly."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis, self._keys = redis, keys
+        self._seen: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
+
+    async def run(self) -> None:
+        """Keep looking until cancelled."""
+        while True:
+            await self._look(_LOOK_COUNT)
+            await asyncio.sleep(_LOOK_S)
+
+    async def newest(self, limit: int) -> list[dict[str, Any]]:
+        """The newest `limit`, the newest first."""
+        await self._look(limit)
+        newest = sorted(self._seen.items(), key=lambda item: _position(item[0]), reverse=True)
+        return [shown for _, shown in newest[:limit]]
+
+    async def _look(self, count: int) -> None:
+        for entry, fields in await self._redis.xrevrange(self._keys.scored, count=count):
+            scored = Scored.FromString(fields[FIELD])
+            if entry not in self._seen and scored.HasField("rollout"):
+                self._seen[entry] = _shown(scored.rollout)
+        while len(self._seen) > _KEPT:
+            self._seen.popitem(last=False)
+
+
+def _position(entry: bytes) -> tuple[int, ...]:
+    return tuple(int(part) for part in entry.split(b"-"))
+
+
+def _shown(scored: ScoredRollout) -> dict[str, Any]:
+    rollout, score = scored.rollout, scored.score
+    versions = [version for version in rollout.version if version >= 0]
+    return {
+        "group": rollout.group,
+        "number": rollout.number,
+        "attempt": rollout.attempt,
+        "prompt": rollout.prompt.text,
+        "columns": json.loads(rollout.prompt.columns_json or "{}"),
+        "text": rollout.text,
+        "outcome": Outcome.Name(rollout.outcome).removeprefix("OUTCOME_").lower(),
+        "num_tokens": sum(rollout.mask),
+        "version_first": min(versions, default=None),
+        "version_last": max(versions, default=None),
+        "reward": score.reward if score.HasField("reward") else None,
+        "failure": score.failure if score.HasField("failure") else None,
+        "parts": {part.name: part.value for part in score.parts},
+        "generator": rollout.generator,
+        "scored_unix_s": score.scored_unix_s,
+    }
