@@ -1,0 +1,81 @@
+"""The life of the learner process: take the run directory, recover, train, end.
+
+Neighbours: loop.py is its main loop, door.py its face.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from gspo_proto import learner_pb2_grpc
+from services.common.events import Events
+from services.common.keys import LEARNER
+from services.common.members import Member, Registration
+from services.common.model_folder import model_folder
+from services.common.probes import HttpServer, Probes
+from services.common.rpc import GrpcServer
+from services.common.runtime import Service
+from services.learner.door import SERVICE_NAME, Door
+from services.learner.loop import Learner
+from services.learner.recovery import recover
+from services.learner.rundir import RunDir
+
+
+async def live(service: Service) -> None:
+    """Hold the run directory, and train until the run is finished or the service is stopped."""
+    options = service.options
+    http = HttpServer(Probes(service), options.host, options.http_port)
+    serving = asyncio.create_task(http.run())
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+    try:
+        with RunDir(options.run_dir) as run_dir:
+            learner = await _recovered(service, run_dir, thread)
+            await _serve(service, learner, http.address)
+    finally:
+        serving.cancel()
+        thread.shutdown(cancel_futures=True)
+
+
+async def _recovered(service: Service, run_dir: RunDir, thread: ThreadPoolExecutor) -> Learner:
+    model = model_folder(service.config.model)
+    loop = asyncio.get_running_loop()
+    recovering = loop.run_in_executor(thread, recover, service.config, model, run_dir, service.activity)
+    trainer, assembler, version = await recovering
+    return Learner(service, run_dir, trainer, assembler, thread, version=version)
+
+
+async def _serve(service: Service, learner: Learner, http_address: str) -> None:
+    options = service.options
+    position = await Events(service.redis, service.keys, options.service).newest()
+    grpc_server = GrpcServer(
+        lambda server: learner_pb2_grpc.add_LearnerServicer_to_server(
+            Door(learner.progress, learner.checkpoint_now), server
+        ),
+        (SERVICE_NAME,),
+        host=options.host,
+        port=options.grpc_port,
+        token=options.token,
+    )
+    await grpc_server.start()
+    member = Member(LEARNER, options.name, http=http_address, grpc=grpc_server.address, pid=os.getpid())
+    facts = learner.facts
+    try:
+        await service.run(
+            learner.run(),
+            {
+                "heartbeat": Registration(service.redis, service.keys, member, service.activity, facts).run(),
+                "intake": learner.intake.run(),
+                "publisher": learner.publisher.run(),
+                "events": learner.watch_events(position),
+                "stop": _stop_on_request(service, learner),
+            },
+        )
+    finally:
+        await grpc_server.stop(grace_s=1.0)
+
+
+async def _stop_on_request(service: Service, learner: Learner) -> None:
+    await service.stopping.wait()
+    learner.stop("the learner was asked to end")

@@ -1,0 +1,349 @@
+"""The learner's loop: assemble, log, acknowledge, train, publish, announce; a checkpoint now and then.
+
+consumes: scored rollouts (intake.py), StopRequested, PromptsExhausted, EvaluationDone, Finished.
+produces: step files, versions, StepDone, GroupsSettled, VersionLive, CheckpointDone, TrainingDone.
+waits for: complete groups, unblocked by reward; at the end for Finished, unblocked by the coordinator.
+Neighbours: assembly.py decides, rundir.py records, trainer.py computes, publisher.py pushes, recovery.py starts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from gspo_proto.learner_pb2 import CheckpointReply, GroupRange, ProgressReply
+from gspo_proto.rollout_pb2 import (
+    CheckpointDone,
+    Event,
+    Finished,
+    GroupsSettled,
+    StepDone,
+    TrainingDone,
+    VersionLive,
+)
+from services.common import metrics
+from services.common.advice import NEVER_CLIPPED_STEPS, advice
+from services.common.events import Events
+from services.common.runtime import Service
+from services.learner.assembly import Assembler, Batch, Exhausted, Hopeless, Waiting
+from services.learner.intake import Intake
+from services.learner.publisher import Live, Publisher
+from services.learner.rundir import RunDir
+from services.learner.settlement import SettledGroup
+from services.learner.trainer import NotFiniteError, Trainer
+from services.learner.weights import Policy, policy_from
+
+log = structlog.get_logger()
+T = TypeVar("T")
+# A change of the open groups has no signal of its own.
+_LOOK_AGAIN_S = 0.25
+_SECONDS_PER_HOUR = 3600.0
+_EXPORT = "export"
+
+
+class RunFailedError(RuntimeError):
+    """The run cannot go on, for a reason that is the user's to know."""
+
+
+class Learner:
+    """One life of the learner.
+
+    Args:
+        version: The version that the trainer holds: the steps trained so far.
+        thread: The one thread that calls the trainer.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        run_dir: RunDir,
+        trainer: Trainer,
+        assembler: Assembler,
+        thread: ThreadPoolExecutor,
+        *,
+        version: int,
+    ) -> None:
+        self._service, self._config, self._run_dir = service, service.config, run_dir
+        self._trainer, self._assembler, self._thread = trainer, assembler, thread
+        self.intake = Intake(service, assembler)
+        self.publisher = Publisher(service, run_dir.epoch, self._on_live)
+        self._events = Events(service.redis, service.keys, service.options.name)
+        self._version, self._digest = version, ""
+        self._recent: list[Mapping[str, float]] = []
+        self._trained_s = self._waited_s = 0.0
+        self._num_groups: int | None = None
+        self._stop_reason = self._done_reason = ""
+        self._finished = asyncio.Event()
+        self._checkpoint_step = run_dir.checkpoints.newest() or 0
+        self._checkpoint_wanted: list[asyncio.Future[CheckpointReply]] = []
+
+    async def run(self) -> None:
+        """Train until the run ends, and stay until the coordinator says that it is finished."""
+        try:
+            await self._start()
+            while not (reason := self._reason_to_end()):
+                batch = await self._assemble()
+                if batch is None:
+                    continue
+                await self._step(batch)
+                await self._checkpoint_if_due()
+            await self._end(reason)
+        except (RunFailedError, NotFiniteError) as error:
+            log.error("run_failed", reason=str(error))
+            await self._announce(finished=Finished(reason=str(error), failed=True))
+
+    async def watch_events(self, position: bytes) -> None:
+        """Follow the run's events from `position`, for as long as the learner lives."""
+        async for event in self._events.follow(position):
+            what = event.WhichOneof("what")
+            if what == "evaluation_done":
+                done = event.evaluation_done
+                self._run_dir.append_evaluation(done.evaluation, done.version, done.step, done.figures)
+            elif what == "stop_requested":
+                self._stop_reason = f"stopped: {event.stop_requested.reason}"
+            elif what == "prompts_exhausted":
+                self._num_groups = event.prompts_exhausted.num_groups
+            elif what == "finished":
+                self._finished.set()
+            self.intake.arrived.set()
+
+    def progress(self) -> ProgressReply:
+        """The learner's account of the run, for the coordinator."""
+        settlements = self._run_dir.settlements
+        return ProgressReply(
+            run=self._config.name,
+            epoch=self._run_dir.epoch,
+            step=self._version,
+            version=self._version,
+            digest=self._digest,
+            settled=[GroupRange(first=first, last=last) for first, last in settlements.ranges()],
+            counts=settlements.counts(),
+            live_version=self.publisher.live_version,
+            done=bool(self._done_reason),
+            done_reason=self._done_reason,
+            evaluations=self._run_dir.evaluations(),
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What the learner adds to its heartbeat."""
+        return {"step": self._version, "version": self._version, "epoch": self._run_dir.epoch}
+
+    def stop(self, reason: str) -> None:
+        """End after the step under way with a checkpoint, and do not wait for the coordinator."""
+        self._stop_reason = f"stopped: {reason}"
+        self._finished.set()
+        self.intake.arrived.set()
+
+    async def checkpoint_now(self) -> CheckpointReply:
+        """A checkpoint as soon as the step under way is done."""
+        wanted: asyncio.Future[CheckpointReply] = asyncio.get_running_loop().create_future()
+        self._checkpoint_wanted.append(wanted)
+        self.intake.arrived.set()
+        return await wanted
+
+    async def _start(self) -> None:
+        policy = await self._in_thread(self._make_policy)
+        await asyncio.to_thread(self._run_dir.append_version, policy.version, policy.digest, policy.version)
+        self._set_version(policy)
+        self.publisher.publish(policy)
+        self._service.problems.clear()
+        log.info("learner_ready", version=policy.version, digest=policy.digest[:12], epoch=self._run_dir.epoch)
+
+    def _reason_to_end(self) -> str:
+        run = self._config.run
+        if self._stop_reason:
+            return self._stop_reason
+        if self._done_reason:
+            return self._done_reason
+        if run.total_steps is not None and self._version >= run.total_steps:
+            return f"total_steps {run.total_steps} reached"
+        if run.total_hours is not None and self._trained_s >= run.total_hours * _SECONDS_PER_HOUR:
+            return f"total_hours {run.total_hours:g} reached"
+        return ""
+
+    async def _assemble(self) -> Batch | None:
+        """The next batch; None when something else came first: an end, a wish for a checkpoint."""
+        began = time.monotonic()
+        while not (self._reason_to_end() or self._checkpoint_wanted):
+            self.intake.arrived.clear()
+            open_groups = await self.intake.open_groups()
+            found = self._assembler.next_batch(self._version, open_groups, num_groups=self._num_groups)
+            await self._settle(found.settled)
+            if isinstance(found, Batch):
+                self._waited_s = time.monotonic() - began
+                return found
+            if isinstance(found, Hopeless):
+                raise RunFailedError(found.reason)
+            if isinstance(found, Exhausted):
+                self._done_reason = "all prompts are used"
+                break
+            await self._wait_for_rollouts(found)
+        await self._write_wanted_checkpoint()
+        return None
+
+    async def _wait_for_rollouts(self, waiting: Waiting) -> None:
+        detail = waiting.detail
+        if not self.publisher.num_generators:
+            detail += "; no generator is registered"
+        self._service.activity.set("waiting", "rollouts", detail)
+        try:
+            async with asyncio.timeout(_LOOK_AGAIN_S):
+                await self.intake.arrived.wait()
+        except TimeoutError:
+            return
+
+    async def _step(self, batch: Batch) -> None:
+        """Log, acknowledge, train, record, announce, publish: in this order, so that a kill anywhere loses nothing."""
+        began = time.monotonic()
+        with self._service.activity.doing("logging", f"step {batch.step}"):
+            await asyncio.to_thread(self._run_dir.write_step, batch.step, batch.rows)
+            await self.intake.acknowledge(batch.groups)
+        logged = time.monotonic()
+        with self._service.activity.doing("training", f"step {batch.step}, {len(batch.rows)} rollouts"):
+            figures = await self._in_thread(self._trainer.train, batch.step, batch.rows)
+        trained = time.monotonic()
+        with self._service.activity.doing("publishing", f"version {batch.step}"):
+            self._version = batch.step
+            policy = await self._in_thread(self._make_policy)
+            await asyncio.to_thread(self._run_dir.append_version, policy.version, policy.digest, batch.step)
+        self._set_version(policy)
+        published = time.monotonic()
+        figures |= {
+            "wait_s": self._waited_s,
+            "log_s": logged - began,
+            "train_s": trained - logged,
+            "publish_s": published - trained,
+            "step_s": published - began + self._waited_s,
+        }
+        figures["tokens_per_s"] = figures["tokens"] / figures["step_s"]
+        await self._record(batch, figures)
+        self.publisher.publish(policy)
+
+    async def _record(self, batch: Batch, figures: dict[str, float]) -> None:
+        """The step's figures: on disk, in the metrics, on the events stream."""
+        self._trained_s += figures["step_s"]
+        self._recent = [*self._recent, figures][-NEVER_CLIPPED_STEPS:]
+        texts = list(advice(self._recent, self._config).values())
+        for text in texts:
+            log.warning("advice", step=batch.step, text=text)
+        await asyncio.to_thread(self._run_dir.append_metrics, batch.step, self._version, figures)
+        _show(figures, batch.step)
+        done = StepDone(
+            step=batch.step,
+            version=self._version,
+            digest=self._digest,
+            groups=batch.groups,
+            figures=figures,
+            advice=texts,
+        )
+        await self._announce(step_done=done)
+
+    async def _settle(self, settled: Iterable[SettledGroup]) -> None:
+        """End groups without training: on disk first, then their entries go, then their slots."""
+        groups = list(settled)
+        if not groups:
+            return
+        await asyncio.to_thread(self._run_dir.settle, groups)
+        await self.intake.acknowledge(group.group for group in groups)
+        await self._announce(groups_settled=GroupsSettled(groups=[group.to_proto() for group in groups]))
+        log.info("groups_settled", num=len(groups), last=groups[-1].settlement.value, reason=groups[-1].reason)
+
+    async def _checkpoint_if_due(self) -> None:
+        if self._version - self._checkpoint_step >= self._config.run.checkpoint_every:
+            await self._checkpoint()
+        await self._write_wanted_checkpoint()
+
+    async def _write_wanted_checkpoint(self) -> None:
+        wanted, self._checkpoint_wanted = self._checkpoint_wanted, []
+        if wanted:
+            path = await self._checkpoint()
+            for future in wanted:
+                if not future.done():
+                    future.set_result(CheckpointReply(step=self._version, path=str(path)))
+
+    async def _checkpoint(self) -> Path:
+        """Write a checkpoint of the version now, unless there is one, and remove what need not be kept."""
+        path = self._run_dir.checkpoints.path(self._version)
+        if self._run_dir.checkpoints.is_whole(self._version):
+            return path
+        began = time.monotonic()
+        with self._service.activity.doing("checkpoint", f"step {self._version}"):
+            await self._in_thread(self._write_checkpoint)
+            run = self._config.run
+            await asyncio.to_thread(
+                self._run_dir.prune, keep_checkpoints=run.keep_checkpoints, keep_log_steps=run.keep_log_steps
+            )
+        self._checkpoint_step = self._version
+        metrics.CHECKPOINT_SECONDS.observe(time.monotonic() - began)
+        await self._announce(checkpoint_done=CheckpointDone(step=self._version, path=str(path)))
+        return path
+
+    def _write_checkpoint(self) -> None:
+        folder = self._run_dir.checkpoints.begin(self._version)
+        self._trainer.save(folder, {"moments": asdict(self._assembler.moments)})
+        self._run_dir.checkpoints.finish(self._version)
+
+    async def _end(self, reason: str) -> None:
+        """Settle what is open (not after a stop: a resume goes on with it), save, and wait for the coordinator."""
+        self._done_reason = reason
+        if not self._stop_reason:
+            unused = self._assembler.settle_unused(await self.intake.open_groups(), reason)
+            await self._settle(unused)
+        await self._checkpoint()
+        with self._service.activity.doing("exporting", f"version {self._version}"):
+            await self._in_thread(self._trainer.export, self._run_dir.path / _EXPORT)
+        await self._announce(
+            training_done=TrainingDone(step=self._version, version=self._version, digest=self._digest, reason=reason)
+        )
+        log.info("training_done", step=self._version, reason=reason)
+        self._service.activity.set("waiting", "coordinator", "the last evaluation")
+        patience_s = self._config.evaluation.timeout_s + self._config.generation.push_timeout_s
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._finished.wait()
+        except TimeoutError as error:
+            raise RunFailedError(f"the coordinator did not finish the run within {patience_s:g} s") from error
+
+    async def _on_live(self, live: Live) -> None:
+        version_live = VersionLive(
+            version=live.policy.version,
+            digest=live.policy.digest,
+            generators=[live.generator],
+            push_s=live.push_s,
+            stall_s=live.stall_s,
+            bytes=live.num_bytes,
+        )
+        await self._announce(version_live=version_live)
+
+    async def _announce(self, **what: Any) -> None:
+        await self._events.send(Event(epoch=self._run_dir.epoch, **what))
+
+    def _make_policy(self) -> Policy:
+        return policy_from(self._version, self._trainer.policy())
+
+    def _set_version(self, policy: Policy) -> None:
+        self._version, self._digest = policy.version, policy.digest
+        metrics.POLICY_VERSION.set(policy.version)
+        metrics.STEP.set(policy.version)
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Run in the trainer's thread; the event loop goes on taking rollouts and pushing weights."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+
+def _show(figures: Mapping[str, float], step: int) -> None:
+    """The step's figures in the metrics."""
+    for name, value in figures.items():
+        metrics.STEP_FIGURE.labels(name).set(value)
+    for phase in ("wait", "log", "train", "publish"):
+        metrics.STEP_SECONDS.labels(phase).observe(figures[f"{phase}_s"])
+    metrics.TOKENS_TRAINED.inc(figures["tokens"])
+    metrics.ROLLOUTS_TRAINED.inc(figures["sequences"])
+    log.info("step_done", step=step, **{k: round(figures[k], 6) for k in ("reward_mean", "loss", "step_s")})
