@@ -1,0 +1,96 @@
+"""What `--check` finds in reward functions before anything starts: files, signatures, columns, one trial call.
+
+It starts the functions' own processes and nothing else. Neighbours: scorer.py loads them, first_rows.py reads the
+data set's head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
+from services.common.config import Config
+from services.common.errors import InputError
+from services.reward.first_rows import prompt_of, read_first_rows
+from services.reward.functions import arguments_for, check_columns
+from services.reward.sandbox import CallFailed, Sandbox
+from services.reward.scorer import open_scorer
+
+NUM_TRIALS = 2
+TRIAL_TEXT = "42"
+# A function that raises one of these cannot work with any answer; others may come from the made-up one.
+_NEVER_THE_ANSWER = ("ImportError", "ModuleNotFoundError", "NameError", "Unfit")
+
+
+def check(config: Config) -> None:
+    """Check every reward function of a configuration with two made-up answers.
+
+    Raises:
+        InputError: One of them cannot work.
+    """
+    asyncio.run(_check(config))
+
+
+async def _check(config: Config) -> None:
+    async with open_scorer(config.reward, name="check") as scorer:
+        prompts = await asyncio.to_thread(_first_prompts, config)
+        training = prompts["data.prompts"]
+        trials = [_made_up(training[i % len(training)]) for i in range(NUM_TRIALS)]
+        for index, sandbox in enumerate(scorer.sandboxes.values()):
+            for key, found in prompts.items():
+                check_columns(sandbox.source, sandbox.signature, json.loads(found[0].columns_json), key)
+            await _try(sandbox, f"reward.functions.{index}", trials)
+
+
+def _first_prompts(config: Config) -> dict[str, list[Prompt]]:
+    found = {}
+    for key, path in (("data.prompts", config.data.prompts), ("evaluation.prompts", config.evaluation.prompts)):
+        if path is not None:
+            rows = read_first_rows(path, NUM_TRIALS, key)
+            found[key] = [prompt_of(row, config.data.prompt_column, str(path)) for row in rows]
+    return found
+
+
+def _made_up(prompt: Prompt) -> Rollout:
+    return Rollout(prompt=prompt, text=TRIAL_TEXT, token_ids=[0], outcome=OUTCOME_EOS)
+
+
+async def _try(sandbox: Sandbox, where: str, trials: list[Rollout]) -> None:
+    source = sandbox.source
+    name = f"{sandbox.signature.entry} of {source.path}"
+    try:
+        raw = await sandbox.call(arguments_for(sandbox.signature, trials))
+    except CallFailed as error:
+        if error.error_type in _NEVER_THE_ANSWER:
+            raise InputError(where, f"{name} {error}", "Mend the function") from error
+        _warn(f"{where}: {name}, tried on a made-up answer, {error}")
+        return
+    if len(raw) != len(trials):
+        raise InputError(
+            where,
+            f"{name} returned {len(raw)} values for {len(trials)} completions",
+            "Return a list with one number for each completion",
+        )
+    for value in raw:
+        _check_value(value, where, name)
+
+
+def _check_value(value: Any, where: str, name: str) -> None:
+    """A number, None, or a dict of them; an exception of one row is only reported."""
+    if isinstance(value, dict) and "error" in value:
+        error = value["error"]
+        if error["type"] in _NEVER_THE_ANSWER:
+            raise InputError(where, f"{name} raised {error['text']}", "Mend the function")
+        _warn(f"{where}: {name}, tried on a made-up answer, raised {error['text']}")
+    elif isinstance(value, dict) and "parts" in value:
+        for part in value["parts"].values():
+            _check_value(part, where, name)
+    elif isinstance(value, dict):
+        raise InputError(where, f"{name} returned {value['type']} where a number belongs", "Return numbers")
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"warning: {text}\n")

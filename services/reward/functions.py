@@ -1,0 +1,209 @@
+"""Reward functions as files: reading one, its version, and what its parameters are given.
+
+It runs no user code: the sandbox's process loads the file and tells its signature. Neighbours: sandbox.py calls,
+scorer.py sums.
+
+A function by TRL's convention takes any of these by name, each a list with one item a completion:
+  prompts         text, or chat messages where the prompt was given as messages
+  completions     text, or [{"role": "assistant", "content": text}] where the prompt was given as messages
+  completion_ids  token ids, special tokens included
+  outcomes        eos, stop_string, truncated, environment_done, turn_limit, turn_token_limit or time_limit
+  stops           the stop string that ended the answer, or ""
+  truncated       whether the answer was cut off at response_length
+  any other name  the data set's column of that name; `**columns` takes all columns
+A function by verl's convention is called for each answer with
+  data_source     the column, or ""
+  solution_str    the answer's text
+  ground_truth    the column ground_truth, else ground_truth within the column reward_model, else the column answer
+  extra_info      the column, or {}
+  any other name  the data set's column of that name
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout
+from services.common.config import RewardConfig, RewardFunction
+from services.common.errors import InputError, nearest
+
+TRL_GIVEN = ("prompts", "completions", "completion_ids", "outcomes", "stops", "truncated")
+VERL_GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
+GROUND_TRUTH_RULE = "column ground_truth, else reward_model.ground_truth, else column answer"
+
+
+class MissingColumn(Exception):  # noqa: N818 - a fact about the data set
+    """The data set lacks a column that the function needs."""
+
+    def __init__(self, column: str, columns: Collection[str]) -> None:
+        super().__init__(f"needs the column '{column}', and the data set has {', '.join(sorted(columns)) or 'none'}")
+        self.column = column
+
+
+@dataclass(frozen=True)
+class Source:
+    """The text of one reward function's file. `version` is the SHA-256 of the file's bytes."""
+
+    name: str
+    path: Path
+    text: str
+    version: str
+    entry: str | None
+    weight: float
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a loaded function takes, as its process told."""
+
+    entry: str
+    convention: Literal["trl", "verl"]
+    takes: frozenset[str]
+    required: tuple[str, ...]
+    takes_any: bool
+
+    @classmethod
+    def from_answer(cls, told: dict[str, Any]) -> Signature:
+        """Read the answer of worker_process.py."""
+        return cls(
+            told["entry"], told["convention"], frozenset(told["takes"]), tuple(told["required"]), told["takes_any"]
+        )
+
+    def missing(self, columns: Collection[str]) -> list[str]:
+        """Columns that the function cannot do without and that `columns` lacks."""
+        given = {*columns, *(TRL_GIVEN if self.convention == "trl" else VERL_GIVEN)}
+        return [name for name in self.required if name not in given]
+
+
+def read_sources(config: RewardConfig) -> list[Source]:
+    """Read every file of the configuration.
+
+    Raises:
+        InputError: A file is missing or not Python, or two functions have one name.
+    """
+    sources = [read_source(function, f"reward.functions.{i}") for i, function in enumerate(config.functions)]
+    for index, source in enumerate(sources):
+        if source.name in {other.name for other in sources[:index]}:
+            raise InputError(
+                f"reward.functions.{index}.name",
+                f"'{source.name}' names two functions",
+                "Give each a name of its own with `name:`",
+            )
+    return sources
+
+
+def read_source(function: RewardFunction, key: str) -> Source:
+    """Read one file; `key` is its place in the configuration.
+
+    Raises:
+        InputError: It cannot be read, or is not Python: with line and column.
+    """
+    path = function.path
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{key}.path", f"{path} cannot be read ({error.strerror})", "Mend the path") from error
+    try:
+        text = importlib.util.decode_source(data)
+        compile(text, str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        where = f"{path}, line {error.lineno}, column {error.offset}"
+        raise InputError(f"{key}.path", f"{where}: {error.msg}", "Mend that line") from error
+    except ValueError as error:  # bytes that are no text
+        raise InputError(f"{key}.path", f"{path} is not Python text: {error}", "Give a Python file") from error
+    return Source(function.label, path, text, hashlib.sha256(data).hexdigest(), function.entry, function.weight)
+
+
+def arguments_for(signature: Signature, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """The question to the function's process: `arguments` of one call, or `rows` for one call each.
+
+    Raises:
+        MissingColumn: A column that it needs is not in the data set.
+    """
+    columns = [json.loads(rollout.prompt.columns_json or "{}") for rollout in rollouts]
+    if signature.convention == "verl":
+        return {"rows": [_verl_row(signature, *pair) for pair in zip(rollouts, columns, strict=True)]}
+    names = {name for row in columns for name in row}
+    if missing := signature.missing(names):
+        raise MissingColumn(missing[0], names)
+    wanted = names if signature.takes_any else names & signature.takes
+    arguments: dict[str, Any] = {name: [row.get(name) for row in columns] for name in wanted}
+    for name in TRL_GIVEN:
+        if name in signature.takes or (signature.takes_any and name in ("prompts", "completions")):
+            arguments[name] = [_trl_value(name, rollout) for rollout in rollouts]
+    return {"arguments": arguments}
+
+
+def _trl_value(name: str, rollout: Rollout) -> Any:
+    messages = rollout.prompt.messages_json
+    match name:
+        case "prompts":
+            return json.loads(messages) if messages else rollout.prompt.text
+        case "completions":
+            return [{"role": "assistant", "content": rollout.text}] if messages else rollout.text
+        case "completion_ids":
+            return list(rollout.token_ids)
+        case "outcomes":
+            return Outcome.Name(rollout.outcome).removeprefix("OUTCOME_").lower()
+        case "stops":
+            return rollout.stop
+        case _:
+            return rollout.outcome == OUTCOME_TRUNCATED
+
+
+def _verl_row(signature: Signature, rollout: Rollout, columns: dict[str, Any]) -> dict[str, Any]:
+    if missing := signature.missing(columns):
+        raise MissingColumn(missing[0], columns)
+    given = {
+        "data_source": columns.get("data_source", ""),
+        "solution_str": rollout.text,
+        "ground_truth": ground_truth(columns),
+        "extra_info": columns.get("extra_info") or {},
+    }
+    return {name: value for name, value in (columns | given).items() if signature.takes_any or name in signature.takes}
+
+
+def ground_truth(columns: dict[str, Any]) -> Any:
+    """The right answer of a row: GROUND_TRUTH_RULE.
+
+    Raises:
+        MissingColumn: The row has none of them.
+    """
+    if columns.get("ground_truth") is not None:
+        return columns["ground_truth"]
+    model = columns.get("reward_model")
+    if isinstance(model, dict) and model.get("ground_truth") is not None:
+        return model["ground_truth"]
+    if columns.get("answer") is not None:
+        return columns["answer"]
+    raise MissingColumn("ground_truth", columns)
+
+
+def check_columns(source: Source, signature: Signature, row: dict[str, Any], where: str) -> None:
+    """Check that a data set whose first row's columns are `row` has what the function asks for.
+
+    Raises:
+        InputError: Names the column and the nearest one there is.
+    """
+    missing = signature.missing(row)
+    if signature.convention == "verl" and not missing:
+        try:
+            ground_truth(row)
+        except MissingColumn:
+            raise InputError(
+                where,
+                f"has no right answer for {signature.entry} of {source.path} ({GROUND_TRUTH_RULE})",
+                nearest("ground_truth", row) if row else "Add a column ground_truth",
+            ) from None
+    if missing:
+        raise InputError(
+            where,
+            f"has no column '{missing[0]}', which {signature.entry} of {source.path} asks for",
+            nearest(missing[0], row) if row else "Add the column, or give the parameter a default",
+        )

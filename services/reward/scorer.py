@@ -1,0 +1,192 @@
+"""Rollouts in, scores out: calls the functions that a rollout asks for and sums their weighted values.
+
+The stream, the gRPC door and the check all score here. It knows no Redis. Neighbours: sandbox.py runs a function,
+values.py reads what it returned, worker.py feeds it from the streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import structlog
+
+from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score, ScorePart
+from services.common import metrics
+from services.common.config import RewardConfig
+from services.common.errors import InputError
+from services.reward.functions import MissingColumn, arguments_for, read_sources
+from services.reward.sandbox import CallFailed, Sandbox
+from services.reward.values import Failure, Value, read_value
+
+# After a batch timed out, its answers are tried one at a time. When the first so many, of as many prompts as there
+# are, time out too, the function hangs on everything: trying the rest would cost timeout_s each.
+NUM_PROBES = 4
+log = structlog.get_logger()
+
+
+class Scorer:
+    """Scores rollouts by the functions of a run.
+
+    Args:
+        sandboxes: The functions, loaded.
+        batch_size: Answers in one call, at most.
+        name: Name of this process, written into every score.
+    """
+
+    def __init__(self, sandboxes: Sequence[Sandbox], *, batch_size: int, name: str) -> None:
+        self.sandboxes = {sandbox.source.name: sandbox for sandbox in sandboxes}
+        self._batch_size, self._name = batch_size, name
+        self._all = [RewardUse(name=sandbox.source.name, weight=sandbox.source.weight) for sandbox in sandboxes]
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """A score for each rollout, in their order; a rollout that names no function is scored by all of them."""
+        wanted: dict[str, list[int]] = {}
+        for index, rollout in enumerate(rollouts):
+            for use in rollout.rewards or self._all:
+                if self._unknown(use) is None:
+                    wanted.setdefault(use.name, []).append(index)
+        found = await asyncio.gather(*(self._score_by(name, rollouts, wanted[name]) for name in wanted))
+        results = dict(zip(wanted, found, strict=True))
+        return [self._sum(rollout, index, results) for index, rollout in enumerate(rollouts)]
+
+    def _unknown(self, use: RewardUse) -> str | None:
+        """Why this process cannot score by `use`, if it cannot."""
+        if use.name not in self.sandboxes:
+            return f"there is no reward function of this name; there are {', '.join(self.sandboxes)}"
+        version = self.sandboxes[use.name].source.version
+        if use.version not in ("", version):
+            return f"version {use.version[:12]} is asked for and {version[:12]} is loaded"
+        return None
+
+    async def _score_by(self, name: str, rollouts: Sequence[Rollout], indices: list[int]) -> dict[int, Value | Failure]:
+        values: dict[int, Value | Failure] = {}
+        for start in range(0, len(indices), self._batch_size):
+            batch = indices[start : start + self._batch_size]
+            values |= zip(batch, await self._score_batch(name, [rollouts[i] for i in batch]), strict=True)
+        return values
+
+    async def _score_batch(self, name: str, batch: list[Rollout]) -> list[Value | Failure]:
+        try:
+            return await self._call(name, batch)
+        except CallFailed as error:
+            if len(batch) == 1:
+                return [Failure(str(error))]
+            return await self._one_at_a_time(name, batch)
+
+    async def _one_at_a_time(self, name: str, batch: list[Rollout]) -> list[Value | Failure]:
+        """Find the answers that make a batch fail: the others keep their scores."""
+        values: list[Value | Failure] = [Failure("")] * len(batch)
+        num_timeouts = 0
+        for position, index in enumerate(spread_over_groups(batch)):
+            if num_timeouts == position == NUM_PROBES:
+                reason = f"timed out on a batch of {len(batch)} and on each of {NUM_PROBES} answers alone; not tried"
+                return [value if value != Failure("") else Failure(reason) for value in values]
+            try:
+                (values[index],) = await self._call(name, [batch[index]])
+            except CallFailed as error:
+                values[index] = Failure(str(error))
+                num_timeouts += error.kind == "timeout"
+        return values
+
+    async def _call(self, name: str, batch: list[Rollout]) -> list[Value | Failure]:
+        """One call of a function.
+
+        Raises:
+            CallFailed: There is not a value for each rollout.
+        """
+        sandbox, result, started = self.sandboxes[name], "ok", time.perf_counter()
+        try:
+            raw = await sandbox.call(arguments_for(sandbox.signature, batch))
+            if len(raw) != len(batch):
+                raise CallFailed("wrong_length", f"returned {len(raw)} values for {len(batch)} completions")
+        except MissingColumn as error:
+            result = "missing_column"
+            raise CallFailed("raised", str(error)) from error
+        except CallFailed as error:
+            result = error.kind
+            raise
+        finally:
+            metrics.REWARD_CALLS.labels(name, result).inc()
+            metrics.REWARD_SECONDS.labels(name).observe(time.perf_counter() - started)
+        return [read_value(value, sandbox.signature.convention) for value in raw]
+
+    def _sum(self, rollout: Rollout, index: int, results: dict[str, dict[int, Value | Failure]]) -> Score:
+        score = Score(scorer=self._name, scored_unix_s=time.time())
+        failures, versions, total = [], [], 0.0
+        for use in rollout.rewards or self._all:
+            if (why := self._unknown(use)) is not None:
+                failures.append(f"{use.name}: {why}")
+                continue
+            version = self.sandboxes[use.name].source.version
+            versions.append(version)
+            value = results[use.name][index]
+            if isinstance(value, Failure):
+                failures.append(f"{use.name}: {value.reason}")
+                continue
+            score.parts.extend(_parts(use, value, version))
+            total += use.weight * value.reward
+        score.version = ",".join(versions)
+        if not failures and not math.isfinite(total):
+            failures.append("the weighted sum is not finite")
+        if failures:
+            score.failure = "; ".join(failures)
+        else:
+            score.reward = total
+        return score
+
+
+def _parts(use: RewardUse, value: Value, version: str) -> list[ScorePart]:
+    """`function`, or `function/part` for named parts; what does not count has weight 0."""
+    counted = {f"{use.name}/{name}": part for name, part in value.parts.items()} or {use.name: value.reward}
+    parts = [ScorePart(name=name, value=part, weight=use.weight, version=version) for name, part in counted.items()]
+    extras = value.extras.items()
+    return parts + [
+        ScorePart(name=f"{use.name}/{name}", value=part, weight=0, version=version) for name, part in extras
+    ]
+
+
+def spread_over_groups(batch: Sequence[Rollout]) -> list[int]:
+    """Indices of a batch: the first rollout of every group, then the second of every group, and so on."""
+    seen: Counter[int] = Counter()
+    places = []
+    for index, rollout in enumerate(batch):
+        places.append((seen[rollout.group], index))
+        seen[rollout.group] += 1
+    return [index for _, index in sorted(places)]
+
+
+@asynccontextmanager
+async def open_scorer(config: RewardConfig, *, name: str) -> AsyncIterator[Scorer]:
+    """A scorer with every function of the configuration loaded in a process of its own.
+
+    Raises:
+        InputError: A file cannot be read or loaded, or holds no function that can be called.
+    """
+    sandboxes = [
+        Sandbox(source, timeout_s=config.timeout_s, memory_mb=config.memory_mb) for source in read_sources(config)
+    ]
+    try:
+        for index, sandbox in enumerate(sandboxes):
+            try:
+                await sandbox.load()
+            except CallFailed as error:
+                where = f"reward.functions.{index}"
+                raise InputError(where, f"{sandbox.source.path} {error}", _how_to_mend(error)) from error
+        yield Scorer(sandboxes, batch_size=config.batch_size, name=name)
+    finally:
+        await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+
+
+def _how_to_mend(error: CallFailed) -> str:
+    if "several" in str(error):
+        return "Name one with `entry:`, or list the file once for each with `name:` and `entry:`"
+    if error.error_type == "Unfit":
+        return "Define reward(prompts, completions, **columns) or verl's compute_score, or name the function: `entry:`"
+    if error.error_type == "MemoryError":
+        return "Raise reward.memory_mb"
+    return "Mend the file; it must load in the Python of this service"

@@ -1,0 +1,165 @@
+"""The stream's side of scoring: takes rollouts, keeps their leases while they are scored, writes what came out.
+
+consumes rollouts and eval_rollouts / produces scored and eval_scored / waits for rollouts / unblocked by generation.
+It knows no reward function. Neighbours: scorer.py scores, services/common/streams.py holds the leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+import structlog
+from google.protobuf.message import DecodeError
+
+from gspo_proto.rollout_pb2 import Rollout, Score, Scored, ScoredRollout
+from services.common import metrics
+from services.common.events import SCHEMA
+from services.common.keys import rollout_id
+from services.common.runtime import Service
+from services.common.streams import Delivery, Inbox, new_consumer
+from services.reward.scorer import Scorer
+
+BLOCK_S = 0.5
+# Rollouts of a burst come one by one, milliseconds apart; a round costs the same for one as for many.
+LINGER_S = 0.02
+# An entry that so many scorers did not finish is the reason why.
+MAX_ATTEMPTS = 5
+log = structlog.get_logger()
+
+
+class Worker:
+    """Scores what comes until the service stops."""
+
+    def __init__(self, service: Service, scorer: Scorer) -> None:
+        self._service, self._scorer = service, scorer
+        self._batch_size = service.config.reward.batch_size
+        self._num_busy = 0
+
+    async def run(self) -> None:
+        """Serve both streams; after a stop finish what is in hand, for drain_timeout_s at most."""
+        keys, consumer = self._service.keys, new_consumer("reward")
+        self._service.activity.set("waiting", "rollouts")
+        loops: set[asyncio.Task[object]] = {
+            asyncio.create_task(self._serve(self._inbox(source, consumer), out), name=source)
+            for source, out in ((keys.rollouts, keys.scored), (keys.eval_rollouts, keys.eval_scored))
+        }
+        stop: asyncio.Task[object] = asyncio.create_task(self._service.stopping.wait(), name="stop")
+        try:
+            await asyncio.wait({*loops, stop}, return_when=asyncio.FIRST_COMPLETED)
+            ended, under_way = await asyncio.wait(
+                loops, timeout=self._service.config.run.drain_timeout_s, return_when=asyncio.FIRST_EXCEPTION
+            )
+            for task in ended:
+                task.result()
+            if under_way:
+                log.warning("drain_timeout", detail="what is in hand goes to another scorer when its lease ends")
+        finally:
+            for task in (*loops, stop):
+                task.cancel()
+            await asyncio.gather(*loops, stop, return_exceptions=True)
+
+    def _inbox(self, stream: str, consumer: str) -> Inbox:
+        lease_s = self._service.config.services.lease_s
+        return Inbox(self._service.redis, self._service.keys, stream, consumer=consumer, lease_s=lease_s)
+
+    async def _serve(self, inbox: Inbox, out: str) -> None:
+        now = asyncio.get_running_loop().time
+        next_reclaim = now()
+        while not self._service.stopping.is_set():
+            deliveries: list[Delivery] = []
+            if now() >= next_reclaim:
+                deliveries = await inbox.reclaim(self._batch_size)
+                next_reclaim = now() + inbox.lease_s / 2
+            if deliveries := deliveries or await self._take(inbox):
+                await self._work(inbox, out, deliveries)
+
+    async def _take(self, inbox: Inbox) -> list[Delivery]:
+        """A batch, as far as one comes together."""
+        deliveries = await inbox.take(self._batch_size, BLOCK_S)
+        if 0 < len(deliveries) < self._batch_size:
+            await asyncio.sleep(LINGER_S)
+            deliveries += await inbox.take(self._batch_size - len(deliveries), 0.001)
+        return deliveries
+
+    async def _work(self, inbox: Inbox, out: str, deliveries: list[Delivery]) -> None:
+        with self._busy():
+            async with keep_leases(inbox, deliveries):
+                rollouts = await self._read(inbox, deliveries)
+                scores = await self._score(rollouts)
+            outputs = [
+                (delivery, pack(rollout, score)) for (delivery, rollout), score in zip(rollouts, scores, strict=True)
+            ]
+            finished = await inbox.finish_many(out, outputs)
+        for (delivery, rollout), score in zip(rollouts, scores, strict=True):
+            if delivery.entry in finished:
+                _count(rollout, score)
+
+    async def _read(self, inbox: Inbox, deliveries: Sequence[Delivery]) -> list[tuple[Delivery, Rollout]]:
+        """Decode entries; what is no rollout of ours is set aside in `dead`, and its group's deadline does the rest."""
+        found = []
+        for delivery in deliveries:
+            try:
+                rollout = Rollout.FromString(delivery.payload)
+                problem = (
+                    "" if rollout.schema == SCHEMA else f"schema {rollout.schema}, and this version reads {SCHEMA}"
+                )
+            except DecodeError as error:
+                problem = str(error)
+            if problem:
+                log.error("unreadable_rollout", entry=delivery.entry.decode(), reason=problem)
+                await inbox.finish(delivery, [(self._service.keys.dead, delivery.payload)])
+            else:
+                found.append((delivery, rollout))
+        return found
+
+    async def _score(self, rollouts: Sequence[tuple[Delivery, Rollout]]) -> list[Score]:
+        fresh = [rollout for delivery, rollout in rollouts if delivery.attempt <= MAX_ATTEMPTS]
+        scores = iter(await self._scorer.score(fresh))
+        reason = f"handed out more than {MAX_ATTEMPTS} times: every scorer that took it was lost"
+        return [next(scores) if delivery.attempt <= MAX_ATTEMPTS else Score(failure=reason) for delivery, _ in rollouts]
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Two loops share the activity: it is scoring while one of them is."""
+        self._num_busy += 1
+        if self._num_busy == 1:
+            self._service.activity.set("busy", "scoring")
+        try:
+            yield
+        finally:
+            self._num_busy -= 1
+            if self._num_busy == 0:
+                self._service.activity.set("waiting", "rollouts")
+
+
+@asynccontextmanager
+async def keep_leases(inbox: Inbox, deliveries: Sequence[Delivery]) -> AsyncIterator[None]:
+    """Renew the leases of `deliveries` as long as the block lasts."""
+
+    async def renew() -> None:
+        while True:
+            await asyncio.sleep(inbox.lease_s / 3)
+            kept = await inbox.renew(deliveries)
+            if len(kept) < len(deliveries):
+                log.info("leases_lost", num=len(deliveries) - len(kept))
+
+    renewing = asyncio.create_task(renew(), name="leases")
+    try:
+        yield
+    finally:
+        renewing.cancel()
+        await asyncio.gather(renewing, return_exceptions=True)
+
+
+def pack(rollout: Rollout, score: Score) -> bytes:
+    """The entry of `scored`."""
+    return Scored(schema=SCHEMA, rollout=ScoredRollout(rollout=rollout, score=score)).SerializeToString()
+
+
+def _count(rollout: Rollout, score: Score) -> None:
+    failed = score.WhichOneof("result") == "failure"
+    metrics.ROLLOUTS_SCORED.labels("failed" if failed else "scored").inc()
+    if failed:
+        log.warning("score_failed", rollout=rollout_id(rollout.group, rollout.number), reason=score.failure)

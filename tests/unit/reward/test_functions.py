@@ -1,0 +1,193 @@
+"""The calling conventions: which function of a file is called, and what it is given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_proto.rollout_pb2 import OUTCOME_EOS, OUTCOME_STOP_STRING, OUTCOME_TRUNCATED, Prompt, Rollout
+from services.common.config import RewardConfig, RewardFunction
+from services.common.errors import InputError
+from services.reward.functions import (
+    MissingColumn,
+    Signature,
+    Source,
+    arguments_for,
+    check_columns,
+    read_source,
+    read_sources,
+)
+from services.reward.worker_process import Unfit, find_function, load_module
+
+
+def find(source: str, entry: str | None = None) -> dict[str, Any]:
+    return find_function(load_module("/nowhere/answers.py", source), entry)[1]
+
+
+def signature(source: str, entry: str | None = None) -> Signature:
+    return Signature.from_answer(find(source, entry))
+
+
+def rollout(text: str = "4", *, messages: list[dict[str, str]] | None = None, **columns: Any) -> Rollout:
+    prompt = Prompt(
+        text="2+2=", messages_json=json.dumps(messages) if messages else "", columns_json=json.dumps(columns)
+    )
+    return Rollout(prompt=prompt, text=text, token_ids=[7, 8], outcome=OUTCOME_EOS)
+
+
+@pytest.mark.parametrize(
+    ("source", "entry", "name", "convention"),
+    [
+        ("def reward(prompts, completions, **columns): ...", None, "reward", "trl"),
+        ("def is_short(completions, **kwargs): ...", None, "is_short", "trl"),
+        ("def longer(completion_ids, **kwargs): ...", None, "longer", "trl"),
+        ("async def reward(completions, answer): ...", None, "reward", "trl"),
+        ("def a(completions): ...\ndef b(completions): ...", "b", "b", "trl"),
+        ("def near(completions): ...\ndef reward(completions): ...", None, "reward", "trl"),
+        ("def _hidden(completions): ...\ndef shown(completions): ...", None, "shown", "trl"),
+        ("def text_of(c): ...\ndef near(completions): ...", None, "near", "trl"),
+        (
+            "def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...",
+            None,
+            "compute_score",
+            "verl",
+        ),
+        ("def check(solution_str, ground_truth): ...", None, "check", "verl"),
+        ("def reward(*args, **kwargs): ...", None, "reward", "trl"),
+        ("class Near:\n  def __call__(self, completions): ...\nreward = Near()", None, "reward", "trl"),
+    ],
+)
+def test_the_function_of_a_file_is_recognised(source: str, entry: str | None, name: str, convention: str) -> None:
+    found = find(source, entry)
+    assert (found["entry"], found["convention"]) == (name, convention)
+
+
+@pytest.mark.parametrize(
+    ("source", "entry", "why"),
+    [
+        ("def score(text): ...", None, "holds no reward function; it defines score"),
+        ("import math", None, "holds no reward function; it defines no function"),
+        ("def a(completions): ...\ndef b(completions): ...", None, "holds several reward functions: a, b"),
+        ("def a(completions): ...", "b", "has no function 'b'; it defines a"),
+        ("def reward(texts): ...", None, r"defines reward\(texts\), which is neither"),
+        ("def reward(completions, /): ...", None, "positional-only"),
+        ("from functools import reduce", None, "it defines no function"),
+    ],
+)
+def test_a_file_without_a_function_to_call_says_what_it_holds(source: str, entry: str | None, why: str) -> None:
+    with pytest.raises(Unfit, match=why):
+        find(source, entry)
+
+
+def test_columns_go_by_name_only_where_they_are_asked_for() -> None:
+    rows = [rollout("4", answer="4", level=1), rollout("5", answer="4", level=2)]
+    by_name = arguments_for(signature("def reward(completions, answer): ..."), rows)
+    assert by_name == {"arguments": {"completions": ["4", "5"], "answer": ["4", "4"]}}
+    every = arguments_for(signature("def reward(prompts, completions, **columns): ..."), rows)
+    assert every["arguments"] == {
+        "prompts": ["2+2=", "2+2="],
+        "completions": ["4", "5"],
+        "answer": ["4", "4"],
+        "level": [1, 2],
+    }
+
+
+def test_how_an_answer_ended_is_given_where_it_is_asked_for() -> None:
+    cut, stopped = rollout(), rollout()
+    cut.outcome = OUTCOME_TRUNCATED
+    stopped.outcome, stopped.stop = OUTCOME_STOP_STRING, "\n"
+    asked = signature("def reward(completion_ids, outcomes, stops, truncated): ...")
+    assert arguments_for(asked, [cut, stopped])["arguments"] == {
+        "completion_ids": [[7, 8], [7, 8]],
+        "outcomes": ["truncated", "stop_string"],
+        "stops": ["", "\n"],
+        "truncated": [True, False],
+    }
+
+
+def test_a_conversation_is_given_as_messages() -> None:
+    asked = [{"role": "user", "content": "2+2="}]
+    given = arguments_for(signature("def reward(prompts, completions): ..."), [rollout(messages=asked)])
+    assert given["arguments"] == {
+        "prompts": [asked],
+        "completions": [[{"role": "assistant", "content": "4"}]],
+    }
+
+
+def test_a_missing_column_is_named_unless_it_has_a_default() -> None:
+    rows = [rollout(answer="4")]
+    with pytest.raises(MissingColumn, match="'level'"):
+        arguments_for(signature("def reward(completions, level): ..."), rows)
+    assert "level" not in arguments_for(signature("def reward(completions, level=1): ..."), rows)["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "truth"),
+    [
+        ({"ground_truth": "a", "reward_model": {"ground_truth": "b"}, "answer": "c"}, "a"),
+        ({"reward_model": {"ground_truth": "b", "style": "rule"}, "answer": "c"}, "b"),
+        ({"answer": "c"}, "c"),
+    ],
+)
+def test_verl_finds_the_right_answer_in_order(columns: dict[str, Any], truth: str) -> None:
+    verl = signature("def compute_score(data_source, solution_str, ground_truth, extra_info): ...")
+    assert arguments_for(verl, [rollout(**columns)]) == {
+        "rows": [{"data_source": "", "solution_str": "4", "ground_truth": truth, "extra_info": {}}]
+    }
+
+
+def test_verl_gets_its_columns_and_others_by_name() -> None:
+    verl = signature("def compute_score(data_source, solution_str, ground_truth, extra_info, level): ...")
+    (row,) = arguments_for(verl, [rollout(answer="4", data_source="sums", extra_info={"i": 1}, level=3, other=0)])[
+        "rows"
+    ]
+    assert (row["data_source"], row["extra_info"], row["level"], "other" in row) == ("sums", {"i": 1}, 3, False)
+    with pytest.raises(MissingColumn, match="ground_truth"):
+        arguments_for(signature("def compute_score(solution_str, ground_truth): ..."), [rollout(level=3)])
+
+
+def test_the_version_is_the_hash_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "r.py"
+    file.write_text("")
+    source = read_source(RewardFunction(path=file), "reward.functions.0")
+    assert source.version == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert (source.name, source.weight) == ("r", 1.0)
+
+
+def test_a_file_that_cannot_be_used_is_an_input_error(tmp_path: Path) -> None:
+    broken, binary = tmp_path / "broken.py", tmp_path / "binary.py"
+    broken.write_text("def reward(completions):\n    return [1.0\n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"broken.py, line 2, column 12: '\[' was never closed"):
+        read_source(RewardFunction(path=broken), "reward.functions.0")
+    with pytest.raises(InputError, match=r"is not Python text|line 1"):
+        read_source(RewardFunction(path=binary), "reward.functions.0")
+    with pytest.raises(InputError, match="No such file"):
+        read_source(RewardFunction(path=tmp_path / "none.py"), "reward.functions.0")
+
+
+def test_two_functions_of_one_name_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "r.py"
+    file.write_text("def a(completions): ...\ndef b(completions): ...")
+    twice = RewardConfig(functions=(RewardFunction(path=file, entry="a"), RewardFunction(path=file, entry="b")))
+    with pytest.raises(InputError, match=r"reward.functions.1.name: 'r' names two functions"):
+        read_sources(twice)
+    named = RewardConfig(
+        functions=(RewardFunction(path=file, entry="a"), RewardFunction(path=file, entry="b", name="b"))
+    )
+    assert [source.name for source in read_sources(named)] == ["r", "b"]
+
+
+def test_a_column_that_is_not_there_names_the_nearest() -> None:
+    source = Source("r", Path("r.py"), "", "0", None, 1.0)
+    trl = signature("def reward(completions, anwser): ...")
+    with pytest.raises(InputError, match=r"no column 'anwser'.*Did you mean 'answer'"):
+        check_columns(source, trl, {"answer": "4", "level": 1}, "data.prompts")
+    check_columns(source, signature("def reward(completions, answer): ..."), {"answer": "4"}, "data.prompts")
+    verl = signature("def compute_score(data_source, solution_str, ground_truth): ...")
+    with pytest.raises(InputError, match=r"no right answer for compute_score.*column answer"):
+        check_columns(source, verl, {"level": 1}, "data.prompts")
+    check_columns(source, verl, {"reward_model": {"ground_truth": "4"}}, "data.prompts")

@@ -1,0 +1,69 @@
+"""What a function may return, and that nothing else becomes a number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gspo_proto.rollout_pb2 import Rollout
+from services.reward.scorer import spread_over_groups
+from services.reward.values import Failure, Value, read_value
+from services.reward.worker_process import Unfit, list_values, plain_value
+
+
+@pytest.mark.parametrize(
+    ("returned", "number"), [(1, 1.0), (0.5, 0.5), (True, 1.0), (np.float32(0.25), 0.25), (np.array([2.0]), 2.0)]
+)
+def test_numbers_count(returned: Any, number: float) -> None:
+    assert read_value(plain_value(returned), "trl") == Value(number)
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        (None, "returned None"),
+        (math.nan, "returned NaN"),
+        (math.inf, "returned infinity"),
+        (-math.inf, "returned minus infinity"),
+        ("1.0", "returned str where a number belongs"),
+        ([1.0], "returned list where a number belongs"),
+        (np.array([1.0, 2.0]), "returned ndarray where a number belongs"),
+        ({}, "returned no parts"),
+        ({"form": 1.0, "sum": math.nan}, "part 'sum': returned NaN"),
+        ({"form": {"deep": 1.0}}, "part 'form': returned"),
+    ],
+)
+def test_nothing_else_does(returned: Any, reason: str) -> None:
+    value = read_value(plain_value(returned), "trl")
+    assert isinstance(value, Failure)
+    assert value.reason.startswith(reason)
+
+
+def test_named_parts_are_summed() -> None:
+    value = read_value(plain_value({"form": 0.25, "sum": True}), "trl")
+    assert value == Value(1.25, parts={"form": 0.25, "sum": 1.0})
+
+
+def test_of_a_verl_dict_the_score_counts() -> None:
+    value = read_value(plain_value({"score": 0.5, "acc": 1, "pred": "4"}), "verl")
+    assert value == Value(0.5, extras={"acc": 1.0})
+    assert read_value(plain_value({"acc": 1.0}), "verl") == Failure("returned a dict without 'score'")
+
+
+def test_a_batch_may_come_as_list_tuple_or_array() -> None:
+    assert list_values([1, 0.5]) == list_values((1, 0.5)) == list_values(np.array([1, 0.5])) == [1.0, 0.5]
+    assert list_values(value for value in (1, 0)) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("returned", [1.0, None, "ok", {"a": 1.0}, np.float64(1)])
+def test_a_batch_is_nothing_else(returned: Any) -> None:
+    with pytest.raises(Unfit, match="a list of numbers belongs"):
+        list_values(returned)
+
+
+def test_every_group_is_tried_before_a_second_of_its_answers() -> None:
+    batch = [Rollout(group=group) for group in (5, 5, 5, 6, 6, 7)]
+    assert spread_over_groups(batch) == [0, 3, 5, 1, 4, 2]
