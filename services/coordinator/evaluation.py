@@ -18,6 +18,7 @@ from services.common import metrics
 from services.common.config import Config
 from services.common.keys import COORDINATOR, GENERATION, Keys, rollout_id
 from services.common.streams import Delivery, Inbox, append, new_consumer
+from services.coordinator.entries import all_entries
 from services.coordinator.prompts import PromptSet
 from services.coordinator.tally import Tally
 from services.coordinator.tasks import evaluation_tasks
@@ -132,7 +133,7 @@ class Evaluator:
 
     async def _remove_traces(self, tally: Tally) -> None:
         """Remove the tasks and marks of this label: a mark without its answer would keep it from being made."""
-        entries = await self._redis.xrange(self._keys.eval_prompts)
+        entries = await all_entries(self._redis, self._keys.eval_prompts)
         marks = [f"{tally.label}:{rollout_id(group, number)}" for group, number in tally.expected()]
         async with self._redis.pipeline(transaction=True) as pipe:
             for entry, _ in entries:

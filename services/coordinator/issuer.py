@@ -19,6 +19,7 @@ from services.common.config import Config
 from services.common.events import SCHEMA
 from services.common.keys import GENERATION, Keys, rollout_id
 from services.common.streams import FIELD
+from services.coordinator.entries import all_entries
 from services.coordinator.order import PromptOrder
 from services.coordinator.prompts import PromptSet
 from services.coordinator.slots import OpenGroup, Slots
@@ -102,8 +103,8 @@ class Issuer:
 
     async def remove_leftover_tasks(self) -> None:
         """Take tasks of settled groups out of `prompts`: repeats, and what was given up while it waited."""
-        entries = await self._redis.xrange(self._keys.prompts)
-        left = [entry for entry, fields in entries if GroupTask.FromString(fields[FIELD]).group in self._slots.settled]
+        entries = await all_entries(self._redis, self._keys.prompts)
+        left = [entry for entry, payload in entries if GroupTask.FromString(payload).group in self._slots.settled]
         if left:
             async with self._redis.pipeline(transaction=True) as pipe:
                 pipe.xack(self._keys.prompts, GENERATION, *left)

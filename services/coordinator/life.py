@@ -1,6 +1,6 @@
 """The coordinator process: reads its prompts, serves its door, runs its loop or one evaluation.
 
-Neighbours: `__main__.py` starts it, loop.py is a run with a learner, measuring.py one without.
+Neighbours: `__main__.py` starts it, loop.py is a run with a learner, once.py one without.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import structlog
 
-from gspo_proto.rollout_pb2 import Event, Finished, StopRequested
+from gspo_proto.rollout_pb2 import Event, StopRequested
 from services.common.errors import InputError
-from services.common.events import FROM_START, Events
+from services.common.events import Events
 from services.common.keys import COORDINATOR
 from services.common.members import Member, Registration
 from services.common.probes import HttpServer, Probes
@@ -24,15 +24,14 @@ from services.coordinator.evaluation import Evaluator
 from services.coordinator.issuer import Issuer
 from services.coordinator.loop import Coordinator
 from services.coordinator.measuring import Measuring
+from services.coordinator.once import measure_once
 from services.coordinator.order import PromptOrder
 from services.coordinator.progress import ProgressSource
 from services.coordinator.prompts import PromptSet, held_out_prompts, training_prompts
-from services.coordinator.redis_memory import RedisMemory
 from services.coordinator.slots import Slots
 from services.coordinator.tokenizer import load_tokenizer
 from services.coordinator.views import RecentRollouts, evaluation_state, run_state
 
-_TURN_S = 0.2
 log = structlog.get_logger()
 
 
@@ -106,28 +105,9 @@ async def _evaluate(service: Service, face: _Face) -> None:
     if service.config.evaluation.prompts is None:
         raise InputError("evaluation.prompts", "is not set, and it is what --evaluate measures on", "Set it")
     _, held_out = await asyncio.to_thread(_read_prompts, service)
-    memory, measuring = RedisMemory(service.redis, service.keys), _measuring(service, held_out)
-    events = Events(service.redis, service.keys, service.options.name)
+    measuring = _measuring(service, held_out)
     face.state = lambda: evaluation_state(service.redis, service.keys, measuring)
-    await memory.open()
-    newest = await service.redis.xrevrange(service.keys.events, count=1)
-    position = newest[0][0] if newest else FROM_START
-    service.problems.pop("starting", None)
-    measuring.measure(0)
-    done: Event | None = None
-    while done is None and not service.stopping.is_set():
-        for position, event in await events.read(position, _TURN_S):  # noqa: B007 - the last one is where to go on
-            if event.WhichOneof("what") in ("stop_requested", "finished"):
-                service.stopping.set()
-        if await memory.was_wiped():
-            position = FROM_START
-            await measuring.send_again()
-        done = measuring.turn(0, over=False)
-        service.activity.set("waiting", "evaluation", measuring.describe())
-    await measuring.cancel()
-    if done is not None:
-        await events.send(done)
-    await events.send(Event(finished=Finished(reason="the evaluation is done" if done else "stopped", failed=not done)))
+    await measure_once(service, measuring)
 
 
 def _measuring(service: Service, held_out: PromptSet | None) -> Measuring:

@@ -20,6 +20,7 @@ from services.common.events import FROM_START, Events
 from services.common.keys import consumer_groups
 from services.common.runtime import Service
 from services.coordinator.ending import Ending
+from services.coordinator.entries import newest_position
 from services.coordinator.issuer import Issuer
 from services.coordinator.measuring import Measuring
 from services.coordinator.progress import ProgressSource
@@ -67,14 +68,9 @@ class Coordinator:
         while not (self.ending.finished or self._service.stopping.is_set()):
             await self._turn()
 
-    async def request_stop(self, reason: str) -> None:
-        """Ask the learner to end the run after its step."""
-        await self._events.send(Event(epoch=self.epoch, stop_requested=StopRequested(reason=reason)))
-
     async def _start(self) -> None:
         """Position of events first, then the learner's account, then the `open` hash: what overlaps counts once."""
-        newest = await self._redis.xrevrange(self._keys.events, count=1)
-        self._position = newest[0][0] if newest else FROM_START
+        self._position = await newest_position(self._redis, self._keys.events)
         self._service.activity.set("waiting", "learner", "to say how far the run is")
         reply = await self._progress.wait(self._config.run.start_timeout_s)
         await self._memory.open()
@@ -167,7 +163,7 @@ class Coordinator:
         if self.paused:
             await self._redis.set(self._keys.paused, "1")
         if self.ending.stop_reason:
-            await self.request_stop(self.ending.stop_reason)
+            await self._events.send(Event(stop_requested=StopRequested(reason=self.ending.stop_reason)))
 
     def _reconcile(self) -> None:
         """Ask the learner now and then: an event may have been lost with Redis, or with a learner that died."""

@@ -18,13 +18,13 @@ class RedisMemory:
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis, self._keys = redis, keys
-        self._mark = b""
+        self._mark: bytes | str | None = None
 
     async def open(self) -> None:
         """Make the streams that are not there, and leave a mark where there is none."""
         await create_consumer_groups(self._redis, self._keys)
         await self._redis.set(self._keys.redis_epoch, uuid.uuid4().hex, nx=True)
-        self._mark = await self._redis.get(self._keys.redis_epoch) or b""
+        self._mark = await self._redis.get(self._keys.redis_epoch)
 
     async def was_wiped(self) -> bool:
         """Whether the mark is gone or another since the last call; the streams are there again then."""

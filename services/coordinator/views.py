@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from gspo_proto.rollout_pb2 import Outcome, Scored, ScoredRollout
 from services.common.keys import Keys
 from services.common.members import members
-from services.common.streams import FIELD
+from services.coordinator.entries import newest_entries
 from services.coordinator.loop import Coordinator
 from services.coordinator.measuring import Measuring
 
@@ -80,8 +80,8 @@ class RecentRollouts:
         return [shown for _, shown in newest[:limit]]
 
     async def _look(self, count: int) -> None:
-        for entry, fields in await self._redis.xrevrange(self._keys.scored, count=count):
-            scored = Scored.FromString(fields[FIELD])
+        for entry, payload in await newest_entries(self._redis, self._keys.scored, count):
+            scored = Scored.FromString(payload)
             if entry not in self._seen and scored.HasField("rollout"):
                 self._seen[entry] = _shown(scored.rollout)
         while len(self._seen) > _KEPT:

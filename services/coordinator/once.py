@@ -1,0 +1,40 @@
+"""A run that is one evaluation of the given model: no learner, no groups.
+
+How it measures is evaluation.py's. Neighbours: life.py starts it; loop.py is a run with a learner.
+"""
+
+from __future__ import annotations
+
+from gspo_proto.rollout_pb2 import Event, Finished
+from services.common.events import Events
+from services.common.runtime import Service
+from services.coordinator.entries import newest_position
+from services.coordinator.measuring import Measuring
+from services.coordinator.redis_memory import RedisMemory
+
+_BLOCK_S = 0.2
+
+
+async def measure_once(service: Service, measuring: Measuring) -> None:
+    """Measure version 0, announce the figures and the end; a stop or SIGTERM ends it early, as failed."""
+    memory = RedisMemory(service.redis, service.keys)
+    events = Events(service.redis, service.keys, service.options.name)
+    await memory.open()
+    position = await newest_position(service.redis, service.keys.events)
+    service.problems.pop("starting", None)
+    measuring.measure(0)
+    done = None
+    while done is None and not service.stopping.is_set():
+        for entry, event in await events.read(position, _BLOCK_S):
+            position = entry
+            if event.WhichOneof("what") in ("stop_requested", "finished"):
+                service.stopping.set()
+        if await memory.was_wiped():
+            await measuring.send_again()
+        done = measuring.turn(0, over=False)
+        service.activity.set("waiting", "evaluation", measuring.describe())
+    await measuring.cancel()
+    if done is not None:
+        await events.send(done)
+    reason = "the evaluation is done" if done is not None else "stopped before the evaluation was done"
+    await events.send(Event(finished=Finished(reason=reason, failed=done is None)))
