@@ -7,8 +7,10 @@ Neighbours: the stream worker and the gRPC door call it; staging.py holds the we
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +22,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -32,6 +35,14 @@ Finish: TypeAlias = Literal["stop", "stop_string", "length", "aborted"]
 OnUpdate: TypeAlias = Literal["recompute", "keep"]
 
 _GIB = 1 << 30
+
+# On a CPU vLLM's default is a worker process of its own, bound to all cores but one, and a scheduler process that
+# spins on the other while it waits. In one process a step costs a tenth less CPU, nothing spins, and the engine
+# starts in half the time. Named by its path: vLLM turns the short name "uni" back into "mp".
+_IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+# Threads float over the cores and sleep at barriers: with a learner on the same two cores, bound or spinning threads
+# wait for one that is not running (measured: no step ended in 100 s).
+_CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive"}
 
 
 class EngineBrokenError(RuntimeError):
@@ -112,6 +123,9 @@ class Engine:
         engine arguments of vLLM. Takes 20 to 40 s on two cores. ValueError for an argument that is not the user's.
         """
         check_engine_args(engine or {})
+        own: dict[str, Any] = {"enforce_eager": True}
+        if current_platform.is_cpu():
+            own["distributed_executor_backend"] = _IN_PROCESS_EXECUTOR
         args = AsyncEngineArgs(
             model=str(model),
             dtype=dtype,
@@ -124,9 +138,10 @@ class Engine:
             trust_remote_code=trust_remote_code,
             load_format="safetensors",
             disable_log_stats=True,
-            **{"enforce_eager": True, **(engine or {})},
+            **{**own, **(engine or {})},
         )
-        started = cls(AsyncLLM.from_engine_args(args), version)
+        with _environment(_CPU_ENVIRONMENT if current_platform.is_cpu() else {}):
+            started = cls(AsyncLLM.from_engine_args(args), version)
         await started._llm.engine_core.set_weight_version_async(str(version))
         await started.generate("warm-up", [0], Sampling(max_tokens=min(4, max_model_len - 1), ignore_eos=True))
         return started
@@ -248,6 +263,18 @@ class Engine:
     def _break(self, reason: str) -> EngineBrokenError:
         self._broken = self._broken or reason
         return EngineBrokenError(f"generation engine: {self._broken}")
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Variables for the processes that are started inside; what the user has set stays."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 @lru_cache(maxsize=64)
