@@ -43,9 +43,15 @@ async def check_services(services: tuple[str, ...], config_file: Path) -> None:
             raise RunError(f"the check of {service} broke ({describe_exit(code)}): {words}")
 
 
+def check_command(service: str, config_file: Path) -> tuple[str, ...]:
+    """Command line of a service's own check."""
+    return (sys.executable, "-m", f"services.{service}", "--check", str(config_file))
+
+
 async def _check_service(service: str, config_file: Path) -> tuple[str, int, str]:
-    command = (sys.executable, "-m", f"services.{service}", "--check", str(config_file))
-    process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *check_command(service, config_file), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE
+    )
     try:
         _, errors = await asyncio.wait_for(process.communicate(), CHECK_TIMEOUT_S)
     except TimeoutError as error:

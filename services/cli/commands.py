@@ -105,3 +105,74 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_d
     check_run_dir(run_dir)
     write_report(run_dir)
     Console().print(f"{run_dir / 'report.html'}", highlight=False)
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Folder for the example.", show_default=False)],
+    model: Annotated[str, typer.Option(help="Model folder, or its name on a hub.")] = "Qwen/Qwen3-0.6B",
+) -> None:
+    """Write an example that runs as it stands: config.yaml, reward.py, prompts.jsonl, eval.jsonl.
+
+    Example: [bold]gspo init my-run --model ~/models/Qwen3-0.6B[/]
+    """
+    from services.cli.scaffold import write_example
+
+    paths = write_example(folder, model)
+    console = Console()
+    for path in paths:
+        console.print(str(path), highlight=False)
+    console.print(f"\nLook at the machine: gspo doctor {paths[0]}\nTrain: gspo run {paths[0]}", highlight=False)
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="Look at what this configuration needs.", show_default=False)
+    ] = None,
+) -> None:
+    """Check the machine: memory, cores, disk, ports, Redis, model, compiler, GPU, engines. Exit code 1 with a problem.
+
+    Example: [bold]gspo doctor config.yaml[/]
+    """
+    from services.cli.doctor import doctor as look
+
+    raise typer.Exit(look(config, Console()))
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Model folder, or its name on a hub.", show_default=False)],
+    prompts: Annotated[Path, typer.Argument(help="Prompts, in the form of data.prompts.", show_default=False)],
+    reward: Annotated[
+        Path | None, typer.Option(help="Python file with the reward function.", show_default=False)
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Take everything else from this configuration.", show_default=False)
+    ] = None,
+    answers: Annotated[
+        int | None, typer.Option(help="Sampled answers to each prompt; 4 by default.", show_default=False)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of the sampled answers; 1.0 by default.", show_default=False)
+    ] = None,
+    prompt_length: Annotated[int | None, typer.Option(help="Longest prompt, in tokens.", show_default=False)] = None,
+    response_length: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the figures there, as JSON.", show_default=False)] = None,
+    plain: Plain = False,
+) -> None:
+    """Measure a model on prompts: mean reward, sampled and greedy, each with its standard error.
+
+    Example: [bold]gspo eval runs/my-run/export eval.jsonl --config runs/my-run/config.yaml[/]
+
+    Example: [bold]gspo eval ~/models/Qwen3-0.6B eval.jsonl --reward reward.py --out result.json[/]
+    """
+    from services.cli.evaluate import Question
+    from services.cli.evaluate import evaluate as measure
+
+    question = Question(
+        model, prompts, config, reward, answers, temperature, prompt_length, response_length, limit, seed
+    )
+    raise typer.Exit(measure(question, out, plain=plain, console=Console()))

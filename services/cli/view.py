@@ -79,6 +79,7 @@ class View:
 
     Attributes:
         held_out: (policy version, mean reward of the sampled answers) of every evaluation.
+        evaluation: Figures of the last evaluation.
         settled: Groups by how they ended, trained ones included.
     """
 
@@ -93,10 +94,10 @@ class View:
     rewards: list[float] = field(default_factory=list)
     step_unix_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_ETA + 1))
     held_out: list[tuple[int, float]] = field(default_factory=list)
+    evaluation: dict[str, float] = field(default_factory=dict)
     settled: Counter[str] = field(default_factory=Counter)
     warned: set[str] = field(default_factory=set)
     finished: Finished | None = None
-    training_ended: bool = False
 
     @property
     def figures(self) -> dict[str, float]:
@@ -129,6 +130,8 @@ class View:
 
     def _take_step_done(self, done: Any, unix_s: float) -> list[Line]:
         figures = dict(done.figures)
+        if self.phases.current in ("start", "evaluation_before"):
+            self.phases.enter("training")
         self.step, self.version = done.step, done.version
         self.steps.append(figures)
         self.step_unix_s.append(unix_s)
@@ -157,6 +160,7 @@ class View:
         sampled, greedy = done.figures.get("sampled_mean"), done.figures.get("greedy_mean")
         if sampled is not None:
             self.held_out.append((done.version, sampled))
+        self.evaluation = dict(done.figures)
         if self.phases.current == "evaluation_before":
             self.phases.enter("training")
         means = [
@@ -170,7 +174,6 @@ class View:
         return [Line(f"checkpoint of step {done.step}: {done.path}")]
 
     def _take_training_done(self, done: Any, _unix_s: float) -> list[Line]:
-        self.training_ended = True
         self.phases.enter("evaluation_after")
         return [Line(f"training ended after step {done.step}: {done.reason}")]
 

@@ -36,8 +36,9 @@ class Watcher:
         self._position = FROM_START
 
     async def forget_last_session(self) -> None:
-        """Remove what an earlier session left: its end would end this one, and its addresses lead nowhere."""
-        await self._redis.delete(self._keys.events, self._keys.members)
+        """Look past what an earlier session left: its end would end this one, and its addresses lead nowhere."""
+        self._position = await self._events.newest()
+        await self._redis.delete(self._keys.members)
 
     async def follow(self) -> None:
         """Take events in until the run has finished."""

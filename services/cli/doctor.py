@@ -1,0 +1,152 @@
+"""`gspo doctor`: looks at the machine, and at a configuration where one is given, and says what to do.
+
+The single looks are in findings.py, the services' own checks in checks.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from services.cli import findings
+from services.cli.checks import check_ports, check_redis, check_services
+from services.cli.findings import GIB, Finding
+from services.cli.lineup import SERVICES
+from services.cli.outcome import RunError
+from services.common.config import Config
+from services.common.configfile import read_config
+from services.common.errors import InputError
+
+_STYLES = {"OK": "green", "warning": "yellow", "problem": "bold red"}
+# Bytes a parameter in training: weights, gradients and two moments in fp32, and the last published copy.
+_TRAINING_BYTES = 20
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def doctor(config_file: Path | None, console: Console) -> int:
+    """Print what was found; 1 where there is a problem, else 0.
+
+    Raises:
+        InputError: The configuration itself is wrong.
+    """
+    found = list(_machine() if config_file is None else _run(read_config(config_file), config_file))
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for finding in found:
+        advice = f"\n{finding.advice}" if finding.advice else ""
+        table.add_row(Text(finding.level, _STYLES[finding.level]), finding.name, Text(finding.text + advice))
+    console.print(table)
+    problems = sum(finding.level == "problem" for finding in found)
+    console.print(f"{problems} problem(s)" if problems else "no problems", style="bold")
+    return 1 if problems else 0
+
+
+def _machine() -> Iterator[Finding]:
+    yield findings.python()
+    yield from findings.packages()
+    yield findings.cores()
+    yield findings.gpu()
+    yield findings.memory(None)
+    yield findings.disk(Path(), None)
+    yield findings.shared_memory(None)
+    yield findings.compiler()
+    yield findings.redis()
+
+
+def _run(config: Config, config_file: Path) -> Iterator[Finding]:
+    """The same, measured against what this run needs, and the run's own checks."""
+    model, num_parameters = _model(config)
+    yield findings.python()
+    yield from findings.packages()
+    yield findings.cores()
+    yield findings.gpu()
+    yield model
+    yield findings.memory(_memory_gib(config, num_parameters))
+    yield findings.disk(config.run.directory, _disk_gib(config, num_parameters))
+    yield findings.shared_memory(_staged_gib(config, num_parameters))
+    yield findings.compiler()
+    yield _redis(config)
+    yield _ports(config)
+    for service in SERVICES:
+        yield _check(service, config_file)
+
+
+def _model(config: Config) -> tuple[Finding, int | None]:
+    """The model folder, and its number of parameters where that can be told."""
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        text = f"{config.model.path} is no folder here"
+        return Finding("model", "warning", text, "It is taken for a name on a hub and fetched at the start"), None
+    num_parameters = _num_parameters(folder)
+    if num_parameters is None:
+        advice = "Give a folder that save_pretrained wrote, with config.json and safetensors"
+        return Finding("model", "problem", f"{folder} holds no safetensors", advice), None
+    return Finding("model", "OK", f"{folder}: {num_parameters:,} parameters"), num_parameters
+
+
+def _num_parameters(folder: Path) -> int | None:
+    """Elements of all tensors, by the heads of the safetensors files; None where there are none."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, tensor in head.items():
+            size = 1
+            for extent in tensor["shape"] if name != "__metadata__" else [0]:
+                size *= extent
+            total += size
+    return total or None
+
+
+def _memory_gib(config: Config, num_parameters: int | None) -> float | None:
+    """Learner, every generator's weights and KV cache, and the staged copy, where all is in this machine's memory."""
+    if num_parameters is None:
+        return None
+    reference = 4 if config.algorithm.needs_reference else 0
+    served = _DTYPE_BYTES[config.generation.dtype] * config.generation.replicas
+    weights = num_parameters * (_TRAINING_BYTES + reference + served) / GIB
+    return findings.PROCESSES_GIB + weights + config.generation.kv_cache_gb * config.generation.replicas
+
+
+def _staged_gib(config: Config, num_parameters: int | None) -> float | None:
+    if num_parameters is None:
+        return None
+    return num_parameters * _DTYPE_BYTES[config.generation.dtype] * config.generation.replicas / GIB
+
+
+def _disk_gib(config: Config, num_parameters: int | None) -> float | None:
+    """Checkpoints (weights and two moments in fp32), one more while it is written, the export, and room for the log."""
+    if num_parameters is None:
+        return None
+    return 1.0 + num_parameters * (12 * (config.run.keep_checkpoints + 1) + 4) / GIB
+
+
+def _redis(config: Config) -> Finding:
+    if config.services.redis_url is None:
+        return findings.redis()
+    try:
+        asyncio.run(check_redis(config.services.redis_url))
+    except InputError as error:
+        return Finding("Redis", "problem", f"{error.where}: {error.rule}", error.fix)
+    return Finding("Redis", "OK", "the one of services.redis_url answers")
+
+
+def _ports(config: Config) -> Finding:
+    try:
+        check_ports(config)
+    except InputError as error:
+        return Finding("ports", "problem", f"{error.where}: {error.rule}", error.fix)
+    return Finding("ports", "OK", "free")
+
+
+def _check(service: str, config_file: Path) -> Finding:
+    try:
+        asyncio.run(check_services((service,), config_file))
+    except RunError as error:
+        return Finding(f"{service}'s check", "problem", str(error))
+    return Finding(f"{service}'s check", "OK", "passed")

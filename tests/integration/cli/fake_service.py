@@ -1,0 +1,120 @@
+"""A service in small for tests of the supervisor: it registers, answers probes, and does what the test says.
+
+Not an engine, a scorer or a trainer. `FAKE` holds words: `learner:die` dies at once, `learner:refuse` refuses its
+input, `learner:hang` ignores SIGTERM, `learner:steps=3` trains so many steps, `coordinator:deaf` takes no stop,
+`learner:child` leaves a grandchild in a session of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from gspo_proto.rollout_pb2 import Event, Finished, StepDone, TrainingDone, VersionLive
+from services.common.errors import InputError
+from services.common.events import Events
+from services.common.members import Member, Registration
+from services.common.probes import HttpServer, Probes, Receive, Scope, Send
+from services.common.runtime import Options, Service, parse_options, run_service
+
+STEP_S = 0.05
+
+
+def told(service: str) -> list[str]:
+    """The words for this service."""
+    pairs = [word.split(":", 1) for word in os.environ.get("FAKE", "").split()]
+    return [what for to, what in pairs if to == service]
+
+
+def main() -> None:
+    """`fake_service.py SERVICE <the command line of a service>`."""
+    name = sys.argv.pop(1)
+    words = told(name)
+    options = parse_options(name, lambda _config: _refuse(name), meaning="a service for tests")
+    (options.run_dir / f"{options.name}.starts").open("a").write(f"{os.getpid()} {' '.join(sys.argv[1:])}\n")
+    if "die" in words:
+        sys.stderr.write(json.dumps({"level": "error", "reason": f"{name} was told to die"}) + "\n")
+        sys.exit(1)
+    if "die-once" in words and "--resume" not in sys.argv:
+        sys.stderr.write("Segmentation fault\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if "child" in words:
+        sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        (options.run_dir / "grandchild").write_text(str(sleeper.pid))
+    run_service(options, lambda it: live(it, options, words))
+
+
+def _refuse(service: str) -> None:
+    if "refuse-check" in told(service):
+        raise InputError("model.path", "is not a model", "Give one")
+
+
+async def live(service: Service, options: Options, words: list[str]) -> None:
+    """Register, be ready, play the part."""
+    if "refuse" in words:
+        raise InputError("learner.deepspeed", "is refused", "Leave it out")
+    if "hang" in words:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+    events = Events(service.redis, service.keys, options.name)
+    position = await events.newest()
+    door = Door(events, deaf="deaf" in words)
+    http = HttpServer(Probes(service, door), options.host, options.http_port)
+    member = Member(options.service, options.name, http=http.address, pid=os.getpid())
+    registration = Registration(service.redis, service.keys, member, service.activity, dict)
+    service.activity.set("waiting", "rewards", "of 3 groups")
+    if "never-ready" not in words:
+        service.problems.clear()
+    part = train(service, events, words) if options.service == "learner" else asyncio.sleep(3600)
+    ends = asyncio.create_task(events.until_finished(position)), asyncio.create_task(service.stopping.wait())
+    background = [asyncio.create_task(task) for task in (http.run(), registration.run(), part)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for task in (*ends, *background):
+        task.cancel()
+    await asyncio.gather(*ends, *background, return_exceptions=True)
+
+
+async def train(service: Service, events: Events, words: list[str]) -> None:
+    """Pretend so many steps; an end, or none."""
+    total = next((int(word.removeprefix("steps=")) for word in words if word.startswith("steps=")), 0)
+    log = service.options.run_dir / "log"
+    log.mkdir(exist_ok=True)
+    (log / "step-000001.parquet").touch()
+    for step in range(1, total + 1):
+        await asyncio.sleep(STEP_S)
+        figures = {"reward_mean": step / 10, "clipped_sequences": 0.25, "tokens_per_s": 1234.0, "step_s": STEP_S}
+        await events.send(Event(step_done=StepDone(step=step, version=step, groups=[step], figures=figures)))
+        await events.send(Event(version_live=VersionLive(version=step)))
+    if total:
+        failed = "fail" in words
+        await events.send(Event(training_done=TrainingDone(step=total, version=total, reason="all steps")))
+        await events.send(Event(finished=Finished(reason="every reward failed" if failed else "done", failed=failed)))
+    await asyncio.sleep(3600)
+
+
+class Door:
+    """Takes a stop as the coordinator does."""
+
+    def __init__(self, events: Events, *, deaf: bool) -> None:
+        self._events, self._deaf = events, deaf
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/v1/stop" and not self._deaf:
+            await self._events.send(Event(finished=Finished(reason="stopped: Ctrl-C")))
+        await _answer(send)
+
+
+async def _answer(send: Send) -> None:
+    head: dict[str, Any] = {"type": "http.response.start", "status": 200, "headers": []}
+    await send(head)
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+if __name__ == "__main__":
+    main()
