@@ -113,7 +113,7 @@ def read_source(function: RewardFunction, key: str) -> Source:
         text = importlib.util.decode_source(data)
         compile(text, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
-        where = f"{path}, line {error.lineno}, column {error.offset}"
+        where = f"{path}, line {error.lineno}, column {error.offset}" if error.lineno else str(path)
         raise InputError(f"{key}.path", f"{where}: {error.msg}", "Mend that line") from error
     except ValueError as error:  # bytes that are no text
         raise InputError(f"{key}.path", f"{path} is not Python text: {error}", "Give a Python file") from error

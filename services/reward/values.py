@@ -75,7 +75,7 @@ def _not_finite(raw: float) -> str:
 
 
 def describe(error: dict[str, str]) -> str:
-    """An exception of the user's code in one line: its last line, and its place in the file."""
+    """An exception of the user's code in one line, with its place in the file."""
     if error["type"] == "Unfit":
         return error["text"]
     return f"raised {error['text']}" + (f" ({error['place']})" if error["place"] else "")

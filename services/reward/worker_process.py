@@ -268,10 +268,10 @@ def _type_name(value: Any) -> str:
 
 
 def describe_error(error: BaseException, path: str) -> dict[str, str]:
-    """Kind, last line and place of an exception, and the end of its traceback."""
+    """Kind, message in one line and place of an exception, and the end of its traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     place = f"{Path(path).name} line {frames[-1].lineno}" if frames else ""
-    text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
     return {
         "type": type(error).__name__,
         "text": str(error) if isinstance(error, Unfit) else text[:500],

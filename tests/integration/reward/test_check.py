@@ -1,0 +1,151 @@
+"""`--check`: what is wrong with a reward function is said before anything starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from services.common.config import Config
+from services.common.errors import InputError
+from services.common.runtime import CONFIG_NAME
+from services.reward.check import check
+from tests.service_process import make_run
+
+GOOD = (
+    "def reward(prompts, completions, **columns):\n"
+    "    return [float(a == c) for a, c in zip(columns['answer'], completions)]"
+)
+
+
+def run_with(folder: Path, source: str, **sections: Any) -> Config:
+    file = folder / "r.py"
+    file.write_text(source)
+    return make_run(folder, folder / "model", reward={"functions": [{"path": str(file)}], "timeout_s": 2.0}, **sections)
+
+
+def rows(path: Path, *given: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in given))
+    return path
+
+
+def test_a_good_function_passes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    check(run_with(tmp_path, GOOD))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (
+            "def reward(completions):\n  return [1.0\n",
+            r"reward.functions.0.path: .*r.py, line 2, column 10: '\[' was never",
+        ),
+        ("def score(x): ...", "reward.functions.0: .*holds no reward function; it defines score"),
+        ("def reward(completions, anwser): ...", r"data.prompts: has no column 'anwser'.*Did you mean 'answer'"),
+        ("def reward(completions): return [1.0]", "returned 1 values for 2 completions. Return a list with one number"),
+        ("def reward(completions): return 1.0", "returned float where a list of numbers belongs"),
+        ("def reward(completions): pass", "returned None where a list of numbers belongs"),
+        ("def reward(completions): return ['1'] * 2", "returned str where a number belongs"),
+        ("def reward(completions): return [{'a': '1'}] * 2", "returned str where a number belongs"),
+        ("def reward(completions): return scores", "raised NameError: name 'scores' is not defined"),
+        ("def reward(completions): import no_such_module", "raised ModuleNotFoundError"),
+        ("def compute_score(solution_str, ground_truth): return truth", "raised NameError"),
+        ("def compute_score(solution_str, ground_truth): return 'a'", "returned str where a number belongs"),
+    ],
+)
+def test_a_function_that_cannot_work_is_an_input_error(tmp_path: Path, source: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        check(run_with(tmp_path, source))
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("def reward(completions): raise ValueError('no boxed answer')", "raised ValueError: no boxed answer"),
+        ("import time\ndef reward(completions): time.sleep(60)", "took longer than 2 s"),
+        ("def compute_score(solution_str, ground_truth): raise KeyError('x')", "raised KeyError: 'x'"),
+    ],
+)
+def test_what_a_made_up_answer_may_cause_is_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], source: str, why: str
+) -> None:
+    check(run_with(tmp_path, source))
+    assert f"tried on a made-up answer, {why}" in capfd.readouterr().err
+
+
+def test_verl_needs_a_right_answer(tmp_path: Path) -> None:
+    data = rows(tmp_path / "d.jsonl", {"prompt": "2+2=", "truth": "4"})
+    source = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0"
+    with pytest.raises(InputError, match=r"data.prompts: has no right answer.*reward_model.ground_truth.*'truth'"):
+        check(run_with(tmp_path, source, data={"prompts": str(data)}))
+    rows(data, {"prompt": "2+2=", "reward_model": {"ground_truth": "4"}})
+    check(run_with(tmp_path, source, data={"prompts": str(data)}))
+
+
+def test_held_out_prompts_need_the_columns_too(tmp_path: Path) -> None:
+    held_out = rows(tmp_path / "e.jsonl", {"prompt": "2+2=", "solution": "4"})
+    source = "def reward(completions, answer): return [1.0] * len(completions)"
+    with pytest.raises(InputError, match=r"evaluation.prompts: has no column 'answer'"):
+        check(run_with(tmp_path, source, evaluation={"prompts": str(held_out)}))
+
+
+def test_messages_reach_the_function_as_messages(tmp_path: Path) -> None:
+    data = rows(tmp_path / "d.jsonl", {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4"})
+    source = (
+        "def reward(prompts, completions):\n"
+        "    return [len(undefined) if c[0]['role'] != 'assistant' or p[0]['content'] != '2+2=' else 1.0\n"
+        "            for p, c in zip(prompts, completions)]"
+    )
+    check(run_with(tmp_path, source, data={"prompts": str(data)}))
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv", "json", "folder"])
+def test_data_of_every_form_is_read(tmp_path: Path, form: str) -> None:
+    table = pa.table({"prompt": ["2+2=", "3+3="], "answer": ["4", "6"]})
+    path = tmp_path / f"d.{form}"
+    if form == "parquet":
+        pq.write_table(table, path)
+    elif form == "csv":
+        path.write_text("prompt,answer\n2+2=,4\n3+3=,6\n")
+    elif form == "json":
+        path.write_text(json.dumps(table.to_pylist()))
+    else:
+        path = tmp_path / "d"
+        path.mkdir()
+        pq.write_table(table, path / "train.parquet")
+    source = "def reward(completions, answer): return [len(undefined) if not a else 1.0 for a in answer]"
+    check(run_with(tmp_path, source, data={"prompts": str(path)}))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("none.jsonl", None, "none.jsonl does not exist"),
+        ("d.txt", "2+2=", "is of no known form"),
+        ("d.jsonl", "", "cannot be read|has no rows"),
+        ("d.jsonl", "{broken\n", "cannot be read"),
+        ("d.jsonl", '{"question": "2+2="}\n', "has no column 'prompt'"),
+    ],
+)
+def test_data_that_cannot_be_read_is_an_input_error(tmp_path: Path, name: str, text: str | None, why: str) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError, match=why):
+        check(run_with(tmp_path, GOOD, data={"prompts": str(path)}))
+
+
+def test_the_command_line_exits_with_two(tmp_path: Path) -> None:
+    config = run_with(tmp_path, "def score(x): ...")
+    command = [sys.executable, "-m", "services.reward", "--check", str(config.run_dir / CONFIG_NAME)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: reward.functions.0: ")
+    assert done.stderr.count("\n") == 1

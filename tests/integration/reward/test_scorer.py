@@ -1,0 +1,302 @@
+"""Real processes that misbehave: only the guilty answer fails, with its reason, and the next call works."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gspo_proto.rollout_pb2 import RewardUse, Rollout
+from services.common.config import RewardFunction
+from services.common.errors import InputError
+from services.reward.sandbox import CallFailed
+from services.reward.scorer import NUM_PROBES, open_scorer
+from tests.reward_case import answer_of, outcome_of, reward_config
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+
+BATCH = [answer_of(text, group=number // 2, number=number % 2) for number, text in enumerate(("1", "2", "bad", "4"))]
+HEAD = "import ctypes, math, os, subprocess, sys, time\n"
+ROWS = "def reward(completions):\n    return [score(text) for text in completions]\n"
+
+
+async def scores_of(folder: Path, source: str, rollouts: list[Rollout] = BATCH, **reward: object) -> list[float | str]:
+    """Score once, and then once more good answers alone, which must always work."""
+    async with open_scorer(reward_config(folder, HEAD + source, **reward), name="reward-0") as scorer:
+        scores = [outcome_of(score) for score in await scorer.score(rollouts)]
+        again = [outcome_of(score) for score in await scorer.score([answer_of("7"), answer_of("8")])]
+    assert again == [7.0, 8.0]
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("what_bad_does", "reason"),
+    [
+        ("raise ValueError('cannot read\\nthe answer')", "r: raised ValueError: cannot read the answer (r.py line 3)"),
+        ("return float('nan')", "r: returned NaN"),
+        ("return None", "r: returned None"),
+        ("return 'good'", "r: returned str where a number belongs"),
+        ("time.sleep(60)", "r: took longer than 0.5 s and was killed"),
+        ("os._exit(3)", "r: its process died (exit code 3)"),
+        ("sys.exit('enough')", "r: raised SystemExit: enough (r.py line 3)"),
+        ("os.kill(os.getpid(), 9)", "r: its process died (killed by SIGKILL)"),
+        ("print('last words'); os._exit(3)", "r: its process died (exit code 3); it last wrote: last words"),
+        ("ctypes.string_at(0)", "r: its process died (killed by SIGSEGV)"),
+        ("return len(bytearray(2**32))", "r: raised MemoryError (r.py line 3)"),
+        ("os.closerange(3, 64)", "r: its process died"),
+    ],
+)
+async def test_only_the_guilty_answer_fails(tmp_path: Path, what_bad_does: str, reason: str) -> None:
+    source = f"def score(text):\n    if text == 'bad': {what_bad_does}\n    return float(text)\n" + ROWS
+    scores = await scores_of(tmp_path, source, timeout_s=0.5, memory_mb=1024)
+    assert scores[:2] + scores[3:] == [1.0, 2.0, 4.0]
+    assert str(scores[2]).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        "print('{\"values\": [100.0]}' * 1000)",
+        "sys.stderr.write('x' * 300_000)",
+        "subprocess.run(['sh', '-c', 'echo 100; echo 100 >&2'])",
+        "os.fork()",
+        "sys.stdout.close()",
+    ],
+)
+async def test_noise_is_not_a_result(tmp_path: Path, noise: str) -> None:
+    source = f"def score(text):\n    {noise}\n    return float(len(text))\n" + ROWS.replace(
+        "score(text)", "float(text)"
+    )
+    source = source.replace("def reward(completions):", f"def reward(completions):\n    {noise}")
+    good = [answer_of("1"), answer_of("2")]
+    assert await scores_of(tmp_path, source, good) == [1.0, 2.0]
+
+
+async def test_a_frame_forged_on_every_descriptor_is_not_a_result(tmp_path: Path) -> None:
+    forge = (
+        "def score(text):\n"
+        "    if text == 'bad':\n"
+        "        frame = b'{\"values\": [100.0]}'\n"
+        "        for fd in range(3, 64):\n"
+        "            try: os.write(fd, len(frame).to_bytes(8, 'big') + frame)\n"
+        "            except OSError: pass\n"
+        "        return 100.0\n"
+        "    return float(text)\n"
+    )
+    scores = await scores_of(tmp_path, forge + ROWS)
+    assert scores[:2] + scores[3:] == [1.0, 2.0, 4.0]
+    assert "wrote into the channel of results" in str(scores[2])
+
+
+async def test_a_wrong_length_is_a_failure_of_each(tmp_path: Path) -> None:
+    source = "def reward(completions):\n    return [float(t) for t in completions if t != 'bad']\n"
+    assert await scores_of(tmp_path, source) == [1.0, 2.0, "r: returned 0 values for 1 completions", 4.0]
+
+
+async def test_a_function_that_hangs_on_everything_is_not_tried_on_every_answer(tmp_path: Path) -> None:
+    source = "def reward(completions):\n    if len(completions[0]) > 1: time.sleep(60)\n    return [7.0, 8.0]\n"
+    batch = [answer_of("hang", group=group) for group in range(30)]
+    started = time.monotonic()
+    scores = await scores_of(tmp_path, source, batch, timeout_s=0.2)
+    assert scores.count("r: took longer than 0.2 s and was killed") == NUM_PROBES
+    assert {score for score in scores if "not tried" in str(score)} == {
+        "r: timed out on a batch of 30 and on each of 4 answers alone; not tried"
+    }
+    assert time.monotonic() - started < 30 * 0.2 + 4
+
+
+async def test_the_answers_of_one_prompt_that_hang_leave_the_others_alone(tmp_path: Path) -> None:
+    source = "def score(text):\n    if text == 'bad': time.sleep(60)\n    return float(text)\n" + ROWS
+    batch = [answer_of("bad", number=number) for number in range(5)] + [answer_of("1", group=1)]
+    scores = await scores_of(tmp_path, source, batch, timeout_s=0.2)
+    assert scores == ["r: took longer than 0.2 s and was killed"] * 5 + [1.0]
+
+
+async def test_batches_are_as_large_as_asked_for(tmp_path: Path) -> None:
+    source = "def reward(completions):\n    return [float(len(completions))] * len(completions)\n"
+    config = reward_config(tmp_path, source, batch_size=3)
+    async with open_scorer(config, name="reward-0") as scorer:
+        scores = await scorer.score([answer_of("x") for _ in range(7)])
+    assert [score.reward for score in scores] == [3.0] * 6 + [1.0]
+
+
+async def test_async_functions_and_verl_rows_score(tmp_path: Path) -> None:
+    source = (
+        "import asyncio\n"
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    await asyncio.sleep(0.01)\n"
+        "    if solution_str == 'bad': raise ValueError('bad')\n"
+        "    return {'score': float(solution_str == ground_truth), 'length': len(solution_str)}\n"
+    )
+    config = reward_config(tmp_path, source, functions=[{"path": tmp_path / "r.py", "weight": 2.0}])
+    batch = [answer_of(text, answer="4") for text in ("4", "bad", "12")]
+    async with open_scorer(config, name="reward-0") as scorer:
+        scores = await scorer.score(batch)
+        calls = scorer.sandboxes["r"].counts.results
+    assert [outcome_of(score) for score in scores] == [2.0, "r: raised ValueError: bad (r.py line 4)", 0.0]
+    assert [(part.name, part.value, part.weight) for part in scores[2].parts] == [
+        ("r", 0.0, 2.0),
+        ("r/length", 2.0, 0.0),
+    ]
+    assert calls == {"ok": 1}, "a row that raises needs no second call"
+
+
+async def test_weighted_functions_are_summed_and_one_failure_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "length.py").write_text("def reward(completions): return [{'a': len(t), 'b': 1} for t in completions]")
+    functions = [{"path": tmp_path / "r.py", "weight": 0.5}, {"path": tmp_path / "length.py", "weight": -1.0}]
+    config = reward_config(tmp_path, "def reward(completions): return map(float, completions)", functions=functions)
+    async with open_scorer(config, name="reward-0") as scorer:
+        scores = await scorer.score([answer_of("10"), answer_of("bad")])
+        versions = [sandbox.source.version for sandbox in scorer.sandboxes.values()]
+    assert outcome_of(scores[0]) == 0.5 * 10 - 1.0 * (2 + 1)
+    assert [(part.name, part.value, part.weight) for part in scores[0].parts] == [
+        ("r", 10.0, 0.5),
+        ("length/a", 2.0, -1.0),
+        ("length/b", 1.0, -1.0),
+    ]
+    assert (scores[0].version, scores[0].scorer) == (",".join(versions), "reward-0")
+    assert str(outcome_of(scores[1])).startswith("r: raised ValueError: could not convert string to float: 'bad'")
+    assert [part.name for part in scores[1].parts] == ["length/a", "length/b"]
+
+
+async def test_a_rollout_says_which_functions_score_it(tmp_path: Path) -> None:
+    config = reward_config(tmp_path, "def reward(completions): return [1.0] * len(completions)")
+    plain, weighted, unknown, other = (answer_of("x") for _ in range(4))
+    weighted.rewards.append(RewardUse(name="r", weight=3.0))
+    unknown.rewards.append(RewardUse(name="q", weight=1.0))
+    other.rewards.append(RewardUse(name="r", version="0" * 64, weight=1.0))
+    async with open_scorer(config, name="reward-0") as scorer:
+        scores = [outcome_of(score) for score in await scorer.score([plain, weighted, unknown, other])]
+    assert scores[:3] == [1.0, 3.0, "q: there is no reward function of this name; there are r"]
+    assert str(scores[3]).startswith("r: version 000000000000 is asked for and ")
+
+
+async def test_user_code_sees_none_of_the_services_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_SECRET", "token")
+    source = (
+        "import os\n"
+        "def reward(completions):\n"
+        "    seen = [k for k in os.environ if not k.startswith(('PYTHON', 'PATH', 'LC_CTYPE'))]\n"
+        "    assert not seen, seen\n"
+        "    return [float(len([fd for fd in os.listdir('/proc/self/fd')]))] * len(completions)\n"
+    )
+    async with open_scorer(reward_config(tmp_path, source), name="reward-0") as scorer:
+        (score,) = await scorer.score([answer_of("x")])
+    # stdin, stdout, stderr, the channel, and the listing itself
+    assert outcome_of(score) == 5.0
+
+
+async def test_files_are_imported_and_opened_beside_the_function(tmp_path: Path) -> None:
+    (tmp_path / "services.py").write_text("FACTOR = 3.0\n")
+    (tmp_path / "note.txt").write_text("2")
+    source = "import services\ndef reward(completions): return [services.FACTOR * float(open('note.txt').read())]"
+    async with open_scorer(reward_config(tmp_path, source), name="reward-0") as scorer:
+        (score,) = await scorer.score([answer_of("x")])
+    assert outcome_of(score) == 6.0
+
+
+async def test_the_file_that_was_read_at_the_start_scores_to_the_end(tmp_path: Path) -> None:
+    source = "def reward(completions):\n    if completions == ['die']: os._exit(1)\n    return [1.0]\n"
+    async with open_scorer(reward_config(tmp_path, "import os\n" + source), name="reward-0") as scorer:
+        (tmp_path / "r.py").write_text("def reward(completions): return [2.0]")
+        first, died, after = [(await scorer.score([answer_of(text)]))[0] for text in ("a", "die", "b")]
+    assert (outcome_of(first), outcome_of(after)) == (1.0, 1.0)
+    assert died.failure
+
+
+async def test_a_cancelled_call_leaves_no_half_answer(tmp_path: Path) -> None:
+    source = "import time\ndef reward(completions):\n    time.sleep(float(completions[0]))\n    return [5.0]"
+    async with open_scorer(reward_config(tmp_path, source), name="reward-0") as scorer:
+        slow = asyncio.create_task(scorer.score([answer_of("60")]))
+        await asyncio.sleep(0.3)
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        (score,) = await scorer.score([answer_of("0")])
+    assert outcome_of(score) == 5.0
+
+
+async def test_what_a_hanging_function_started_dies_with_it(tmp_path: Path) -> None:
+    source = (
+        "import subprocess, time\n"
+        "def reward(completions):\n"
+        "    child = subprocess.Popen(['sleep', '60'])\n"
+        "    open('pid', 'w').write(str(child.pid))\n"
+        "    time.sleep(60)\n"
+    )
+    async with open_scorer(reward_config(tmp_path, source, timeout_s=1.0), name="reward-0") as scorer:
+        (score,) = await scorer.score([answer_of("x")])
+    assert "was killed" in score.failure
+    assert await ended(int((tmp_path / "pid").read_text()))
+
+
+async def test_the_function_dies_with_its_service(tmp_path: Path) -> None:
+    reward_config(
+        tmp_path, "import os\nopen('pid', 'w').write(str(os.getpid()))\ndef reward(completions):\n    while True: pass"
+    )
+    program = (
+        "import asyncio\n"
+        "from tests.reward_case import answer_of\n"
+        "from services.common.config import RewardConfig\n"
+        "from services.reward.scorer import open_scorer\n"
+        "async def main():\n"
+        f"    config = RewardConfig(functions=[{{'path': {str(tmp_path / 'r.py')!r}}}], timeout_s=60)\n"
+        "    async with open_scorer(config, name='x') as scorer:\n"
+        "        print('calling', flush=True)\n"
+        "        await scorer.score([answer_of('x')])\n"
+        "asyncio.run(main())\n"
+    )
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'proto'}"}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as service:
+        assert service.stdout is not None
+        assert await asyncio.to_thread(service.stdout.readline) == b"calling\n"
+        await asyncio.sleep(0.3)
+        service.send_signal(signal.SIGKILL)
+    assert await ended(int((tmp_path / "pid").read_text()))
+
+
+async def ended(pid: int) -> bool:
+    """Whether a process is gone within five seconds, or waits only for its parent to look."""
+    for _ in range(50):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        await asyncio.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("def score(text): ...", "holds no reward function; it defines score. Define reward"),
+        ("def a(completions): ...\ndef b(completions): ...", "several reward functions: a, b. Name one with `entry:`"),
+        (
+            "import no_such_module",
+            "cannot be loaded: raised ModuleNotFoundError: No module named 'no_such_module' .r.py line 1",
+        ),
+        ("import os\nos._exit(4)", r"cannot be loaded: its process died \(exit code 4\)"),
+        ("x = bytearray(2**40)\ndef reward(completions): ...", "raised MemoryError.*Raise reward.memory_mb"),
+    ],
+)
+async def test_a_file_that_cannot_be_loaded_is_an_input_error(tmp_path: Path, source: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        async with open_scorer(reward_config(tmp_path, source), name="reward-0"):
+            pass
+
+
+async def test_a_missing_column_is_a_failure(tmp_path: Path) -> None:
+    config = reward_config(tmp_path, "def reward(completions, answer): return [float(a == '4') for a in answer]")
+    async with open_scorer(config, name="reward-0") as scorer:
+        scores = await scorer.score([answer_of("x", level=1)])
+        with pytest.raises(CallFailed):
+            await scorer.sandboxes["r"].call({"arguments": {}})
+    assert outcome_of(scores[0]) == "r: needs the column 'answer', and the data set has level"
+    assert RewardFunction(path=tmp_path / "r.py").label == "r"

@@ -1,0 +1,259 @@
+"""The reward service as its own process, on a real Redis: rollouts in, scores out, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from gspo_proto.reward_pb2 import ResetRequest, ScoreRequest, StepRequest
+from gspo_proto.reward_pb2_grpc import RewardStub
+from gspo_proto.rollout_pb2 import Event, Finished, Scored
+from services.common.events import Events
+from services.common.keys import Keys
+from services.common.members import Member, wait_for_member
+from services.common.streams import append
+from tests.reward_case import answer_of, outcome_of
+from tests.service_process import log_events, make_run, service_process, wait_exit
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+
+SOURCE = """
+import time
+
+def score(text):
+    if text == "bad":
+        raise ValueError("no number")
+    if text.startswith("slow"):
+        time.sleep(float(text[4:]))
+        return 1.0
+    return float(text)
+
+def reward(prompts, completions, **columns):
+    return [score(text) for text in completions]
+"""
+
+
+@contextmanager
+def reward_service(folder: Path, redis_url: str, source: str = SOURCE, **sections: Any) -> Iterator[Any]:
+    file = folder / "r.py"
+    file.write_text(source)
+    reward = {"functions": [{"path": str(file)}], **sections.pop("reward", {})}
+    config = make_run(folder, folder / "model", reward=reward, **sections)
+    with service_process("reward", config, redis_url, log=folder / "log") as process:
+        yield process
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    """The first true value of an asynchronous condition."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := await condition():
+            return found
+        await asyncio.sleep(0.02)
+    raise TimeoutError(f"not within {timeout_s} s")
+
+
+async def scored(redis: Redis, stream: str, count: int) -> dict[tuple[int, int], float | str]:
+    """The outcome of each rollout once there are `count` entries."""
+
+    async def all_there() -> Any:
+        entries: Any = await redis.xrange(stream)
+        return entries if len(entries) >= count else None
+
+    found = [Scored.FromString(fields[b"d"]).rollout for _, fields in await until(all_there)]
+    assert len(found) == count
+    return {(one.rollout.group, one.rollout.number): outcome_of(one.score) for one in found}
+
+
+async def ready(redis: Redis, keys: Keys) -> Member:
+    return await wait_for_member(redis, keys, "reward", 30)
+
+
+async def test_rollouts_in_scores_out(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
+    with reward_service(tmp_path, redis_url) as process:
+        await append(
+            redis, keys.rollouts, [answer_of(t, number=n).SerializeToString() for n, t in enumerate(("1", "bad", "3"))]
+        )
+        await append(redis, keys.eval_rollouts, [answer_of("5", group=9).SerializeToString()])
+        scores = await scored(redis, keys.scored, 3)
+        assert (scores[0, 0], scores[0, 2]) == (1.0, 3.0)
+        assert scores[0, 1] == "r: raised ValueError: no number (r.py line 6)"
+        assert await scored(redis, keys.eval_scored, 1) == {(9, 0): 5.0}
+        assert await redis.xlen(keys.rollouts) == await redis.xlen(keys.eval_rollouts) == 0
+        member = await ready(redis, keys)
+        await _look_at_rest(f"http://{member.http}")
+        process.send_signal(signal.SIGTERM)
+        assert wait_exit(process, 20) == 0
+
+
+async def _look_at_rest(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+        assert (await client.get("/healthz")).status_code == 200
+        assert (await client.get("/readyz")).json() == {"ready": True, "problems": {}}
+        (shown,) = (await client.get("/v1/rewards")).json()["rewards"]
+        assert (shown["name"], shown["kind"], shown["convention"], shown["entry"]) == ("r", "function", "trl", "reward")
+        assert (len(shown["version"]), shown["calls"] >= 3, shown["errors"]) == (64, True, {"raised": 2})
+        assert (await client.get("/v1/rewards/r")).json()["source"].endswith("r.py")
+        missing = await client.get("/v1/rewards/rr")
+        assert (missing.status_code, missing.json()["detail"]) == (
+            404,
+            "there is no reward function 'rr'. Did you mean 'r'?",
+        )
+        figures = (await client.get("/metrics/")).text
+    assert 'gspo_rollouts_scored_total{result="failed"} 1.0' in figures
+    assert 'gspo_rollouts_scored_total{result="scored"} 3.0' in figures
+    assert 'gspo_reward_calls_total{function="r",result="raised"} 2.0' in figures
+    assert 'gspo_activity_seconds_total{kind="waiting",service="reward",what="rollouts"}' in figures
+
+
+async def test_grpc_scores_as_the_stream_does(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
+    with reward_service(tmp_path, redis_url):
+        member = await ready(redis, keys)
+        async with grpc.aio.insecure_channel(member.grpc) as channel:
+            stub = RewardStub(channel)
+            reply = await stub.Score(ScoreRequest(rollouts=[answer_of("2"), answer_of("bad")]), timeout=20)
+            assert [outcome_of(score) for score in reply.scores] == [
+                2.0,
+                "r: raised ValueError: no number (r.py line 6)",
+            ]
+            for call in (
+                stub.ResetEnvironment(ResetRequest(), timeout=5),
+                stub.StepEnvironment(StepRequest(), timeout=5),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await call
+                assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+                assert "environments are not served" in str(error.value.details())
+
+
+async def test_a_token_guards_both_doors(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    with reward_service(tmp_path, redis_url, services={"token_file": str(tmp_path / "token")}):
+        member = await ready(redis, keys)
+        async with httpx.AsyncClient(base_url=f"http://{member.http}", timeout=10) as client:
+            assert (await client.get("/v1/rewards")).status_code == 401
+            assert (await client.get("/readyz")).status_code == 200
+            given = {"Authorization": "Bearer secret"}
+            assert (await client.get("/v1/rewards", headers=given)).status_code == 200
+        async with grpc.aio.insecure_channel(member.grpc) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="token is missing or wrong"):
+                await RewardStub(channel).Score(ScoreRequest(), timeout=5)
+
+
+async def test_the_lease_is_kept_during_a_slow_function(
+    redis: Redis, redis_url: str, keys: Keys, tmp_path: Path
+) -> None:
+    with reward_service(tmp_path, redis_url, services={"lease_s": 0.6}):
+        await append(redis, keys.rollouts, [answer_of("slow2.5").SerializeToString()])
+
+        async def held() -> Any:
+            return await redis.xpending_range(keys.rollouts, "reward", "-", "+", 1)
+
+        (first,) = await until(held)
+        idle = []
+        while pending := await held():
+            idle.append(pending[0]["time_since_delivered"])
+            assert (pending[0]["times_delivered"], pending[0]["consumer"]) == (1, first["consumer"])
+            await asyncio.sleep(0.05)
+        assert len(idle) > 10
+        assert max(idle) < 600
+        assert await scored(redis, keys.scored, 1) == {(0, 0): 1.0}
+
+
+async def test_another_scorer_takes_over_what_a_killed_one_held(
+    redis: Redis, redis_url: str, keys: Keys, tmp_path: Path
+) -> None:
+    with reward_service(tmp_path, redis_url, services={"lease_s": 0.6}) as process:
+        await append(redis, keys.rollouts, [answer_of("slow1").SerializeToString()])
+
+        async def held() -> Any:
+            return await redis.xpending_range(keys.rollouts, "reward", "-", "+", 1)
+
+        await until(held)
+        process.kill()
+        process.wait()
+    with reward_service(tmp_path, redis_url, services={"lease_s": 0.6}):
+        assert await scored(redis, keys.scored, 1) == {(0, 0): 1.0}
+
+
+async def test_sigterm_finishes_what_is_in_hand(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
+    with reward_service(tmp_path, redis_url) as process:
+        await ready(redis, keys)
+        await append(redis, keys.rollouts, [answer_of("slow1").SerializeToString()])
+
+        async def held() -> Any:
+            return await redis.xpending_range(keys.rollouts, "reward", "-", "+", 1)
+
+        await until(held)
+        process.send_signal(signal.SIGTERM)
+        assert wait_exit(process, 20) == 0
+        assert await scored(redis, keys.scored, 1) == {(0, 0): 1.0}
+
+
+async def test_it_ends_by_itself_when_the_run_is_finished(
+    redis: Redis, redis_url: str, keys: Keys, tmp_path: Path
+) -> None:
+    events = Events(redis, keys, "test")
+    await events.send(Event(finished=Finished(reason="an earlier life")))
+    with reward_service(tmp_path, redis_url) as process:
+        await ready(redis, keys)
+        await append(redis, keys.rollouts, [answer_of("1").SerializeToString()])
+        await scored(redis, keys.scored, 1)
+        assert process.poll() is None
+        await events.send(Event(finished=Finished(reason="done")))
+        assert wait_exit(process, 20) == 0
+
+
+async def test_an_entry_that_is_no_rollout_is_set_aside(
+    redis: Redis, redis_url: str, keys: Keys, tmp_path: Path
+) -> None:
+    other = answer_of("1")
+    other.schema = 99
+    with reward_service(tmp_path, redis_url):
+        await append(redis, keys.rollouts, [b"\xff\xff", other.SerializeToString(), answer_of("1").SerializeToString()])
+        assert await scored(redis, keys.scored, 1) == {(0, 0): 1.0}
+        assert [fields[b"d"] for _, fields in await redis.xrange(keys.dead)] == [b"\xff\xff", other.SerializeToString()]
+        assert await redis.xlen(keys.rollouts) == 0
+
+
+async def test_a_file_that_cannot_be_loaded_ends_the_service_with_two(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    with reward_service(tmp_path, redis_url, source="def score(x): ...") as process:
+        assert wait_exit(process, 30) == 2
+    assert "holds no reward function" in log_events(tmp_path / "log")[-1]["reason"]
+
+
+async def test_it_needs_no_torch_and_no_engine(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
+    blocked = ("torch", "vllm", "deepspeed", "transformers")
+    file = tmp_path / "r.py"
+    file.write_text(SOURCE)
+    config = make_run(tmp_path, tmp_path / "model", reward={"functions": [{"path": str(file)}]})
+    program = (
+        "import runpy, sys\n"
+        f"for name in {blocked!r}: sys.modules[name] = None\n"
+        "sys.argv[0] = 'services.reward'\n"
+        "runpy.run_module('services.reward', run_name='__main__', alter_sys=False)\n"
+    )
+    command = [sys.executable, "-c", program, "--run-dir", str(config.run_dir), "--redis-url", redis_url]
+    with (tmp_path / "log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+    await append(redis, keys.rollouts, [answer_of("1").SerializeToString()])
+    try:
+        assert await scored(redis, keys.scored, 1) == {(0, 0): 1.0}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    assert [json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines()][-1] == "service_ended"
