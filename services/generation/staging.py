@@ -135,7 +135,7 @@ class StagedWeights:
 
     def write(self, name: str, data: bytes | memoryview, start: int = 0) -> None:
         """Put raw little-endian elements at flat position `start` of a tensor (a large one comes in pieces)."""
-        values = np.frombuffer(data, self._target(name).dtype)
+        values = self._values(name, data)
         if start < 0 or start + len(values) > self.places[name].num_elements:
             raise StagingError(
                 f"weights: {name} has {self.places[name].num_elements} elements; {len(values)} from {start} on "
@@ -145,7 +145,7 @@ class StagedWeights:
 
     def patch(self, name: str, indices: NDArray[np.unsignedinteger[Any]], data: bytes | memoryview) -> None:
         """Put raw little-endian elements at the given flat positions of a tensor (unsigned integers)."""
-        values = np.frombuffer(data, self._target(name).dtype)
+        values = self._values(name, data)
         if len(values) != len(indices):
             raise StagingError(f"weights: {name}: {len(indices)} positions but {len(values)} values")
         if len(indices) and int(indices.max()) >= self.places[name].num_elements:
@@ -170,6 +170,12 @@ class StagedWeights:
     def close(self) -> None:
         self.current.close()
         self.next.close()
+
+    def _values(self, name: str, data: bytes | memoryview) -> NDArray[np.unsignedinteger[Any]]:
+        dtype = self._target(name).dtype
+        if len(data) % dtype.itemsize:
+            raise StagingError(f"weights: {name}: {len(data)} bytes are not whole elements of {dtype.itemsize} bytes")
+        return np.frombuffer(data, dtype)
 
     def _target(self, name: str) -> NDArray[np.unsignedinteger[Any]]:
         if name not in self.places:

@@ -1,0 +1,85 @@
+"""Staging in shared memory: full, in pieces, by changed elements; and what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.generation.staging import StagedWeights, StagingError
+from tests.tiny_model import make_tiny_model
+
+
+@pytest.fixture
+def staged() -> StagedWeights:
+    staged = StagedWeights({"a": (2, 3), "b": (4,)}, "bfloat16")
+    staged.begin_full()
+    staged.write("a", np.arange(6, dtype=np.uint16).tobytes())
+    staged.write("b", np.arange(4, dtype=np.uint16).tobytes())
+    staged.promote()
+    return staged
+
+
+def test_a_push_changes_nothing_until_it_is_promoted(staged: StagedWeights) -> None:
+    before = staged.digest()
+    staged.begin_delta()
+    assert staged.next_digest() == before
+    staged.patch("a", np.array([4, 0], np.uint32), np.array([40, 10], np.uint16).tobytes())
+    assert staged.current.bits("a").tolist() == [0, 1, 2, 3, 4, 5]
+    assert staged.next.bits("a").tolist() == [10, 1, 2, 3, 40, 5]
+    assert staged.digest() == before != staged.next_digest()
+    staged.promote()
+    assert staged.current.bits("a").tolist() == [10, 1, 2, 3, 40, 5]
+
+
+def test_a_full_push_that_leaves_a_tensor_out_has_another_digest(staged: StagedWeights) -> None:
+    staged.begin_full()
+    staged.write("a", np.arange(6, dtype=np.uint16).tobytes())
+    assert staged.next_digest() != staged.digest()
+    staged.write("b", np.array([0, 1], np.uint16).tobytes())
+    staged.write("b", np.array([2, 3], np.uint16).tobytes(), start=2)
+    assert staged.next_digest() == staged.digest()
+
+
+def test_what_does_not_fit_is_refused(staged: StagedWeights) -> None:
+    staged.begin_delta()
+    with pytest.raises(StagingError, match="no tensor 'c'"):
+        staged.write("c", b"\0\0")
+    with pytest.raises(StagingError, match="b has 4 elements; 2 from 3"):
+        staged.write("b", b"\0\0\0\0", start=3)
+    with pytest.raises(StagingError, match="position 4"):
+        staged.patch("b", np.array([4], np.uint32), b"\0\0")
+    with pytest.raises(StagingError, match="2 positions but 1 values"):
+        staged.patch("b", np.array([1, 2], np.uint32), b"\0\0")
+    with pytest.raises(StagingError, match="whole elements"):
+        staged.write("b", b"\0\0\0")
+    assert staged.next_digest() == staged.digest()
+
+
+def test_another_process_reads_the_copy_by_its_path(staged: StagedWeights) -> None:
+    info = staged.current.update_info()
+    offset = next(place["offset"] for place in info["tensors"] if place["name"] == "b")
+    assert Path(info["path"]).read_bytes()[offset : offset + 8] == np.arange(4, dtype=np.uint16).tobytes()
+
+
+def test_a_folder_is_cast_as_torch_casts_it_and_a_tied_head_is_left_out(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, hidden_size=32, layers=1)
+    whole, half = (StagedWeights.from_folder(folder, dtype) for dtype in ("float32", "bfloat16"))
+    assert "lm_head.weight" not in whole.places
+    name = "model.layers.0.mlp.up_proj.weight"
+    expected = torch.from_numpy(whole.current.bits(name).view(np.float32)).bfloat16().view(torch.int16)
+    assert half.current.bits(name).view(np.int16).tolist() == expected.tolist()
+    assert whole.digest() != half.digest()
+
+
+def test_an_untied_head_is_part_of_the_policy(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, hidden_size=32, layers=1, tie_word_embeddings=False)
+    assert "lm_head.weight" in StagedWeights.from_folder(folder, "float32").places
+
+
+def test_a_folder_without_safetensors_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        StagedWeights.from_folder(tmp_path, "float32")
