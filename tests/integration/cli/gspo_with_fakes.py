@@ -1,34 +1,37 @@
-"""`gspo`, with the four services replaced by fake_service.py; everything else is the real command line."""
+"""`gspo`, with the services replaced by fake_service.py; everything else is the real command line.
+
+`FAKE_SERVICES` names those that take part.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from services.cli import checks, lineup, session
+from services.cli import checks, lineup, run, session
 from services.cli.__main__ import main
 from services.cli.processes import Program
 
 FAKE = str(Path(__file__).parent / "fake_service.py")
 
 
-def fake_command(command: tuple[str, ...]) -> tuple[str, ...]:
-    """`python -m services.X ...` becomes `python fake_service.py X ...`."""
-    service = command[2].removeprefix("services.")
-    return (command[0], FAKE, service, *command[3:])
-
-
 def fake_programs(job: lineup.Job, redis_url: str) -> list[Program]:
-    """The real lineup with other programs."""
-    real = lineup.service_programs(job, redis_url)
-    return [replace(program, command=fake_command(program.command)) for program in real]
+    """The real lineup with `python -m services.X ...` become `python fake_service.py X ...`."""
+    return [
+        replace(program, command=(program.command[0], FAKE, program.name[:-2], *program.command[3:]))
+        for program in lineup.service_programs(job, redis_url)
+    ]
 
 
 def fake_check(service: str, config_file: Path) -> tuple[str, ...]:
     """The check of a fake service."""
+    if "refuse-check" not in os.environ.get("FAKE", ""):
+        return ("true",)
     return (sys.executable, FAKE, service, "--check", str(config_file))
 
 
@@ -39,6 +42,7 @@ def fake_report(run_dir: Path, **_facts: Any) -> dict[str, Any]:
 
 session.service_programs = fake_programs
 checks.check_command = fake_check
+run.Job = functools.partial(lineup.Job, services=tuple(os.environ["FAKE_SERVICES"].split()))  # type: ignore[misc]
 report = ModuleType("services.cli.report")
 report.write_report = fake_report  # type: ignore[attr-defined]
 sys.modules[report.__name__] = report

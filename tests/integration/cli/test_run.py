@@ -1,0 +1,224 @@
+"""`gspo run` as a process, with a real Redis and services in small: how it ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+PATIENCE_S = 120.0
+
+
+class Gspo:
+    """Starts the command line in a folder of its own, and ends what a failed test leaves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run_dir = folder, folder / "runs" / "small"
+        self._started: list[subprocess.Popen[str]] = []
+        self.configure()
+
+    def configure(self, **sections: dict[str, object]) -> None:
+        """Write the configuration, with these keys on top."""
+        given: dict[str, dict[str, object]] = {"run": {"total_steps": 3}, "learner": {}, "services": {}}
+        for section, keys in sections.items():
+            given[section] |= keys
+        fixed = {"name": "small", "model": {"path": "."}, "data": {"prompts": "p.jsonl"}}
+        reward = {"reward": {"functions": [{"path": "r.py"}]}}
+        (self.folder / "config.yaml").write_text(yaml.safe_dump({**fixed, **reward, **given}))
+
+    def start(self, *words: str, fake: str, services: str = "coordinator learner") -> subprocess.Popen[str]:
+        """Start `gspo run WORDS` in a session of its own."""
+        path = os.pathsep.join([str(ROOT), str(ROOT / "proto")])
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "gspo_with_fakes.py"), "run", *words],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": path, "FAKE": fake, "FAKE_SERVICES": services, "COLUMNS": "200"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, *words: str, fake: str, services: str = "coordinator learner") -> tuple[int, str]:
+        """Run to the end; exit code and output."""
+        process = self.start(*(words or ("config.yaml",)), fake=fake, services=services)
+        output, _ = process.communicate(timeout=PATIENCE_S)
+        return process.returncode, output
+
+    def left(self) -> list[psutil.Process]:
+        """Living processes that were started for this folder."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def starts(self, name: str) -> list[str]:
+        """The command line of every start of a service."""
+        path = self.run_dir / f"{name}.starts"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def close(self) -> None:
+        """End what is left."""
+        for process in self._started:
+            process.kill()
+            process.communicate()
+        for left in self.left():
+            left.kill()
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            return process.cwd() == str(self.folder)
+        except psutil.Error:
+            return False
+
+
+@pytest.fixture
+def gspo(tmp_path: Path) -> Iterator[Gspo]:
+    """The command line in a fresh folder."""
+    command_line = Gspo(tmp_path.resolve())
+    yield command_line
+    command_line.close()
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting for {what}"
+        time.sleep(0.05)
+
+
+def test_a_run_goes_to_its_end_and_leaves_no_process(gspo: Gspo) -> None:
+    code, output = gspo.run(fake="learner:steps=3 learner:child", services="coordinator generation reward learner")
+    assert code == 0, output
+    assert "step 3/3  reward 0.300" in output
+    assert re.search(r"held-out accuracy +0\.250 -> 0\.750", output)
+    assert gspo.left() == [], "a grandchild in a session of its own must go too"
+    assert yaml.safe_load((gspo.run_dir / "config.yaml").read_text())["staleness"]["max_lag"] == 1
+    assert {path.name for path in (gspo.run_dir / "services").glob("*.log")} == {
+        "redis.log",
+        "coordinator-0.log",
+        "generation-0.log",
+        "reward-0.log",
+        "learner-0.log",
+    }
+
+
+def test_what_dies_is_started_again_with_resume(gspo: Gspo) -> None:
+    code, output = gspo.run(fake="learner:steps=3 learner:die-once")
+    assert code == 0, output
+    assert "learner-0 died (killed by SIGSEGV): Segmentation fault. Starting it again in 0.5 s (1 of 5)" in output
+    assert ["--resume" in start for start in gspo.starts("learner-0")] == [False, True]
+
+
+def test_a_service_that_dies_too_often_ends_the_run_with_its_last_words(gspo: Gspo) -> None:
+    gspo.configure(services={"max_restarts": 1})
+    code, output = gspo.run(fake="learner:die")
+    assert code == 1, output
+    assert "error: learner-0 died 2 times (exit code 1; services.max_restarts is 1)" in output
+    assert "Its last words: learner was told to die" in output
+    assert len(gspo.starts("learner-0")) == 2
+    assert gspo.left() == []
+
+
+def test_a_service_that_refuses_its_input_is_not_started_again(gspo: Gspo) -> None:
+    code, output = gspo.run(fake="learner:refuse")
+    assert code == 2, output
+    assert "error: learner.deepspeed: is refused. Leave it out" in output
+    assert len(gspo.starts("learner-0")) == 1
+    assert gspo.left() == []
+
+
+def test_a_check_that_refuses_starts_nothing(gspo: Gspo) -> None:
+    code, output = gspo.run(fake="reward:refuse-check")
+    assert (code, "error: model.path: is not a model. Give one" in output) == (2, True), output
+    assert not (gspo.run_dir / "config.yaml").exists()
+    assert gspo.starts("coordinator-0") == []
+
+
+def test_a_failed_run_exits_with_1_and_its_reason(gspo: Gspo) -> None:
+    code, output = gspo.run(fake="learner:steps=1 learner:fail")
+    assert (code, "failed: every reward failed" in output) == (1, True), output
+
+
+def test_a_service_that_never_gets_ready_ends_the_start(gspo: Gspo) -> None:
+    gspo.configure(run={"start_timeout_s": 8})
+    code, output = gspo.run(fake="coordinator:never-ready")
+    assert code == 1, output
+    assert "not ready after 8 s (run.start_timeout_s): coordinator-0: the service is starting" in output
+    assert gspo.left() == []
+
+
+def test_kill_9_of_the_command_line_leaves_no_process(gspo: Gspo) -> None:
+    process = gspo.start("config.yaml", fake="learner:child learner:hang")
+    until((gspo.run_dir / "grandchild").exists, "the grandchild")
+    assert len(gspo.left()) >= 5, "command line, guard, redis, coordinator, learner, grandchild"
+    process.kill()
+    until(lambda: not gspo.left(), "every process to go")
+
+
+def test_ctrl_c_stops_says_how_to_resume_and_resumes(gspo: Gspo) -> None:
+    process = gspo.start("config.yaml", "--plain", fake="")
+    assert process.stdout is not None
+    until(lambda: "all services are ready" in process.stdout.readline(), "the services")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, output
+    assert f"gspo run --resume {gspo.run_dir}" in output
+    assert gspo.left() == []
+
+    code, output = gspo.run(fake="")
+    assert (code, f"{gspo.run_dir}: already holds this run" in output) == (2, True), output
+    gspo.configure(learner={"dtype": "bfloat16"})
+    code, output = gspo.run("config.yaml", "--resume", fake="")
+    assert (code, "learner.dtype" in output, "cannot change on resume" in output) == (2, True, True), output
+
+    gspo.configure(learner={"learning_rate": 1e-4, "dtype": "float32"})
+    code, output = gspo.run("config.yaml", "--resume", fake="learner:steps=2")
+    assert code == 0, output
+    assert "changed on resume: learner.learning_rate: 1e-06 -> 0.0001" in output
+    assert yaml.safe_load((gspo.run_dir / "config.yaml").read_text())["learner"]["learning_rate"] == 1e-4
+    assert "--resume" in gspo.starts("learner-0")[-1]
+
+
+def test_a_drain_that_takes_too_long_is_given_up(gspo: Gspo) -> None:
+    gspo.configure(run={"drain_timeout_s": 1})
+    process = gspo.start("config.yaml", "--plain", fake="coordinator:deaf")
+    assert process.stdout is not None
+    until(lambda: "all services are ready" in process.stdout.readline(), "the services")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, "longer than run.drain_timeout_s (1 s)" in output) == (130, True), output
+    assert gspo.left() == []
+
+
+def test_a_second_ctrl_c_ends_everything_at_once(gspo: Gspo) -> None:
+    process = gspo.start("config.yaml", "--plain", fake="coordinator:deaf learner:hang learner:child")
+    assert process.stdout is not None
+    until(lambda: "all services are ready" in process.stdout.readline(), "the services")
+    process.send_signal(signal.SIGINT)
+    until(lambda: "stopping: up to 60 s" in process.stdout.readline(), "the first answer")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)  # far below the drain's 60 s, and the 15 s that SIGTERM would be given
+    assert process.returncode == 130
+    assert gspo.left() == []
+
+
+def test_two_command_lines_do_not_share_a_run_directory(gspo: Gspo) -> None:
+    process = gspo.start("config.yaml", "--plain", fake="")
+    assert process.stdout is not None
+    until(lambda: "all services are ready" in process.stdout.readline(), "the services")
+    code, output = gspo.run("--resume", str(gspo.run_dir), fake="")
+    assert (code, f"is in use by another gspo (process {process.pid})" in output) == (2, True), output
