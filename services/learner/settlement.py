@@ -72,7 +72,8 @@ class Settlements:
     def counts(self) -> dict[str, int]:
         """Groups by settlement, all five named."""
         counts = {settlement.value: 0 for settlement in Settlement}
-        for settlement in self._ended.values():
+        # A copy: the door counts while the loop's thread adds.
+        for settlement in list(self._ended.values()):
             counts[settlement.value] += 1
         return counts
 
