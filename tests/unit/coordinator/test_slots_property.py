@@ -16,7 +16,7 @@ SETTLEMENTS = ("filtered", "stale", "failed")
 
 
 class Run(RuleBasedStateMachine):
-    """A learner that trains and settles what is open, a coordinator that hears of it late, twice, or after a restart."""
+    """A learner that trains and settles what is open, a coordinator that hears late, twice, or after a restart."""
 
     def __init__(self) -> None:
         super().__init__()

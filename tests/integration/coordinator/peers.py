@@ -1,0 +1,159 @@
+"""The other services as the coordinator sees them: a learner behind its real gRPC contract, a generator with a scorer.
+
+They generate and train nothing: a test says what happened. Everything goes through the real streams and calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable
+
+import grpc
+from redis.asyncio import Redis
+
+from gspo_proto.learner_pb2 import GroupRange, ProgressReply, ProgressRequest
+from gspo_proto.learner_pb2_grpc import LearnerServicer, add_LearnerServicer_to_server
+from gspo_proto.rollout_pb2 import (
+    OUTCOME_EOS,
+    SETTLEMENT_FILTERED,
+    Event,
+    GroupsSettled,
+    GroupTask,
+    Rollout,
+    Score,
+    Scored,
+    ScoredRollout,
+    SettledGroup,
+    StepDone,
+    TrainingDone,
+    VersionLive,
+)
+from services.common.activity import Activity
+from services.common.events import Events
+from services.common.keys import Keys, rollout_id
+from services.common.members import Member, Registration
+from services.common.rpc import GrpcServer
+from services.common.streams import Inbox, new_consumer
+
+
+class _Face(LearnerServicer):
+    def __init__(self, peer: LearnerPeer) -> None:
+        self._peer = peer
+
+    async def Progress(
+        self, request: ProgressRequest, context: grpc.aio.ServicerContext[ProgressRequest, ProgressReply]
+    ) -> ProgressReply:
+        return self._peer.progress
+
+
+class LearnerPeer:
+    """Says what a learner says; `progress` is its own account."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self.redis, self.keys = redis, keys
+        self.progress = ProgressReply(run=keys.run, epoch=1, version=0, live_version=0)
+        self.events = Events(redis, keys, "learner-0")
+        self._server = GrpcServer(
+            lambda server: add_LearnerServicer_to_server(_Face(self), server),
+            ("gspo.Learner",),
+            host="127.0.0.1",
+            port=0,
+            token="",
+        )
+        self._beats: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._server.start()
+        member = Member("learner", "learner-0", grpc=self._server.address)
+        registration = Registration(self.redis, self.keys, member, Activity("learner"), dict)
+        self._beats = asyncio.create_task(registration.run())
+
+    async def stop(self) -> None:
+        assert self._beats is not None
+        self._beats.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._beats
+        await self._server.stop(0)
+
+    async def trained(self, groups: Iterable[int], *, silent: bool = False) -> int:
+        """A step: its groups are settled, then StepDone, unless it dies in between."""
+        groups = list(groups)
+        self._settle(groups, "trained")
+        self.progress.step = self.progress.version = self.progress.version + 1
+        if not silent:
+            done = StepDone(step=self.progress.step, version=self.progress.version, groups=groups)
+            await self.send(Event(step_done=done))
+        return int(self.progress.version)
+
+    async def filtered(self, *groups: int) -> None:
+        """Groups ended without being trained."""
+        self._settle(groups, "filtered")
+        settled = [SettledGroup(group=group, settlement=SETTLEMENT_FILTERED, reason="test") for group in groups]
+        await self.send(Event(groups_settled=GroupsSettled(groups=settled)))
+
+    async def live(self, version: int) -> None:
+        """A generator has the version."""
+        self.progress.live_version = version
+        await self.send(Event(version_live=VersionLive(version=version)))
+
+    async def training_done(self, reason: str) -> None:
+        self.progress.done, self.progress.done_reason = True, reason
+        await self.send(Event(training_done=TrainingDone(version=self.progress.version, reason=reason)))
+
+    async def send(self, event: Event) -> None:
+        event.epoch = self.progress.epoch
+        await self.events.send(event)
+
+    def _settle(self, groups: Iterable[int], name: str) -> None:
+        for group in groups:
+            self.progress.settled.append(GroupRange(first=group, last=group))
+            self.progress.counts[name] += 1
+
+
+class GeneratorPeer:
+    """Registers as a generator, takes tasks, and answers evaluation tasks with given rewards."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self.redis, self.keys = redis, keys
+        self._tasks = Inbox(redis, keys, keys.prompts, consumer=new_consumer("generation"), lease_s=30.0)
+        self._eval_tasks = Inbox(redis, keys, keys.eval_prompts, consumer=new_consumer("generation"), lease_s=30.0)
+
+    async def register(self) -> None:
+        member = Member("generation", "generation-0")
+        await Registration(self.redis, self.keys, member, Activity("generation"), dict).beat()
+
+    async def take(self, count: int = 64, block_s: float = 0.05) -> list[GroupTask]:
+        """Tasks taken and finished at once: their rollouts are of no interest."""
+        found = []
+        for delivery in await self._tasks.take(count, block_s):
+            found.append(GroupTask.FromString(delivery.payload))
+            await self._tasks.finish(delivery)
+        return found
+
+    async def answer(self, rewards: dict[int, list[float]], count: int = 64) -> list[GroupTask]:
+        """Take evaluation tasks and write scored answers; `rewards` by kind: sampled (0), greedy (1)."""
+        found = []
+        for delivery in await self._eval_tasks.take(count, 0.05):
+            task = GroupTask.FromString(delivery.payload)
+            found.append(task)
+            for number in range(task.num_rollouts):
+                scored = _scored(task, number, rewards[task.group % 2][number])
+                mark = f"{task.evaluation}:{rollout_id(task.group, number)}"
+                await self._eval_tasks.put(delivery, self.keys.eval_scored, scored, mark=mark)
+            await self._eval_tasks.finish(delivery)
+        return found
+
+
+def _scored(task: GroupTask, number: int, reward: float) -> bytes:
+    rollout = Rollout(
+        group=task.group,
+        number=number,
+        mask=b"\x01\x01",
+        outcome=OUTCOME_EOS,
+        evaluation=task.evaluation,
+        finished_unix_s=time.time(),
+    )
+    scored = ScoredRollout(rollout=rollout, score=Score(reward=reward))
+    return Scored(schema=1, rollout=scored).SerializeToString()

@@ -1,0 +1,214 @@
+"""The coordinator as a process against a real Redis and the learner's contract: issue, slots, deadlines, recovery."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_proto.rollout_pb2 import GroupTask, Scored
+from services.common.keys import Keys, rollout_id
+from services.common.streams import FIELD
+from tests.integration.coordinator.conftest import Coordinator, Until
+from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+Configure = Callable[..., Path]
+NUM_SLOTS = 4
+
+
+async def tasks(redis: Redis, keys: Keys) -> list[GroupTask]:
+    """Everything in the prompts stream."""
+    entries: Any = await redis.xrange(keys.prompts)
+    return [GroupTask.FromString(fields[FIELD]) for _, fields in entries]
+
+
+async def groups(redis: Redis, keys: Keys) -> list[int]:
+    return [task.group for task in await tasks(redis, keys)]
+
+
+async def open_groups(redis: Redis, keys: Keys) -> dict[int, dict[str, Any]]:
+    found: Any = await redis.hgetall(keys.open)
+    return {int(group): json.loads(text) for group, text in sorted(found.items())}
+
+
+async def test_as_many_groups_as_slots_and_no_more(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+) -> None:
+    coordinator.start(configure(data={"shuffle": False}))
+
+    async def all_issued() -> bool:
+        return len(await tasks(redis, keys)) >= NUM_SLOTS
+
+    await until(all_issued, "the first groups")
+    found = await tasks(redis, keys)
+    assert [task.group for task in found] == [0, 1, 2, 3]
+    first = found[0]
+    assert (first.schema, first.attempt, first.num_rollouts, first.min_version, first.evaluation) == (1, 1, 2, 0, "")
+    assert (first.prompt.text, first.prompt.columns_json) == ("0+1=", '{"answer": 1}')
+    assert (first.sampling.temperature, first.sampling.max_tokens) == (1.0, 8)
+    assert [(use.name, use.weight) for use in first.rewards] == [("reward", 1.0)]
+    assert first.deadline_unix_s == first.issued_unix_s + 600
+    opened = await open_groups(redis, keys)
+    assert list(opened) == [0, 1, 2, 3]
+    assert opened[0] == {
+        "attempt": 1,
+        "issued_unix_s": first.issued_unix_s,
+        "deadline_unix_s": first.deadline_unix_s,
+        "min_version": 0,
+    }
+
+
+async def test_slots_follow_steps_and_versions(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+) -> None:
+    coordinator.start(configure())
+    generator = GeneratorPeer(redis, keys)
+    seen: list[GroupTask] = []
+
+    async def seen_at_least(count: int) -> None:
+        async def enough() -> bool:
+            seen.extend(await generator.take())
+            return len(seen) >= count
+
+        await until(enough, f"{count} groups")
+
+    await seen_at_least(4)
+    await redis.hset(keys.partial, rollout_id(1, 1), "done")
+    await learner.trained([0, 1])
+
+    async def two_open() -> bool:
+        return list(await open_groups(redis, keys)) == [2, 3]
+
+    await until(two_open, "the trained groups to leave the open hash")
+    assert not await redis.hexists(keys.partial, rollout_id(1, 1))
+    assert await generator.take(block_s=0.5) == []  # version 1 is not live yet
+    await learner.live(1)
+    await seen_at_least(6)
+    assert [(task.group, task.min_version) for task in seen[4:]] == [(4, 1), (5, 1)]
+    await learner.filtered(4)
+    await seen_at_least(7)
+    assert [task.group for task in seen] == [0, 1, 2, 3, 4, 5, 6]
+    assert list(await open_groups(redis, keys)) == [2, 3, 5, 6]
+    assert await redis.xlen(keys.prompts) == 0
+
+
+async def test_an_expired_group_is_issued_again_and_then_given_up(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+) -> None:
+    coordinator.start(configure(staleness={"max_lag": 0, "group_deadline_s": 0.5, "max_attempts": 2}))
+
+    async def given_up() -> bool:
+        return await redis.xlen(keys.scored) >= 2
+
+    await until(given_up, "both groups to be given up")
+    assert sorted((task.group, task.attempt) for task in await tasks(redis, keys)) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    entries: Any = await redis.xrange(keys.scored)
+    failures = [Scored.FromString(fields[FIELD]).failure for _, fields in entries][:2]
+    assert [(failure.group, failure.attempt) for failure in failures] == [(0, 2), (1, 2)]
+    assert failures[0].reason == "not finished within 0.5 s in any of 2 attempts"
+    await learner.filtered(0, 1)
+
+    async def only_new() -> bool:
+        return set(await groups(redis, keys)) == {2, 3}
+
+    await until(only_new, "new groups, and the tasks of settled ones gone")
+
+
+async def test_a_killed_coordinator_misses_no_group_and_repeats_none(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+) -> None:
+    run_dir = configure()
+    coordinator.start(run_dir)
+
+    async def all_issued() -> bool:
+        return len(await tasks(redis, keys)) >= NUM_SLOTS
+
+    await until(all_issued, "the first groups")
+    coordinator.kill()
+    # While it is away: a step whose version goes live, a group filtered, and one lost with a part of Redis.
+    await learner.trained([0, 2])
+    await learner.live(1)
+    await learner.filtered(3)
+    await redis.hdel(keys.open, "1")
+    coordinator.start(run_dir)
+
+    async def refilled() -> bool:
+        return list(await open_groups(redis, keys)) == [1, 4, 5, 6]
+
+    await until(refilled, "the lost group and three new ones")
+    # Tasks of settled groups are gone; the lost one is there twice, once for each issue.
+    assert sorted(await groups(redis, keys)) == [1, 1, 4, 5, 6]
+
+
+async def test_a_wiped_redis_gets_its_open_groups_again(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+) -> None:
+    coordinator.start(configure())
+    generator = GeneratorPeer(redis, keys)
+
+    async def all_issued() -> bool:
+        return len(await open_groups(redis, keys)) == NUM_SLOTS
+
+    await until(all_issued, "the first groups")
+    assert len(await generator.take()) == NUM_SLOTS
+    await learner.trained([0, 1], silent=True)  # its event is lost
+    await redis.flushall()
+    learner.progress.live_version = 1
+
+    async def recovered() -> bool:
+        return set(await open_groups(redis, keys)) == {2, 3, 4, 5}
+
+    await until(recovered, "open groups without those that the learner has settled")
+    again = {task.group: task.attempt for task in await generator.take()}
+    assert {2: 1, 3: 1, 4: 1, 5: 1}.items() <= again.items()
+    await learner.filtered(2)
+
+    async def went_on() -> bool:
+        return set(await open_groups(redis, keys)) == {3, 4, 5, 6}
+
+    await until(went_on, "events to be heard after the wipe")
+
+
+async def test_a_step_whose_event_was_never_sent_is_found_in_the_learners_account(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+) -> None:
+    coordinator.start(configure())
+
+    async def all_issued() -> bool:
+        return len(await open_groups(redis, keys)) == NUM_SLOTS
+
+    await until(all_issued, "the first groups")
+    await learner.trained([0, 1], silent=True)
+    learner.progress.epoch = 2
+    await learner.live(1)
+
+    async def went_on() -> bool:
+        return list(await open_groups(redis, keys)) == [2, 3, 4, 5]
+
+    await until(went_on, "the lost step to be settled")
+
+
+async def test_events_of_a_learner_that_lost_the_run_are_passed_over(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+) -> None:
+    learner.progress.epoch = 5
+    coordinator.start(configure())
+
+    async def all_issued() -> bool:
+        return len(await open_groups(redis, keys)) == NUM_SLOTS
+
+    await until(all_issued, "the first groups")
+    old = LearnerPeer(redis, keys)
+    old.progress.epoch = 4
+    await old.filtered(0, 1, 2, 3)
+    await learner.filtered(2)
+
+    async def one_replaced() -> bool:
+        return list(await open_groups(redis, keys)) == [0, 1, 3, 4]
+
+    await until(one_replaced, "the newer learner's event alone to count")
