@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -96,6 +97,12 @@ def test_held_out_prompts_need_the_columns_too(tmp_path: Path) -> None:
         check(run_with(tmp_path, source, evaluation={"prompts": str(held_out)}))
 
 
+def test_a_column_that_the_first_row_leaves_out_is_there(tmp_path: Path) -> None:
+    data = rows(tmp_path / "d.jsonl", {"prompt": "2+2="}, {"prompt": "3+3="}, {"prompt": "4+4=", "hint": "8"})
+    source = "def reward(completions, hint): return [len(undefined) if h is not None else 1.0 for h in hint]"
+    check(run_with(tmp_path, source, data={"prompts": str(data)}))
+
+
 def test_messages_reach_the_function_as_messages(tmp_path: Path) -> None:
     data = rows(tmp_path / "d.jsonl", {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4"})
     source = (
@@ -106,7 +113,7 @@ def test_messages_reach_the_function_as_messages(tmp_path: Path) -> None:
     check(run_with(tmp_path, source, data={"prompts": str(data)}))
 
 
-@pytest.mark.parametrize("form", ["parquet", "csv", "json", "folder"])
+@pytest.mark.parametrize("form", ["parquet", "csv", "json", "folder", "saved"])
 def test_data_of_every_form_is_read(tmp_path: Path, form: str) -> None:
     table = pa.table({"prompt": ["2+2=", "3+3="], "answer": ["4", "6"]})
     path = tmp_path / f"d.{form}"
@@ -116,6 +123,8 @@ def test_data_of_every_form_is_read(tmp_path: Path, form: str) -> None:
         path.write_text("prompt,answer\n2+2=,4\n3+3=,6\n")
     elif form == "json":
         path.write_text(json.dumps(table.to_pylist()))
+    elif form == "saved":
+        datasets.DatasetDict({"train": datasets.Dataset(table)}).save_to_disk(str(path))
     else:
         path = tmp_path / "d"
         path.mkdir()
@@ -128,8 +137,8 @@ def test_data_of_every_form_is_read(tmp_path: Path, form: str) -> None:
     ("name", "text", "why"),
     [
         ("none.jsonl", None, "none.jsonl does not exist"),
-        ("d.txt", "2+2=", "is of no known form"),
-        ("d.jsonl", "", "cannot be read|has no rows"),
+        ("d.txt", "2+2=", "is none of .jsonl, .json, .csv, .parquet"),
+        ("d.jsonl", "", "has no rows"),
         ("d.jsonl", "{broken\n", "cannot be read"),
         ("d.jsonl", '{"question": "2+2="}\n', "has no column 'prompt'"),
     ],

@@ -211,6 +211,7 @@ async def test_it_ends_by_itself_when_the_run_is_finished(
         await ready(redis, keys)
         await append(redis, keys.rollouts, [answer_of("1").SerializeToString()])
         await scored(redis, keys.scored, 1)
+        await asyncio.sleep(1.5)  # a service that took the old one for its own would be gone by now
         assert process.poll() is None
         await events.send(Event(finished=Finished(reason="done")))
         assert wait_exit(process, 20) == 0
