@@ -37,11 +37,11 @@ OnUpdate: TypeAlias = Literal["recompute", "keep"]
 _GIB = 1 << 30
 
 # On a CPU vLLM's default is a worker process of its own, bound to all cores but one, and a scheduler process that
-# spins on the other while it waits. In one process a step costs a tenth less CPU, nothing spins, and the engine
-# starts in half the time. Named by its path: vLLM turns the short name "uni" back into "mp".
+# spins for its answers on the other. In one process there is no hop between the two, nothing to spin for, and one
+# import of everything less at start. Named by its path: vLLM turns the short name "uni" back into "mp".
 _IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-# Threads float over the cores and sleep at barriers: with a learner on the same two cores, bound or spinning threads
-# wait for one that is not running (measured: no step ended in 100 s).
+# Threads float over the cores and sleep at barriers: a learner shares the cores, and a bound or spinning thread
+# would wait for one that is not running.
 _CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive"}
 
 
