@@ -1,0 +1,142 @@
+"""The rollouts of a step as tensors, cut into micro-batches for the model.
+
+Not the loss, and not the model: it knows lengths, places and targets. Neighbours: rows.py is what it is made from,
+policy_model.py takes a micro-batch's inputs, objective.py takes the matrices.
+
+Letters: B rollouts that count, T positions after the prompt, S positions of the model's input, N counted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspo_core.packing import micro_batches, pad
+from services.learner.rows import Row
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Everything a step trains on. Rows that were skipped, or of which no token counts, are not in it.
+
+    Attributes:
+        sequences: Per rollout, the model's input: prompt and answer up to the token before the last one that counts.
+        prompt_length_B: Tokens of each prompt.
+        mask_BT: The tokens that count; behavior_BT and version_BT mean nothing elsewhere.
+        mini_batch_B: The optimizer step of each rollout.
+    """
+
+    rows: tuple[Row, ...]
+    sequences: tuple[Tensor, ...]
+    prompt_length_B: Tensor
+    token_BT: Tensor
+    behavior_BT: Tensor
+    version_BT: Tensor
+    mask_BT: Tensor
+    mini_batch_B: Tensor
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Row]) -> StepBatch:
+        """Rows in training order. ValueError: a prompt without a token, so that nothing predicts the first answer."""
+        kept = tuple(row for row in rows if row.skipped is None and row.mask.any())
+        for row in kept:
+            if not len(row.prompt_token_ids):
+                raise ValueError(f"rollout {row.group}-{row.number}: the prompt has no token")
+        return cls(
+            rows=kept,
+            sequences=tuple(_model_input(row) for row in kept),
+            prompt_length_B=torch.tensor([len(row.prompt_token_ids) for row in kept], dtype=torch.long),
+            token_BT=pad([row.token_ids for row in kept])[0],
+            behavior_BT=pad([row.logp for row in kept], dtype=torch.float32)[0],
+            version_BT=pad([row.version for row in kept], fill=-1)[0],
+            mask_BT=pad([row.mask for row in kept], dtype=torch.bool)[0],
+            mini_batch_B=torch.tensor([row.mini_batch for row in kept], dtype=torch.long),
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward sees: R of the step's rollouts, padded on the right, where causal attention never looks.
+
+    Attributes:
+        row_R: Their places in the step.
+        input_RS: Token ids.
+        state_N: For each counted token, the flat place in [R, S] of the state that predicts it.
+        target_N: The counted tokens.
+        mask_RT: Where they stand, in an answer's positions up to the longest here.
+    """
+
+    row_R: Tensor
+    input_RS: Tensor
+    state_N: Tensor
+    target_N: Tensor
+    mask_RT: Tensor
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Everything that the model and the loss touch on `device`; `row_R` stays where the step's matrices are."""
+        moved = (tensor.to(device) for tensor in (self.input_RS, self.state_N, self.target_N, self.mask_RT))
+        return MicroBatch(self.row_R, *moved)
+
+    @property
+    def width(self) -> int:
+        """T of this micro-batch."""
+        return self.mask_RT.shape[1]
+
+    def take(self, matrix_BT: Tensor) -> Tensor:
+        """This micro-batch's part [R, T] of a matrix of the whole step."""
+        return matrix_BT[self.row_R, : self.width].to(self.mask_RT.device)
+
+    def spread(self, values_N: Tensor) -> Tensor:
+        """Values of counted tokens at their places in [R, T], 0 elsewhere. Differentiable."""
+        return values_N.new_zeros(self.mask_RT.shape).masked_scatter(self.mask_RT, values_N)
+
+
+def rank_micro_batches(
+    batch: StepBatch, rows: Sequence[int], max_tokens: int, *, rank: int, num_ranks: int
+) -> list[MicroBatch]:
+    """Cut some rows of a step into this rank's micro-batches of at most max_tokens, padding included.
+
+    Rows go to the ranks in turn, the longest first, so that all have like work; every rank gets the same number of
+    micro-batches, as its collective calls demand, the last of them with nothing that counts where it has fewer.
+    """
+    ordered = sorted(rows, key=lambda row: -len(batch.sequences[row]))
+    cuts = []
+    for r in range(num_ranks):
+        own = ordered[r::num_ranks]
+        cut = micro_batches([len(batch.sequences[row]) for row in own], max_tokens)
+        cuts.append([[own[i] for i in part] for part in cut])
+    own_cut = [_micro_batch(batch, part) for part in cuts[rank]]
+    shortest = [_empty(_micro_batch(batch, ordered[-1:])) for _ in range(max(map(len, cuts)) - len(own_cut))]
+    return own_cut + shortest
+
+
+def _model_input(row: Row) -> Tensor:
+    """The last token that counts is predicted, and needs not be read; nor does anything behind it."""
+    last = int(row.mask.nonzero()[0][-1])
+    prompt, answer = torch.as_tensor(row.prompt_token_ids), torch.as_tensor(row.token_ids[:last])
+    return torch.cat([prompt.long(), answer.long()])
+
+
+def _micro_batch(batch: StepBatch, rows: Sequence[int]) -> MicroBatch:
+    row_R = torch.tensor(rows, dtype=torch.long)
+    sequences = [batch.sequences[row] for row in rows]
+    input_RS = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    mask_RT = _trimmed(batch.mask_BT[row_R])
+    r_N, t_N = mask_RT.nonzero(as_tuple=True)
+    state_N = r_N * input_RS.shape[1] + batch.prompt_length_B[row_R][r_N] + t_N - 1
+    return MicroBatch(row_R, input_RS, state_N, batch.token_BT[row_R][r_N, t_N], mask_RT)
+
+
+def _trimmed(mask_RT: Tensor) -> Tensor:
+    return mask_RT[:, : int(mask_RT.any(0).nonzero()[-1]) + 1]
+
+
+def _empty(micro: MicroBatch) -> MicroBatch:
+    nothing = micro.state_N[:0]
+    return MicroBatch(micro.row_R, micro.input_RS, nothing, nothing, torch.zeros_like(micro.mask_RT))

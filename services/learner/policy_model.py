@@ -1,0 +1,98 @@
+"""A Hugging Face causal language model that gives log-probs of chosen tokens, and its weights by checkpoint names.
+
+Not the optimizer, and no engine: trainer.py wraps it in DeepSpeed. It never makes logits for all positions.
+Neighbours: batch.py says which tokens, attention.py is how it attends on a CPU, trainer.py owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from gspo_core.logprobs import token_logprobs
+from services.common.config import Config
+from services.common.errors import InputError
+from services.learner.attention import attention_name
+
+
+class PolicyModel(nn.Module):
+    """Log-probs and entropies at a temperature.
+
+    The parameters are float32; under bfloat16 the matrix products are made in bfloat16 (autocast), so that the
+    optimizer's weights are the float32 master weights themselves.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, *, temperature: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self._temperature = temperature
+        self._dtype = dtype
+
+    def forward(self, input_RS: Tensor, state_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(logp_N, entropy_N), float32, of target_N, each predicted by the state at its flat place in [R, S]."""
+        lower = self._dtype != torch.float32
+        with torch.autocast(input_RS.device.type, dtype=self._dtype, enabled=lower):
+            hidden_RSD = self.causal_lm.base_model(input_ids=input_RS, use_cache=False).last_hidden_state
+        hidden_ND = hidden_RSD.flatten(0, 1).index_select(0, state_N)
+        return token_logprobs(hidden_ND, self.head, target_N, temperature=self._temperature)
+
+    @property
+    def head(self) -> nn.Parameter:
+        """The output weight [V, D]."""
+        weight: nn.Parameter = self.causal_lm.get_output_embeddings().weight
+        return weight
+
+
+def load_policy_model(folder: Path, config: Config) -> PolicyModel:
+    """Load a model folder for training.
+
+    Raises:
+        InputError: The model does more to its logits than one matrix product, so its log-probs would be others.
+    """
+    causal_lm = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation=attention_name(),
+        trust_remote_code=config.model.trust_remote_code,
+        use_safetensors=None if config.model.allow_pickle else True,
+    )
+    _refuse_changed_logits(causal_lm, folder)
+    if config.learner.gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    dtype = torch.bfloat16 if config.learner.dtype == "bfloat16" else torch.float32
+    return PolicyModel(causal_lm, temperature=config.sampling.temperature, dtype=dtype)
+
+
+def checkpoint_tensors(causal_lm: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Every weight under the name that a checkpoint gives it, tied ones once, as contiguous CPU copies in `dtype`."""
+    tied = _tied_names(causal_lm)
+    kept = {name: tensor.detach() for name, tensor in causal_lm.state_dict().items() if name not in tied}
+    named: Mapping[str, Tensor] = revert_weight_conversion(causal_lm, kept)
+    return {
+        name: tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in named.items()
+    }
+
+
+def _tied_names(causal_lm: PreTrainedModel) -> set[str]:
+    if not causal_lm.config.get_text_config().tie_word_embeddings:
+        return set()
+    return set(getattr(causal_lm, "all_tied_weights_keys", {}))
+
+
+@torch.no_grad()
+def _refuse_changed_logits(causal_lm: PreTrainedModel, folder: Path) -> None:
+    token_RS = torch.arange(8).view(1, 8) % causal_lm.config.get_text_config().vocab_size
+    hidden_RSD = causal_lm.base_model(input_ids=token_RS, use_cache=False).last_hidden_state
+    ours, theirs = hidden_RSD @ causal_lm.get_output_embeddings().weight.T, causal_lm(input_ids=token_RS).logits
+    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
+        raise InputError(
+            "model.path",
+            f"{folder} ({type(causal_lm).__name__}) changes its logits after the output layer (a bias, cap or scale)",
+            "Use an architecture whose logits are hidden states times the output weight, such as Qwen or Llama",
+        )

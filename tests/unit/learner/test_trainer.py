@@ -1,0 +1,276 @@
+"""The trainer against a plain loop written here: same rows, full logits, torch's AdamW, no micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.common.weights_digest import policy_digest
+from services.learner.rows import Row
+from services.learner.trainer import NotFiniteError, Trainer
+from tests.tiny_model import make_tiny_model
+from tests.unit.learner.training_rows import answer_logp, make_config, make_rows
+
+CLIP = 0.05
+GSPO = {"pg_clip": CLIP}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("policy"), scale=4.0)
+
+
+def digest(trainer: Trainer) -> str:
+    weights = trainer.policy()
+    return policy_digest((name, str(w.dtype), tuple(w.shape), w.numpy()) for name, w in weights.items())
+
+
+class PlainLoop:
+    """GSPO as the paper writes it: one forward a row, one optimizer step a mini-batch."""
+
+    def __init__(self, folder: Path, learning_rate: float = 1e-3, temperature: float = 1.0) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0)
+        self.temperature = temperature
+
+    def train(self, rows: Sequence[Row]) -> float:
+        """Returns the mean of the mini-batches' losses."""
+        losses = []
+        for number in sorted({row.mini_batch for row in rows if row.mini_batch >= 0}):
+            batch = [row for row in rows if row.mini_batch == number and row.skipped is None]
+            loss = sum(self._sequence_loss(row) for row in batch) / len(batch)
+            self.optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            losses.append(float(loss.detach()))
+        return sum(losses) / len(losses)
+
+    def _sequence_loss(self, row: Row) -> torch.Tensor:
+        mask = torch.as_tensor(row.mask)
+        delta = answer_logp(self.model, row, self.temperature) - torch.as_tensor(row.logp)
+        ratio = torch.exp(delta[mask].sum() / mask.sum())
+        return -torch.minimum(ratio * row.advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * row.advantage)
+
+
+def assert_same_weights(trainer: Trainer, expected: Mapping[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    found = trainer.policy()
+    for name, tensor in found.items():
+        difference = (tensor - expected[name].detach()).norm() / expected[name].detach().norm()
+        assert difference < tolerance, (name, float(difference))
+
+
+def test_losses_and_weights_are_those_of_a_plain_loop(folder: Path) -> None:
+    trainer, plain = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0), PlainLoop(folder)
+    for step in (1, 2, 3):
+        rows = make_rows(folder, step=step)
+        figures = trainer.train(step, rows)
+        assert figures["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
+    assert_same_weights(trainer, plain.model.state_dict())
+
+
+def test_the_temperature_is_the_samplings(folder: Path) -> None:
+    config = make_config(folder, algorithm=GSPO, sampling={"temperature": 0.7})
+    trainer, plain = Trainer(config, folder, seed=0), PlainLoop(folder, temperature=0.7)
+    rows = make_rows(folder, temperature=0.7)
+    assert trainer.train(1, rows)["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
+    assert_same_weights(trainer, plain.model.state_dict())
+
+
+def test_the_cut_into_micro_batches_changes_nothing(folder: Path) -> None:
+    rows = make_rows(folder)
+    trainers = []
+    for tokens in (128, 100_000):
+        config = make_config(folder, algorithm=GSPO, learner={"micro_batch_tokens": tokens})
+        trainers.append(Trainer(config, folder, seed=0))
+    losses = [trainer.train(1, rows)["loss"] for trainer in trainers]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-7)
+    assert_same_weights(trainers[0], trainers[1].policy())
+
+
+def test_skipped_rows_are_absent_and_not_zero(folder: Path) -> None:
+    rows = make_rows(folder)
+    # What a skipped row says must not matter, so it says the worst.
+    skipped = [
+        replace(row, skipped="failed", advantage=None, reward=None, failure="it raised", mini_batch=-1)
+        if row.number == 1
+        else row
+        for row in rows
+    ]
+    trainer, plain = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0), PlainLoop(folder)
+    figures = trainer.train(1, skipped)
+    assert figures["loss"] == pytest.approx(plain.train(skipped), rel=1e-5, abs=1e-7)
+    assert (figures["sequences"], figures["skipped_failed"], figures["skipped_stale"]) == (24, 8, 0)
+    assert_same_weights(trainer, plain.model.state_dict())
+
+
+def test_a_loss_that_is_not_finite_is_not_applied(folder: Path) -> None:
+    trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
+    before = digest(trainer)
+    rows = make_rows(folder, num_mini_batches=1)
+    rows[0] = replace(rows[0], advantage=math.inf)
+    with pytest.raises(NotFiniteError, match="step 5, mini-batch 0: the loss is"):
+        trainer.train(5, [replace(row, step=5) for row in rows])
+    assert digest(trainer) == before
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_is_not_applied(folder: Path, zero_stage: int) -> None:
+    trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage}), folder, seed=0)
+    before = digest(trainer)
+    # Finite losses whose squared gradients overflow.
+    rows = [replace(row, advantage=1e38) for row in make_rows(folder, num_mini_batches=1, num_groups=1)]
+    with pytest.raises(NotFiniteError, match="step 2, mini-batch 0: the (gradient norm|loss) is"):
+        trainer.train(2, rows)
+    assert digest(trainer) == before
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_every_zero_stage_makes_the_same_weights(folder: Path, zero_stage: int) -> None:
+    plain = PlainLoop(folder)
+    trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage}), folder, seed=0)
+    rows = make_rows(folder)
+    figures = trainer.train(1, rows)
+    assert figures["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
+    assert figures["grad_norm"] > 0
+    assert_same_weights(trainer, plain.model.state_dict())
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_makes_the_same_bits(folder: Path, tmp_path: Path, dtype: str, zero_stage: int) -> None:
+    config = make_config(
+        folder, algorithm=GSPO, learner={"dtype": dtype, "schedule": "cosine", "zero_stage": zero_stage}
+    )
+    rows = {step: make_rows(folder, step=step) for step in (1, 2, 3)}
+    through = Trainer(config, folder, seed=3)
+    for step in (1, 2, 3):
+        through.train(step, rows[step])
+    first = Trainer(config, folder, seed=3)
+    first.train(1, rows[1])
+    first.save(tmp_path / "checkpoint", {"moments": {"count": 4, "mean": 0.25}})
+    second = Trainer(config, folder, seed=3)
+    assert second.load(tmp_path / "checkpoint") == {"moments": {"count": 4, "mean": 0.25}}
+    assert digest(second) == digest(first) != digest(through)
+    for step in (2, 3):
+        second.train(step, rows[step])
+    assert digest(second) == digest(through)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_load(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Trainer(make_config(folder), folder, seed=0).load(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_policy_has_the_names_of_a_checkpoint(tmp_path: Path, tied: bool) -> None:
+    folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
+    policy = Trainer(make_config(folder, generation={"dtype": "bfloat16"}), folder, seed=0).policy()
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    assert ("lm_head.weight" in policy) is not tied
+    assert policy.keys() == expected.keys() - ({"lm_head.weight"} if tied else set())
+    for name, tensor in policy.items():
+        assert tensor.is_contiguous() and tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, expected[name])
+
+
+def test_the_policy_is_a_copy(folder: Path) -> None:
+    trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
+    before = trainer.policy()
+    kept = {name: tensor.clone() for name, tensor in before.items()}
+    trainer.train(1, make_rows(folder))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in before.items())
+    assert any(not torch.equal(kept[name], tensor) for name, tensor in trainer.policy().items())
+
+
+def test_an_export_loads_like_any_model(folder: Path, tmp_path: Path) -> None:
+    trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "old").touch()
+    trainer.train(1, make_rows(folder))
+    trainer.export(tmp_path / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in trainer.policy().items())
+    messages = [{"role": "user", "content": "1+1="}]
+    given, written = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert written.apply_chat_template(messages) == given.apply_chat_template(messages)
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert not (tmp_path / "export" / "old").exists()
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"preset": "grpo"},
+        {"preset": "roll-gspo", "prompt_length": 64, "response_length": 64},
+        {"preset": "gspo", "importance_sampling": "seq_token", "ppo_epochs": 2},
+        {"loss_agg_mode": "seq-mean-token-sum-norm", "add_token_level_kl": True},
+        {"old_logprobs": "recompute", "behavior_correction": "truncate"},
+    ],
+)
+def test_every_preset_trains_and_reports(folder: Path, algorithm: dict[str, Any]) -> None:
+    trainer = Trainer(make_config(folder, algorithm=algorithm), folder, seed=0)
+    before = digest(trainer)
+    figures = trainer.train(1, make_rows(folder))
+    assert digest(trainer) != before
+    assert all(math.isfinite(value) for value in figures.values())
+    assert figures["tokens"] == sum(row.mask.sum() for row in make_rows(folder))
+    assert figures["groups"] == 8
+    # Behavior is the model's own plus noise of 0.01 a token.
+    assert figures["sigma_token"] == pytest.approx(0.01, rel=0.15)
+    assert figures["age_max"] == 0
+
+
+def test_tokens_of_older_versions_measure_no_mismatch(folder: Path) -> None:
+    rows = [replace(row, version=np.where(row.mask, 3, -1)) for row in make_rows(folder)]
+    figures = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0).train(6, rows)
+    assert not {"sigma_token", "sigma_sequence", "noise_share"} & figures.keys()
+    assert (figures["age_mean"], figures["age_max"]) == (2, 2)
+
+
+def test_recompute_takes_the_step_s_first_weights_as_old(folder: Path) -> None:
+    """With one mini-batch and no update before, every ratio is 1: the behavior noise is gone from it."""
+    config = make_config(folder, algorithm={**GSPO, "old_logprobs": "recompute", "num_mini_batches": 1})
+    figures = Trainer(config, folder, seed=0).train(1, make_rows(folder, num_mini_batches=1, noise=0.3))
+    assert abs(figures["log_ratio_max"]) < 1e-6
+    assert figures["sigma_token"] == pytest.approx(0.3, rel=0.15)
+
+
+def test_masked_by_the_correction_means_absent(folder: Path) -> None:
+    """Behavior that is off by e^3 puts a sequence outside the bounds; the rest is what trains."""
+    rows = make_rows(folder, noise=0.0)
+    off = [replace(row, logp=row.logp - 3 * row.mask) if row.number == 0 else row for row in rows]
+    algorithm = {**GSPO, "old_logprobs": "recompute", "behavior_correction": "mask"}
+    masked = Trainer(make_config(folder, algorithm=algorithm), folder, seed=0)
+    masked.train(1, off)
+    without = Trainer(make_config(folder, algorithm={**GSPO, "old_logprobs": "recompute"}), folder, seed=0)
+    without.train(1, [replace(row, skipped="stale", mini_batch=-1) if row.number == 0 else row for row in rows])
+    assert_same_weights(masked, without.policy())
+
+
+def test_bfloat16_is_near_float32(folder: Path) -> None:
+    rows = make_rows(folder)
+    found = [
+        Trainer(make_config(folder, algorithm=GSPO, learner={"dtype": dtype}), folder, seed=0).train(1, rows)
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=0.05)
+    assert found[1]["entropy"] != found[0]["entropy"]
+
+
+def test_gradient_checkpointing_changes_nothing(folder: Path) -> None:
+    rows = make_rows(folder)
+    trainers = []
+    for checkpointing in (False, True):
+        config = make_config(folder, algorithm=GSPO, learner={"gradient_checkpointing": checkpointing})
+        trainers.append(Trainer(config, folder, seed=0))
+        trainers[-1].train(1, rows)
+    assert_same_weights(trainers[0], trainers[1].policy())
