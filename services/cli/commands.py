@@ -99,10 +99,11 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_d
 
     Example: [bold]gspo report runs/my-run[/]
     """
-    from services.cli.report import write_report
     from services.cli.rundir import check_run_dir
 
     check_run_dir(run_dir)
+    from services.cli.report import write_report  # after the check: plotting takes a second to import
+
     write_report(run_dir)
     Console().print(f"{run_dir / 'report.html'}", highlight=False)
 

@@ -30,7 +30,7 @@ from services.common.runtime import connect_redis
 
 REFRESH_S = 0.25
 # Services end by themselves on Finished; an engine takes some seconds to leave.
-SELF_END_S = 20.0
+SELF_END_S = 10.0
 _REDIS_START_S = 15.0
 _STOP_CALL_S = 10.0
 

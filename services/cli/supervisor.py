@@ -84,12 +84,26 @@ class Supervisor:
         """
         self._ending.set()
         others = [child for child in self.children.values() if child.name != last]
-        await _end_all(others, patience_s)
-        await _end_all([child for child in self.children.values() if child.name == last], 0.0)
+        await self._end_all(others, patience_s)
+        await self._end_all([child for child in self.children.values() if child.name == last], 0.0)
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await asyncio.to_thread(self._sweep)
+
+    async def _end_all(self, children: list[Child], patience_s: float) -> None:
+        """SIGTERM after `patience_s` to what has not ended by itself, SIGKILL to what does not obey."""
+        if await _gone(children, patience_s):
+            return
+        for child in children:
+            child.terminate()
+        if await _gone(children, _TERMINATE_S):
+            return
+        for child in children:
+            if child.pid is not None:
+                self._say(f"{child.name} did not end within {_TERMINATE_S:g} s of SIGTERM; killing it")
+                child.signal_group(signal.SIGKILL)
+        await _gone(children, _KILL_S)
 
     def kill(self) -> None:
         """End everything at once."""
@@ -138,19 +152,6 @@ class Supervisor:
         )
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ending.wait(), pause_s)
-
-
-async def _end_all(children: list[Child], patience_s: float) -> None:
-    """SIGTERM after `patience_s` to what has not ended by itself, SIGKILL to what does not obey."""
-    if await _gone(children, patience_s):
-        return
-    for child in children:
-        child.terminate()
-    if await _gone(children, _TERMINATE_S):
-        return
-    for child in children:
-        child.signal_group(signal.SIGKILL)
-    await _gone(children, _KILL_S)
 
 
 async def _gone(children: list[Child], timeout_s: float) -> bool:

@@ -2,7 +2,7 @@
 
 Not an engine, a scorer or a trainer. `FAKE` holds words: `learner:die` dies at once, `learner:refuse` refuses its
 input, `learner:hang` ignores SIGTERM, `learner:steps=3` trains so many steps, `coordinator:deaf` takes no stop,
-`learner:child` leaves a grandchild in a session of its own.
+`learner:child` leaves a grandchild in a session of its own, `coordinator:late` misses what happens at the start.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ async def live(service: Service, options: Options, words: list[str]) -> None:
     if "hang" in words:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+    if "late" in words:
+        await asyncio.sleep(4)
     events = Events(service.redis, service.keys, options.name)
     position = await events.newest()
     door = Door(events, deaf="deaf" in words)

@@ -1,0 +1,29 @@
+"""A configuration that reads well, as a mapping that a test may change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.config import Config
+from services.common.configfile import parse_config
+
+
+@pytest.fixture
+def given() -> dict[str, Any]:
+    """The smallest configuration."""
+    return {
+        "name": "small",
+        "model": {"path": "."},
+        "data": {"prompts": "p.jsonl"},
+        "reward": {"functions": [{"path": "r.py"}]},
+        "run": {"total_steps": 10},
+    }
+
+
+@pytest.fixture
+def config(given: dict[str, Any], tmp_path: Path) -> Config:
+    """The same, read."""
+    return parse_config(given, tmp_path)

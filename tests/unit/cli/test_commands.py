@@ -1,0 +1,263 @@
+"""The commands as a user calls them: help, bad input with exit code 2, and what each prints or writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from redis.asyncio import Redis
+
+from services.cli.__main__ import main
+from services.cli.checks import check_redis, check_unused, without_password
+from services.cli.commands import app
+from services.cli.evaluate import Question, eval_config
+from services.cli.rundir import hold
+from services.common.config import Config
+from services.common.configfile import explain, read_config, write_config
+from services.common.errors import InputError
+from services.common.keys import Keys
+
+Call = Callable[..., tuple[int, str, str]]
+COMMANDS = ("run", "status", "config", "export", "report", "init", "doctor", "eval")
+
+
+@pytest.fixture
+def gspo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """`gspo WORDS`: exit code, standard output, standard error."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "240")
+        monkeypatch.setattr("sys.argv", ["gspo", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        output, errors = capsys.readouterr()
+        return int(end.value.code or 0), output, errors
+
+    return call
+
+
+def test_every_command_is_known_and_its_help_teaches_with_an_example(gspo: Call) -> None:
+    assert {command.name or command.callback.__name__ for command in app.registered_commands if command.callback} == {
+        *COMMANDS
+    }
+    for command in COMMANDS:
+        code, output, _ = gspo(command, "--help")
+        assert (code, f"Example: gspo {command}" in output) == (0, True), output
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"reward": {"functions": [{"path": "r.py", "wieght": 2}]}}, "functions.0.wieght: is not a key"),
+        (
+            {"learner": {"learning_rat": 1.0}},
+            "learner.learning_rat: is not a key (value 1.0). Did you mean 'learning_rate'",
+        ),
+        ({"run": {}}, "run.total_steps: the run has no end. Set run.total_steps"),
+        ({"run": {"total_steps": 0}}, "run.total_steps: 0 is not allowed"),
+        ({"sampling": {"top_p": 0.9}}, "sampling.top_p: 0.9 cuts the distribution"),
+        ({"sampling": {"top_k": 50}}, "sampling.top_k: 50 cuts the distribution"),
+        ({"sampling": {"min_p": 0.1}}, "sampling.min_p: 0.1 cuts the distribution"),
+        ({"algorithm": {"pg_clip": 0.1, "pg_clip_low": 0.1}}, "algorithm.pg_clip: 0.1 sets both sides"),
+        ({"services": {"host": "0.0.0.0"}}, "services.host: 0.0.0.0 can be reached from other machines"),
+        ({"services": {"host": "0.0.0.0", "token_file": "no"}}, "services.token_file: "),
+        ({"services": {"coordinator_port": 4711, "reward_port": 4711}}, "services.reward_port: 4711 is services.coord"),
+        (
+            {"services": {"redis_url": "redis://:hunter2@127.0.0.1:1/0"}},
+            "services.redis_url: redis://127.0.0.1:1/0 cannot be",
+        ),
+        ({"services": {"redis_url": "127.0.0.1"}}, "services.redis_url: is not a Redis address"),
+    ],
+)
+def test_bad_configuration_is_one_message_with_key_and_fix(
+    gspo: Call, tmp_path: Path, given: dict[str, Any], change: dict[str, Any], said: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({**given, **change}))
+    code, _, errors = gspo("run", file)
+    assert code == 2
+    (line,) = errors.strip().splitlines()
+    assert line.startswith(f"error: {said}" if not said.startswith("functions") else f"error: reward.{said}"), line
+    assert "hunter2" not in errors
+    assert not (tmp_path / "runs" / "small" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("run", "no.yaml"), r"no\.yaml: cannot be read \(No such file or directory\).*gspo init"),
+        (("run", "broken.yaml"), r"broken\.yaml: is not YAML"),
+        (("run", "--resume", "."), r"\.: has no config\.yaml, so it is not a run directory"),
+        (("status", "."), r"\.: has no config\.yaml"),
+        (("status",), r"runs: holds no run directory"),
+        (("report", "."), r"\.: has no config\.yaml"),
+        (("export", ".", "out"), r"\.: has no export/config\.json"),
+        (("config", "lerner"), r"lerner: is not a key\. Did you mean 'learner'\?"),
+        (("eval", "model", "eval.jsonl"), r"--reward: is missing"),
+        (("doctor", "no.yaml"), r"no\.yaml: cannot be read"),
+        (("init", "taken"), r"config\.yaml: exists already"),
+    ],
+)
+def test_bad_words_are_one_message(
+    gspo: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.yaml").touch()
+    code, _, errors = gspo(*words)
+    assert code == 2
+    (line,) = errors.strip().splitlines()
+    assert re.match(f"error: (taken/)?{said}", line), line
+
+
+def test_a_port_in_use_is_named(gspo: Call, tmp_path: Path, given: dict[str, Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump({**given, "services": {"reward_port": port}}))
+        code, _, errors = gspo("run", file)
+    assert (code, errors.startswith(f"error: services.reward_port: {port} cannot be bound on 127.0.0.1")) == (
+        2,
+        True,
+    ), errors
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_a_redis_that_answers_passes_and_foreign_keys_are_refused(
+    redis: Redis, redis_url: str, config: Config
+) -> None:
+    await check_redis(redis_url)
+    await check_unused(redis, config)
+    await redis.hset(Keys("small").open, "0", "{}")
+    with pytest.raises(InputError, match=r"name: small has keys in the Redis.*gspo:\{small\}:"):
+        await check_unused(redis, config)
+
+
+def test_a_shown_address_has_no_password() -> None:
+    assert without_password("rediss://me:p@ss@host:6380/1") == "rediss://host:6380/1"
+    assert without_password("redis://host/0") == "redis://host/0"
+
+
+def test_config_explains_every_key(gspo: Call) -> None:
+    for words in (("config",), ("config", "--markdown")):
+        code, output, _ = gspo(*words)
+        assert code == 0
+        assert all(key.name in output for key in explain()), words
+    assert "Versions a trained rollout may be behind" in output
+
+
+def test_config_explains_one_section_or_key(gspo: Call) -> None:
+    _, output, _ = gspo("config", "staleness.max_lag")
+    assert "staleness.max_lag" in output
+    assert "integer, >= 0, <= 64" in output
+    assert "may change" in output
+    assert "on_stale" not in output
+    _, output, _ = gspo("config", "reward")
+    assert "reward.timeout_s" in output
+    assert "services.reward_port" not in output
+
+
+def test_init_writes_an_example_that_reads_well_and_scores(gspo: Call, tmp_path: Path) -> None:
+    folder = tmp_path / "my run"
+    code, output, _ = gspo("init", folder, "--model", tmp_path)
+    assert (code, f"gspo run {folder / 'config.yaml'}" in output) == (0, True)
+    config = read_config(folder / "config.yaml")
+    assert (config.name, config.model.path, config.run_dir) == ("my-run", str(tmp_path), folder / "runs" / "my-run")
+    prompts, held_out = (
+        [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for name in ("prompts.jsonl", "eval.jsonl")
+    )
+    assert (len(prompts), len(held_out)) == (1000, 100)
+    assert not {row["prompt"][0]["content"] for row in prompts} & {row["prompt"][0]["content"] for row in held_out}
+    a, b = re.findall(r"\d+", prompts[0]["prompt"][0]["content"])
+    assert prompts[0]["answer"] == str(int(a) + int(b))
+
+    spec = importlib.util.spec_from_file_location("example_reward", config.reward.functions[0].path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.reward(["", "", ""], ["17 + 25 is 42.", "41", ""], answer=["42", "42", "42"]) == [1.0, 0.0, 0.0]
+
+
+def test_export_copies_and_does_not_overwrite(gspo: Call, tmp_path: Path) -> None:
+    source = tmp_path / "run" / "export"
+    source.mkdir(parents=True)
+    (source / "config.json").write_text("{}")
+    out = tmp_path / "models" / "mine"
+    assert gspo("export", tmp_path / "run", out)[0] == 0
+    assert (out / "config.json").read_text() == "{}"
+    code, _, errors = gspo("export", tmp_path / "run", out)
+    assert (code, "exists and is not an empty folder" in errors) == (2, True)
+
+
+def test_status_of_a_run_that_rests(gspo: Call, tmp_path: Path, config: Config) -> None:
+    (tmp_path / "log").mkdir()
+    write_config(config, tmp_path / "config.yaml")
+    record = {"step": 4, "version": 4, "unix_s": 1.0, "figures": {"reward_mean": 0.5}}
+    (tmp_path / "log" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    code, output, _ = gspo("status", tmp_path)
+    assert code == 0
+    assert "step 4/10  reward 0.500" in output
+    assert f"not running. Go on with it: gspo run --resume {tmp_path}" in output
+
+
+def test_status_of_a_run_without_its_redis_says_so(gspo: Call, tmp_path: Path, config: Config) -> None:
+    write_config(config, tmp_path / "config.yaml")
+    with hold(tmp_path):
+        (tmp_path / "services" / "supervisor.json").write_text('{"redis_url": "redis://127.0.0.1:1/0"}')
+        code, _, errors = gspo("status", tmp_path)
+    assert (code, errors.startswith("error: redis: does not answer")) == (2, True), errors
+
+
+def test_doctor_finds_what_is_missing(gspo: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, output, _ = gspo("doctor")
+    shown = dict(re.findall(r"^ *(?:OK|warning|problem) +(\S+(?: \S+)*)  +(.*)$", output, flags=re.MULTILINE))
+    names = {
+        "Python",
+        "torch",
+        "vLLM",
+        "DeepSpeed",
+        "cores",
+        "GPU",
+        "memory",
+        "disk",
+        "shared memory",
+        "C++ compiler",
+        "Redis",
+    }
+    assert names == shown.keys()
+    assert "GiB free" in shown["memory"]
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    code, output, _ = gspo("doctor")
+    assert code == 1
+    assert "apt install g++" in output
+
+
+def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, given: dict[str, Any]) -> None:
+    question = Question(
+        model=str(tmp_path),
+        prompts=tmp_path / "e.jsonl",
+        reward=tmp_path / "r.py",
+        num_answers=2,
+        temperature=0.5,
+        limit=7,
+    )
+    config = eval_config(question, tmp_path)
+    assert (config.evaluation.num_answers, config.evaluation.limit, config.sampling.temperature) == (2, 7, 0.5)
+    assert (config.evaluation.prompts, config.reward.functions[0].path) == (tmp_path / "e.jsonl", tmp_path / "r.py")
+    assert config.run_dir == tmp_path / "eval"
+
+    base = tmp_path / "base.yaml"
+    base.write_text(yaml.safe_dump({**given, "seed": 5, "generation": {"max_rollouts": 32}}))
+    config = eval_config(Question(model="other", prompts=tmp_path / "e.jsonl", base=base), tmp_path)
+    assert (config.seed, config.generation.max_rollouts, config.model.path) == (5, 32, "other")
+    assert config.reward.functions[0].path == tmp_path / "r.py"

@@ -1,0 +1,123 @@
+"""May a run start in its run directory, and what is said where it may not."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.cli.rundir import Plan, hold, is_held, plan_run, prepare, supervisor_facts, write_supervisor_facts
+from services.common.errors import InputError
+
+
+def write(path: Path, given: dict[str, Any]) -> Path:
+    """Write a configuration file."""
+    path.write_text(yaml.safe_dump(given))
+    return path
+
+
+def started(file: Path, *, trained: bool) -> Plan:
+    """A run directory as a first start leaves it."""
+    plan = plan_run(file, resume=False)
+    with hold(plan.run_dir):
+        prepare(plan)
+    if trained:
+        (plan.run_dir / "log").mkdir()
+        (plan.run_dir / "log" / "step-000001.parquet").touch()
+    return plan
+
+
+def test_a_new_run_writes_every_key_and_the_environment(tmp_path: Path, given: dict[str, Any]) -> None:
+    plan = started(write(tmp_path / "config.yaml", given), trained=False)
+    assert plan.run_dir == tmp_path / "runs" / "small"
+    written = yaml.safe_load((plan.run_dir / "config.yaml").read_text())
+    assert written["staleness"]["max_lag"] == 1
+    facts = json.loads((plan.run_dir / "environment.json").read_text())
+    assert {"python", "gspo", "redis", "cores", "learner_threads"} <= facts.keys()
+
+
+def test_an_existing_run_is_not_started_again_without_resume(tmp_path: Path, given: dict[str, Any]) -> None:
+    file = write(tmp_path / "config.yaml", given)
+    started(file, trained=True)
+    with pytest.raises(InputError, match=f"already holds this run.*gspo run {file} --resume"):
+        plan_run(file, resume=False)
+
+
+def test_a_start_that_trained_nothing_is_replaced(tmp_path: Path, given: dict[str, Any]) -> None:
+    file = write(tmp_path / "config.yaml", given)
+    run_dir = started(file, trained=False).run_dir
+    (run_dir / "redis").mkdir()
+    given["seed"] = 7
+    plan = plan_run(write(file, given), resume=False)
+    assert (plan.clear, plan.resume) == (True, False)
+    prepare(plan)
+    assert not (run_dir / "redis").exists()
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["seed"] == 7
+
+
+def test_a_directory_of_another_configuration_is_refused_by_key(tmp_path: Path, given: dict[str, Any]) -> None:
+    file = write(tmp_path / "config.yaml", given)
+    started(file, trained=True)
+    changed = {**copy.deepcopy(given), "seed": 3}
+    with pytest.raises(InputError, match=r"belongs to another configuration \(seed was 0 and is now 3\)"):
+        plan_run(write(file, changed), resume=False)
+    with pytest.raises(InputError, match=r"seed: cannot change on resume \(seed was 0 and is now 3\)"):
+        plan_run(file, resume=True)
+
+
+def test_resume_takes_the_keys_that_may_change(tmp_path: Path, given: dict[str, Any]) -> None:
+    file = write(tmp_path / "config.yaml", given)
+    started(file, trained=True)
+    given["run"]["total_steps"] = 20
+    plan = plan_run(write(file, given), resume=True)
+    assert (plan.resume, plan.changes) == (True, ("run.total_steps: 10 -> 20",))
+    assert prepare(plan) == ["changed on resume: run.total_steps: 10 -> 20"]
+    assert yaml.safe_load((plan.run_dir / "config.yaml").read_text())["run"]["total_steps"] == 20
+
+
+def test_resume_takes_a_run_directory(tmp_path: Path, given: dict[str, Any]) -> None:
+    run_dir = started(write(tmp_path / "config.yaml", given), trained=True).run_dir
+    moved = run_dir.rename(tmp_path / "elsewhere")
+    plan = plan_run(moved, resume=True)
+    assert (plan.run_dir, plan.resume, plan.config.name) == (moved, True, "small")
+    with pytest.raises(InputError, match=f"is a run directory.*gspo run --resume {moved}"):
+        plan_run(moved, resume=False)
+
+
+def test_resume_without_a_run_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"has no run to resume.*Leave --resume out"):
+        plan_run(write(tmp_path / "config.yaml", given), resume=True)
+    with pytest.raises(InputError, match=r"has no config\.yaml, so it is not a run directory"):
+        plan_run(tmp_path, resume=True)
+
+
+def test_a_folder_with_other_files_is_no_run_directory(tmp_path: Path, given: dict[str, Any]) -> None:
+    (tmp_path / "runs" / "small").mkdir(parents=True)
+    (tmp_path / "runs" / "small" / "thesis.tex").touch()
+    with pytest.raises(InputError, match="holds other files"):
+        plan_run(write(tmp_path / "config.yaml", given), resume=False)
+
+
+def test_a_changed_environment_is_said_on_resume(tmp_path: Path, given: dict[str, Any]) -> None:
+    file = write(tmp_path / "config.yaml", given)
+    path = started(file, trained=True).run_dir / "environment.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "redis": "0.0.1"}))
+    (line,) = prepare(plan_run(file, resume=True))
+    assert f"redis was 0.0.1 and is now {facts['redis']}" in line
+    assert json.loads(path.read_text()) == facts
+
+
+def test_one_command_line_holds_a_run_directory(tmp_path: Path) -> None:
+    assert not is_held(tmp_path)
+    with hold(tmp_path):
+        write_supervisor_facts(tmp_path, "redis://127.0.0.1:1/0")
+        assert is_held(tmp_path)
+        with pytest.raises(InputError, match=r"in use by another gspo \(process \d+\)"), hold(tmp_path):
+            pass
+    assert not is_held(tmp_path)
+    assert supervisor_facts(tmp_path)["redis_url"] == "redis://127.0.0.1:1/0"
