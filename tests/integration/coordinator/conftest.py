@@ -18,7 +18,7 @@ import yaml
 from redis.asyncio import Redis
 
 from services.common.keys import Keys
-from tests.integration.coordinator.peers import LearnerPeer
+from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 from tests.tiny_model import make_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -123,6 +123,15 @@ def coordinator(redis_url: str, no_torch_env: dict[str, str]) -> Iterator[Coordi
 async def learner(redis: Redis) -> AsyncIterator[LearnerPeer]:
     """A learner that answers Progress and says what the test tells it to."""
     peer = LearnerPeer(redis, Keys("test"))
+    await peer.start()
+    yield peer
+    await peer.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="function")
+async def generator(redis: Redis) -> AsyncIterator[GeneratorPeer]:
+    """A generator that is in the run, and does what the test tells it to."""
+    peer = GeneratorPeer(redis, Keys("test"))
     await peer.start()
     yield peer
     await peer.stop()

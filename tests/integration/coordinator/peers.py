@@ -72,9 +72,7 @@ class LearnerPeer:
 
     async def stop(self) -> None:
         assert self._beats is not None
-        self._beats.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._beats
+        await _cancel(self._beats)
         await self._server.stop(0)
 
     async def trained(self, groups: Iterable[int], *, silent: bool = False) -> int:
@@ -120,9 +118,16 @@ class GeneratorPeer:
         self._tasks = Inbox(redis, keys, keys.prompts, consumer=new_consumer("generation"), lease_s=30.0)
         self._eval_tasks = Inbox(redis, keys, keys.eval_prompts, consumer=new_consumer("generation"), lease_s=30.0)
 
-    async def register(self) -> None:
+        self._beats: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
         member = Member("generation", "generation-0")
-        await Registration(self.redis, self.keys, member, Activity("generation"), dict).beat()
+        registration = Registration(self.redis, self.keys, member, Activity("generation"), dict)
+        self._beats = asyncio.create_task(registration.run())
+
+    async def stop(self) -> None:
+        assert self._beats is not None
+        await _cancel(self._beats)
 
     async def take(self, count: int = 64, block_s: float = 0.05) -> list[GroupTask]:
         """Tasks taken and finished at once: their rollouts are of no interest."""
@@ -144,6 +149,12 @@ class GeneratorPeer:
                 await self._eval_tasks.put(delivery, self.keys.eval_scored, scored, mark=mark)
             await self._eval_tasks.finish(delivery)
         return found
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 def _scored(task: GroupTask, number: int, reward: float) -> bytes:

@@ -64,10 +64,15 @@ async def test_as_many_groups_as_slots_and_no_more(
 
 
 async def test_slots_follow_steps_and_versions(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+    redis: Redis,
+    keys: Keys,
+    configure: Configure,
+    coordinator: Coordinator,
+    learner: LearnerPeer,
+    generator: GeneratorPeer,
+    until: Until,
 ) -> None:
     coordinator.start(configure())
-    generator = GeneratorPeer(redis, keys)
     seen: list[GroupTask] = []
 
     async def seen_at_least(count: int) -> None:
@@ -146,10 +151,15 @@ async def test_a_killed_coordinator_misses_no_group_and_repeats_none(
 
 
 async def test_a_wiped_redis_gets_its_open_groups_again(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+    redis: Redis,
+    keys: Keys,
+    configure: Configure,
+    coordinator: Coordinator,
+    learner: LearnerPeer,
+    generator: GeneratorPeer,
+    until: Until,
 ) -> None:
     coordinator.start(configure())
-    generator = GeneratorPeer(redis, keys)
 
     async def all_issued() -> bool:
         return len(await open_groups(redis, keys)) == NUM_SLOTS

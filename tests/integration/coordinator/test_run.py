@@ -1,0 +1,240 @@
+"""The coordinator as a process, from the first evaluation to Finished: measuring, the door, stops and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from gspo_proto.rollout_pb2 import Event, Finished, Rollout, Score, Scored, ScoredRollout
+from services.common.events import FROM_START, Events
+from services.common.keys import Keys
+from services.common.members import members
+from services.common.streams import append
+from tests.integration.coordinator.conftest import Coordinator, Until
+from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+Configure = Callable[..., Path]
+# Sampled answers of each prompt are worth 1 and 0, the greedy one 0.5.
+REWARDS = {0: [1.0, 0.0], 1: [0.5]}
+FIGURES = {
+    "num_answers": 2.0,
+    "num_failed": 0.0,
+    "sampled_mean": 0.5,
+    "greedy_mean": 0.5,
+    "pass_at_k": 1.0,
+    "response_tokens_mean": 2.0,
+    "truncated_share": 0.0,
+}
+
+
+async def heard(redis: Redis, keys: Keys, kind: str) -> list[Any]:
+    """Every event of a kind so far."""
+    events = await Events(redis, keys, "test").read(FROM_START, block_s=0.01)
+    return [getattr(event, kind) for _, event in events if event.WhichOneof("what") == kind]
+
+
+def hears(redis: Redis, keys: Keys, kind: str, count: int = 1) -> Callable[[], Any]:
+    async def enough() -> bool:
+        return len(await heard(redis, keys, kind)) >= count
+
+    return enough
+
+
+def answers(generator: GeneratorPeer, found: list[Any], redis: Redis, keys: Keys, count: int) -> Callable[[], Any]:
+    """Answers evaluation tasks until `count` evaluations are done."""
+
+    async def done() -> bool:
+        found.extend(await generator.answer(REWARDS))
+        return len(await heard(redis, keys, "evaluation_done")) >= count
+
+    return done
+
+
+async def door_of(redis: Redis, keys: Keys) -> str:
+    (member,) = await members(redis, keys, "coordinator")
+    return f"http://{member.http}"
+
+
+async def test_measured_before_between_and_after(
+    redis: Redis,
+    keys: Keys,
+    configure: Configure,
+    coordinator: Coordinator,
+    learner: LearnerPeer,
+    generator: GeneratorPeer,
+    until: Until,
+) -> None:
+    coordinator.start(configure(held_out=3, evaluation={"limit_between": 1, "every": 2}))
+    found: list[Any] = []
+
+    async def all_asked() -> bool:
+        return await redis.xlen(keys.eval_prompts) == 6
+
+    await until(all_asked, "the evaluation's tasks")
+    assert await redis.xlen(keys.prompts) == 0  # training groups are held back
+    await until(answers(generator, found, redis, keys, 1), "the first evaluation")
+    first = (await heard(redis, keys, "evaluation_done"))[0]
+    assert (first.evaluation, first.version, first.step) == ("v0", 0, 0)
+    assert dict(first.figures) == FIGURES | {"num_prompts": 3.0}
+    kinds = sorted((task.group, task.num_rollouts, task.sampling.temperature) for task in found)
+    assert kinds == [(0, 2, 1.0), (1, 1, 0.0), (2, 2, 1.0), (3, 1, 0.0), (4, 2, 1.0), (5, 1, 0.0)]
+    assert {task.evaluation for task in found} == {"v0"}
+
+    async def all_issued() -> bool:
+        return await redis.hlen(keys.open) == 4
+
+    await until(all_issued, "training groups after the evaluation")
+    for groups in ([0, 1], [2, 3]):
+        await learner.live(await learner.trained(groups))
+    await until(answers(generator, found, redis, keys, 2), "the evaluation after step 2")
+    between = (await heard(redis, keys, "evaluation_done"))[1]
+    assert (between.evaluation, between.version, between.step) == ("v2", 2, 2)
+    assert between.figures["num_prompts"] == 1.0
+    assert {task.min_version for task in found if task.evaluation == "v2"} == {2}
+
+    await learner.training_done("2 steps are done")
+    await until(answers(generator, found, redis, keys, 3), "the last evaluation")
+    last = (await heard(redis, keys, "evaluation_done"))[2]
+    assert (last.evaluation, last.figures["num_prompts"]) == ("v2", 3.0)
+    await until(hears(redis, keys, "finished"), "Finished")
+    (finished,) = await heard(redis, keys, "finished")
+    assert (finished.reason, finished.failed) == ("2 steps are done", False)
+    assert await coordinator.exit_code() == 0
+    assert await redis.hlen(keys.partial) == 0
+    assert await redis.xlen(keys.eval_prompts) == 0
+    assert await redis.xlen(keys.eval_scored) == 0
+
+
+async def test_an_evaluation_that_gets_no_answers_is_given_up_and_training_begins(
+    redis: Redis,
+    keys: Keys,
+    configure: Configure,
+    coordinator: Coordinator,
+    learner: LearnerPeer,
+    generator: GeneratorPeer,
+    until: Until,
+) -> None:
+    coordinator.start(configure(held_out=2, evaluation={"timeout_s": 0.5}))
+
+    async def given_up() -> bool:
+        return bool(await heard(redis, keys, "evaluation_done"))
+
+    await until(given_up, "the evaluation to be given up")
+    (measured,) = await heard(redis, keys, "evaluation_done")
+    assert dict(measured.figures) == {"num_prompts": 2.0, "num_answers": 2.0, "num_failed": 6.0}
+
+    async def all_issued() -> bool:
+        return await redis.hlen(keys.open) == 4
+
+    await until(all_issued, "training groups")
+    assert await redis.xlen(keys.eval_prompts) == 0
+    async with httpx.AsyncClient(base_url=await door_of(redis, keys)) as door:
+        (shown,) = (await door.get("/v1/state")).json()["evaluations"]
+    assert shown["problem"] == "given up after 0.5 s (evaluation.timeout_s) with answers missing"
+
+
+async def test_the_door_shows_pauses_and_stops_the_run(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+) -> None:
+    run_dir = configure(held_out=1, services={"token_file": "token"}, run={"total_epochs": 0.5})
+    (run_dir / "token").write_text("secret\n")
+    learner.progress.evaluations.append("v0")
+    coordinator.start(run_dir)
+
+    async def all_issued() -> bool:
+        return await redis.hlen(keys.open) == 4
+
+    await until(all_issued, "the first groups")
+    url = await door_of(redis, keys)
+    assert httpx.get(f"{url}/v1/state").status_code == 401
+    assert httpx.post(f"{url}/v1/pause", headers={"Authorization": "Bearer wrong"}).status_code == 401
+    async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer secret"}) as door:
+        assert (await door.get("/readyz")).json() == {"ready": True, "problems": {}}
+        state = (await door.get("/v1/state")).json()
+        assert (state["run"], state["step"], state["version"], state["live_version"]) == ("test", 0, 0, 0)
+        assert state["slots"] == {"all": 4, "taken": 4, "free": 0, "trained": 0}
+        assert state["groups"] == {"issued": 4, "open": 4}
+        waits = "slots: all 4 taken: 4 open, 0 trained into a version that is not live yet"
+        assert state["waits_for"] == waits
+        assert {member["service"] for member in state["members"]} == {"coordinator", "learner"}
+        assert state["ended"] is None
+        await _look_at_rollouts(redis, keys, door)
+
+        assert (await door.post("/v1/pause")).json() == {"paused": True}
+
+        async def paused() -> bool:
+            return bool((await door.get("/v1/state")).json()["paused"])
+
+        await until(paused, "the pause")
+        await learner.filtered(0, 1)
+
+        async def settled() -> bool:
+            return (await door.get("/v1/state")).json()["groups"] == {"issued": 4, "open": 2, "filtered": 2}
+
+        await until(settled, "the settlement")
+        assert await redis.hlen(keys.open) == 2  # nothing new while paused
+        assert (await door.post("/v1/resume")).json() == {"paused": False}
+        await until(hears(redis, keys, "prompts_exhausted"), "half a pass of ten prompts to be issued")
+        assert [event.num_groups for event in await heard(redis, keys, "prompts_exhausted")] == [5]
+        assert await redis.hlen(keys.open) == 3
+
+        assert (await door.post("/v1/stop", json={"reasons": "x"})).status_code == 422
+        assert (await door.post("/v1/stop", json={"reason": "enough"})).status_code == 202
+    await until(hears(redis, keys, "stop_requested"), "StopRequested")
+    await learner.training_done("stopped: enough")
+    await until(hears(redis, keys, "finished"), "Finished")
+    assert (await heard(redis, keys, "finished"))[0].reason == "stopped: enough"
+    assert await coordinator.exit_code() == 0
+    assert await heard(redis, keys, "evaluation_done") == []  # nothing is measured after a stop
+    assert await redis.hlen(keys.open) == 3  # a resume goes on with them
+
+
+async def _look_at_rollouts(redis: Redis, keys: Keys, door: httpx.AsyncClient) -> None:
+    rollout = Rollout(group=1, number=1, text="42", version=[3, 4, -1], mask=b"\x01\x01\x00", logp=[-0.5, -0.25, 0.0])
+    good = Scored(schema=1, rollout=ScoredRollout(rollout=rollout, score=Score(reward=0.0)))
+    bad = Scored(schema=1, rollout=ScoredRollout(rollout=rollout, score=Score(failure="raised")))
+    await append(redis, keys.scored, [good.SerializeToString(), bad.SerializeToString()])
+    newest, older = (await door.get("/v1/rollouts", params={"limit": 5})).json()
+    assert (newest["reward"], newest["failure"], older["reward"], older["failure"]) == (None, "raised", 0.0, None)
+    assert (newest["text"], newest["version_first"], newest["version_last"], newest["num_tokens"]) == ("42", 3, 4, 2)
+    await redis.xtrim(keys.scored, maxlen=0)
+    assert len((await door.get("/v1/rollouts", params={"limit": 1})).json()) == 1  # kept for whoever looks later
+
+
+async def test_a_learner_that_gives_up_ends_the_run(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+) -> None:
+    coordinator.start(configure())
+
+    async def all_issued() -> bool:
+        return await redis.hlen(keys.open) == 4
+
+    await until(all_issued, "the first groups")
+    await learner.send(Event(finished=Finished(reason="every score failed", failed=True)))
+    assert await coordinator.exit_code() == 0
+    assert len(await heard(redis, keys, "finished")) == 1
+
+
+async def test_one_evaluation_needs_no_learner(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, generator: GeneratorPeer, until: Until
+) -> None:
+    coordinator.start(configure(held_out=2), "--evaluate")
+
+    async def asked() -> bool:
+        return await redis.xlen(keys.eval_prompts) == 4
+
+    await until(asked, "the tasks")
+    await redis.flushall()
+    await until(answers(generator, [], redis, keys, 1), "the evaluation, with its tasks sent again after a wipe")
+    await until(hears(redis, keys, "finished"), "Finished")
+    (measured,) = await heard(redis, keys, "evaluation_done")
+    assert (measured.evaluation, dict(measured.figures)) == ("v0", FIGURES | {"num_prompts": 2.0})
+    (finished,) = await heard(redis, keys, "finished")
+    assert (finished.reason, finished.failed) == ("the evaluation is done", False)
+    assert await coordinator.exit_code() == 0
