@@ -38,7 +38,11 @@ VERL_GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
 GROUND_TRUTH_RULE = "column ground_truth, else reward_model.ground_truth, else column answer"
 
 
-class MissingColumn(Exception):  # noqa: N818 - a fact about the data set
+class Unaskable(Exception):  # noqa: N818 - a fact about the rollout
+    """A function cannot be asked about a rollout."""
+
+
+class MissingColumn(Unaskable):
     """The data set lacks a column that the function needs."""
 
     def __init__(self, column: str, columns: Collection[str]) -> None:
@@ -124,8 +128,15 @@ def arguments_for(signature: Signature, rollouts: Sequence[Rollout]) -> dict[str
     """The question to the function's process: `arguments` of one call, or `rows` for one call each.
 
     Raises:
-        MissingColumn: A column that it needs is not in the data set.
+        Unaskable: A column that it needs is not in the data set, or a rollout's columns are not JSON.
     """
+    try:
+        return _arguments(signature, rollouts)
+    except ValueError as error:
+        raise Unaskable(f"cannot be asked: {error}") from error
+
+
+def _arguments(signature: Signature, rollouts: Sequence[Rollout]) -> dict[str, Any]:
     columns = [json.loads(rollout.prompt.columns_json or "{}") for rollout in rollouts]
     if signature.convention == "verl":
         return {"rows": [_verl_row(signature, *pair) for pair in zip(rollouts, columns, strict=True)]}

@@ -46,11 +46,12 @@ class CallFailed(Exception):  # noqa: N818 - it carries a kind
     Attributes:
         kind: How it failed, bounded for metrics.
         error_type: Class of the exception in the user's code, else "".
+        detail: Its traceback, else "".
     """
 
-    def __init__(self, kind: Kind, reason: str, error_type: str = "") -> None:
+    def __init__(self, kind: Kind, reason: str, error_type: str = "", detail: str = "") -> None:
         super().__init__(reason)
-        self.kind, self.error_type = kind, error_type
+        self.kind, self.error_type, self.detail = kind, error_type, detail
 
 
 @dataclass
@@ -114,7 +115,8 @@ class Sandbox:
                 result = "ok"
             except CallFailed as error:
                 result = error.kind
-                log.warning("reward_call_failed", function=self.source.name, reason=str(error), output=process.output)
+                seen = {"traceback": error.detail, "output": process.output}
+                log.warning("reward_call_failed", function=self.source.name, reason=str(error), **seen)
                 raise
             finally:
                 self.counts.add(result, time.perf_counter() - started)
@@ -137,7 +139,7 @@ class Sandbox:
             answer = await self._ask(self._process, question, LOAD_TIMEOUT_S)
         except CallFailed as error:
             await self.close()
-            raise CallFailed("load", f"cannot be loaded: {error}", error.error_type) from error
+            raise CallFailed("load", f"cannot be loaded: {error}", error.error_type, error.detail) from error
         self._signature = Signature.from_answer(answer["signature"])
         return self._process
 
@@ -159,7 +161,8 @@ class Sandbox:
                 self._process = None
                 await process.end()
         if "error" in answer:
-            raise CallFailed("raised", describe(answer["error"]), answer["error"]["type"])
+            raised = answer["error"]
+            raise CallFailed("raised", describe(raised), raised["type"], raised["traceback"])
         return answer
 
 

@@ -19,7 +19,7 @@ from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score, ScorePart
 from services.common import metrics
 from services.common.config import RewardConfig
 from services.common.errors import InputError
-from services.reward.functions import MissingColumn, arguments_for, read_sources
+from services.reward.functions import Unaskable, arguments_for, read_sources
 from services.reward.sandbox import CallFailed, Sandbox
 from services.reward.values import Failure, Value, read_value
 
@@ -104,8 +104,8 @@ class Scorer:
             raw = await sandbox.call(arguments_for(sandbox.signature, batch))
             if len(raw) != len(batch):
                 raise CallFailed("wrong_length", f"returned {len(raw)} values for {len(batch)} completions")
-        except MissingColumn as error:
-            result = "missing_column"
+        except Unaskable as error:
+            result = "not_asked"
             raise CallFailed("raised", str(error)) from error
         except CallFailed as error:
             result = error.kind

@@ -292,6 +292,15 @@ async def test_a_file_that_cannot_be_loaded_is_an_input_error(tmp_path: Path, so
             pass
 
 
+async def test_columns_that_are_not_json_fail_that_rollout_alone(tmp_path: Path) -> None:
+    broken = answer_of("1")
+    broken.prompt.columns_json = "{"
+    scores = await scores_of(
+        tmp_path, "def reward(completions): return map(float, completions)", [broken, answer_of("2")]
+    )
+    assert (str(scores[0]).startswith("r: cannot be asked: "), scores[1]) == (True, 2.0)
+
+
 async def test_a_missing_column_is_a_failure(tmp_path: Path) -> None:
     config = reward_config(tmp_path, "def reward(completions, answer): return [float(a == '4') for a in answer]")
     async with open_scorer(config, name="reward-0") as scorer:
