@@ -18,7 +18,7 @@ from rich.table import Table
 from services.cli.lineup import Job
 from services.cli.outcome import InterruptedRunError, RunError
 from services.cli.run import check_all, open_screen, until_interrupted
-from services.cli.rundir import Plan, prepare
+from services.cli.rundir import SERVICES_DIR, Plan, prepare
 from services.cli.session import Interrupts, new_view, run_session
 from services.cli.view import Phases, View
 from services.common.config import Config
@@ -100,7 +100,7 @@ async def _evaluate(config: Config, console: Console, *, plain: bool) -> dict[st
     phases, interrupts = Phases(), Interrupts()
     interrupts.install()
     plan = Plan(config, config.run_dir, resume=False)
-    plan.run_dir.mkdir(parents=True)
+    (plan.run_dir / SERVICES_DIR).mkdir(parents=True)
     prepare(plan)
     await until_interrupted(check_all(config, _SERVICES, plan.run_dir / CONFIG_NAME), interrupts)
     job = Job(config, plan.run_dir, services=_SERVICES, coordinator_options=("--evaluate",))

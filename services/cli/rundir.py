@@ -60,7 +60,7 @@ def plan_run(target: Path, *, resume: bool) -> Plan:
         return _plan_directory(target, resume=resume)
     config = read_config(target)
     run_dir = config.run_dir
-    if not (run_dir / CONFIG_NAME).exists():
+    if not _is_run_dir(run_dir):
         _check_new(target, run_dir, resume=resume)
         return Plan(config, run_dir, resume=False)
     if not trained(run_dir):
@@ -82,14 +82,18 @@ def check_run_dir(run_dir: Path) -> None:
     """Refuse what is not a run directory.
 
     Raises:
-        InputError: It has no config.yaml.
+        InputError: It has not the files that a start writes; a folder with a configuration alone is none.
     """
-    if not (run_dir / CONFIG_NAME).exists():
+    if not _is_run_dir(run_dir):
         raise InputError(
             str(run_dir),
-            f"has no {CONFIG_NAME}, so it is not a run directory",
-            "`gspo run CONFIG` makes one and names it",
+            f"has no {CONFIG_NAME} with an {ENVIRONMENT_NAME} beside it, so it is not a run directory",
+            "`gspo run CONFIG.yaml` makes one and names it; CONFIG.yaml with --resume goes on with it",
         )
+
+
+def _is_run_dir(path: Path) -> bool:
+    return (path / CONFIG_NAME).exists() and (path / ENVIRONMENT_NAME).exists()
 
 
 def _plan_directory(run_dir: Path, *, resume: bool) -> Plan:
@@ -106,10 +110,11 @@ def _plan_directory(run_dir: Path, *, resume: bool) -> Plan:
 def _check_new(target: Path, run_dir: Path, *, resume: bool) -> None:
     if resume:
         raise InputError(str(run_dir), "has no run to resume", f"Leave --resume out to start one: gspo run {target}")
-    if run_dir.exists() and (not run_dir.is_dir() or any(path.name != SERVICES_DIR for path in run_dir.iterdir())):
+    ours = {SERVICES_DIR, ENVIRONMENT_NAME}
+    if run_dir.exists() and (not run_dir.is_dir() or any(path.name not in ours for path in run_dir.iterdir())):
         raise InputError(
             str(run_dir),
-            f"is to be the run directory, holds other files, and has no {CONFIG_NAME}",
+            "is to be the run directory, and holds files that are not of a run",
             "Set another `name` or `run.directory`, or empty it",
         )
 
@@ -178,10 +183,11 @@ def prepare(plan: Plan) -> list[str]:
     run_dir = plan.run_dir
     if plan.clear:
         _clear(run_dir)
-    scratch = run_dir / f".{CONFIG_NAME}.tmp"
+    notes = [*(f"changed on resume: {change}" for change in plan.changes), *_write_environment(plan)]
+    scratch = run_dir / SERVICES_DIR / CONFIG_NAME
     write_config(plan.config, scratch)
     scratch.replace(run_dir / CONFIG_NAME)
-    return [*(f"changed on resume: {change}" for change in plan.changes), *_write_environment(plan)]
+    return notes
 
 
 def _clear(run_dir: Path) -> None:

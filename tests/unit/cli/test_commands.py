@@ -95,7 +95,7 @@ def test_bad_configuration_is_one_message_with_key_and_fix(
     [
         (("run", "no.yaml"), r"no\.yaml: cannot be read \(No such file or directory\).*gspo init"),
         (("run", "broken.yaml"), r"broken\.yaml: is not YAML"),
-        (("run", "--resume", "."), r"\.: has no config\.yaml, so it is not a run directory"),
+        (("run", "--resume", "."), r"\.: has no config\.yaml.*not a run directory"),
         (("status", "."), r"\.: has no config\.yaml"),
         (("status",), r"runs: holds no run directory"),
         (("report", "."), r"\.: has no config\.yaml"),
@@ -202,6 +202,7 @@ def test_export_copies_and_does_not_overwrite(gspo: Call, tmp_path: Path) -> Non
 def test_status_of_a_run_that_rests(gspo: Call, tmp_path: Path, config: Config) -> None:
     (tmp_path / "log").mkdir()
     write_config(config, tmp_path / "config.yaml")
+    (tmp_path / "environment.json").write_text("{}")
     record = {"step": 4, "version": 4, "unix_s": 1.0, "figures": {"reward_mean": 0.5}}
     (tmp_path / "log" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     code, output, _ = gspo("status", tmp_path)
@@ -212,6 +213,7 @@ def test_status_of_a_run_that_rests(gspo: Call, tmp_path: Path, config: Config) 
 
 def test_status_of_a_run_without_its_redis_says_so(gspo: Call, tmp_path: Path, config: Config) -> None:
     write_config(config, tmp_path / "config.yaml")
+    (tmp_path / "environment.json").write_text("{}")
     with hold(tmp_path):
         (tmp_path / "services" / "supervisor.json").write_text('{"redis_url": "redis://127.0.0.1:1/0"}')
         code, _, errors = gspo("status", tmp_path)
