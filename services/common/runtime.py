@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import structlog
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -35,6 +35,8 @@ EXIT_FAILED = 1
 CONFIG_NAME = "config.yaml"
 # Redis may restart under a run; a client tries again for about this long before its service gives up.
 REDIS_PATIENCE_S = 60
+# Hundreds of rollouts may end at once, each with a write: they wait for a connection instead of failing.
+MAX_CONNECTIONS = 50
 log = structlog.get_logger()
 
 
@@ -182,8 +184,10 @@ class Service:
 
 def connect_redis(url: str) -> Redis:
     """A client with binary replies that tries again while Redis restarts, REDIS_PATIENCE_S long."""
-    return Redis.from_url(
+    pool = BlockingConnectionPool.from_url(
         url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=REDIS_PATIENCE_S,
         protocol=2,
         socket_connect_timeout=5,
         socket_timeout=30,
@@ -191,6 +195,7 @@ def connect_redis(url: str) -> Redis:
         retry=Retry(ExponentialBackoff(cap=2, base=0.05), retries=REDIS_PATIENCE_S // 2),
         retry_on_error=[RedisConnectionError, RedisTimeoutError],
     )
+    return Redis.from_pool(pool)
 
 
 def run_service(options: Options, life: Callable[[Service], Coroutine[Any, Any, None]]) -> NoReturn:
