@@ -81,6 +81,7 @@ class View:
         held_out: (policy version, mean reward of the sampled answers) of every evaluation.
         evaluation: Figures of the last evaluation.
         settled: Groups by how they ended, trained ones included.
+        failures: Failed groups by reason.
     """
 
     config: Config
@@ -96,6 +97,7 @@ class View:
     held_out: list[tuple[int, float]] = field(default_factory=list)
     evaluation: dict[str, float] = field(default_factory=dict)
     settled: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
     warned: set[str] = field(default_factory=set)
     finished: Finished | None = None
 
@@ -147,10 +149,16 @@ class View:
         for group in settled.groups:
             self.settled[Settlement.Name(group.settlement).removeprefix("SETTLEMENT_").lower()] += 1
         failed = [group for group in settled.groups if group.settlement == Settlement.SETTLEMENT_FAILED]
-        if not failed:
-            return []
-        numbers = ", ".join(str(group.group) for group in failed[:4]) + (", ..." if len(failed) > 4 else "")
-        return [Line(f"{len(failed)} group(s) failed ({numbers}): {failed[-1].reason}", "warning")]
+        return [line for group in failed if (line := self._take_failure(group))]
+
+    def _take_failure(self, group: Any) -> Line | None:
+        """A warning for the first failure of a reason, and for the tenth, the hundredth and so on."""
+        self.failures[group.reason] += 1
+        count = self.failures[group.reason]
+        if str(count).strip("0") != "1":
+            return None
+        which = f"group {group.group} failed" if count == 1 else f"{count} groups have failed, the last {group.group}"
+        return Line(f"{which}: {group.reason}", "warning")
 
     def _take_version_live(self, live: Any, _unix_s: float) -> list[Line]:
         self.live_version = live.version

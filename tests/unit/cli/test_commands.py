@@ -185,7 +185,8 @@ def test_init_writes_an_example_that_reads_well_and_scores(gspo: Call, tmp_path:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.reward(["", "", ""], ["17 + 25 is 42.", "41", ""], answer=["42", "42", "42"]) == [1.0, 0.0, 0.0]
+    answers = [[{"role": "assistant", "content": text}] for text in ("17 + 25 is 42.", "41", "")]
+    assert module.reward([[], [], []], answers, answer=["42", "42", "42"]) == [1.0, 0.0, 0.0]
 
 
 def test_export_copies_and_does_not_overwrite(gspo: Call, tmp_path: Path) -> None:

@@ -68,7 +68,13 @@ def test_settled_groups_are_counted_and_failures_said(view: View) -> None:
     ]
     (line,) = view.apply(Event(groups_settled=GroupsSettled(groups=groups)))
     assert dict(view.settled) == {"failed": 1, "stale": 1}
-    assert line == Line("1 group(s) failed (4): reward raised KeyError", "warning")
+    assert line == Line("group 4 failed: reward raised KeyError", "warning")
+
+    again = [
+        SettledGroup(group=number, settlement=groups[0].settlement, reason=groups[0].reason) for number in range(30)
+    ]
+    (line,) = view.apply(Event(groups_settled=GroupsSettled(groups=again)))
+    assert line.text == "10 groups have failed, the last 8: reward raised KeyError"
 
 
 def test_a_warning_is_said_once_until_it_has_gone(view: View) -> None:
