@@ -35,7 +35,7 @@ def make_app(
     stop: Callable[[str], Awaitable[None]],
     rollouts: RecentRollouts,
 ) -> FastAPI:
-    """The app; every path needs the bearer token where there is one."""
+    """The app; every call needs the bearer token where there is one."""
     app = FastAPI(title="gspo coordinator", dependencies=[Depends(_token_check(token))])
 
     @app.get("/v1/state")

@@ -61,29 +61,58 @@ class Coordinator:
         self._next_watch = self._next_reconcile = 0.0
 
     async def run(self) -> None:
-        """Start from what is there, and go on until the run is finished or the process is asked to stop."""
+        """Start from what is there, and go on until the run is finished or the process is asked to stop.
+
+        Raises:
+            TimeoutError: No learner told its progress within run.start_timeout_s, or no generator joined for
+                an evaluation.
+        """
         metrics.SLOTS.set(self.slots.num_slots)
         await self._start()
-        self._service.problems.pop("starting", None)
-        while not (self.ending.finished or self._service.stopping.is_set()):
+        while not self._ended:
             await self._turn()
+        await self.measuring.cancel()
+        if self._reconciling:
+            self._reconciling.cancel()
+
+    @property
+    def _ended(self) -> bool:
+        return self.ending.finished or self._service.stopping.is_set()
 
     async def _start(self) -> None:
         """Position of events first, then the learner's account, then the `open` hash: what overlaps counts once."""
         self._position = await newest_position(self._redis, self._keys.events)
-        self._service.activity.set("waiting", "learner", "to say how far the run is")
-        reply = await self._progress.wait(self._config.run.start_timeout_s)
         await self._memory.open()
+        self._service.activity.set("waiting", "learner", "to say how far the run is")
+        reply = await self._first_account()
+        if reply is None:
+            return
         await self._issuer.read_open()
         self._take_over(reply)
         self.measuring.start(reply.version, list(reply.evaluations))
         self._sweep = True
+        self._service.problems.pop("starting", None)
         log.info("started", version=reply.version, open=len(self.slots.open), settled=len(self.slots.settled))
 
-    async def _turn(self) -> None:
+    async def _first_account(self) -> ProgressReply | None:
+        """What the learner says; None where the run ends before it says anything."""
+        limit_s = self._config.run.start_timeout_s
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            await self._hear()
+            if self._ended:
+                return None
+            if reply := await self._progress.ask():
+                return reply
+        raise TimeoutError(f"no learner told its progress within {limit_s:g} s (run.start_timeout_s)")
+
+    async def _hear(self) -> None:
         for entry, event in await self._events.read(self._position, _BLOCK_S):
             self._position = entry
             self._apply(event)
+
+    async def _turn(self) -> None:
+        await self._hear()
         await self._remove_settled()
         await self._watch()
         await self._issue()

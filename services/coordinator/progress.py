@@ -5,9 +5,6 @@ It changes nothing; slots.py takes the answer over. Neighbour: services/common/m
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 import grpc
 import structlog
 from redis.asyncio import Redis
@@ -19,7 +16,6 @@ from services.common.members import members
 from services.common.rpc import open_channel, token_metadata
 
 _CALL_TIMEOUT_S = 10.0
-_RETRY_S = 0.3
 log = structlog.get_logger()
 
 
@@ -46,16 +42,3 @@ class ProgressSource:
             log.warning("other_run", address=found[0].grpc, its_run=reply.run, our_run=self._keys.run)
             return None
         return reply
-
-    async def wait(self, timeout_s: float) -> ProgressReply:
-        """The first answer.
-
-        Raises:
-            TimeoutError: There was none within `timeout_s`.
-        """
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if reply := await self.ask():
-                return reply
-            await asyncio.sleep(_RETRY_S)
-        raise TimeoutError(f"no learner told its progress within {timeout_s:g} s (run.start_timeout_s)")

@@ -221,6 +221,35 @@ async def test_a_learner_that_gives_up_ends_the_run(
     assert len(await heard(redis, keys, "finished")) == 1
 
 
+async def test_a_run_that_fails_before_the_learner_is_ready_ends(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, until: Until
+) -> None:
+    coordinator.start(configure())
+
+    async def waits() -> bool:
+        found = await members(redis, keys, "coordinator")
+        return bool(found) and found[0].activity["what"] == "learner"
+
+    await until(waits, "the coordinator to wait for a learner")
+    await Events(redis, keys, "learner-0").send(Event(finished=Finished(reason="no memory", failed=True)))
+    assert await coordinator.exit_code() == 0
+
+
+async def test_sigterm_ends_the_wait_for_a_learner(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, until: Until
+) -> None:
+    process = coordinator.start(configure())
+
+    async def waits() -> bool:
+        found = await members(redis, keys, "coordinator")
+        return bool(found) and found[0].activity["what"] == "learner"
+
+    await until(waits, "the coordinator to wait for a learner")
+    process.terminate()
+    assert await coordinator.exit_code() == 0
+    assert await heard(redis, keys, "finished") == []
+
+
 async def test_one_evaluation_needs_no_learner(
     redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, generator: GeneratorPeer, until: Until
 ) -> None:
