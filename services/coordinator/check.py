@@ -5,11 +5,9 @@ It starts nothing and imports no torch. Neighbours: prompts.py and tokenizer.py,
 
 from __future__ import annotations
 
-import socket
 import sys
 
 from services.common.config import Config
-from services.common.errors import InputError
 from services.coordinator.prompts import PromptSet, held_out_prompts, training_prompts
 from services.coordinator.tokenizer import load_tokenizer
 
@@ -18,9 +16,8 @@ def check(config: Config) -> None:
     """Read every prompt once; warn on standard error of held-out prompts that are trained on.
 
     Raises:
-        InputError: Prompts or tokenizer cannot be used, or the port of the door is taken.
+        InputError: Prompts or tokenizer cannot be used.
     """
-    _check_port(config)
     tokenizer = load_tokenizer(config.model)
     training = training_prompts(config, tokenizer)
     if training.num_skipped:
@@ -28,20 +25,6 @@ def check(config: Config) -> None:
     held_out = held_out_prompts(config, tokenizer)
     if held_out is not None:
         _warn_of_overlap(training, held_out)
-
-
-def _check_port(config: Config) -> None:
-    host, port = config.services.host, config.services.coordinator_port
-    if not port:
-        return
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        raise InputError(
-            "services.coordinator_port",
-            f"{port} on {host} cannot be listened on ({error.strerror})",
-            "End what uses it, or set another port; 0 picks a free one",
-        ) from error
 
 
 def _warn_of_overlap(training: PromptSet, held_out: PromptSet) -> None:

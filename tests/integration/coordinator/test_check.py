@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,14 +47,6 @@ def test_a_model_without_a_tokenizer(configure: Configure, model_folder: Path, n
     done = check(configure(model={"path": "broken"}), no_torch_env)
     assert done.returncode == 2
     assert done.stderr.startswith("error: model.path: no tokenizer loads from ")
-
-
-def test_a_port_in_use(configure: Configure, no_torch_env: dict[str, str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        done = check(configure(services={"coordinator_port": port}), no_torch_env)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: services.coordinator_port: {port} on 127.0.0.1 cannot be listened on")
 
 
 def test_the_tokenizer_loads_without_importing_a_torch_that_is_there(model_folder: Path) -> None:

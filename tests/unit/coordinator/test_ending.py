@@ -1,0 +1,56 @@
+"""How a run ends: what it waits for, and that no wait is without an end."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.common.config import RunConfig
+from services.coordinator.ending import Ending
+
+
+def ending(**keys: float) -> Ending:
+    return Ending(RunConfig.model_validate({"total_steps": 1} | keys))
+
+
+def test_after_the_last_step_the_end_waits_for_its_version() -> None:
+    end = ending()
+    assert (end.over, end.conclude(0)) == (False, None)
+    end.on_training_done(5, "5 steps are done")
+    assert (end.over, end.stopped, end.ready_to_measure(4), end.conclude(4)) == (True, False, False, None)
+    assert end.ready_to_measure(5)
+    finished = end.conclude(5)
+    assert finished is not None
+    assert (finished.reason, finished.failed) == ("5 steps are done", False)
+
+
+def test_a_stop_waits_for_the_learner_and_for_nothing_else() -> None:
+    end = ending()
+    end.on_stop("enough")
+    assert (end.over, end.stopped, end.conclude(0)) == (True, True, None)
+    assert end.describe(0) == ("learner", "to end after a stop (enough)")
+    end.on_training_done(5, "stopped: enough")
+    finished = end.conclude(0)
+    assert finished is not None
+    assert (finished.reason, finished.failed) == ("stopped: enough", False)
+    assert not end.ready_to_measure(5)
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_every_wait_has_an_end(stop: bool) -> None:
+    end = ending(drain_timeout_s=1e-9, start_timeout_s=1e-9)
+    if stop:
+        end.on_stop("enough")
+    else:
+        end.on_training_done(5, "5 steps are done")
+    finished = end.conclude(4)
+    assert finished is not None
+    assert finished.failed
+    key = "run.drain_timeout_s" if stop else "run.start_timeout_s"
+    assert key in finished.reason
+
+
+def test_a_stop_after_the_end_of_training_changes_nothing() -> None:
+    end = ending()
+    end.on_training_done(5, "5 steps are done")
+    end.on_stop("enough")
+    assert not end.stopped
