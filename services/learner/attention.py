@@ -43,9 +43,10 @@ def _attention(
     """Causal attention. query [R, heads, S, head width], key and value [R, kv heads, S, head width]."""
     short = query.shape[2] == key.shape[2] <= _LONGEST
     if not short or attention_mask is not None or dropout or not getattr(module, "is_causal", True):
-        return sdpa_attention_forward(
+        fused: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+        return fused
     return short_causal_attention(query, key, value, scaling).transpose(1, 2), None
 
 

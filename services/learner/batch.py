@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gspo_core.packing import micro_batches, pad
+from gspo_core.packing import micro_batches
 from services.learner.rows import Row
 
 
@@ -49,10 +51,10 @@ class StepBatch:
             rows=kept,
             sequences=tuple(_model_input(row) for row in kept),
             prompt_length_B=torch.tensor([len(row.prompt_token_ids) for row in kept], dtype=torch.long),
-            token_BT=pad([row.token_ids for row in kept])[0],
-            behavior_BT=pad([row.logp for row in kept], dtype=torch.float32)[0],
-            version_BT=pad([row.version for row in kept], fill=-1)[0],
-            mask_BT=pad([row.mask for row in kept], dtype=torch.bool)[0],
+            token_BT=_side_by_side([row.token_ids for row in kept]).long(),
+            behavior_BT=_side_by_side([row.logp for row in kept]).float(),
+            version_BT=_side_by_side([row.version for row in kept]).long(),
+            mask_BT=_side_by_side([row.mask for row in kept]).bool(),
             mini_batch_B=torch.tensor([row.mini_batch for row in kept], dtype=torch.long),
         )
 
@@ -114,6 +116,12 @@ def rank_micro_batches(
     own_cut = [_micro_batch(batch, part) for part in cuts[rank]]
     shortest = [_empty(_micro_batch(batch, ordered[-1:])) for _ in range(max(map(len, cuts)) - len(own_cut))]
     return own_cut + shortest
+
+
+def _side_by_side(arrays: Sequence[NDArray[Any]]) -> Tensor:
+    """[B, T], filled up with 0 on the right; the mask, an array among them, says what was there."""
+    tensors = [torch.as_tensor(array) for array in arrays]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True) if tensors else torch.zeros(0, 0)
 
 
 def _model_input(row: Row) -> Tensor:

@@ -19,6 +19,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed
+from torch._C._distributed_c10d import HashStore
 
 from gspo_core.figures import mismatch_stats
 from gspo_core.staleness import drop_old_tokens
@@ -155,7 +156,7 @@ class Trainer:
     def _cut(self, batch: StepBatch) -> dict[int, list[MicroBatch]]:
         """This rank's micro-batches of every mini-batch."""
         cuts = {}
-        for mini_batch in batch.mini_batch_B.unique().tolist():
+        for mini_batch in sorted(set(batch.mini_batch_B.tolist())):
             rows = (batch.mini_batch_B == mini_batch).nonzero()[:, 0].tolist()
             max_tokens = self._config.learner.micro_batch_tokens
             cut = rank_micro_batches(batch, rows, max_tokens, rank=self._rank, num_ranks=self._num_ranks)
@@ -286,7 +287,7 @@ def _join_ranks() -> None:
         distributed.init_process_group(backend)
     else:
         os.environ["LOCAL_RANK"] = "0"  # DeepSpeed asks the environment, not the process group
-        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+        distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def _fresh_tokens(step: int, batch: StepBatch) -> Tensor:

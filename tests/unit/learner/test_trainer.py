@@ -128,7 +128,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(folder: Path, zero_stage: 
     before = digest(trainer)
     # Finite losses whose squared gradients overflow.
     rows = [replace(row, advantage=1e38) for row in make_rows(folder, num_mini_batches=1, num_groups=1)]
-    with pytest.raises(NotFiniteError, match="step 2, mini-batch 0: the (gradient norm|loss) is"):
+    with pytest.raises(NotFiniteError, match=r"step 2, mini-batch 0: the (gradient norm|loss) is"):
         trainer.train(2, rows)
     assert digest(trainer) == before
 

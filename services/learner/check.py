@@ -1,0 +1,117 @@
+"""The learner's check of a configuration and of the machine: milliseconds, and no engine is started.
+
+It imports neither torch nor DeepSpeed nor a model: it reads files. Neighbours: `__main__` runs it for `--check` and
+before every start; engine_config.py finds contradictions with DeepSpeed's keys.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from services.common.config import Config
+from services.common.errors import InputError
+from services.learner.engine_config import engine_config
+from services.learner.model_files import ModelFiles, read_model_files
+
+# float32: weights, gradients and AdamW's two moments.
+_TRAINING_BYTES = 4 * 4
+_REFERENCE_BYTES = 4
+_GIB = 1 << 30
+# DeepSpeed's own order of looking for a compiler is torch's: CXX, then c++.
+_COMPILERS = ("c++", "g++", "clang++")
+
+
+def check(config: Config) -> None:
+    """Refuse what the learner cannot train.
+
+    Raises:
+        InputError: A key contradicts another, the model folder is not whole, or the machine lacks what it needs.
+    """
+    engine_config(config)
+    _check_lengths(config)
+    _check_compiler()
+    folder = Path(config.model.path)
+    if not folder.exists() and not _looks_like_a_path(config.model.path):
+        return  # a name on a hub: its files are not here yet
+    files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
+    _check_context(config, files.config)
+    _check_vocabulary(folder, files)
+    _check_memory(config, files)
+
+
+def _looks_like_a_path(path: str) -> bool:
+    return path.startswith(("/", ".", "~")) or path.count("/") != 1
+
+
+def _check_lengths(config: Config) -> None:
+    longest = config.algorithm.prompt_length + config.algorithm.response_length
+    if config.learner.micro_batch_tokens < longest:
+        raise InputError(
+            "learner.micro_batch_tokens",
+            f"{config.learner.micro_batch_tokens} is less than the longest rollout, prompt_length + response_length "
+            f"= {longest} tokens",
+            f"Set it to at least {longest}, or lower algorithm.prompt_length or response_length",
+        )
+
+
+def _check_context(config: Config, model: Mapping[str, Any]) -> None:
+    longest = config.algorithm.prompt_length + config.algorithm.response_length
+    context = _text_config(model).get("max_position_embeddings")
+    if isinstance(context, int) and longest > context:
+        raise InputError(
+            "algorithm.response_length",
+            f"prompt_length + response_length = {longest} tokens, and the model ({config.model.path}) reads at most "
+            f"{context}",
+            "Lower algorithm.prompt_length or response_length",
+        )
+
+
+def _check_compiler() -> None:
+    given = os.environ.get("CXX")
+    if given and shutil.which(given):
+        return
+    if not any(shutil.which(name) for name in _COMPILERS):
+        raise InputError(
+            "machine",
+            "there is no C++ compiler (c++, g++ or clang++), and DeepSpeed builds an op at its first start",
+            "Install one: apt-get install g++",
+        )
+
+
+def _check_vocabulary(folder: Path, files: ModelFiles) -> None:
+    """Every token of the tokenizer must have a row in the model; a model may have more, for alignment."""
+    rows = _text_config(files.config).get("vocab_size")
+    highest = files.highest_token
+    if isinstance(rows, int) and highest is not None and highest >= rows:
+        raise InputError(
+            "model.path",
+            f"{folder}: the tokenizer has token ids up to {highest}, the model a vocabulary of {rows}",
+            "Use the tokenizer that the model was trained with, or resize the model's embeddings",
+        )
+
+
+def _check_memory(config: Config, files: ModelFiles) -> None:
+    if shutil.which("nvidia-smi"):
+        return  # the engine's memory is the GPU's
+    a_parameter = _TRAINING_BYTES + (_REFERENCE_BYTES if config.algorithm.needs_reference else 0)
+    needed, available = files.num_parameters * a_parameter, psutil.virtual_memory().available
+    if needed > available:
+        raise InputError(
+            "model.path",
+            f"training {files.num_parameters / 1e6:,.0f} M parameters takes {needed / _GIB:.1f} GiB for weights, "
+            f"gradients and optimizer{', and the reference' if config.algorithm.needs_reference else ''}; "
+            f"{available / _GIB:.1f} GiB are available",
+            "Use a smaller model or a machine with more memory",
+        )
+
+
+def _text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Models of several modalities keep the language model's settings one level down."""
+    inner = model.get("text_config")
+    return inner if isinstance(inner, dict) else model

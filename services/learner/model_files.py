@@ -1,0 +1,117 @@
+"""What the files of a model folder say about it, read without loading the model: config, parameters, vocabulary.
+
+Not a loader: a folder may pass here and still be refused by the engine. Neighbours: check.py holds it against the
+configuration and the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import InputError
+
+_FIX = "Give a folder that transformers' save_pretrained wrote"
+# Size of a parameter in a pickled file, whose header is not read: the smallest that is usual, so that the
+# estimate of memory is never too low.
+_PICKLED_BYTES = 2
+_LONGEST_HEADER = 100 << 20
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model folder.
+
+    Attributes:
+        config: config.json.
+        num_parameters: Elements of all tensors in the weight files.
+        highest_token: Largest token id of the tokenizer; None where its vocabulary is in no file that is read here.
+    """
+
+    config: Mapping[str, Any]
+    num_parameters: int
+    highest_token: int | None
+
+
+def read_model_files(folder: Path, *, allow_pickle: bool) -> ModelFiles:
+    """Read a folder's config.json, the headers of its weight files, and its tokenizer's vocabulary.
+
+    Raises:
+        InputError: The folder or a file is missing or broken.
+    """
+    if not folder.is_dir():
+        raise InputError("model.path", f"{folder} is not a folder", _FIX)
+    return ModelFiles(_read_json(folder / "config.json"), _count(folder, allow_pickle), _highest_token(folder))
+
+
+def _count(folder: Path, allow_pickle: bool) -> int:
+    _refuse_missing_shards(folder)
+    safe = sorted(folder.glob("*.safetensors"))
+    if safe:
+        return sum(_count_safetensors(path) for path in safe)
+    pickled = sorted(folder.glob("pytorch_model*.bin"))
+    if pickled and allow_pickle:
+        return sum(path.stat().st_size for path in pickled) // _PICKLED_BYTES
+    if pickled:
+        raise InputError(
+            "model.path",
+            f"{folder} has its weights in {pickled[0].name}, a pickle, which can run code when it is loaded",
+            "Convert it to safetensors, or set model.allow_pickle: true if you trust it",
+        )
+    raise InputError("model.path", f"{folder} has no weights (*.safetensors)", _FIX)
+
+
+def _refuse_missing_shards(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    named = _read_json(index).get("weight_map")
+    for name in sorted(set(named.values())) if isinstance(named, dict) else ():
+        if not (folder / name).is_file():
+            raise InputError("model.path", f"{folder}: {index.name} names {name}, which is missing", _FIX)
+
+
+def _count_safetensors(path: Path) -> int:
+    """The format: 8 bytes of header length, a JSON header, then the tensors one behind the other."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size, _LONGEST_HEADER):
+                raise ValueError(f"its header would take {length} bytes of {size}")
+            tensors = {name: t for name, t in json.loads(file.read(length)).items() if name != "__metadata__"}
+        end = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
+        if end != size:
+            raise ValueError(f"its header speaks of {end} bytes, it has {size}")
+        return sum(math.prod(t["shape"]) for t in tensors.values())
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError("model.path", f"{path} is not a whole safetensors file ({error})", "Copy it again") from error
+
+
+def _highest_token(folder: Path) -> int | None:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        if any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer.py")):
+            return None
+        raise InputError("model.path", f"{folder} has no tokenizer", "Save the model's tokenizer to the same folder")
+    tokenizer = _read_json(path)
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+    return max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))], default=None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError("model.path", f"{path} is missing", _FIX) from error
+    except (OSError, ValueError) as error:
+        raise InputError("model.path", f"{path} cannot be read ({error})", "Copy it again") from error
+    if not isinstance(content, dict):
+        raise InputError("model.path", f"{path} is not a JSON object", "Copy it again")
+    return content

@@ -1,0 +1,135 @@
+"""What the learner refuses before anything is started, and the key or file that it names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.common.errors import InputError
+from services.learner.check import check
+from services.learner.model_files import read_model_files
+from tests.tiny_model import make_tiny_model
+from tests.unit.learner.training_rows import make_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "model")
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def refused(folder: Path, **sections: Any) -> InputError:
+    with pytest.raises(InputError) as caught:
+        check(make_config(folder, **sections))
+    return caught.value
+
+
+def test_a_whole_folder_passes(folder: Path) -> None:
+    check(make_config(folder))
+
+
+def test_the_parameters_are_those_in_the_file(folder: Path) -> None:
+    # 99 tokens wide 64; two layers: q 64x64, k and v 64x32, o 64x64, three of 64x192, four norms; a last norm.
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192 + 2 * 64 + 2 * 32
+    assert read_model_files(folder, allow_pickle=False).num_parameters == 99 * 64 + 2 * layer + 64
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_missing_file_is_named(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    error = refused(folder)
+    assert error.where == "model.path"
+    assert str(folder) in error.rule
+
+
+def test_a_missing_folder(folder: Path) -> None:
+    assert "is not a folder" in refused(folder / "nowhere").rule
+
+
+def test_a_cut_off_weight_file(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert "model.safetensors is not a whole safetensors file" in refused(folder).rule
+
+
+def test_a_missing_shard(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    assert "model-00001-of-00002.safetensors, which is missing" in refused(folder).rule
+
+
+def test_pickled_weights_only_when_asked_for(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "model.allow_pickle" in refused(folder).fix
+    check(make_config(folder, model={"path": str(folder), "allow_pickle": True}))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(folder: Path) -> None:
+    edit(folder / "config.json", vocab_size=98)
+    assert "token ids up to 98, the model a vocabulary of 98" in refused(folder).rule
+
+
+def test_a_model_with_more_rows_than_tokens_is_usual(folder: Path) -> None:
+    edit(folder / "config.json", vocab_size=128)
+    check(make_config(folder))
+
+
+def test_too_little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Memory:
+        available = 1 << 20
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory)
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "nvidia-smi" else name)
+    assert "0.0 GiB are available" in refused(folder).rule
+
+
+def test_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "g++" in refused(folder).fix
+
+
+def test_a_rollout_must_fit_into_a_micro_batch(folder: Path) -> None:
+    error = refused(folder, learner={"micro_batch_tokens": 127})
+    assert error.where == "learner.micro_batch_tokens"
+    assert "128" in error.rule
+
+
+def test_a_rollout_must_fit_into_the_model(folder: Path) -> None:
+    edit(folder / "config.json", max_position_embeddings=100)
+    assert "128 tokens" in refused(folder).rule
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "instead"),
+    [
+        ("gradient_clipping", 0.5, "learner.max_grad_norm"),
+        ("optimizer", {"type": "Adam"}, "learner.learning_rate"),
+        ("bf16", {"enabled": True}, "learner.dtype"),
+        ("zero_optimization", {"stage": 2}, "learner.zero_stage"),
+        ("gradient_accumulation_steps", 4, "learner.micro_batch_tokens"),
+    ],
+)
+def test_deepspeed_keys_that_contradict_ours(folder: Path, key: str, value: Any, instead: str) -> None:
+    error = refused(folder, learner={"deepspeed": {key: value}})
+    assert error.where.startswith(f"learner.deepspeed.{key}")
+    assert instead in error.fix
+
+
+def test_deepspeed_keys_that_say_the_same_or_more_pass(folder: Path) -> None:
+    given = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
+    check(make_config(folder, learner={"zero_stage": 1, "deepspeed": given}))
+
+
+def test_the_check_imports_no_engine() -> None:
+    code = "import sys, services.learner.check as c; print({'torch', 'deepspeed', 'transformers'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == "set()"
