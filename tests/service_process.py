@@ -6,6 +6,7 @@ Neighbours: every integration test that needs a service.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -16,10 +17,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from redis.asyncio import Redis
+
 from services.common.config import Config
 from services.common.configfile import parse_config, write_config
+from services.common.keys import Keys
+from services.common.members import Member, members
 from services.common.runtime import CONFIG_NAME
 
+# vLLM on a busy machine with two cores.
+START_S = 180
 REWARD = "def reward(prompts, completions, **columns):\n    return [float(len(text)) for text in completions]\n"
 
 
@@ -89,3 +96,14 @@ def wait_exit(process: subprocess.Popen[bytes], timeout_s: float) -> int:
         time.sleep(0.1)
     assert process.returncode is not None, f"still running after {timeout_s} s"
     return process.returncode
+
+
+async def registered(process: subprocess.Popen[bytes], redis: Redis, keys: Keys, service: str) -> Member:
+    """The service's member once it is there; fails at once when the process dies instead."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"{service} ended with exit code {process.returncode} before it registered"
+        if found := await members(redis, keys, service):
+            return found[0]
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"{service} did not register within {START_S} s")

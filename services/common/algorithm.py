@@ -89,9 +89,9 @@ class AlgorithmConfig(BaseModel):
     response_length: PositiveInt = Field(4096, description="Longest answer, in tokens")
     num_mini_batches: PositiveInt = Field(4, description="Optimizer steps that a batch is cut into")
     ppo_epochs: PositiveInt = Field(1, description="Passes over a batch")
-    pg_clip: PositiveFloat | None = Field(None, description="Both sides of the clip at once")
+    pg_clip: PositiveFloat | None = Field(None, le=1, description="Both sides of the clip at once")
     pg_clip_low: PositiveFloat | None = Field(
-        None, description="Ratios below 1 - pg_clip_low are clipped; 3e-4 for seq, 0.2 for token"
+        None, le=1, description="Ratios below 1 - pg_clip_low are clipped; 3e-4 for seq, 0.2 for token"
     )
     pg_clip_high: PositiveFloat | None = Field(
         None, description="Ratios above 1 + pg_clip_high are clipped; 4e-4 for seq, 0.27 for token"

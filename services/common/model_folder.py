@@ -24,11 +24,13 @@ def model_folder(model: ModelConfig) -> Path:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise InputError(
-                "model.path", f"{folder} has no config.json", "Give a folder that `save_pretrained` wrote, with its tokenizer"
+                "model.path",
+                f"{folder} has no config.json",
+                "Give a folder that `save_pretrained` wrote, with its tokenizer",
             )
         return folder
     if folder.is_absolute() or model.path.startswith(".") or model.path.count("/") > 1:
-        raise InputError("model.path", f"{model.path} is not a folder", "Mend the path, or give the name of a hub model")
+        raise InputError("model.path", f"{model.path} is not a folder", "Mend the path, or give a hub model's name")
     return _from_hub(model)
 
 

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ EXIT_FAILED = 1
 CONFIG_NAME = "config.yaml"
 # Redis may restart under a run; a client tries again for about this long before its service gives up.
 REDIS_PATIENCE_S = 60
+CANCEL_PATIENCE_S = 5.0
 # Hundreds of rollouts may end at once, each with a write: they wait for a connection instead of failing.
 MAX_CONNECTIONS = 50
 log = structlog.get_logger()
@@ -176,10 +178,19 @@ class Service:
                 for task in done:
                     task.result()
         finally:
-            for task in {main_task, *tasks}:
-                task.cancel()
-            await asyncio.gather(main_task, *tasks, return_exceptions=True)
+            await _end_tasks({main_task, *tasks})
             await self.redis.aclose()
+
+
+async def _end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel tasks until they are done: a client in the middle of a read can swallow a cancellation."""
+    deadline = time.monotonic() + CANCEL_PATIENCE_S
+    while tasks and time.monotonic() < deadline:
+        for task in tasks:
+            task.cancel()
+        _, tasks = await asyncio.wait(tasks, timeout=0.5)
+    if tasks:
+        log.error("tasks_left", names=sorted(task.get_name() for task in tasks))
 
 
 def connect_redis(url: str) -> Redis:

@@ -14,6 +14,7 @@ from gspo_core.advantage import RunningMoments
 from services.common.activity import Activity
 from services.common.config import Config
 from services.learner.assembly import Assembler
+from services.learner.compiled_ops import one_builder
 from services.learner.rundir import RunDir
 from services.learner.trainer import Trainer
 from services.learner.weights import policy_from
@@ -27,7 +28,8 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity) ->
     ValueError: a step file that the replay needs is missing.
     """
     activity.set("busy", "loading the model", str(model))
-    trainer = Trainer(config, model, seed=config.seed)
+    with one_builder():
+        trainer = Trainer(config, model, seed=config.seed)
     step, moments = 0, RunningMoments()
     if (newest := run_dir.checkpoints.newest()) is not None:
         activity.set("busy", "loading the checkpoint", f"step {newest}")

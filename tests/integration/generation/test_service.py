@@ -26,10 +26,9 @@ from services.common.rpc import open_channel
 from services.common.runtime import connect_redis
 from services.common.streams import append, create_consumer_groups
 from services.learner.weights import Policy, policy_from, push_frames
-from tests.service_process import make_run, service_process, wait_exit
+from tests.service_process import make_run, registered, service_process, wait_exit
 from tests.tiny_model import make_tiny_model
 
-START_S = 180
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -59,7 +58,7 @@ async def running(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> A
     await redis.flushall()
     await create_consumer_groups(redis, keys)
     with service_process("generation", config, redis_url) as process:
-        member = await wait_for_member(redis, keys, "generation", START_S)
+        member = await registered(process, redis, keys, "generation")
         channel = open_channel(member.grpc)
         policy = policy_of(folder / "model", 0)
         yield Running(config, redis, keys, GenerationStub(channel), policy, process)

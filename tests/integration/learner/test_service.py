@@ -1,0 +1,192 @@
+"""The learner as a process, fed with scored rollouts: steps, settlements, replay after a kill, the end.
+
+No generator is needed: what it publishes is checked by the digests in its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from redis.asyncio import Redis
+
+from gspo_proto.learner_pb2 import CheckpointRequest, ProgressRequest
+from gspo_proto.learner_pb2_grpc import LearnerStub
+from gspo_proto.rollout_pb2 import (
+    OUTCOME_EOS,
+    Event,
+    Finished,
+    GroupFailure,
+    Prompt,
+    Rollout,
+    Score,
+    Scored,
+    ScoredRollout,
+    StopRequested,
+)
+from services.common.config import Config
+from services.common.events import FROM_START, Events
+from services.common.keys import Keys
+from services.common.rpc import open_channel
+from services.common.streams import append
+from tests.service_process import make_run, registered, service_process, wait_exit
+from tests.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(300)]
+NUM_ROLLOUTS = 4
+
+
+class Feeder:
+    """Plays coordinator, generation and reward: opens groups and writes their scored rollouts."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis, self.keys = redis, keys
+
+    async def feed(self, groups: range, version: int, *, failing: bool = False) -> None:
+        for group in groups:
+            await self._redis.hset(self.keys.open, group, json.dumps({"min_version": version}))
+        await append(self._redis, self.keys.scored, [scored(g, n, version, failing) for g in groups for n in range(4)])
+
+    async def event(self, what: str, timeout_s: float = 60, num: int = 1) -> Event:
+        """The num-th event of a kind."""
+        events, deadline = Events(self._redis, self.keys, "test"), time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            found = [event for _, event in await events.read(FROM_START, 0.1) if event.WhichOneof("what") == what]
+            if len(found) >= num:
+                return found[num - 1]
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"{num} {what} did not come within {timeout_s} s")
+
+
+def scored(group: int, number: int, version: int, failing: bool = False) -> bytes:
+    token_ids = [4 + (group + number + i) % 10 for i in range(3 + number)]
+    rollout = Rollout(
+        schema=1,
+        group=group,
+        number=number,
+        attempt=1,
+        num_rollouts=NUM_ROLLOUTS,
+        prompt=Prompt(token_ids=[1, 5, 6], text="1+1="),
+        token_ids=[*token_ids, 2],
+        logp=[-4.6] * (len(token_ids) + 1),
+        version=[version] * (len(token_ids) + 1),
+        mask=b"\x01" * (len(token_ids) + 1),
+        text="an answer",
+        outcome=OUTCOME_EOS,
+        temperature=1.0,
+    )
+    score = Score(failure="ZeroDivisionError: division by zero") if failing else Score(reward=float(number % 2))
+    return Scored(schema=1, rollout=ScoredRollout(rollout=rollout, score=score)).SerializeToString()
+
+
+def run_of(tmp_path: Path, **sections: object) -> Config:
+    # A clip that lets the untrained policy's ratios through, so that weights move.
+    algorithm = {"pg_clip_low": 1.0, "pg_clip_high": 100.0}
+    learner = {"learning_rate": 1e-3, "threads": 1}
+    model = make_tiny_model(tmp_path / "model")
+    return make_run(tmp_path, model, **{"algorithm": algorithm, "learner": learner, **sections})
+
+
+def lines(config: Config, name: str) -> list[dict]:
+    return [json.loads(line) for line in (config.run_dir / "log" / name).read_text().splitlines()]
+
+
+async def test_a_kill_between_log_and_checkpoint_costs_nothing(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_of(tmp_path)
+    feeder = Feeder(redis, keys)
+    with service_process("learner", config, redis_url) as first:
+        await registered(first, redis, keys, "learner")
+        await feeder.feed(range(4), 0)
+        await feeder.event("step_done", num=1)
+        await feeder.feed(range(4, 8), 1)
+        await feeder.event("step_done", num=2)
+        # Half a batch is in the learner's hands, taken and not acknowledged.
+        await feeder.feed(range(8, 10), 2)
+        await asyncio.sleep(1)
+        first.send_signal(signal.SIGKILL)
+        first.wait(10)
+    recorded = lines(config, "policy.jsonl")
+    assert [line["version"] for line in recorded] == [0, 1, 2]
+    assert len({line["digest"] for line in recorded}) == 3
+    assert not list((config.run_dir / "checkpoints").iterdir())
+
+    with service_process("learner", config, redis_url, "--resume"):
+        await feeder.feed(range(10, 12), 2)
+        # Late copies of what is in the log are not trained again.
+        await append(redis, keys.scored, [scored(0, 0, 0), scored(5, 1, 1)])
+        training_done = (await feeder.event("training_done")).training_done
+        assert (training_done.step, training_done.reason) == (3, "total_steps 3 reached")
+        await Events(redis, keys, "coordinator").send(Event(finished=Finished(reason="done")))
+    # The replay made the same bits: no version was recorded anew.
+    versions = lines(config, "policy.jsonl")
+    assert versions[:3] == recorded
+    assert [line["version"] for line in versions] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines(config, "metrics.jsonl")] == [1, 2, 3]
+    tables = [pq.read_table(path) for path in sorted((config.run_dir / "log").glob("*.parquet"))]
+    ids = [(row["group"], row["number"]) for table in tables for row in table.to_pylist()]
+    assert sorted(ids) == [(group, number) for group in range(12) for number in range(4)]
+    assert (await redis.xpending(keys.scored, "learner"))["pending"] == 0
+    assert await redis.xlen(keys.scored) == 0
+    assert (config.run_dir / "export" / "config.json").is_file()
+
+
+async def test_a_stop_leaves_a_checkpoint_and_open_groups(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_of(tmp_path)
+    feeder = Feeder(redis, keys)
+    with service_process("learner", config, redis_url) as process:
+        member = await registered(process, redis, keys, "learner")
+        await feeder.feed(range(6), 0)
+        await feeder.event("step_done")
+        async with open_channel(member.grpc) as channel:
+            progress = await LearnerStub(channel).Progress(ProgressRequest(), timeout=5)
+            assert (progress.step, progress.version, dict(progress.counts)["trained"]) == (1, 1, 4)
+            assert [(r.first, r.last) for r in progress.settled] == [(0, 3)]
+            written = await LearnerStub(channel).Checkpoint(CheckpointRequest(), timeout=30)
+            assert written.step == 1 and Path(written.path, "manifest.json").is_file()
+        await Events(redis, keys, "coordinator").send(Event(stop_requested=StopRequested(reason="Ctrl-C")))
+        assert (await feeder.event("training_done")).training_done.reason == "stopped: Ctrl-C"
+        await Events(redis, keys, "coordinator").send(Event(finished=Finished(reason="stopped")))
+        assert await asyncio.to_thread(wait_exit, process, 20) == 0
+    assert not (config.run_dir / "log" / "settled.jsonl").read_text()
+    assert (await redis.xpending(keys.scored, "learner"))["pending"] == 2 * NUM_ROLLOUTS
+
+
+async def test_groups_left_open_at_the_end_are_unused_and_a_failed_group_has_its_reason(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_of(tmp_path, run={"total_steps": 1})
+    feeder = Feeder(redis, keys)
+    with service_process("learner", config, redis_url) as process:
+        await registered(process, redis, keys, "learner")
+        await feeder.feed(range(2), 0, failing=True)
+        failure = GroupFailure(group=2, attempt=3, reason="generation: no engine took it")
+        await append(redis, keys.scored, [Scored(schema=1, failure=failure).SerializeToString()])
+        await feeder.feed(range(3, 9), 0)
+        await feeder.event("training_done")
+        await Events(redis, keys, "coordinator").send(Event(finished=Finished(reason="done")))
+    settled = {line["group"]: (line["settlement"], line["reason"]) for line in lines(config, "settled.jsonl")}
+    assert settled[0][0] == settled[1][0] == settled[2][0] == "failed"
+    assert "ZeroDivisionError" in settled[0][1] and "no engine took it" in settled[2][1]
+    assert {group for group, (how, _) in settled.items() if how == "unused"} == {7, 8}
+
+
+async def test_a_reward_that_always_fails_ends_the_run_with_its_reason(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_of(tmp_path, algorithm={"max_refill": 2})
+    feeder = Feeder(redis, keys)
+    with service_process("learner", config, redis_url) as process:
+        await registered(process, redis, keys, "learner")
+        await feeder.feed(range(8), 0, failing=True)
+        finished = (await feeder.event("finished")).finished
+        assert finished.failed and "ZeroDivisionError: division by zero" in finished.reason
+        assert await asyncio.to_thread(wait_exit, process, 20) == 0
