@@ -5,9 +5,10 @@ Pure bookkeeping, no Redis. A failed score is left out and counted, never a numb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Scored
 
@@ -79,15 +80,18 @@ class Tally:
     def figures(self) -> dict[str, float]:
         """The figures of EvaluationDone; one without a single scored answer behind it is left out.
 
-        sampled_mean and greedy_mean are mean rewards; pass_at_k is the mean over prompts of the best reward among
-        their sampled answers, which is pass@k where rewards are 0 or 1; num_failed counts answers without a score.
+        sampled_mean and greedy_mean are mean rewards, sampled_stderr and greedy_stderr their standard errors over
+        prompts, since answers to one prompt are not independent; pass_at_k is the mean over prompts of the best
+        reward among their sampled answers, which is pass@k where rewards are 0 or 1; num_failed counts answers
+        without a score.
         """
         sampled = {id_: answer for id_, answer in self._answers.items() if id_[0] % 2 == 0}
         greedy = [answer for (group, _), answer in self._answers.items() if group % 2]
-        best: dict[int, float] = {}
-        for (group, _), answer in sampled.items():
+        by_prompt: dict[int, list[float]] = {}
+        for (group, _), answer in self._answers.items():
             if answer.reward is not None:
-                best[group] = max(answer.reward, best.get(group, answer.reward))
+                by_prompt.setdefault(group, []).append(answer.reward)
+        best = [max(rewards) for group, rewards in by_prompt.items() if group % 2 == 0]
         came = [answer for answer in sampled.values() if answer.num_tokens]
         failed = sum(answer.reward is None for answer in self._answers.values())
         figures = {
@@ -97,7 +101,9 @@ class Tally:
         }
         figures |= _mean("sampled_mean", [a.reward for a in sampled.values() if a.reward is not None])
         figures |= _mean("greedy_mean", [a.reward for a in greedy if a.reward is not None])
-        figures |= _mean("pass_at_k", list(best.values()))
+        figures |= _stderr("sampled_stderr", [fmean(rewards) for group, rewards in by_prompt.items() if group % 2 == 0])
+        figures |= _stderr("greedy_stderr", [fmean(rewards) for group, rewards in by_prompt.items() if group % 2])
+        figures |= _mean("pass_at_k", best)
         figures |= _mean("response_tokens_mean", [a.num_tokens for a in came])
         return figures | _mean("truncated_share", [float(a.truncated) for a in came])
 
@@ -113,3 +119,8 @@ class Tally:
 
 def _mean(name: str, values: list[float] | list[int]) -> dict[str, float]:
     return {name: fmean(values)} if values else {}
+
+
+def _stderr(name: str, values: list[float]) -> dict[str, float]:
+    """Standard error of the mean; nothing from fewer than two values."""
+    return {name: stdev(values) / math.sqrt(len(values))} if len(values) > 1 else {}

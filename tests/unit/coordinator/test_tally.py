@@ -47,7 +47,9 @@ def test_figures_of_two_prompts() -> None:
         "num_answers": 2.0,
         "num_failed": 1.0,
         "sampled_mean": pytest.approx(1.25 / 3),
+        "sampled_stderr": pytest.approx(0.125),  # of 0.5 and 0.25
         "greedy_mean": 0.5,
+        "greedy_stderr": pytest.approx(0.5),  # of 1 and 0
         "pass_at_k": 0.625,
         "response_tokens_mean": 4.0,
         "truncated_share": 0.25,
