@@ -27,6 +27,8 @@ FIGURES = {
     "num_failed": 0.0,
     "sampled_mean": 0.5,
     "greedy_mean": 0.5,
+    "sampled_stderr": 0.0,
+    "greedy_stderr": 0.0,
     "pass_at_k": 1.0,
     "response_tokens_mean": 2.0,
     "truncated_share": 0.0,
