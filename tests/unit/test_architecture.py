@@ -1,0 +1,210 @@
+"""Which room may import what, and what may stand nowhere: read from the source of every module.
+
+What it is not: a check of behaviour. Each rule is shown to fail on a small source that breaks it.
+Neighbours: ARCHITECTURE.md gives the rules in words.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ("coordinator", "generation", "learner", "reward")
+# The one file that may import DeepSpeed.
+DEEPSPEED_FILE = "services/learner/trainer.py"
+WITHOUT_TORCH = ("services/common", "services/coordinator", "services/reward", "services/cli")
+PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+
+
+def modules() -> list[str]:
+    """Every module of the project, as a path from its root; the generated contract apart."""
+    folders = (ROOT / "gspo_core", ROOT / "services")
+    return sorted(str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*.py"))
+
+
+def imports(path: str, source: str) -> set[str]:
+    """Full names of everything a module imports, wherever in it the statement stands."""
+    package = path.removesuffix("/__init__.py").removesuffix(".py").split("/")
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            start = ".".join(package[: len(package) - node.level]) if node.level else ""
+            name = ".".join(part for part in (start, node.module or "") if part)
+            # `from services import learner` imports a package, not a name in one.
+            found |= {f"{name}.{alias.name}" for alias in node.names} if name == "services" else {name}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            found |= {part.value for part in node.args[:1] if isinstance(part, ast.Constant)}
+    return {name for name in found if name != "__future__"}
+
+
+def broken_rules(path: str, source: str) -> list[str]:
+    """What a module at `path` does that the house does not allow."""
+    imported = imports(path, source)
+    return [*_foreign_rooms(path, imported), *_foreign_engines(path, imported), *_never_allowed(path, source, imported)]
+
+
+def _top(name: str) -> str:
+    return name.split(".")[0]
+
+
+def _foreign_rooms(path: str, imported: set[str]) -> Iterator[str]:
+    room = path.split("/")[1] if path.startswith("services/") else ""
+    for name in sorted(imported):
+        other = name.split(".")[1] if name.startswith("services.") else ""
+        if path.startswith("gspo_core/") and _top(name) not in {"torch", "gspo_core", *sys.stdlib_module_names}:
+            yield f"gspo_core imports {name}: torch and the standard library only"
+        elif room and other and other not in (room, "common"):
+            yield f"services.{room} imports {name}: another service"
+        elif _top(name) in ("tests", "examples", "benchmarks"):
+            yield f"imports {name}, which is not part of the product"
+
+
+def _foreign_engines(path: str, imported: set[str]) -> Iterator[str]:
+    tops = {_top(name) for name in imported}
+    if path.startswith(WITHOUT_TORCH):
+        yield from (f"imports {top}, and runs without torch" for top in sorted(tops & {"torch", "gspo_core"}))
+    if "vllm" in tops and not path.startswith("services/generation/"):
+        yield "imports vllm outside services/generation"
+    if "deepspeed" in tops and path != DEEPSPEED_FILE:
+        yield f"imports deepspeed outside {DEEPSPEED_FILE}"
+    if tops & {"fastapi", "starlette"} and not path.endswith("/door.py"):
+        yield "imports the web framework outside a door"
+    if "transformers" in tops and path.startswith(("services/common", "services/cli", "services/reward")):
+        yield "imports transformers where no text is tokenised"
+
+
+def _never_allowed(path: str, source: str, imported: set[str]) -> Iterator[str]:
+    yield from (f"imports {name}: never pickle" for name in sorted(imported) if _top(name) in PICKLING)
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        called = ast.unparse(node.func)
+        if called == "torch.load" and given.get("weights_only") != "True":
+            yield "torch.load without weights_only=True unpickles"
+        if node.func.attr == "xtrim" or (node.func.attr == "xadd" and {"maxlen", "minid"} & given.keys()):
+            events = node.func.attr == "xadd" and node.args and ast.unparse(node.args[0]).endswith(".events")
+            if not events:
+                yield "trims a stream other than events: trimming drops pending entries too"
+    for text in _strings(source):
+        if "MAXLEN" in text or "XTRIM" in text:
+            yield "a script trims a stream"
+
+
+def _strings(source: str) -> Iterator[str]:
+    """String constants, docstrings apart."""
+    tree = ast.parse(source)
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
+
+
+@pytest.mark.parametrize("path", modules())
+def test_a_module_keeps_the_rules(path: str) -> None:
+    assert broken_rules(path, (ROOT / path).read_text()) == []
+
+
+def test_every_room_is_looked_at() -> None:
+    rooms = {path.split("/")[1] for path in modules() if path.startswith("services/") and path.count("/") > 1}
+    assert rooms == {"cli", "common", *SERVICES}
+
+
+def test_exactly_one_file_imports_deepspeed() -> None:
+    having = [p for p in modules() if any(_top(name) == "deepspeed" for name in imports(p, (ROOT / p).read_text()))]
+    assert having == [DEEPSPEED_FILE]
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "said"),
+    [
+        ("gspo_core/loss.py", "import numpy", "gspo_core imports numpy"),
+        ("gspo_core/loss.py", "from services.common.config import Config", "gspo_core imports services.common.config"),
+        ("services/common/keys.py", "import torch.nn", "imports torch, and runs without torch"),
+        ("services/common/keys.py", "from services.learner.rows import Row", "another service"),
+        ("services/reward/worker.py", "from services.learner import rows", "another service"),
+        ("services/reward/worker.py", "from services import learner", "another service"),
+        ("services/reward/worker.py", "from ..learner.rows import Row", "another service"),
+        ("services/learner/loop.py", "def f():\n    import services.generation.engine", "another service"),
+        ("services/learner/loop.py", "importlib.import_module('services.reward.scorer')", "another service"),
+        ("services/cli/run.py", "from services.coordinator.slots import Slots", "another service"),
+        ("services/cli/run.py", "from gspo_core.loss import policy_loss", "imports gspo_core"),
+        ("services/coordinator/loop.py", "import torch", "imports torch"),
+        ("services/reward/scorer.py", "from gspo_core import loss", "imports gspo_core"),
+        ("services/learner/weights.py", "from vllm import LLM", "imports vllm outside"),
+        ("services/learner/loop.py", "import deepspeed", "imports deepspeed outside"),
+        ("services/coordinator/loop.py", "from fastapi import FastAPI", "outside a door"),
+        ("services/reward/scorer.py", "from transformers import AutoTokenizer", "imports transformers"),
+        ("services/common/streams.py", "import pickle", "never pickle"),
+        ("services/learner/rows.py", "from cloudpickle import dumps", "never pickle"),
+        ("services/learner/trainer.py", "torch.load(path)", "unpickles"),
+        ("services/learner/trainer.py", "torch.load(path, weights_only=False)", "unpickles"),
+        ("services/common/streams.py", "redis.xadd(stream, fields, maxlen=10)", "trims a stream"),
+        ("services/common/streams.py", "redis.xtrim(keys.events, 10)", "trims a stream"),
+        ("services/common/streams.py", "SCRIPT = \"redis.call('XADD', KEYS[1], 'MAXLEN', 9)\"", "trims a stream"),
+        ("services/learner/loop.py", "from tests.tiny_model import make_tiny_model", "not part of the product"),
+    ],
+)
+def test_a_rule_fails_when_it_is_broken(path: str, source: str, said: str) -> None:
+    found = broken_rules(path, source)
+    assert len(found) == 1
+    assert said in found[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("gspo_core/loss.py", "import math\nimport torch\nfrom gspo_core.kl import kl_divergence"),
+        ("services/learner/loop.py", "from gspo_core.loss import policy_loss\nfrom services.common import metrics"),
+        ("services/coordinator/door.py", "from fastapi import FastAPI"),
+        ("services/common/events.py", "redis.xadd(self._keys.events, fields, maxlen=10)"),
+        ("services/common/streams.py", '"""Never with MAXLEN."""'),
+        ("services/learner/trainer.py", "torch.load(path, weights_only=True)"),
+        ("services/cli/watch.py", "from collections import deque\nlast = deque(maxlen=3)"),
+    ],
+)
+def test_what_is_allowed_passes(path: str, source: str) -> None:
+    assert broken_rules(path, source) == []
+
+
+_IMPORT_ALL = """
+import importlib, pkgutil, sys
+for name in ("torch", "vllm", "deepspeed", "gspo_core"):
+    sys.modules[name] = None  # an import of it, or of anything in it, raises ModuleNotFoundError
+for package in sys.argv[1:]:
+    found = importlib.import_module(package)
+    for module in pkgutil.iter_modules(found.__path__, package + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+"""
+
+
+def _import_all(*packages: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _IMPORT_ALL, *packages]
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "PATH": "/usr/bin:/bin"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_common_coordinator_reward_and_cli_import_without_torch() -> None:
+    done = _import_all("services.common", "services.coordinator", "services.reward", "services.cli")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_block_on_torch_blocks() -> None:
+    done = _import_all("services.learner")
+    assert done.returncode != 0
+    assert "ModuleNotFoundError" in done.stderr
