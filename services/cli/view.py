@@ -10,7 +10,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from gspo_proto.rollout_pb2 import Event, Finished, Settlement
@@ -113,10 +115,10 @@ class View:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last step, by the pace of the last STEPS_FOR_ETA."""
+        """Seconds until the last step, by the median time of the last STEPS_FOR_ETA."""
         if self.total_steps is None or len(self.step_unix_s) < 2:
             return None
-        pace_s = (self.step_unix_s[-1] - self.step_unix_s[0]) / (len(self.step_unix_s) - 1)
+        pace_s = median(after - before for before, after in pairwise(self.step_unix_s))
         return max(0.0, (self.total_steps - self.step) * pace_s)
 
     @property
