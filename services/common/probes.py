@@ -10,11 +10,13 @@ import hmac
 import json
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from importlib.metadata import version
 from typing import Any
 
 import uvicorn
 from prometheus_client import make_asgi_app
 
+from services.common import metrics
 from services.common.runtime import Service
 
 Scope = MutableMapping[str, Any]
@@ -31,6 +33,7 @@ class Probes:
         token = service.options.token
         self._expected = f"Bearer {token}".encode() if token else b""
         self._metrics: App = make_asgi_app()
+        metrics.BUILD_INFO.labels(service.options.service, version("gspo")).set(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")

@@ -1,0 +1,27 @@
+"""The smallest configuration that is complete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.common.config import Config
+
+
+@pytest.fixture
+def given() -> dict[str, Any]:
+    """A mapping as it is read from YAML: what has no default, and an end of the run."""
+    return {
+        "name": "r",
+        "model": {"path": "model"},
+        "data": {"prompts": "prompts.jsonl"},
+        "reward": {"functions": [{"path": "reward.py"}]},
+        "run": {"total_steps": 3},
+    }
+
+
+@pytest.fixture
+def config(given: dict[str, Any]) -> Config:
+    """The same, validated."""
+    return Config.model_validate(given)
