@@ -168,9 +168,7 @@ def _step_files(log: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _count(
-    step_files: dict[int, Path], settled: Path, problems: list[str]
-) -> tuple[Groups, dict[int, Counter[str]]]:
+def _count(step_files: dict[int, Path], settled: Path, problems: list[str]) -> tuple[Groups, dict[int, Counter[str]]]:
     groups, rollouts = Groups(), {}
     # A trained group has a line only where its step file was removed, or was about to be when a kill came.
     with_line = set()

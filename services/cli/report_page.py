@@ -1,0 +1,161 @@
+"""report.html: the run on one page that needs nothing else, for the one who ran it and the one who is shown it.
+
+Rollouts hold whatever a model wrote, so everything is escaped and the page may run no script and load nothing. The
+words are in templates/report.html. Neighbours: report.py calls it, report_summary.py and report_samples.py fill it.
+"""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from services.cli.report_log import SETTLEMENTS, RunLog
+from services.cli.report_plots import Plot
+from services.cli.report_samples import read_samples
+from services.cli.report_summary import difference, notes
+from services.cli.view import duration
+from services.common.advice import NEVER_CLIPPED_STEPS, advice
+from services.common.config import Config
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_REASONS_SHOWN = 3
+_TIME_NAMES = {
+    "wait_s": "waiting for rollouts",
+    "train_s": "training",
+    "publish_s": "publishing the version",
+    "log_s": "logging the step",
+}
+_MEANINGS = {
+    "trained": "in a step file",
+    "filtered": "left out by the learner before training",
+    "stale": "too old when its turn came",
+    "failed": "no rollout of it has a score",
+    "unused": "open when the run ended",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A sentence that the figures called for, and when."""
+
+    text: str
+    first: int
+    last: int
+    num_steps: int
+
+
+def render(log: RunLog, summary: dict[str, Any], plots: list[Plot], folder: Path) -> str:
+    """The page; `folder` holds the plots' files."""
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(duration=duration, number=_number)
+    return environment.get_template("report.html").render(
+        summary=summary,
+        status=_status(summary),
+        change=difference(summary, "accuracy"),
+        notes=notes(log, summary),
+        advice=_advice(log),
+        plots=[(plot, _data_uri(folder / f"{plot.name}.png")) for plot in plots],
+        ran=_what_ran(log.config) if log.config else {},
+        algorithm=_algorithm(log.config) if log.config else {},
+        phases=_shares(summary["wall_s"] or {}),
+        times=_shares({_TIME_NAMES[name]: s for name, s in summary["steps_s"].items()}),
+        endings=[(name, _MEANINGS[name], summary["groups"][name], _reasons(log, name)) for name in SETTLEMENTS],
+        samples=read_samples(log),
+        environment=log.environment,
+        run_dir=log.run_dir.resolve(),
+        quoted=shlex.quote(str(log.run_dir.resolve())),
+        exported=(log.run_dir / "export" / "config.json").is_file(),
+        evaluation=shlex.quote(str(log.config.evaluation.prompts))
+        if log.config and log.evaluations
+        else "PROMPTS.jsonl",
+    )
+
+
+def _status(summary: dict[str, Any]) -> tuple[str, str]:
+    """(class, words): how the run ended."""
+    reason = summary["end_reason"]
+    if reason is None:
+        return "open", "has not come to an end that is recorded: it is under way, or was killed"
+    if summary["failed"]:
+        return "failed", f"failed: {reason}"
+    return ("open", reason) if reason.startswith("stopped") else ("done", f"finished: {reason}")
+
+
+def _advice(log: RunLog) -> list[Advice]:
+    """What was said while it ran, each sentence in its last form."""
+    if log.config is None:
+        return []
+    found: dict[str, Advice] = {}
+    for place, step in enumerate(int(step) for step in log.steps):
+        recent = log.figures[max(0, place + 1 - NEVER_CLIPPED_STEPS) : place + 1]
+        for name, text in advice(recent, log.config).items():
+            before = found.get(name, Advice(text, step, step, 0))
+            found[name] = Advice(text, before.first, step, before.num_steps + 1)
+    return list(found.values())
+
+
+def _what_ran(config: Config) -> dict[str, Any]:
+    algorithm, staleness, learner = config.algorithm, config.staleness, config.learner
+    low, high = algorithm.clip
+    rewards = "; ".join(f"{f.label} ({f.path}), weight {f.weight:g}" for f in config.reward.functions)
+    return {
+        "model": config.model.path,
+        "prompts": config.data.prompts,
+        "held-out prompts": config.evaluation.prompts or "none",
+        "reward": rewards,
+        "preset": algorithm.preset,
+        "ratio": f"{algorithm.importance_sampling}, clip {low:g} below and {high:g} above 1, "
+        f"old_logprobs {algorithm.old_logprobs}",
+        "advantage": f"{algorithm.adv_estimator}, reward_norm {algorithm.reward_norm or 'null'}",
+        "loss": algorithm.loss_agg_mode,
+        "a step": f"{algorithm.rollout_batch_size} prompts x {algorithm.num_return_sequences_in_group} rollouts, "
+        f"{algorithm.num_mini_batches} mini-batches, {algorithm.ppo_epochs} pass(es)",
+        "lengths": f"prompt {algorithm.prompt_length} tokens, answer {algorithm.response_length} tokens at most",
+        "staleness": f"max_lag {staleness.max_lag}, on_stale {staleness.on_stale}",
+        "learner": f"learning rate {learner.learning_rate:g} ({learner.schedule}), {learner.dtype}",
+        "generation": f"{config.generation.replicas} engine(s), {config.generation.dtype}, "
+        f"temperature {config.sampling.temperature:g}",
+        "seed": config.seed,
+    }
+
+
+def _algorithm(config: Config) -> dict[str, Any]:
+    """Every key of the sections that decide what is learned; none of them can hold a secret."""
+    sections = {"algorithm": config.algorithm, "sampling": config.sampling, "staleness": config.staleness}
+    return {
+        f"{section}.{key}": "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+        for section, keys in sections.items()
+        for key, value in keys.model_dump(mode="json").items()
+    }
+
+
+def _shares(seconds: dict[str, float]) -> list[tuple[str, float, float]]:
+    """(name, seconds, share) of what took any time."""
+    total = sum(seconds.values())
+    return [(name.replace("_", " "), s, s / total) for name, s in seconds.items() if s > 0]
+
+
+def _reasons(log: RunLog, settlement: str) -> str:
+    reasons = log.groups.reasons[settlement]
+    shown = [f"{reason} ({count})" for reason, count in reasons.most_common(_REASONS_SHOWN)]
+    more = len(reasons) - len(shown)
+    return "; ".join([*shown, f"and {more} other reason(s)"] if more > 0 else shown)
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "none" if value is None else f"{value:.{digits}f}"
+
+
+def _data_uri(path: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
