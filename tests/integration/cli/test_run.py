@@ -216,9 +216,17 @@ def test_a_second_ctrl_c_ends_everything_at_once(gspo: Gspo) -> None:
     assert gspo.left() == []
 
 
-def test_two_command_lines_do_not_share_a_run_directory(gspo: Gspo) -> None:
+def test_a_running_run_is_shown_and_not_shared(gspo: Gspo) -> None:
     process = gspo.start("config.yaml", "--plain", fake="")
     assert process.stdout is not None
     until(lambda: "all services are ready" in process.stdout.readline(), "the services")
     code, output = gspo.run("--resume", str(gspo.run_dir), fake="")
     assert (code, f"is in use by another gspo (process {process.pid})" in output) == (2, True), output
+
+    command = [sys.executable, "-m", "services.cli", "status", str(gspo.run_dir)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]), "COLUMNS": "200"}
+    status = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    for name in ("coordinator-0", "learner-0"):
+        assert re.search(rf"{name} .* waiting for rewards of 3 groups .* 127\.0\.0\.1:\d+", status.stdout), (
+            status.stdout
+        )
