@@ -17,7 +17,7 @@ import uvicorn
 from prometheus_client import make_asgi_app
 
 from services.common import metrics
-from services.common.runtime import Service
+from services.common.runtime import Service, reachable_host
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -61,7 +61,7 @@ class HttpServer:
 
     def __init__(self, app: App, host: str, port: int) -> None:
         self._socket = socket.create_server((host, port), backlog=128)
-        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self.address = f"{reachable_host(host)}:{self._socket.getsockname()[1]}"
         self._server = _QuietServer(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
 
     async def run(self) -> None:

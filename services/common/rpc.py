@@ -14,6 +14,8 @@ from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common.runtime import reachable_host
+
 # A frame of weights is at most 8 MiB; a group of long rollouts stays well below this.
 MAX_MESSAGE_BYTES = 64 * 2**20
 TOKEN_HEADER = "authorization"  # noqa: S105 - the name of a header
@@ -83,7 +85,7 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
         self._names = ("", *service_names)
         bound = self._server.add_insecure_port(f"{host}:{port}")
-        self.address = f"{host}:{bound}"
+        self.address = f"{reachable_host(host)}:{bound}"
 
     async def start(self) -> None:
         """Serve, and say so on the health service."""
