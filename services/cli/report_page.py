@@ -58,7 +58,7 @@ def render(log: RunLog, summary: dict[str, Any], plots: list[Plot], folder: Path
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(duration=duration, number=_number)
+    environment.filters.update(duration=_duration, number=_number)
     return environment.get_template("report.html").render(
         summary=summary,
         status=_status(summary),
@@ -119,9 +119,14 @@ def _what_ran(config: Config) -> dict[str, Any]:
         f"old_logprobs {algorithm.old_logprobs}",
         "advantage": f"{algorithm.adv_estimator}, reward_norm {algorithm.reward_norm or 'null'}",
         "loss": algorithm.loss_agg_mode,
+        "length": ", ".join(
+            f"{key} {value:g}"
+            for key in ("total_steps", "total_epochs", "total_hours")
+            if (value := getattr(config.run, key)) is not None
+        ),
         "a step": f"{algorithm.rollout_batch_size} prompts x {algorithm.num_return_sequences_in_group} rollouts, "
-        f"{algorithm.num_mini_batches} mini-batches, {algorithm.ppo_epochs} pass(es)",
-        "lengths": f"prompt {algorithm.prompt_length} tokens, answer {algorithm.response_length} tokens at most",
+        f"{algorithm.num_mini_batches} mini-batches, ppo_epochs {algorithm.ppo_epochs}",
+        "tokens": f"prompt {algorithm.prompt_length} tokens, answer {algorithm.response_length} tokens at most",
         "staleness": f"max_lag {staleness.max_lag}, on_stale {staleness.on_stale}",
         "learner": f"learning rate {learner.learning_rate:g} ({learner.schedule}), {learner.dtype}",
         "generation": f"{config.generation.replicas} engine(s), {config.generation.dtype}, "
@@ -155,6 +160,10 @@ def _reasons(log: RunLog, settlement: str) -> str:
 
 def _number(value: float | None, digits: int = 3) -> str:
     return "none" if value is None else f"{value:.{digits}f}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
 
 
 def _data_uri(path: Path) -> str:

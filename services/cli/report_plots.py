@@ -34,9 +34,6 @@ _SIZE_INCHES, _DPI = (6.4, 3.5), 150
 _SMOOTH_FROM = 60
 _STYLE = {
     "font.size": 9,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#9CA3AF",
@@ -76,7 +73,7 @@ def _write(plot: Plot, log: RunLog, path: Path) -> bool:
         if not plot.draw(figure, log):
             path.unlink(missing_ok=True)
             return False
-        figure.axes[0].set_title(plot.question, pad=10)
+        figure.suptitle(plot.question, x=0.015, horizontalalignment="left", fontsize=11.5, fontweight="bold")
         figure.savefig(path)
     return True
 
@@ -122,9 +119,11 @@ def _limit(panel: Any, value: float, label: str) -> None:
 
 
 def _legend(*panels: Any) -> None:
+    """Above each panel, where it hides nothing."""
     for panel in panels:
-        if panel.get_legend_handles_labels()[1]:
-            panel.legend(loc="best")
+        if labels := panel.get_legend_handles_labels()[1]:
+            columns = len(labels) if sum(map(len, labels)) < 75 else 2
+            panel.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.98), ncols=columns, borderaxespad=0.2)
 
 
 def _reward(figure: Any, log: RunLog) -> bool:
@@ -198,7 +197,7 @@ def _log_ratio(figure: Any, log: RunLog) -> bool:
     mean, std = log.series("log_ratio_mean"), log.series("log_ratio_std")
     if np.isnan(mean).all():
         return False
-    upper, lower = _panels(figure, ["log-ratio (nats a token)", "largest |log-ratio|"])
+    upper, lower = _panels(figure, ["log-ratio (nats)", "largest |log-ratio|"])
     upper.fill_between(log.steps, mean - std, mean + std, color=_SKY, alpha=0.35, linewidth=0, label="± std")
     _line(upper, log, "log_ratio_mean", _BLUE, "mean over sequences")
     if log.config is not None and log.config.algorithm.importance_sampling != "token":
@@ -208,8 +207,8 @@ def _log_ratio(figure: Any, log: RunLog) -> bool:
             if np.isfinite(bound):
                 upper.axhline(bound, color=_RED, linestyle="--", linewidth=1, label=label)
     _line(lower, log, "log_ratio_max", _PURPLE)
-    lower.set_yscale("log" if np.nanmax(log.series("log_ratio_max"), initial=0.0) > 0 else "linear")
-    _legend(upper, lower)
+    lower.set_ylim(bottom=0)
+    _legend(upper)
     return True
 
 
@@ -217,8 +216,19 @@ def _length(figure: Any, log: RunLog) -> bool:
     upper, lower = _panels(figure, ["tokens an answer", "cut off"])
     drawn = _line(upper, log, "response_tokens_mean", _BLUE, "mean")
     _line(lower, log, "truncated_share", _RED, "share cut off at response_length")
-    lower.yaxis.set_major_formatter(PercentFormatter(1))
+    lower.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     upper.set_ylim(bottom=0)
+    lower.set_ylim(0, max(0.05, lower.get_ylim()[1]))
+    _legend(upper, lower)
+    return drawn
+
+
+def _spread(figure: Any, log: RunLog) -> bool:
+    upper, lower = _panels(figure, ["share of groups", "reward"])
+    drawn = _line(upper, log, "zero_spread_groups", _RED, "groups whose rewards are all equal")
+    drawn |= _line(lower, log, "reward_std", _BLUE, "standard deviation over the step's rollouts")
+    upper.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    upper.set_ylim(0, max(0.05, upper.get_ylim()[1]))
     lower.set_ylim(bottom=0)
     _legend(upper, lower)
     return drawn
@@ -226,8 +236,8 @@ def _length(figure: Any, log: RunLog) -> bool:
 
 def _age(figure: Any, log: RunLog) -> bool:
     (panel,) = _panels(figure, ["age (policy versions)"])
-    drawn = _line(panel, log, "age_max", _RED, "oldest counted token", "--")
-    drawn |= _line(panel, log, "age_mean", _BLUE, "mean over counted tokens")
+    drawn = _line(panel, log, "age_mean", _BLUE, "mean over counted tokens")
+    drawn |= _line(panel, log, "age_max", _RED, "oldest counted token", ":")
     if log.config is not None:
         staleness = log.config.staleness
         masks = staleness.on_stale == "mask"
@@ -271,7 +281,7 @@ def _time(figure: Any, log: RunLog) -> bool:
         return False
     (panel,) = _panels(figure, ["seconds a step"])
     _stack(panel, log.steps, layers)
-    panel.legend(loc="lower left", bbox_to_anchor=(0, 0.98), ncols=4, borderaxespad=0.0)
+    _legend(panel)
     return True
 
 
@@ -296,9 +306,16 @@ PLOTS = (
     Plot(
         "reward",
         "Is the policy getting better?",
-        "Held-out points are of the same prompts each time and compare; training rollouts are of other prompts at "
-        "every step, so their line jumps. An evaluation stands at the step that made the version.",
+        "Held-out points compare: they are of the same prompts (the first of them, under evaluation.limit_between). "
+        "Training rollouts are of other prompts at every step, so their line jumps.",
         _reward,
+    ),
+    Plot(
+        "spread",
+        "Is there something to learn from?",
+        "With an advantage relative to its group, a group whose rewards are all equal gives no gradient: prompts are "
+        "too hard or too easy.",
+        _spread,
     ),
     Plot(
         "clip",

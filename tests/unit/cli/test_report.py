@@ -1,0 +1,410 @@
+"""The report of a run: what summary.json counts, what the page shows, and of which runs it can be written.
+
+The run directories are written by the learner's own RunDir, so that reader and writer agree.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.cli.report import write_report
+from services.cli.report_log import read_log
+from services.cli.report_plots import PLOTS
+from services.cli.report_samples import read_samples
+from services.cli.rundir import ENVIRONMENT_NAME
+from services.common.config import Config
+from services.common.configfile import write_config
+from services.common.runtime import CONFIG_NAME
+from services.learner.rows import Row
+from services.learner.rundir import RunDir
+from services.learner.settlement import SettledGroup, Settlement
+
+NUM_STEPS, GROUPS_A_STEP, ROLLOUTS_A_GROUP = 20, 4, 2
+SCRIPT = "<script>alert('x')</script> & \x00 {{ 7 * 7 }}"
+
+
+def row(step: int, group: int, number: int, **given: Any) -> Row:
+    """A rollout of three tokens that was trained on; the second of a group has reward 1."""
+    fields: dict[str, Any] = {
+        "step": step,
+        "group": group,
+        "number": number,
+        "attempt": 1,
+        "prompt": f"What is {group} + 1?",
+        "prompt_token_ids": np.array([5, 6], np.int32),
+        "messages_json": "",
+        "columns_json": "{}",
+        "token_ids": np.array([7, 8, 9], np.int32),
+        "logp": np.array([-0.5, -0.5, -0.5], np.float32),
+        "version": np.array([max(0, step - 2), step - 1, step - 1], np.int32),
+        "mask": np.array([True, True, True]),
+        "text": f"It is {group + number}.",
+        "outcome": "eos",
+        "stop": "",
+        "reward": float(number),
+        "failure": None,
+        "parts_json": "[]",
+        "reward_version": "abc",
+        "advantage": number - 0.5,
+        "skipped": None,
+        "mini_batch": 0,
+        "num_rollouts": ROLLOUTS_A_GROUP,
+        "temperature": 1.0,
+        "generator": "generation-0",
+        "scorer": "reward-0",
+        "issued_unix_s": 1.0,
+        "started_unix_s": 2.0,
+        "finished_unix_s": 3.0,
+        "scored_unix_s": 4.0,
+    }
+    return Row(**{**fields, **given})
+
+
+def step_rows(step: int) -> list[Row]:
+    """The rollouts of a step, of groups of its own."""
+    groups = range((step - 1) * GROUPS_A_STEP, step * GROUPS_A_STEP)
+    return [row(step, group, number) for group in groups for number in range(ROLLOUTS_A_GROUP)]
+
+
+def step_figures(step: int, **given: float) -> dict[str, float]:
+    """Figures as the learner gives them; `log` says nothing about the noise, as on steps without fresh tokens."""
+    wobble = math.sin(step)
+    figures = {
+        "reward_mean": 0.25 + 0.025 * step + 0.05 * wobble,
+        "reward_std": 0.4,
+        "zero_spread_groups": 0.2 + 0.01 * step,
+        "clipped_sequences": 0.3 + 0.1 * wobble,
+        "clipped_sequences_low": 0.2 + 0.1 * wobble,
+        "clipped_sequences_high": 0.1,
+        "log_ratio_mean": 1e-4 * wobble,
+        "log_ratio_std": 3e-4,
+        "log_ratio_max": 2e-3,
+        "k3": 1e-3,
+        "entropy": 0.8 - 0.01 * step,
+        "grad_norm": 1 + 0.3 * wobble,
+        "loss": 0.01 * wobble,
+        "tokens": 24.0,
+        "sequences": 8.0,
+        "age_mean": 0.5,
+        "age_max": 1.0,
+        "response_tokens_mean": 3.0,
+        "truncated_share": 0.0,
+        "wait_s": 1.0,
+        "log_s": 0.25,
+        "train_s": 2.5,
+        "publish_s": 0.25,
+        "step_s": 4.0,
+        "tokens_per_s": 6.0,
+    }
+    if step % 2:
+        figures["noise_share"] = 0.05
+    return {**figures, **given}
+
+
+def train(run_dir: RunDir, first: int, last: int, **figures: float) -> None:
+    """Steps from `first` to `last`, whole."""
+    for step in range(first, last + 1):
+        run_dir.write_step(step, step_rows(step))
+        run_dir.append_version(step, f"digest-{step}", step)
+        run_dir.append_metrics(step, step, step_figures(step, **figures))
+
+
+def evaluate(run_dir: RunDir, version: int, sampled: float, **given: float) -> None:
+    """An evaluation of 50 prompts."""
+    figures = {"sampled_mean": sampled, "sampled_stderr": 0.03, "greedy_mean": sampled + 0.1, "greedy_stderr": 0.04}
+    run_dir.append_evaluation(f"v{version}", version, version, {**figures, "num_prompts": 50.0, **given})
+
+
+@pytest.fixture
+def path(config: Config, tmp_path: Path) -> Path:
+    """A run directory as the command line leaves it before anything starts."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    write_config(config, run_dir / CONFIG_NAME)
+    (run_dir / ENVIRONMENT_NAME).write_text(json.dumps({"python": "3.11.7", "gspo": "0.1.0"}))
+    return run_dir
+
+
+@pytest.fixture
+def ended(path: Path) -> Path:
+    """A run of 20 steps: 80 groups trained, and 2 filtered, 3 stale, 1 failed, 4 unused of 90."""
+    with RunDir(path) as run_dir:
+        run_dir.append_version(0, "digest-0", 0)
+        evaluate(run_dir, 0, 0.35)
+        train(run_dir, 1, 10)
+        evaluate(run_dir, 10, 0.6)
+        train(run_dir, 11, NUM_STEPS)
+        evaluate(run_dir, NUM_STEPS, 0.85)
+        run_dir.settle(
+            [SettledGroup(group, Settlement.FILTERED, "all rewards equal") for group in (80, 81)]
+            + [SettledGroup(group, Settlement.STALE, "too old") for group in (82, 83, 84)]
+            + [SettledGroup(85, Settlement.FAILED, "reward raised <b>KeyError</b>")]
+            + [SettledGroup(group, Settlement.UNUSED, "run.total_steps reached") for group in range(86, 90)]
+        )
+    return path
+
+
+def page(run_dir: Path) -> str:
+    """The report as it stands on the disk."""
+    return (run_dir / "report.html").read_text()
+
+
+def test_the_summary_of_a_run_that_ended(ended: Path) -> None:
+    wall_s = {"start": 20.0, "training": 80.0}
+    summary = write_report(ended, wall_s=wall_s, finished={"reason": "run.total_steps reached", "failed": False})
+    assert json.loads((ended / "summary.json").read_text()) == summary
+    assert (summary["run"], summary["gspo_version"], summary["end_reason"]) == (
+        "small",
+        "0.1.0",
+        "run.total_steps reached",
+    )
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.35, 0.85)
+    assert (summary["greedy_before"], summary["greedy_after"]) == pytest.approx((0.45, 0.95))
+    assert (summary["steps"], summary["policy_version"], summary["digest"]) == (20, 20, "digest-20")
+    assert summary["groups"] == {
+        "issued": 90,
+        "trained": 80,
+        "filtered": 2,
+        "stale": 3,
+        "failed": 1,
+        "unused": 4,
+        "open": 0,
+    }
+    assert summary["rollouts"] == {"trained": 160, "skipped_failed": 0, "skipped_truncated": 0, "skipped_stale": 0}
+    assert (summary["tokens"], summary["tokens_per_s"]) == (480, 6.0)
+    assert summary["wall_s"] == wall_s
+    assert summary["steps_s"] == {"wait_s": 20.0, "train_s": 50.0, "publish_s": 5.0, "log_s": 5.0}
+    assert summary["reward_first"] == step_figures(1)["reward_mean"]
+    assert summary["reward_last"] == step_figures(20)["reward_mean"]
+
+
+def test_the_page_shows_the_headline_and_stands_alone(ended: Path) -> None:
+    write_report(ended, wall_s={"start": 20.0, "training": 80.0}, finished={"reason": "all done", "failed": False})
+    text = page(ended)
+    assert "finished: all done" in text
+    # sqrt(0.03^2 + 0.03^2) = 0.0424
+    assert "policy version 0 to 20: +0.500 ± 0.042" in text
+    assert "the five endings add up to it" in text
+    assert "To know when reading this" not in text
+    assert text.count("data:image/png;base64,") == len(PLOTS)
+    assert {file.stem for file in (ended / "plots").iterdir()} == {plot.name for plot in PLOTS}
+    assert 'src="http' not in text
+    assert "<script" not in text
+    assert "reward raised &lt;b&gt;KeyError&lt;/b&gt; (1)" in text
+
+
+def test_text_of_a_rollout_is_shown_and_never_run(path: Path) -> None:
+    with RunDir(path) as run_dir:
+        run_dir.write_step(1, [row(1, 0, 0, text=SCRIPT, prompt=SCRIPT), row(1, 0, 1, outcome="<i>")])
+    write_report(path)
+    assert "<script" not in page(path)
+    assert "<i>" not in page(path).split("Rollouts to read")[1]
+    assert page(path).count(str(html.escape(SCRIPT).replace("&#x27;", "&#39;"))) == 2
+
+
+def test_open_groups_are_counted_up_to_the_highest_known(path: Path) -> None:
+    with RunDir(path) as run_dir:
+        train(run_dir, 1, 2)
+        run_dir.settle([SettledGroup(11, Settlement.STALE, "too old")])
+    summary = write_report(path, finished={})
+    assert summary["groups"] == {
+        "issued": 12,
+        "trained": 8,
+        "filtered": 0,
+        "stale": 1,
+        "failed": 0,
+        "unused": 0,
+        "open": 3,
+    }
+    assert "the five endings and the open groups add up to it" in page(path)
+    assert "3 groups were issued and have not ended" in page(path)
+
+
+def test_a_group_that_ended_twice_is_said(ended: Path) -> None:
+    with (ended / "log" / "settled.jsonl").open("a") as file:
+        file.write(json.dumps({"group": 3, "settlement": "failed", "reason": "again"}) + "\n")
+    summary = write_report(ended)
+    assert (summary["groups"]["trained"], summary["groups"]["failed"], summary["groups"]["issued"]) == (80, 2, 90)
+    assert "the counts do not add up to this" in page(ended)
+    assert "1 groups ended more than once (3)" in page(ended)
+
+
+def test_groups_and_rollouts_of_removed_step_files_still_count(ended: Path) -> None:
+    before = write_report(ended)
+    with RunDir(ended) as run_dir:
+        (run_dir.checkpoints.folder / "step-000020").mkdir()
+        run_dir._remove_steps([1, 2, 3])
+    after = write_report(ended)
+    assert not (ended / "log" / "step-000001.parquet").exists()
+    assert (after["groups"], after["rollouts"]) == (before["groups"], before["rollouts"])
+
+
+def test_skipped_rollouts_count_by_reason(path: Path) -> None:
+    failed = {"reward": None, "advantage": None, "failure": "reward raised ValueError", "skipped": "failed"}
+    with RunDir(path) as run_dir:
+        rows = [row(1, 0, 0), row(1, 0, 1, **failed), row(1, 1, 0, skipped="truncated"), row(1, 1, 1, skipped="stale")]
+        run_dir.write_step(1, rows)
+    summary = write_report(path)
+    assert summary["rollouts"] == {"trained": 1, "skipped_failed": 1, "skipped_truncated": 1, "skipped_stale": 1}
+    assert "reward raised ValueError" in page(path)
+
+
+def test_samples_are_the_best_and_worst_of_different_groups(path: Path) -> None:
+    rewards = [0.9, 0.8, 0.7, 0.6, 0.1, 0.0, 0.2, 0.3]
+    with RunDir(path) as run_dir:
+        run_dir.write_step(1, [row(1, place // 2, place % 2, reward=r) for place, r in enumerate(rewards)])
+    (step,) = read_samples(read_log(path))
+    # Above the middle (0.45): groups 0, 0, 1, 1; below it: groups 2, 2, 3, 3. A second of a group comes after others.
+    assert [(s.kind, s.reward) for s in step.samples] == [
+        ("among the highest", 0.9),
+        ("among the highest", 0.7),
+        ("among the highest", 0.8),
+        ("among the lowest", 0.0),
+        ("among the lowest", 0.2),
+        ("among the lowest", 0.1),
+    ]
+    assert (step.samples[0].versions, step.samples[0].num_tokens) == ("0", 3)
+
+
+def test_versions_within_a_rollout_and_equal_rewards(path: Path) -> None:
+    with RunDir(path) as run_dir:
+        run_dir.write_step(9, [row(9, 0, number, reward=0.0) for number in range(2)])
+    (step,) = read_samples(read_log(path))
+    assert [(s.kind, s.versions) for s in step.samples] == [("every reward is this", "7 to 8")] * 2
+
+
+def test_long_texts_keep_both_ends(path: Path) -> None:
+    with RunDir(path) as run_dir:
+        run_dir.write_step(1, [row(1, 0, 0, text="a" * 2000 + "b" * 1234 + "c" * 2000)])
+    (step,) = read_samples(read_log(path))
+    assert step.samples[0].text == "a" * 2000 + "\n[... 1,234 characters left out ...]\n" + "c" * 2000
+
+
+def remove_everything(run_dir: Path) -> None:
+    for name in (CONFIG_NAME, ENVIRONMENT_NAME):
+        (run_dir / name).unlink()
+
+
+def break_everything(run_dir: Path) -> None:
+    (run_dir / "log").mkdir()
+    (run_dir / CONFIG_NAME).write_text("name: [")
+    (run_dir / ENVIRONMENT_NAME).write_text("{")
+    (run_dir / "log" / "step-000001.parquet").write_bytes(b"PAR1")
+    (run_dir / "log" / "step-000002.parquet.tmp").write_bytes(b"")
+    for name in ("settled", "policy", "metrics", "evaluations"):
+        (run_dir / "log" / f"{name}.jsonl").write_text('not json\n[1]\n{"step": 1}\n{"step": 2')
+    (run_dir / "summary.json").write_text("[]")
+
+
+def start_only(run_dir: Path) -> None:
+    with RunDir(run_dir) as opened:
+        opened.append_version(0, "digest-0", 0)
+
+
+@pytest.mark.parametrize("make", [lambda _: None, remove_everything, break_everything, start_only])
+def test_a_run_without_a_step_has_a_report(path: Path, make: Callable[[Path], None]) -> None:
+    make(path)
+    summary = write_report(path, wall_s={}, finished={})
+    assert (summary["steps"], summary["policy_version"], summary["groups"]["issued"]) == (0, 0, 0)
+    assert [summary[name] for name in ("accuracy_before", "accuracy_after", "reward_first", "end_reason")] == [None] * 4
+    assert "Nothing was trained and nothing measured." in page(path)
+    assert "has not come to an end that is recorded" in page(path)
+    assert list((path / "plots").iterdir()) == []
+
+
+def test_what_could_not_be_read_is_said(path: Path) -> None:
+    break_everything(path)
+    write_report(path)
+    for said in (
+        "is not YAML",
+        "environment.json cannot be read",
+        "step-000001.parquet cannot be read",
+        "metrics.jsonl: 3",
+    ):
+        assert said in page(path), said
+
+
+def test_a_run_killed_after_a_step_was_logged(path: Path) -> None:
+    with RunDir(path) as run_dir:
+        evaluate(run_dir, 0, 0.35)
+        train(run_dir, 1, 1)
+        run_dir.write_step(2, step_rows(2))
+    with (path / "log" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "vers')
+    summary = write_report(path)
+    assert (summary["steps"], summary["groups"]["trained"], summary["rollouts"]["trained"]) == (1, 8, 16)
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.35, None)
+    text = page(path)
+    assert "Step 2 is logged and not trained yet" in text
+    assert "There is one evaluation, of version 0: no before and after." in text
+
+
+def test_an_older_last_evaluation_and_chance_are_said(path: Path) -> None:
+    with RunDir(path) as run_dir:
+        evaluate(run_dir, 0, 0.35)
+        train(run_dir, 1, 3)
+        evaluate(run_dir, 2, 0.40, num_prompts=20.0, num_failed=7.0)
+    summary = write_report(path)
+    assert summary["accuracy_after_version"] == 2
+    text = page(path)
+    assert "The last evaluation is of version 2; the newest policy is version 3 and was not measured." in text
+    assert "The first evaluation asked 50 prompts and the last 20" in text
+    assert "7 answers of the first and last evaluation have no score" in text
+    assert "less than two standard errors" in text
+
+
+def test_advice_is_shown_with_its_steps(path: Path) -> None:
+    with RunDir(path) as run_dir:
+        train(run_dir, 1, 12, clipped_sequences=0.5)
+    write_report(path)
+    # Said after 10 steps in a row: at steps 10, 11 and 12.
+    assert "clip: 50% of sequences are clipped" in page(path)
+    assert "(at 3 steps, from 10 to 12)" in page(path)
+
+
+def test_an_earlier_end_stands_until_a_step_was_trained(ended: Path) -> None:
+    write_report(ended, wall_s={"start": 20.0}, finished={"reason": "stopped: Ctrl-C", "failed": False})
+    again = write_report(ended)
+    assert (again["end_reason"], again["wall_s"]) == ("stopped: Ctrl-C", {"start": 20.0})
+    with RunDir(ended) as run_dir:
+        run_dir.write_step(21, [row(21, 200, 0)])
+        run_dir.append_version(21, "digest-21", 21)
+    again = write_report(ended)
+    assert (again["end_reason"], again["wall_s"]) == (None, None)
+    assert "1 of 21 trained steps have no figures" in page(ended)
+
+
+def test_plots_that_have_nothing_to_show_any_more_go(ended: Path) -> None:
+    write_report(ended)
+    (ended / "log" / "metrics.jsonl").unlink()
+    (ended / "log" / "evaluations.jsonl").unlink()
+    write_report(ended)
+    assert [file.stem for file in (ended / "plots").iterdir()] == ["groups"]
+
+
+def test_figures_that_were_not_finite_leave_a_gap(path: Path) -> None:
+    with RunDir(path) as run_dir:
+        train(run_dir, 1, 80)
+        run_dir.append_metrics(85, 85, step_figures(85, reward_mean=math.nan, clipped_sequences_low=math.inf))
+    log = read_log(path)
+    assert log.series("reward_mean")[-1:].tolist() == pytest.approx([math.nan], nan_ok=True)
+    summary = write_report(path)
+    assert summary["reward_last"] == step_figures(80)["reward_mean"]
+
+
+def test_a_model_is_loaded_from_where_it_is(ended: Path) -> None:
+    write_report(ended)
+    assert "No model was exported yet" in page(ended)
+    (ended / "export").mkdir()
+    (ended / "export" / "config.json").write_text("{}")
+    write_report(ended)
+    assert f'from_pretrained("{ended}/export")' in page(ended)
+    assert f"gspo run --resume {ended}" in page(ended)
