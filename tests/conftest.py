@@ -42,7 +42,9 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait(timeout=10)
 
 
-@retry(retry=retry_if_exception_type(RedisConnectionError), stop=stop_after_delay(10), wait=wait_fixed(0.05), reraise=True)
+@retry(
+    retry=retry_if_exception_type(RedisConnectionError), stop=stop_after_delay(10), wait=wait_fixed(0.05), reraise=True
+)
 def _wait_until_up(url: str) -> None:
     BlockingRedis.from_url(url).ping()
 

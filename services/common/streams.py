@@ -80,6 +80,16 @@ class Delivery:
     attempt: int
 
 
+@dataclass(frozen=True)
+class Output:
+    """What comes out of an entry that is still worked on; `mark` names it, so that it is written once."""
+
+    delivery: Delivery
+    stream: str
+    payload: bytes
+    mark: str
+
+
 class Inbox:
     """One worker's view of one stream.
 
@@ -140,19 +150,32 @@ class Inbox:
             _unless_missing(error)
             return set()
 
-    async def put(self, delivery: Delivery, stream: str, payload: bytes, *, mark: str) -> bool:
-        """Write one output and keep the entry; a second output under the same mark is dropped.
+    async def put(self, outputs: Sequence[Output]) -> list[bool]:
+        """Write outputs and keep their entries; a second output under the same mark is dropped.
 
-        Returns whether the entry is still ours.
+        Returns, for each output, whether its entry is still ours.
         """
-        return await self._run(delivery, [(stream, payload)], mark=mark, done=False)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for output in outputs:
+                await self._queue(
+                    pipe, output.delivery, [(output.stream, output.payload)], mark=output.mark, done=False
+                )
+            try:
+                return [bool(kept) for kept in await pipe.execute()]
+            except ResponseError as error:
+                _unless_missing(error)
+                return [False] * len(outputs)
 
     async def finish(self, delivery: Delivery, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
         """Write the outputs and acknowledge the entry in one transaction.
 
         Returns whether the entry was still ours; if not, nothing was written.
         """
-        return await self._run(delivery, list(outputs), mark="", done=True)
+        try:
+            return bool(await self._queue(self._redis, delivery, list(outputs), mark="", done=True))
+        except ResponseError as error:
+            _unless_missing(error)
+            return False
 
     async def finish_many(self, stream: str, outputs: Sequence[tuple[Delivery, bytes]]) -> set[bytes]:
         """Finish many entries with one output each, all in one transaction.
@@ -179,15 +202,14 @@ class Inbox:
                 pipe.xdel(self.stream, *entries)
                 await pipe.execute(raise_on_error=False)
 
-    async def _run(self, delivery: Delivery, outputs: list[tuple[str, bytes]], *, mark: str, done: bool) -> bool:
+    async def _queue(
+        self, client: Redis, delivery: Delivery, outputs: list[tuple[str, bytes]], *, mark: str, done: bool
+    ) -> Any:
+        """Run the writing script on a client, or queue it on a pipeline."""
         keys = [self.stream, self._keys.partial, *(stream for stream, _ in outputs)]
         payloads = [payload for _, payload in outputs]
         args: list[Any] = [self._group, self.consumer, delivery.entry, delivery.attempt, int(done), mark, *payloads]
-        try:
-            return bool(await self._write(keys=keys, args=args))
-        except ResponseError as error:
-            _unless_missing(error)
-            return False
+        return await self._write(keys=keys, args=args, client=client)
 
     async def _attempt(self, entry: bytes) -> int:
         """How often an entry was handed out; 0 where it is not ours."""

@@ -17,8 +17,9 @@ from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Scored
 from services.common import metrics
 from services.common.events import SCHEMA
 from services.common.runtime import Service
-from services.common.streams import Delivery, Inbox, new_consumer
+from services.common.streams import Delivery, Inbox, Output, new_consumer
 from services.generation.engine import Engine
+from services.generation.outbox import Outbox
 from services.generation.rollouts import AbortedError, Rollouts, mark_of
 
 log = structlog.get_logger()
@@ -31,6 +32,7 @@ class Source:
     """One stream of tasks and where its results go."""
 
     inbox: Inbox
+    outbox: Outbox
     rollouts: str
     scored: str
 
@@ -52,13 +54,10 @@ class Worker:
         consumer, lease_s = new_consumer(service.options.name), config.services.lease_s
         self._service, self._engine, self._rollouts = service, engine, rollouts
         self._max_rollouts, self._max_attempts = config.generation.max_rollouts, config.staleness.max_attempts
-        self._training, self._evaluation = (
-            Source(Inbox(service.redis, keys, stream, consumer=consumer, lease_s=lease_s), rollouts_key, scored)
-            for stream, rollouts_key, scored in (
-                (keys.prompts, keys.rollouts, keys.scored),
-                (keys.eval_prompts, keys.eval_rollouts, keys.eval_scored),
-            )
-        )
+        training = Inbox(service.redis, keys, keys.prompts, consumer=consumer, lease_s=lease_s)
+        evaluation = Inbox(service.redis, keys, keys.eval_prompts, consumer=consumer, lease_s=lease_s)
+        self._training = Source(training, Outbox(training), keys.rollouts, keys.scored)
+        self._evaluation = Source(evaluation, Outbox(evaluation), keys.eval_rollouts, keys.eval_scored)
         self._held: dict[asyncio.Task[None], Held] = {}
         self._num_running = 0
         self._changed = asyncio.Event()
@@ -135,7 +134,8 @@ class Worker:
     async def _generate_one(self, held: Held, number: int) -> None:
         rollout = await self._rollouts.generate(held.task, number)
         mark = mark_of(held.task, number)
-        if not await held.source.inbox.put(held.delivery, held.source.rollouts, rollout.SerializeToString(), mark=mark):
+        output = Output(held.delivery, held.source.rollouts, rollout.SerializeToString(), mark)
+        if not await held.source.outbox.put(output):
             log.warning("lease_lost", rollout=mark, detail="another worker has this group; the result is dropped")
 
     async def _unfinished(self, task: GroupTask) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from services.common.keys import Keys
-from services.common.streams import Delivery, Inbox, append
+from services.common.streams import Delivery, Inbox, Output, append
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 LEASE_S = 0.05
@@ -23,6 +23,11 @@ async def take_one(redis: Redis, keys: Keys, consumer: str) -> tuple[Inbox, Deli
     await append(redis, keys.prompts, [b"task"])
     (delivery,) = await worker.take(1, block_s=1)
     return worker, delivery
+
+
+async def put(worker: Inbox, delivery: Delivery, keys: Keys, payload: bytes, mark: str) -> bool:
+    (kept,) = await worker.put([Output(delivery, keys.rollouts, payload, mark)])
+    return kept
 
 
 async def test_finish_writes_the_output_and_removes_the_entry(redis: Redis, keys: Keys) -> None:
@@ -40,7 +45,7 @@ async def test_a_worker_that_lost_its_lease_cannot_write(redis: Redis, keys: Key
     (taken,) = await inbox(redis, keys, "b").reclaim(10)
     assert (taken.payload, taken.attempt) == (b"task", 2)
     assert await sleeper.renew([delivery]) == set()
-    assert not await sleeper.put(delivery, keys.rollouts, b"late", mark="1-0")
+    assert not await put(sleeper, delivery, keys, b"late", "1-0")
     assert not await sleeper.finish(delivery, [(keys.rollouts, b"late")])
     assert await redis.xlen(keys.rollouts) == 0
     assert await inbox(redis, keys, "b").finish(taken, [(keys.rollouts, b"in time")])
@@ -80,16 +85,16 @@ async def test_a_renewed_lease_is_not_reclaimed(redis: Redis, keys: Keys) -> Non
 
 async def test_the_first_result_of_an_id_wins(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
-    assert await worker.put(delivery, keys.rollouts, b"first", mark="1-0")
-    assert await worker.put(delivery, keys.rollouts, b"second", mark="1-0")
-    assert await worker.put(delivery, keys.rollouts, b"other", mark="1-1")
+    assert await put(worker, delivery, keys, b"first", "1-0")
+    assert await put(worker, delivery, keys, b"second", "1-0")
+    assert await put(worker, delivery, keys, b"other", "1-1")
     assert [fields[b"d"] for _, fields in await redis.xrange(keys.rollouts)] == [b"first", b"other"]
 
 
 async def test_a_partial_save_does_not_count_as_finished(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
     await redis.hset(keys.partial, "1-0", "tokens so far")
-    assert await worker.put(delivery, keys.rollouts, b"first", mark="1-0")
+    assert await put(worker, delivery, keys, b"first", "1-0")
     assert await redis.xlen(keys.rollouts) == 1
 
 

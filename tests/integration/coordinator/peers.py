@@ -35,7 +35,7 @@ from services.common.events import Events
 from services.common.keys import Keys, rollout_id
 from services.common.members import Member, Registration
 from services.common.rpc import GrpcServer
-from services.common.streams import Inbox, new_consumer
+from services.common.streams import Inbox, Output, new_consumer
 
 
 class _Face(LearnerServicer):
@@ -146,7 +146,7 @@ class GeneratorPeer:
             for number in range(task.num_rollouts):
                 scored = _scored(task, number, rewards[task.group % 2][number])
                 mark = f"{task.evaluation}:{rollout_id(task.group, number)}"
-                await self._eval_tasks.put(delivery, self.keys.eval_scored, scored, mark=mark)
+                await self._eval_tasks.put([Output(delivery, self.keys.eval_scored, scored, mark)])
             await self._eval_tasks.finish(delivery)
         return found
 
