@@ -1,0 +1,121 @@
+"""The documents against the code: what they name exists, and what is made from the code is fresh.
+
+What it is not: a judge of the prose. Neighbours: README.md, ARCHITECTURE.md, docs.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from services.cli.commands import app
+from services.cli.keys_table import markdown
+from services.common.algorithm import PRESETS, AlgorithmConfig
+from services.common.config import Config
+from services.common.configfile import explain
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+# `make bench` writes it.
+MEASURED = ROOT / "docs/benchmarks.md"
+GENERATED = "<!-- Below this line: the output of gspo config --markdown -->\n"
+SECTIONS = "|".join(name for name in Config.model_fields if name not in ("name", "seed"))
+
+
+def quoted(document: Path) -> set[str]:
+    """Everything between backticks."""
+    return set(re.findall(r"`([^`\n]+)`", document.read_text()))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.name))
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+        if "://" not in target:
+            path = document.parent / target
+            assert path.exists() or path == MEASURED, target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.name))
+def test_files_and_tests_that_are_named_exist(document: Path) -> None:
+    for name in quoted(document):
+        path, _, test = name.partition("::")
+        if re.fullmatch(r"(services|gspo_core|tests|proto|deploy|examples|docs)/[\w./-]*", path):
+            assert (ROOT / path).exists() or ROOT / path == MEASURED, name
+            assert not test or f"def {test}(" in (ROOT / path).read_text(), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.name))
+def test_keys_that_are_named_exist(document: Path) -> None:
+    known = {key.name for key in explain()}
+    packages = {f"services.{path.name}" for path in (ROOT / "services").iterdir() if path.is_dir()}
+    for name in quoted(document) - packages:
+        if found := re.fullmatch(rf"((?:{SECTIONS})\.[a-z_]+)(: .*)?", name):
+            assert found[1] in known, name
+
+
+def test_keys_of_the_algorithm_are_all_in_its_document() -> None:
+    text = (ROOT / "docs/gspo.md").read_text()
+    named = {word for name in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[a-z_]+", name)}
+    sizes = {"preset", "rollout_batch_size", "num_return_sequences_in_group", "prompt_length", "max_refill"}
+    assert set(AlgorithmConfig.model_fields) - sizes - named == set()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_table_of_presets_is_what_they_are(preset: str) -> None:
+    text = (ROOT / "docs/gspo.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    (head,) = [row for row in rows if row[0] == "key" and "`grpo`" in row]
+    column = next(place for place, cell in enumerate(head) if cell.split(" ")[0] == f"`{preset}`")
+    told = {row[0]: row[column] for row in rows if len(row) == 4}
+    config = AlgorithmConfig.model_validate({"preset": preset})
+    for key in ("adv_estimator", "importance_sampling", "loss_agg_mode", "reward_norm", "reward_clip",
+                "advantage_clip", "whiten_advantages", "dual_clip_loss"):  # fmt: skip
+        assert told[f"`{key}`"] == _shown(getattr(config, key)), key
+    low, high = (float(side) for side in told["clip low / high"].split(" / "))
+    assert (low, high) == config.clip
+    assert told["`num_mini_batches`, `ppo_epochs`"] == f"{config.num_mini_batches}, {config.ppo_epochs}"
+    kl = f"true, {config.kl_loss_coef:g}" if config.use_kl_loss else "false"
+    assert told["`use_kl_loss`, `kl_loss_coef`"] == kl
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "10" if value == 10 else str(value)
+
+
+def test_the_document_of_keys_is_fresh() -> None:
+    text = (ROOT / "docs/config.md").read_text()
+    assert GENERATED in text
+    assert text.partition(GENERATED)[2].strip() == markdown("").strip(), "gspo config --markdown goes there"
+
+
+def test_the_readme_names_every_command_and_only_those() -> None:
+    text = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"`gspo ([a-z]+)", text))
+    commands = set(get_command(app).commands)  # type: ignore[attr-defined]
+    assert named == commands
+
+
+def test_the_readme_names_targets_of_the_makefile() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_the_readme_lists_every_folder_of_the_tree() -> None:
+    text = (ROOT / "README.md").read_text()
+    for package in (ROOT / "services").glob("*/__init__.py"):
+        assert f"| `services/{package.parent.name}/` |" in text
+
+
+def test_the_architecture_names_every_stream_and_hash() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for name in ("prompts", "rollouts", "scored", "eval_prompts", "eval_rollouts", "eval_scored", "dead", "events",
+                 "partial", "open"):  # fmt: skip
+        assert f"`{name}`" in text
