@@ -5,7 +5,6 @@ The run directories are written by the learner's own RunDir, so that reader and 
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Callable
@@ -17,8 +16,11 @@ import pytest
 
 from services.cli.report import write_report
 from services.cli.report_log import read_log
+from services.cli.report_page import render
+from services.cli.report_panels import running_mean
 from services.cli.report_plots import PLOTS
 from services.cli.report_samples import read_samples
+from services.cli.report_summary import summarise
 from services.cli.rundir import ENVIRONMENT_NAME
 from services.common.config import Config
 from services.common.configfile import write_config
@@ -157,6 +159,13 @@ def page(run_dir: Path) -> str:
     return (run_dir / "report.html").read_text()
 
 
+def report(run_dir: Path) -> tuple[dict[str, Any], str]:
+    """Summary and page of a run that nobody ended, without plots, which take their time."""
+    log = read_log(run_dir)
+    summary = summarise(log, None, None)
+    return summary, render(log, summary, [], run_dir)
+
+
 def test_the_summary_of_a_run_that_ended(ended: Path) -> None:
     wall_s = {"start": 20.0, "training": 80.0}
     summary = write_report(ended, wall_s=wall_s, finished={"reason": "run.total_steps reached", "failed": False})
@@ -204,17 +213,17 @@ def test_the_page_shows_the_headline_and_stands_alone(ended: Path) -> None:
 def test_text_of_a_rollout_is_shown_and_never_run(path: Path) -> None:
     with RunDir(path) as run_dir:
         run_dir.write_step(1, [row(1, 0, 0, text=SCRIPT, prompt=SCRIPT), row(1, 0, 1, outcome="<i>")])
-    write_report(path)
-    assert "<script" not in page(path)
-    assert "<i>" not in page(path).split("Rollouts to read")[1]
-    assert page(path).count(str(html.escape(SCRIPT).replace("&#x27;", "&#39;"))) == 2
+    _, text = report(path)
+    assert "<script" not in text
+    assert "<i>" not in text.split("Rollouts to read")[1]
+    assert text.count("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp; \x00 {{ 7 * 7 }}") == 2
 
 
 def test_open_groups_are_counted_up_to_the_highest_known(path: Path) -> None:
     with RunDir(path) as run_dir:
         train(run_dir, 1, 2)
         run_dir.settle([SettledGroup(11, Settlement.STALE, "too old")])
-    summary = write_report(path, finished={})
+    summary, text = report(path)
     assert summary["groups"] == {
         "issued": 12,
         "trained": 8,
@@ -224,25 +233,25 @@ def test_open_groups_are_counted_up_to_the_highest_known(path: Path) -> None:
         "unused": 0,
         "open": 3,
     }
-    assert "the five endings and the open groups add up to it" in page(path)
-    assert "3 groups were issued and have not ended" in page(path)
+    assert "the five endings and the open groups add up to it" in text
+    assert "3 groups were issued and have not ended" in text
 
 
 def test_a_group_that_ended_twice_is_said(ended: Path) -> None:
     with (ended / "log" / "settled.jsonl").open("a") as file:
         file.write(json.dumps({"group": 3, "settlement": "failed", "reason": "again"}) + "\n")
-    summary = write_report(ended)
+    summary, text = report(ended)
     assert (summary["groups"]["trained"], summary["groups"]["failed"], summary["groups"]["issued"]) == (80, 2, 90)
-    assert "the counts do not add up to this" in page(ended)
-    assert "1 groups ended more than once (3)" in page(ended)
+    assert "the counts do not add up to this" in text
+    assert "1 groups ended more than once (3)" in text
 
 
 def test_groups_and_rollouts_of_removed_step_files_still_count(ended: Path) -> None:
-    before = write_report(ended)
+    before, _ = report(ended)
     with RunDir(ended) as run_dir:
         (run_dir.checkpoints.folder / "step-000020").mkdir()
         run_dir._remove_steps([1, 2, 3])
-    after = write_report(ended)
+    after, _ = report(ended)
     assert not (ended / "log" / "step-000001.parquet").exists()
     assert (after["groups"], after["rollouts"]) == (before["groups"], before["rollouts"])
 
@@ -252,9 +261,9 @@ def test_skipped_rollouts_count_by_reason(path: Path) -> None:
     with RunDir(path) as run_dir:
         rows = [row(1, 0, 0), row(1, 0, 1, **failed), row(1, 1, 0, skipped="truncated"), row(1, 1, 1, skipped="stale")]
         run_dir.write_step(1, rows)
-    summary = write_report(path)
+    summary, text = report(path)
     assert summary["rollouts"] == {"trained": 1, "skipped_failed": 1, "skipped_truncated": 1, "skipped_stale": 1}
-    assert "reward raised ValueError" in page(path)
+    assert "reward raised ValueError" in text
 
 
 def test_samples_are_the_best_and_worst_of_different_groups(path: Path) -> None:
@@ -322,14 +331,14 @@ def test_a_run_without_a_step_has_a_report(path: Path, make: Callable[[Path], No
 
 def test_what_could_not_be_read_is_said(path: Path) -> None:
     break_everything(path)
-    write_report(path)
+    _, text = report(path)
     for said in (
         "is not YAML",
         "environment.json cannot be read",
         "step-000001.parquet cannot be read",
         "metrics.jsonl: 3",
     ):
-        assert said in page(path), said
+        assert said in text, said
 
 
 def test_a_run_killed_after_a_step_was_logged(path: Path) -> None:
@@ -339,10 +348,9 @@ def test_a_run_killed_after_a_step_was_logged(path: Path) -> None:
         run_dir.write_step(2, step_rows(2))
     with (path / "log" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "vers')
-    summary = write_report(path)
+    summary, text = report(path)
     assert (summary["steps"], summary["groups"]["trained"], summary["rollouts"]["trained"]) == (1, 8, 16)
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.35, None)
-    text = page(path)
     assert "Step 2 is logged and not trained yet" in text
     assert "There is one evaluation, of version 0: no before and after." in text
 
@@ -352,9 +360,8 @@ def test_an_older_last_evaluation_and_chance_are_said(path: Path) -> None:
         evaluate(run_dir, 0, 0.35)
         train(run_dir, 1, 3)
         evaluate(run_dir, 2, 0.40, num_prompts=20.0, num_failed=7.0)
-    summary = write_report(path)
+    summary, text = report(path)
     assert summary["accuracy_after_version"] == 2
-    text = page(path)
     assert "The last evaluation is of version 2; the newest policy is version 3 and was not measured." in text
     assert "The first evaluation asked 50 prompts and the last 20" in text
     assert "7 answers of the first and last evaluation have no score" in text
@@ -364,10 +371,10 @@ def test_an_older_last_evaluation_and_chance_are_said(path: Path) -> None:
 def test_advice_is_shown_with_its_steps(path: Path) -> None:
     with RunDir(path) as run_dir:
         train(run_dir, 1, 12, clipped_sequences=0.5)
-    write_report(path)
+    _, text = report(path)
     # Said after 10 steps in a row: at steps 10, 11 and 12.
-    assert "clip: 50% of sequences are clipped" in page(path)
-    assert "(at 3 steps, from 10 to 12)" in page(path)
+    assert "clip: 50% of sequences are clipped" in text
+    assert "(at 3 steps, from 10 to 12)" in text
 
 
 def test_an_earlier_end_stands_until_a_step_was_trained(ended: Path) -> None:
@@ -400,11 +407,15 @@ def test_figures_that_were_not_finite_leave_a_gap(path: Path) -> None:
     assert summary["reward_last"] == step_figures(80)["reward_mean"]
 
 
+def test_a_running_mean_passes_over_gaps_and_is_shorter_at_the_ends() -> None:
+    assert running_mean(np.array([1.0, math.nan, 3.0, 5.0, 10.0]), 3).tolist() == [1.0, 2.0, 4.0, 6.0, 7.5]
+
+
 def test_a_model_is_loaded_from_where_it_is(ended: Path) -> None:
-    write_report(ended)
-    assert "No model was exported yet" in page(ended)
+    _, text = report(ended)
+    assert "No model was exported yet" in text
     (ended / "export").mkdir()
     (ended / "export" / "config.json").write_text("{}")
-    write_report(ended)
-    assert f'from_pretrained("{ended}/export")' in page(ended)
-    assert f"gspo run --resume {ended}" in page(ended)
+    _, text = report(ended)
+    assert f'from_pretrained("{ended}/export")' in text
+    assert f"gspo run --resume {ended}" in text
