@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -51,13 +52,42 @@ def _attention(
 
 
 def short_causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None) -> Tensor:
-    """softmax(query key^T * scaling, no later position) value, in float32 where it matters. [R, heads, S, width]."""
+    """softmax(query key^T * scaling, no later position) value: [R, heads, S, head width] like query.
+
+    The query heads that share a key head stand side by side, so that no key or value is copied.
+    """
     R, num_heads, S, width = query.shape
     shared = num_heads // key.shape[1]
-    # The query heads that share a key head stand side by side, so that no key or value is copied.
-    q = query.reshape(R, key.shape[1], shared * S, width) * (scaling or 1 / math.sqrt(width))
-    scores = q @ key.transpose(2, 3)
-    later = torch.ones(S, S, dtype=torch.bool, device=query.device).triu(1)
-    scores = scores.view(R, num_heads, S, S).masked_fill(later, -math.inf)
-    p = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
-    return (p.view(R, key.shape[1], shared * S, S) @ value).view(R, num_heads, S, width)
+    scale = 1 / math.sqrt(width) if scaling is None else scaling
+    later_SS = value.new_full((S, S), -math.inf).triu(1).repeat(shared, 1)
+    # Under autocast the norms leave query and key in float32.
+    q, k, v = (tensor.to(value.dtype).reshape(R * key.shape[1], -1, width) for tensor in (query, key, value))
+    attended: Tensor = _CausalAttention.apply(q, k, v, later_SS, scale)  # type: ignore[no-untyped-call]
+    return attended.view(R, num_heads, S, width)
+
+
+class _CausalAttention(torch.autograd.Function):
+    """With p the attention, o = p v and g the gradient that arrives for o:
+
+    dv = p^T g,   dp = g v^T,   ds = p (dp - sum(p dp)),   dq = scale ds k,   dk = scale ds^T q
+
+    Written out so that each matrix of scores is touched as few times as can be, in the dtype of the query: softmax
+    sums in float32 inside, autocast would copy its input to float32 first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scale)
+            p = torch.softmax(scores, -1)
+            ctx.save_for_backward(q, k, v, p)
+            ctx.scale = scale
+            return p @ v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, p = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            ds = torch._softmax_backward_data(g @ v.transpose(1, 2), p, -1, p.dtype).mul_(ctx.scale)
+            return ds @ k, ds.transpose(1, 2) @ q, p.transpose(1, 2) @ g, None, None

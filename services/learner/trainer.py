@@ -36,6 +36,7 @@ from services.learner.step_figures import batch_figures, mismatch_figures, objec
 
 _TAG = "engine"
 _STATE = "caller.json"
+_SHARED_MEMORY_OP = "deepspeed_shm_comm"
 # Any odd number beyond the steps of a run: seeds of steps and ranks do not meet.
 _SEED_STRIDE = 1_000_003
 
@@ -286,6 +287,9 @@ def _join_ranks() -> None:
     if "RANK" in os.environ:
         distributed.init_process_group(backend)
     else:
+        # Made for ranks that share a host. To build it takes a compiler and a minute; and a process that is killed
+        # while it builds leaves a lock on which every later one would wait for ever.
+        deepspeed.ops.__compatible_ops__ = {_SHARED_MEMORY_OP: False}
         os.environ["LOCAL_RANK"] = "0"  # DeepSpeed asks the environment, not the process group
         distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 

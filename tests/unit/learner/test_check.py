@@ -92,8 +92,10 @@ def test_too_little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "0.0 GiB are available" in refused(folder).rule
 
 
-def test_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_need_a_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
+    check(make_config(folder))
+    monkeypatch.setenv("RANK", "0")
     assert "g++" in refused(folder).fix
 
 
