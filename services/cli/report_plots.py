@@ -158,8 +158,8 @@ def _age(figure: Any, log: RunLog) -> bool:
     if log.config is not None:
         staleness = log.config.staleness
         masks = staleness.on_stale == "mask"
-        limit, key = (staleness.token_age_limit, "max_token_age") if masks else (staleness.max_lag, "max_lag")
-        limit(panel, limit, f"allowed: staleness.{key} {limit}")
+        key, age = ("max_token_age", staleness.token_age_limit) if masks else ("max_lag", staleness.max_lag)
+        limit(panel, age, f"allowed: staleness.{key} {age}")
     panel.set_ylim(bottom=-0.05)
     legend(panel)
     return drawn

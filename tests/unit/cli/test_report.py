@@ -248,11 +248,15 @@ def test_a_group_that_ended_twice_is_said(ended: Path) -> None:
 
 def test_groups_and_rollouts_of_removed_step_files_still_count(ended: Path) -> None:
     before, _ = report(ended)
+    kept = (ended / "log" / "step-000003.parquet").read_bytes()
     with RunDir(ended) as run_dir:
-        (run_dir.checkpoints.folder / "step-000020").mkdir()
-        run_dir._remove_steps([1, 2, 3])
+        run_dir.checkpoints.begin(20)
+        run_dir.checkpoints.finish(20)
+        run_dir.prune(keep_checkpoints=1, keep_log_steps=17)
+    assert [step for step in range(1, 21) if step not in read_log(ended).step_files] == [1, 2, 3]
+    # A kill between the lines of a step's groups and the removal of its file leaves both.
+    (ended / "log" / "step-000003.parquet").write_bytes(kept)
     after, _ = report(ended)
-    assert not (ended / "log" / "step-000001.parquet").exists()
     assert (after["groups"], after["rollouts"]) == (before["groups"], before["rollouts"])
 
 
