@@ -15,9 +15,6 @@ def main() -> None:
     # Threads that spin at OpenMP's barriers while the generator has the cores: a step took 6.5 times as long so.
     # Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Threads that sleep at a barrier instead of spinning: the learner may share its cores with a generator, and two
-    # spinning threads that wait for one that has no core cost a step several times its work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = parse_options("learner", check, meaning=MEANING)
     from services.learner.life import live  # after the options: importing torch and DeepSpeed takes seconds
 
