@@ -1,0 +1,181 @@
+"""One whole synchronous run with every real part, started as a user starts it, and its log read back.
+
+Not here: learning (the demo shows it), failures (chaos tests). Three steps of a tiny model are enough for the books.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.timeout(600)
+STEPS, GROUPS, SIZE = 3, 4, 4
+CLIP_LOW, CLIP_HIGH, LEARNING_RATE = 0.02, 0.02, 1e-3
+# Rewards spread in most groups of a random model: whether the first character is in the first half of the alphabet.
+REWARD = """
+def reward(prompts, completions, answer, **columns):
+    return [float(c[0]["content"][:1] < "P") for c in completions]
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run and what it left."""
+
+    folder: Path
+    run_dir: Path
+    printed: str
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "log" / name).read_text().splitlines()]
+
+    def rows(self, step: int) -> list[dict[str, Any]]:
+        return pq.read_table(self.run_dir / "log" / f"step-{step:06d}.parquet").to_pylist()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("run")
+    make_tiny_model(folder / "model", seed=3, scale=3.0)
+    for name, numbers in (("prompts.jsonl", range(20)), ("eval.jsonl", range(20, 26))):
+        records = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "answer": str(2 * n)} for n in numbers]
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "reward.py").write_text(REWARD)
+    config = {
+        "name": "whole",
+        "model": {"path": "model"},
+        "data": {"prompts": "prompts.jsonl"},
+        "reward": {"functions": [{"path": "reward.py"}]},
+        "algorithm": {
+            "rollout_batch_size": GROUPS,
+            "num_return_sequences_in_group": SIZE,
+            "prompt_length": 64,
+            "response_length": 24,
+            "num_mini_batches": 2,
+            "pg_clip_low": CLIP_LOW,
+            "pg_clip_high": CLIP_HIGH,
+        },
+        "staleness": {"max_lag": 0},
+        "generation": {"kv_cache_gb": 0.25, "max_rollouts": 64},
+        "learner": {"learning_rate": LEARNING_RATE, "threads": 1},
+        "evaluation": {"prompts": "eval.jsonl", "num_answers": 2, "every": 0},
+        "run": {"total_steps": STEPS},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "services.cli", "run", str(folder / "config.yaml"), "--plain"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        printed = process.communicate(timeout=500)[0].decode()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+    assert process.returncode == 0, printed
+    return Run(folder, folder / "runs" / "whole", printed)
+
+
+def test_every_group_issued_is_settled_once(run: Run) -> None:
+    trained = [group for step in range(1, STEPS + 1) for group in sorted({row["group"] for row in run.rows(step)})]
+    otherwise = [line["group"] for line in run.lines("settled.jsonl")]
+    assert max(Counter(trained + otherwise).values()) == 1
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary["groups"]["trained"] == len(trained) == STEPS * GROUPS
+    ended = ("trained", "filtered", "stale", "failed", "unused")
+    assert sum(summary["groups"][name] for name in ended) == summary["groups"]["issued"]
+
+
+def test_without_lag_every_token_is_of_its_steps_version(run: Run) -> None:
+    for step in range(1, STEPS + 1):
+        rows = run.rows(step)
+        assert len(rows) == GROUPS * SIZE
+        assert {version for row in rows for version in row["version"]} == {step - 1}
+        assert all(row["mask"] == [True] * len(row["token_ids"]) for row in rows)
+
+
+def test_a_plain_loop_fed_with_the_log_has_the_same_losses_and_weights(run: Run) -> None:
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    losses = [_plain_step(model, optimizer, run.rows(step)) for step in range(1, STEPS + 1)]
+    logged = [line["figures"]["loss"] for line in run.lines("metrics.jsonl")]
+    assert any(abs(loss) > 1e-4 for loss in losses), "no step had a signal: the comparison would show nothing"
+    assert losses == pytest.approx(logged, rel=1e-4, abs=1e-6)
+    exported = AutoModelForCausalLM.from_pretrained(run.run_dir / "export", dtype=torch.float32)
+    for (name, ours), theirs in zip(exported.named_parameters(), model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-5), name
+
+
+def _plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: list[dict[str, Any]]) -> float:
+    """GSPO as the paper writes it, one sequence at a time; the mean loss of the mini-batches."""
+    advantages = _advantages(rows)
+    losses = []
+    for mini_batch in sorted({row["mini_batch"] for row in rows}):
+        chosen = [i for i, row in enumerate(rows) if row["mini_batch"] == mini_batch]
+        parts = [_sequence_loss(model, rows[i], advantages[i]) for i in chosen]
+        loss = torch.stack(parts).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses) / len(losses)
+
+
+def _advantages(rows: list[dict[str, Any]]) -> list[float]:
+    found = []
+    for row in rows:
+        rewards = torch.tensor([other["reward"] for other in rows if other["group"] == row["group"]])
+        spread = rewards.max() > rewards.min()
+        found.append(float((row["reward"] - rewards.mean()) / (rewards.std() + 1e-6)) if spread else 0.0)
+    return found
+
+
+def _sequence_loss(model: torch.nn.Module, row: dict[str, Any], advantage: float) -> Tensor:
+    prompt, answer = row["prompt_token_ids"], torch.tensor(row["token_ids"])
+    logits = model(torch.tensor([prompt + row["token_ids"]])).logits[0, len(prompt) - 1 : -1]
+    logp = torch.log_softmax(logits, dim=-1).gather(1, answer[:, None])[:, 0]
+    ratio = (logp - torch.tensor(row["logp"])).mean().exp()
+    clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    return -torch.minimum(ratio * advantage, clipped * advantage)
+
+
+def test_the_engine_and_the_learner_agree_on_log_probs(run: Run) -> None:
+    for line in run.lines("metrics.jsonl"):
+        assert line["figures"]["sigma_token"] < 1e-5
+        assert line["figures"]["age_max"] == 0
+
+
+def test_the_run_leaves_what_it_promises(run: Run) -> None:
+    names = {path.name for path in run.run_dir.iterdir()}
+    assert names >= {"config.yaml", "environment.json", "log", "checkpoints", "export", "plots", "report.html"}
+    assert [path.name for path in (run.run_dir / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["policy_version"]) == (STEPS, STEPS)
+    before, after = run.lines("evaluations.jsonl")
+    assert (before["version"], after["version"]) == (0, STEPS)
+    assert summary["accuracy_before"] == before["figures"]["sampled_mean"]
+    assert summary["accuracy_after"] == after["figures"]["sampled_mean"]
+    versions = run.lines("policy.jsonl")
+    assert [line["version"] for line in versions] == list(range(STEPS + 1))
+    assert len({line["digest"] for line in versions}) == STEPS + 1
+
+
+def test_nothing_is_left_running(run: Run) -> None:
+    commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in commands if str(run.run_dir) in command]
