@@ -1,8 +1,8 @@
 #!/bin/sh
 # Makes the virtual environment: ./.venv by default, $VENV where set. A second call with nothing changed does nothing.
 #
-# Needs Python 3.11 or newer, and a C++ compiler with Python's headers for the one op that DeepSpeed builds; on Debian
-# and as root it installs what is missing. Everything is pinned by deploy/requirements-cpu.lock.
+# Needs Python 3.11 or newer, a C++ compiler with Python's headers for the one op that DeepSpeed builds, and libnuma
+# for vLLM; on Debian and as root it installs what is missing. Everything is pinned by deploy/requirements-cpu.lock.
 set -eu
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
@@ -33,6 +33,8 @@ command -v c++ >/dev/null || install_missing g++
 HEADER='import pathlib, sysconfig, sys; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())'
 "$PYTHON" -c "$HEADER" || install_missing python3-dev
 "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || install_missing python3-venv
+# vLLM's CPU kernels are linked with it; without them vLLM starts and then lacks its ops.
+"$PYTHON" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || install_missing libnuma1
 
 say "making $VENV"
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
