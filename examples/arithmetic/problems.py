@@ -12,7 +12,7 @@ from typing import TypedDict
 
 LIMIT = 50
 NUM_HELD_OUT = 250
-EXACT_SHARE = 0.35
+EXACT_SHARE = 0.42  # above the 0.145 of each miss: the exact answer is the likeliest of a model that has learned this
 MISSES = (-2, -1, 1, 2)
 
 Problem = tuple[int, int]
