@@ -76,6 +76,8 @@ class Worker:
         renewing = asyncio.create_task(self._keep_leases())
         try:
             while not self._service.stopping.is_set():
+                if renewing.done():
+                    renewing.result()
                 await self._step()
             await self._drain()
         finally:
@@ -179,8 +181,15 @@ class Worker:
                     if held.delivery.entry not in kept and not task.done():
                         log.warning("lease_lost", group=held.task.group)
                         task.cancel()
-                if self._num_running < self._max_rollouts and not self._service.stopping.is_set():
-                    self._start(source, await source.inbox.reclaim(1))
+                await self._take_over(source)
+
+    async def _take_over(self, source: Source) -> None:
+        """Start what other workers let go, as much as fits: a dead one may have held as many groups as we can run."""
+        while self._num_running < self._max_rollouts and not self._service.stopping.is_set():
+            left = await source.inbox.reclaim(1)
+            if not left:
+                return
+            self._start(source, left)
 
     def _raise_failures(self) -> None:
         """Forget what is done; an error that is not the task's own ends the worker."""

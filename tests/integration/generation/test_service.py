@@ -177,6 +177,21 @@ async def test_a_task_for_newer_weights_waits_for_the_push(running: Running) -> 
     assert {v for rollout in await rollouts(running, 4) for v in rollout.version} == {version + 1}
 
 
+async def test_all_groups_of_a_killed_generator_are_taken_over_at_once(running: Running) -> None:
+    """As much as fits when the leases end; one group each time that leases are looked at would take minutes."""
+    async with running.redis.pipeline(transaction=True) as pipe:
+        for group in range(400, 408):
+            pipe.xadd(running.keys.prompts, {b"d": task(group).SerializeToString()})
+        pipe.xreadgroup("generation", "killed", {running.keys.prompts: ">"}, count=8)
+        *entries, _ = await pipe.execute()
+    lease_s = running.config.services.lease_s
+    await running.redis.xclaim(
+        running.keys.prompts, "generation", "killed", 0, entries, idle=round(1000 * lease_s) + 1, justid=True
+    )
+    found = await rollouts(running, 32, timeout_s=lease_s)  # the leases are looked at three times in it
+    assert {rollout.group for rollout in found} == set(range(400, 408))
+
+
 async def test_a_prompt_that_the_engine_refuses_fails_its_group_with_the_reason(running: Running) -> None:
     refused = task(300)
     refused.prompt.token_ids[:] = [4] * 500
