@@ -39,10 +39,10 @@ _GIB = 1 << 30
 # On a CPU vLLM's default is a worker process of its own, bound to all cores but one, and a scheduler process that
 # spins for its answers on the other. In one process there is no hop between the two, nothing to spin for, and one
 # import of everything less at start. Named by its path: vLLM turns the short name "uni" back into "mp".
-_IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # Threads float over the cores and sleep at barriers: a learner shares the cores, and a bound or spinning thread
 # would wait for one that is not running.
-_CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive"}
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive"}
 
 
 class EngineBrokenError(RuntimeError):
@@ -125,7 +125,7 @@ class Engine:
         check_engine_args(engine or {})
         own: dict[str, Any] = {"enforce_eager": True}
         if current_platform.is_cpu():
-            own["distributed_executor_backend"] = _IN_PROCESS_EXECUTOR
+            own["distributed_executor_backend"] = IN_PROCESS_EXECUTOR
         args = AsyncEngineArgs(
             model=str(model),
             dtype=dtype,
@@ -140,7 +140,7 @@ class Engine:
             disable_log_stats=True,
             **{**own, **(engine or {})},
         )
-        with _environment(_CPU_ENVIRONMENT if current_platform.is_cpu() else {}):
+        with _environment(CPU_ENVIRONMENT if current_platform.is_cpu() else {}):
             started = cls(AsyncLLM.from_engine_args(args), version)
         await started._llm.engine_core.set_weight_version_async(str(version))
         await started.generate("warm-up", [0], Sampling(max_tokens=min(4, max_model_len - 1), ignore_eos=True))

@@ -1,0 +1,58 @@
+"""Part B, the learner: a step that a short run has logged is trained again by the trainer alone.
+
+Neighbours: learner_alone.py measures, system_run.py makes the logged step, page.py shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Case
+from benchmarks.children import run_child
+from benchmarks.material import write_config
+from benchmarks.shape import CACHE, DTYPES, LENGTHS, Dtype, Lengths
+from benchmarks.system_run import finished_run
+from benchmarks.tables import middle
+
+_TIMEOUT_S = 900.0
+# Threads at a barrier sleep in the service, because a generator wants the cores; alone, they could spin as well.
+PASSIVE, ACTIVE = "passive", "active"
+
+
+def cases(*, quick: bool) -> Iterator[Case]:
+    """Every length and arithmetic, with the service's thread policy and with threads that spin; quick: one case."""
+    rounds = 2 if quick else 5
+    for lengths in LENGTHS[:1] if quick else LENGTHS:
+        for dtype in DTYPES if lengths == "fixed" and not quick else DTYPES[:1]:
+            for policy in (PASSIVE,) if quick else (PASSIVE, ACTIVE):
+                yield Case(f"{lengths}, {dtype}, {policy} threads", _measure, (lengths, dtype, policy, rounds))
+
+
+def _measure(lengths: Lengths, dtype: Dtype, policy: str, rounds: int) -> dict[str, Any]:
+    log = logged_step(lengths)
+    config = write_config(f"learner-{lengths}-{dtype}", lengths, dtype)
+    orders = {"config": str(config), "log": str(log), "rounds": rounds}
+    found = run_child("learner_alone", orders, timeout_s=_TIMEOUT_S, environment={"OMP_WAIT_POLICY": policy})
+    measured = found["rounds"][1:]
+    return {
+        "lengths": lengths,
+        "dtype": dtype,
+        "threads": policy,
+        "start_s": found["start_s"],
+        "seconds": middle([round_["seconds"] for round_ in measured]),
+        "policy_s": middle([round_["policy_s"] for round_ in measured]),
+        "tokens": measured[0]["tokens"],
+        "tokens_per_s": middle([round_["tokens"] / round_["seconds"] for round_ in measured]),
+        "rounds": found["rounds"],
+    }
+
+
+def logged_step(lengths: Lengths) -> Path:
+    """The log folder of a run of one step; the run is made once and kept."""
+    folder = CACHE / "runs" / f"logged-{lengths}"
+    log = folder / "run" / "log"
+    if not (folder / "run" / "summary.json").exists():
+        finished_run(write_config(folder.name, lengths, "float32", staleness={"max_lag": 0}))
+    return log
