@@ -1,7 +1,8 @@
 """What a benchmark runs on: a random Qwen3 of 3.2 M parameters, prompts, a trivial reward, a configuration.
 
 Two models: one has no end-of-sequence token, so every answer is exactly as long as allowed; the other ends an answer
-at a random token, so lengths are near exponential. Neighbours: shape.py for the sizes, tests/tiny_model.py.
+at a random token, so lengths are near exponential. Neighbours: shape.py has the sizes, new_model.py
+writes the models.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.children import run_child
 from benchmarks.shape import (
     CACHE,
     GROUP_SIZE,
@@ -28,7 +31,7 @@ from benchmarks.shape import (
 
 HIDDEN_SIZE, LAYERS = 256, 4
 _NUM_PROMPTS = 1024
-_ENDS = ("eos_token", "eos_token_id")
+_MODEL_S = 120.0
 _REWARD = '''"""A reward that costs nothing and differs within a group."""
 
 
@@ -43,13 +46,10 @@ def model_folder(lengths: Lengths) -> Path:
     """The model of answers of these lengths; made at the first call."""
     folder = CACHE / f"model-{lengths}"
     if not folder.exists():
-        from tests.tiny_model import make_tiny_model  # here: torch takes seconds to import
-
         half_made = CACHE / f"model-{lengths}.tmp"
         shutil.rmtree(half_made, ignore_errors=True)
-        make_tiny_model(half_made, hidden_size=HIDDEN_SIZE, layers=LAYERS)
-        if lengths == "fixed":
-            _remove_end(half_made)
+        orders = {"folder": str(half_made), "hidden_size": HIDDEN_SIZE, "layers": LAYERS, "ends": lengths != "fixed"}
+        run_child("new_model", orders, timeout_s=_MODEL_S)
         half_made.rename(folder)
     return folder
 
@@ -59,22 +59,7 @@ def num_parameters(folder: Path) -> int:
     from safetensors import safe_open
 
     with safe_open(folder / "model.safetensors", framework="np") as file:
-        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 - not a mapping
-    total = 0
-    for shape in shapes:
-        size = 1
-        for length in shape:
-            size *= length
-        total += size
-    return total
-
-
-def _remove_end(folder: Path) -> None:
-    """Take the end-of-sequence token out of every file that names it."""
-    for path in folder.glob("*.json"):
-        content = json.loads(path.read_text())
-        if any(content.pop(key, None) is not None for key in _ENDS):
-            path.write_text(json.dumps(content, indent=2))
+        return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - not a mapping
 
 
 def prompts(count: int) -> list[list[Message]]:

@@ -47,9 +47,9 @@ def _measure(lengths: Lengths, dtype: Dtype, max_lag: int, num_steps: int, dropp
     )
     with system_run(config) as run:
         run.wait_for_step(dropped, START_S + STEP_S * dropped)
-        before = asyncio.run(look(run.redis_url, "run"))
+        before = asyncio.run(look(run.redis_url, "run", run.process.pid))
         run.wait_for_step(num_steps, STEP_S * num_steps)
-        after = asyncio.run(look(run.redis_url, "run"))
+        after = asyncio.run(look(run.redis_url, "run", run.process.pid))
         run.wait_for_end(STEP_S + END_S)
     return {
         "lengths": lengths,

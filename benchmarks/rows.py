@@ -24,6 +24,7 @@ from benchmarks.tables import (
     table,
     value_at,
 )
+from benchmarks.window import COMMAND_LINE, REDIS
 from services.cli.lineup import SERVICES
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -124,8 +125,15 @@ def shares(results: Results) -> str:
     for case in cases(results, "system"):
         idle, used = case["idle_share"], case["processor_share"]
         cells = [f"{percent(idle.get(name))}, {percent(used.get(name))}" for name in SERVICES]
-        rows.append([_name(case), *cells, percent(used.get("redis")), number(case["machine_idle_cores"], 2)])
-    return table(("", *SERVICES, "redis", "idle cores"), rows)
+        rows.append(
+            [
+                _name(case),
+                *cells,
+                *(percent(used.get(name)) for name in (REDIS, COMMAND_LINE)),
+                number(case["machine_idle_cores"], 2),
+            ]
+        )
+    return table(("", *SERVICES, REDIS, COMMAND_LINE, "idle cores"), rows)
 
 
 def pushes(results: Results) -> str:

@@ -24,7 +24,8 @@ from services.common.members import Member, members
 from services.common.runtime import connect_redis
 
 _ALL_EVENTS = 10_000
-REDIS = "redis"
+# They show no metrics of their own.
+REDIS, COMMAND_LINE = "redis", "gspo run"
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Look:
     events: tuple[Event, ...]
 
 
-async def look(redis_url: str, run: str) -> Look:
-    """All counters of a run now."""
+async def look(redis_url: str, run: str, command_line: int) -> Look:
+    """All counters of a run now; `command_line` is the process id of its `gspo run`."""
     redis, keys = connect_redis(redis_url), Keys(run)
     try:
         found = await members(redis, keys)
@@ -49,6 +50,8 @@ async def look(redis_url: str, run: str) -> Look:
         pages = await _pages(found)
         processor_s = {member.service: _processor_s(member.pid) for member in found}
         processor_s[REDIS] = await _redis_processor_s(redis)
+        own = psutil.Process(command_line).cpu_times()
+        processor_s[COMMAND_LINE] = own.user + own.system
     finally:
         await redis.aclose()
     activity: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
