@@ -26,7 +26,7 @@ _OPTIONS = [
 ]
 
 
-class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
+class _TokenCheck(grpc.aio.ServerInterceptor):
     """Refuses calls without the shared token; health stays open for probes."""
 
     def __init__(self, token: str) -> None:
