@@ -44,7 +44,8 @@ def main(
     found = load_results(results)
     if not found:
         raise typer.BadParameter(f"{results} holds no results; measure first", param_hint="--page")
-    console.print(f"written: {write_page(found, results if quick else DOCS)}")
+    written = write_page(found, results / "page" if quick else DOCS)
+    console.print(f"written: {written}")
 
 
 def _chosen(only: str, *, peer: bool) -> list[str]:
