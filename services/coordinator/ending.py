@@ -23,6 +23,7 @@ class Ending:
         self.finished = self.failed = False
         self.last_version = 0
         self._deadline = float("inf")
+        self._records_deadline: float | None = None
 
     @property
     def training_done(self) -> bool:
@@ -58,6 +59,15 @@ class Ending:
     def ready_to_measure(self, live_version: int) -> bool:
         """Whether training has ended by itself and its last version is live."""
         return self.training_done and not self.stopped and live_version >= self.last_version
+
+    def waits_for_records(self) -> bool:
+        """Whether the end waits for the learner to record the last evaluation: run.start_timeout_s from the first call.
+
+        Not after a stop, which does not wait for figures.
+        """
+        if self._records_deadline is None:
+            self._records_deadline = time.monotonic() + self._config.start_timeout_s
+        return not self.stopped and time.monotonic() <= self._records_deadline
 
     def conclude(self, live_version: int) -> Finished | None:
         """The end of the run, once nothing is left to wait for, or once that has taken too long."""

@@ -52,9 +52,10 @@ class Coordinator:
         self._issuer, self._progress, self._memory = issuer, progress, RedisMemory(service.redis, service.keys)
         self._events = Events(service.redis, service.keys, service.options.name)
         self._position = FROM_START
-        self.epoch = 0
+        self.epoch = self._told_epoch = 0
         self.paused = False
         self._exhausted_sent = False
+        self._recorded: frozenset[str] = frozenset()
         self._settled: list[int] = []
         self._sweep = False
         self._reconciling: asyncio.Task[ProgressReply | None] | None = None
@@ -89,6 +90,7 @@ class Coordinator:
             return
         await self._issuer.read_open()
         self._take_over(reply)
+        self._told_epoch = reply.epoch
         self.measuring.start(reply.version, list(reply.evaluations))
         self._sweep = True
         self._service.problems.pop("starting", None)
@@ -159,6 +161,7 @@ class Coordinator:
         self._settled += closed
         self._sweep |= bool(closed)
         self.epoch = max(self.epoch, reply.epoch)
+        self._recorded = frozenset(reply.evaluations)
         if reply.done:
             self.ending.on_training_done(reply.version, reply.done_reason)
 
@@ -180,7 +183,7 @@ class Coordinator:
         if not self.ending.over:
             await self._issuer.handle_expired()
         await self._count_streams()
-        self._reconcile()
+        await self._reconcile()
 
     async def _recover_from_wipe(self) -> None:
         log.warning("redis_wiped", open=len(self.slots.open), detail="open groups are issued again")
@@ -194,16 +197,27 @@ class Coordinator:
         if self.ending.stop_reason:
             await self._events.send(Event(stop_requested=StopRequested(reason=self.ending.stop_reason)))
 
-    def _reconcile(self) -> None:
+    async def _reconcile(self) -> None:
         """Ask the learner now and then: an event may have been lost with Redis, or with a learner that died."""
         task = self._reconciling
         if task and task.done():
             self._reconciling = None
             if reply := task.result():
                 self._take_over(reply)
+                if reply.epoch > self._told_epoch:
+                    self._told_epoch = reply.epoch
+                    await self._tell_again()
         elif task is None and time.monotonic() >= self._next_reconcile:
             self._next_reconcile = time.monotonic() + _RECONCILE_S
             self._reconciling = asyncio.create_task(self._progress.ask(), name="reconcile")
+
+    async def _tell_again(self) -> None:
+        """A learner hears events from its start on: what was said while there was none is said to it again."""
+        self._exhausted_sent = False
+        for event in self.measuring.unrecorded(self._recorded):
+            await self._events.send(event)
+        if self.ending.stop_reason:
+            await self._events.send(Event(stop_requested=StopRequested(reason=self.ending.stop_reason)))
 
     async def _count_streams(self) -> None:
         streams = list(consumer_groups(self._keys))
@@ -239,6 +253,11 @@ class Coordinator:
         if not self.ending.over or self.measuring.busy:
             return
         if self.ending.ready_to_measure(self.slots.live_version) and self.measuring.measure(self.ending.last_version):
+            return
+        if self.measuring.unrecorded(self._recorded) and self.ending.waits_for_records():
+            # A learner that died has its successor write the last figures down: they are in the summary.
+            self._next_reconcile = 0.0
+            await self._reconcile()
             return
         if finished := self.ending.conclude(self.slots.live_version):
             await self._events.send(Event(epoch=self.epoch, finished=finished))

@@ -6,6 +6,7 @@ How is evaluation.py's. Neighbour: loop.py asks at every turn.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from redis.asyncio import Redis
 
@@ -95,10 +96,18 @@ class Measuring:
         await wait_for_member(self._redis, self._keys, GENERATION, self._config.run.start_timeout_s)
         return await evaluator.measure(version, limit)
 
+    def unrecorded(self, recorded: Collection[str]) -> list[Event]:
+        """The events of what was measured in this life and is not among the labels that the learner has recorded."""
+        return [_event(measured) for measured in self.records if measured.label not in recorded]
+
     def _record(self, measured: Measured) -> Event:
         self.records.append(measured)
-        # Step s makes version s, so the two are the same number.
-        done = EvaluationDone(
-            evaluation=measured.label, version=measured.version, step=measured.version, figures=measured.figures
-        )
-        return Event(evaluation_done=done)
+        return _event(measured)
+
+
+def _event(measured: Measured) -> Event:
+    # Step s makes version s, so the two are the same number.
+    done = EvaluationDone(
+        evaluation=measured.label, version=measured.version, step=measured.version, figures=measured.figures
+    )
+    return Event(evaluation_done=done)

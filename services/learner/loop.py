@@ -77,7 +77,7 @@ class Learner:
         self._events = Events(service.redis, service.keys, service.options.name)
         self._version, self._digest = version, ""
         self._recent: list[Mapping[str, float]] = []
-        self._trained_s = self._waited_s = 0.0
+        self._trained_s, self._waited_s = run_dir.trained_s, 0.0
         self._num_groups: int | None = None
         self._stop_reason = self._done_reason = ""
         self._finished = asyncio.Event()

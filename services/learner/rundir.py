@@ -39,6 +39,9 @@ class RunDir:
 
     Opening locks it, raises the epoch, removes what a kill left unfinished, and reads how every group ended.
 
+    Attributes:
+        trained_s: Seconds that the recorded steps took before it was opened.
+
     Raises:
         InputError: Another learner holds the directory.
         ValueError: Something else wrote into the log: a broken line, or a group that ended twice.
@@ -62,8 +65,10 @@ class RunDir:
             self._trained_lines: set[int] = set()
             self.settlements = self._read_settlements()
             self._versions = {r["version"]: _policy_version(r) for r in self._policy_lines.records()}
-            self._measured_steps = {r["step"] for r in self._metrics_lines.records()}
-            self._evaluations = [r["label"] for r in self._evaluation_lines.records()]
+            steps = self._metrics_lines.records()
+            self._measured_steps = {r["step"] for r in steps}
+            self.trained_s = sum(r["figures"].get("step_s") or 0.0 for r in steps)
+            self._evaluations = {r["label"]: _num_prompts(r["figures"]) for r in self._evaluation_lines.records()}
             self._held = held.pop_all()
 
     def __enter__(self) -> Self:
@@ -149,12 +154,16 @@ class RunDir:
         return True
 
     def append_evaluation(self, label: str, version: int, step: int, figures: Mapping[str, float]) -> bool:
-        """Record an evaluation, once a label. Returns False, and writes nothing, where it is recorded."""
-        if label in self._evaluations:
+        """Record an evaluation, once a label, unless it is of more prompts than the one that is recorded.
+
+        Returns False, and writes nothing, where it is recorded.
+        """
+        num_prompts = _num_prompts(figures)
+        if label in self._evaluations and num_prompts <= self._evaluations[label]:
             return False
         record = {"label": label, "version": version, "step": step, "unix_s": time.time()}
         self._evaluation_lines.append([{**record, "figures": finite_or_null(figures)}])
-        self._evaluations.append(label)
+        self._evaluations[label] = num_prompts
         return True
 
     def evaluations(self) -> list[str]:
@@ -239,6 +248,10 @@ def _remove_unfinished(*folders: Path) -> None:
                 shutil.rmtree(leftover)
             else:
                 leftover.unlink()
+
+
+def _num_prompts(figures: Mapping[str, float | None]) -> float:
+    return figures.get("num_prompts") or 0.0
 
 
 def _policy_version(record: dict[str, Any]) -> PolicyVersion:

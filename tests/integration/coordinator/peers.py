@@ -49,7 +49,11 @@ class _Face(LearnerServicer):
 
 
 class LearnerPeer:
-    """Says what a learner says; `progress` is its own account."""
+    """Says what a learner says; `progress` is its own account.
+
+    Attributes:
+        down: While it is set, evaluations are not recorded: no learner hears the events.
+    """
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self.redis, self.keys = redis, keys
@@ -62,18 +66,28 @@ class LearnerPeer:
             port=0,
             token="",
         )
+        self.down = False
         self._beats: asyncio.Task[None] | None = None
+        self._records: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await self._server.start()
         member = Member("learner", "learner-0", grpc=self._server.address)
         registration = Registration(self.redis, self.keys, member, Activity("learner"), dict)
         self._beats = asyncio.create_task(registration.run())
+        self._records = asyncio.create_task(self._record())
 
     async def stop(self) -> None:
-        assert self._beats is not None
+        assert self._beats is not None and self._records is not None
         await _cancel(self._beats)
+        await _cancel(self._records)
         await self._server.stop(0)
+
+    async def _record(self) -> None:
+        async for event in self.events.follow():
+            label = event.evaluation_done.evaluation
+            if label and not self.down and label not in self.progress.evaluations:
+                self.progress.evaluations.append(label)
 
     async def trained(self, groups: Iterable[int], *, silent: bool = False) -> int:
         """A step: its groups are settled, then StepDone, unless it dies in between."""

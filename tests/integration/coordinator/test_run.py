@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,55 @@ async def _look_at_rollouts(redis: Redis, keys: Keys, door: httpx.AsyncClient) -
     assert (newest["text"], newest["version_first"], newest["version_last"], newest["num_tokens"]) == ("42", 3, 4, 2)
     await redis.xtrim(keys.scored, maxlen=0)
     assert len((await door.get("/v1/rollouts", params={"limit": 1})).json()) == 1  # kept for whoever looks later
+
+
+async def test_a_new_learner_is_told_what_was_said_while_there_was_none(
+    redis: Redis,
+    keys: Keys,
+    configure: Configure,
+    coordinator: Coordinator,
+    learner: LearnerPeer,
+    generator: GeneratorPeer,
+    until: Until,
+) -> None:
+    learner.down = True
+    coordinator.start(configure(held_out=1, run={"total_epochs": 0.4}))
+    await until(answers(generator, [], redis, keys, 1), "the first evaluation")
+    await until(hears(redis, keys, "prompts_exhausted"), "all four groups to be issued")
+    learner.down, learner.progress.epoch = False, 2
+    await learner.live(0)
+    await until(hears(redis, keys, "prompts_exhausted", 2), "it to be said to the new learner")
+    assert {event.num_groups for event in await heard(redis, keys, "prompts_exhausted")} == {4}
+    await until(hears(redis, keys, "evaluation_done", 2), "the figures to be sent to the new learner")
+    assert learner.progress.evaluations == ["v0"]
+
+
+async def test_the_end_waits_until_the_last_evaluation_is_recorded(
+    redis: Redis,
+    keys: Keys,
+    configure: Configure,
+    coordinator: Coordinator,
+    learner: LearnerPeer,
+    generator: GeneratorPeer,
+    until: Until,
+) -> None:
+    learner.progress.evaluations.append("v0")
+    coordinator.start(configure(held_out=1))
+
+    async def all_issued() -> bool:
+        return await redis.hlen(keys.open) == 4
+
+    await until(all_issued, "the first groups")
+    await learner.live(await learner.trained([0, 1]))
+    learner.down = True
+    await learner.training_done("1 step is done")
+    await until(answers(generator, [], redis, keys, 1), "the last evaluation")
+    await asyncio.sleep(1.0)
+    assert await heard(redis, keys, "finished") == []
+    learner.down, learner.progress.epoch = False, 2
+    await until(hears(redis, keys, "finished"), "Finished")
+    assert learner.progress.evaluations == ["v0", "v1"]
+    assert await coordinator.exit_code() == 0
 
 
 async def test_a_learner_that_gives_up_ends_the_run(

@@ -277,6 +277,25 @@ def test_a_replayed_step_is_not_measured_twice(tmp_path: Path) -> None:
     ]
 
 
+def test_the_time_that_steps_took_is_known_to_the_next_life(tmp_path: Path) -> None:
+    with RunDir(tmp_path) as run:
+        assert run.trained_s == 0.0
+        run.append_metrics(1, 1, {"step_s": 1.5})
+        run.append_metrics(2, 2, {"step_s": float("nan")})
+        run.append_metrics(3, 3, {"step_s": 2.0})
+    with RunDir(tmp_path) as run:
+        assert run.trained_s == 3.5
+
+
+def test_an_evaluation_of_more_prompts_is_recorded_beside_one_of_fewer(tmp_path: Path) -> None:
+    with RunDir(tmp_path) as run:
+        assert run.append_evaluation("v2", 2, 2, {"num_prompts": 50.0})
+    with RunDir(tmp_path) as run:
+        assert run.append_evaluation("v2", 2, 2, {"num_prompts": 250.0})
+        assert not run.append_evaluation("v2", 2, 2, {"num_prompts": 50.0})
+        assert run.evaluations() == ["v2"]
+
+
 def test_an_evaluation_is_recorded_once(tmp_path: Path) -> None:
     with RunDir(tmp_path) as run:
         assert run.append_evaluation("v0", 0, 0, {"sampled_mean": 0.25})
