@@ -46,7 +46,7 @@ def draw_steps(
             panel.set_title(f"{lengths} answers, {dtype}", fontsize=9)
             panel.grid(visible=False, axis="x")
         panels[0].set_ylabel("seconds a step")
-        panels[-1].legend()
+        _legend(figure, panels)
         _save(figure, "How near does a step come to its floor?", path)
 
 
@@ -60,13 +60,13 @@ def draw_waits(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
             for place, case in enumerate(mine):
                 shares = [case["idle_share"].get(service, np.nan) for service in SERVICES]
                 places = np.arange(len(SERVICES)) + (place - (len(mine) - 1) / 2) * 0.27
-                panel.bar(places, shares, 0.25, color=_COLOURS[place], label=f"max_lag {case['max_lag']}")
-            panel.set_xticks(range(len(SERVICES)), SERVICES)
+                panel.bar(places, shares, 0.25, color=_COLOURS[case["max_lag"]], label=f"max_lag {case['max_lag']}")
+            panel.set_xticks(range(len(SERVICES)), SERVICES, fontsize=7.5)
             panel.set_title(f"{lengths} answers", fontsize=9)
             panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
             panel.grid(visible=False, axis="x")
         panels[0].set_ylabel("share of the time")
-        panels[-1].legend()
+        _legend(figure, panels)
         _save(figure, "Who waits for whom?", path)
 
 
@@ -91,8 +91,14 @@ def draw_learning(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
                 )
             panel.set_xlabel(label)
         panels[0].set_ylabel("held-out accuracy, sampled")
-        panels[1].legend()
+        _legend(figure, panels)
         _save(figure, "What does lag cost, and what does it buy?", path)
+
+
+def _legend(figure: Any, panels: Sequence[Any]) -> None:
+    """One legend for all panels, below them: from the panel that has the most to explain."""
+    handles, labels = max((panel.get_legend_handles_labels() for panel in panels), key=lambda found: len(found[1]))
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
 
 
 def _save(figure: Any, question: str, path: Path) -> None:
