@@ -5,6 +5,7 @@ It reads no weights. Neighbours: every service's check and start.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from services.common.config import ModelConfig
@@ -18,7 +19,7 @@ def model_folder(model: ModelConfig) -> Path:
     """The folder of the model's files; fetches a hub model once.
 
     Raises:
-        InputError: `model.path` is neither a folder with a config.json nor a model that a hub has.
+        InputError: `model.path` is neither a folder with a sound config.json nor a model that a hub has.
     """
     folder = Path(model.path)
     if folder.is_dir():
@@ -28,10 +29,22 @@ def model_folder(model: ModelConfig) -> Path:
                 f"{folder} has no config.json",
                 "Give a folder that `save_pretrained` wrote, with its tokenizer",
             )
+        _check_config(folder / "config.json")
         return folder
     if folder.is_absolute() or model.path.startswith(".") or model.path.count("/") > 1:
         raise InputError("model.path", f"{model.path} is not a folder", "Mend the path, or give a hub model's name")
     return _from_hub(model)
+
+
+def _check_config(path: Path) -> None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError("model.path", f"{path} cannot be read ({error})", "Copy it again") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise InputError(
+            "model.path", f"{path} does not say what model it is (model_type)", "Copy it again from the model's source"
+        )
 
 
 def _from_hub(model: ModelConfig) -> Path:

@@ -5,6 +5,7 @@ It gives rows and looks into none; prompts.py does. Nothing is loaded into memor
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_TEXT_FORMS = (".jsonl", ".json", ".csv")
 _SPLIT = "train"
 
 
@@ -30,9 +32,11 @@ def open_dataset(key: str, path: Path, column: str) -> Dataset:
     """
     if not path.exists():
         raise InputError(key, f"{path} does not exist", "Give the path of a file of prompts")
+    if path.is_file() and path.suffix.lower() in _TEXT_FORMS:
+        _check_text(key, path)
     rows = _open(key, path)
     if not len(rows):
-        raise InputError(key, f"{path} has no rows", "Give a file with at least one prompt")
+        raise _no_rows(key, path)
     if column not in rows.column_names:
         fix = f"Set data.prompt_column. {nearest(column, rows.column_names)}"
         raise InputError("data.prompt_column", f"{path} has no column '{column}'", fix)
@@ -54,7 +58,42 @@ def _open(key: str, path: Path) -> Dataset:
             raise InputError(key, f"{path} is none of {formats}", "Convert it, or give a folder that `datasets` opens")
         return datasets.load_dataset(builder, data_files=str(path), split=_SPLIT)
     except (DatasetsError, OSError, ValueError, StopIteration) as error:
-        raise InputError(key, f"{path} cannot be read ({_first_cause(error)})", "Mend the file") from error
+        reason = _broken_line(path) or _first_cause(error)
+        raise InputError(key, f"{path} cannot be read ({reason})", "Mend the file") from error
+
+
+def _check_text(key: str, path: Path) -> None:
+    """Refuse what `datasets` opens and chokes on later, or in words that name no line: bytes that are no text, blanks.
+
+    Raises:
+        InputError: Names the first line that is not UTF-8.
+    """
+    blank = True
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                blank &= not line.decode().strip()
+            except UnicodeDecodeError as error:
+                raise InputError(key, f"{path}, line {number}: is not UTF-8 ({error})", "Save it as UTF-8") from error
+    if blank:
+        raise _no_rows(key, path)
+
+
+def _no_rows(key: str, path: Path) -> InputError:
+    return InputError(key, f"{path} has no rows", "Give a file with at least one prompt")
+
+
+def _broken_line(path: Path) -> str:
+    """What is wrong with the first line of a JSON Lines file that is no JSON; empty for any other file."""
+    if path.suffix.lower() != ".jsonl":
+        return ""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                json.loads(line.strip() or b"null")
+            except ValueError as error:
+                return f"line {number} is not JSON: {error}"
+    return ""
 
 
 def _open_folder(path: Path) -> Dataset:

@@ -61,6 +61,7 @@ class PromptSet:
         rows = open_dataset(key, path, column)
         self._rows: Dataset = rows if limit is None else rows.select(range(min(limit, len(rows))))
         self.num_rows = len(self._rows)
+        self._is_text: bool | None = None
         self._one_byte_one_token = _never_more_tokens_than_bytes(tokenizer)
         self._usable = self._check(progress)
 
@@ -155,6 +156,11 @@ class PromptSet:
             problem = f"the prompt is neither text nor a list of messages, but {value!r:.80}"
         else:
             problem = _message_problem(value)
+        # One way of tokenising a file: a template writes its own special tokens, plain text gets the tokenizer's.
+        self._is_text = isinstance(value, str) if self._is_text is None else self._is_text
+        if not problem and isinstance(value, str) != self._is_text:
+            here, first = ("text", "messages") if isinstance(value, str) else ("messages", "text")
+            problem = f"the prompt is {here}, and the file's first one is {first}: {value!r:.80}"
         if problem:
             fix = "A prompt is text, or a list of messages, each with a role and a content of text"
             raise InputError(self._key, f"{self._path}, {self._line(row)}: {problem}", fix)

@@ -6,11 +6,16 @@ Neighbour: engine_args.py knows vLLM's arguments.
 from __future__ import annotations
 
 import json
+import shutil
+
+import psutil
 
 from services.common.config import Config
 from services.common.errors import InputError
 from services.common.model_folder import model_folder
 from services.generation.engine_args import check_engine_args
+
+_GIB = 1 << 30
 
 
 def check(config: Config) -> None:
@@ -32,6 +37,7 @@ def check(config: Config) -> None:
             "Raise it, or lower algorithm.num_return_sequences_in_group",
         )
     _check_length(config)
+    _check_memory(config)
 
 
 def _check_length(config: Config) -> None:
@@ -43,4 +49,17 @@ def _check_length(config: Config) -> None:
             "algorithm.response_length",
             f"prompt_length + response_length is {longest}, and the model has {known} positions",
             "Lower prompt_length or response_length",
+        )
+
+
+def _check_memory(config: Config) -> None:
+    """The KV cache is taken from the machine's memory on a CPU alone."""
+    needed = config.generation.kv_cache_gb * config.generation.replicas
+    available = psutil.virtual_memory().available / _GIB
+    if needed > available and not shutil.which("nvidia-smi"):
+        generators = f"{config.generation.replicas} generators take" if config.generation.replicas > 1 else "takes"
+        raise InputError(
+            "generation.kv_cache_gb",
+            f"{config.generation.kv_cache_gb:g} {generators} {needed:.1f} GiB, and {available:.1f} GiB are available",
+            "Lower it, or use a machine with more memory",
         )

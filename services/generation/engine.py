@@ -113,19 +113,22 @@ class Engine:
         max_model_len: int,
         seed: int = 0,
         version: int = 0,
+        max_num_seqs: int | None = None,
         kv_cache_gib: float | None = None,
         trust_remote_code: bool = False,
         engine: Mapping[str, Any] | None = None,
     ) -> Engine:
         """Start vLLM on a model folder and answer one short request, so that the first real one is not slow.
 
-        `kv_cache_gib` bounds the KV cache; without it vLLM takes its share of the memory. `engine` are further
-        engine arguments of vLLM. Takes 20 to 40 s on two cores. ValueError for an argument that is not the user's.
+        `kv_cache_gib` bounds the KV cache on a CPU; on a GPU, and without it, vLLM takes its share of the memory.
+        `max_num_seqs` requests run at a time. `engine` are further engine arguments of vLLM. Takes 20 to 40 s on
+        two cores. ValueError for an argument that is not the user's.
         """
         check_engine_args(engine or {})
         own: dict[str, Any] = {"enforce_eager": True}
         if current_platform.is_cpu():
             own["distributed_executor_backend"] = IN_PROCESS_EXECUTOR
+            own["kv_cache_memory_bytes"] = None if kv_cache_gib is None else int(kv_cache_gib * _GIB)
         args = AsyncEngineArgs(
             model=str(model),
             dtype=dtype,
@@ -134,7 +137,7 @@ class Engine:
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             enable_prefix_caching=True,
-            kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * _GIB),
+            max_num_seqs=max_num_seqs,
             trust_remote_code=trust_remote_code,
             load_format="safetensors",
             disable_log_stats=True,

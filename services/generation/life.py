@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from gspo_proto import generation_pb2_grpc
 from services.common.config import Config
+from services.common.errors import InputError
 from services.common.events import Events
 from services.common.members import Member, Registration
 from services.common.model_folder import model_folder
@@ -51,16 +52,25 @@ async def live(service: Service) -> None:
 
 
 async def _start_engine(config: Config, folder: Path) -> Engine:
+    """InputError: vLLM refuses the model or an argument; starting again would end the same."""
     algorithm = config.algorithm
-    return await Engine.start(
-        folder,
-        dtype=config.generation.dtype,
-        max_model_len=algorithm.prompt_length + algorithm.response_length,
-        seed=config.seed,
-        kv_cache_gib=config.generation.kv_cache_gb,
-        trust_remote_code=config.model.trust_remote_code,
-        engine={"max_num_seqs": config.generation.max_rollouts, **config.generation.engine},
-    )
+    try:
+        return await Engine.start(
+            folder,
+            dtype=config.generation.dtype,
+            max_model_len=algorithm.prompt_length + algorithm.response_length,
+            seed=config.seed,
+            max_num_seqs=config.generation.max_rollouts,
+            kv_cache_gib=config.generation.kv_cache_gb,
+            trust_remote_code=config.model.trust_remote_code,
+            engine=config.generation.engine,
+        )
+    except (ValueError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())
+        given = ", ".join(f"{name}: {value!r}" for name, value in config.generation.engine.items()) or "nothing"
+        raise InputError(
+            "generation.engine", f"({given}) vLLM does not start with {folder}: {reason}", "Mend the argument or model"
+        ) from error
 
 
 async def _until_end(service: Service, events: Events, position: bytes) -> None:

@@ -17,7 +17,8 @@ import psutil
 from services.common.config import Config
 from services.common.errors import InputError
 from services.learner.engine_config import engine_config
-from services.learner.model_files import ModelFiles, read_model_files
+from services.learner.gpu_memory import check_gpu_share, visible_gpus
+from services.learner.model_files import ModelFiles, causal_model_types, read_model_files
 
 # float32: weights, gradients and AdamW's two moments.
 _TRAINING_BYTES = 4 * 4
@@ -40,8 +41,10 @@ def check(config: Config) -> None:
     if not folder.exists() and not _looks_like_a_path(config.model.path):
         return  # a name on a hub: its files are not here yet
     files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
+    _check_kind(config, files.config)
     _check_context(config, files.config)
     _check_vocabulary(folder, files)
+    _check_shapes(folder, files)
     _check_memory(config, files)
 
 
@@ -72,6 +75,32 @@ def _check_context(config: Config, model: Mapping[str, Any]) -> None:
         )
 
 
+def _check_kind(config: Config, model: Mapping[str, Any]) -> None:
+    kind = model.get("model_type")
+    if "auto_map" in model and config.model.trust_remote_code:
+        return  # a model that brings its own code
+    if kind not in causal_model_types():
+        raise InputError(
+            "model.path",
+            f"{config.model.path} is a model of type {kind!r}, which the installed transformers does not know as a "
+            "causal language model",
+            "Take another model, or a newer transformers; set model.trust_remote_code where it comes with Python code",
+        )
+
+
+def _check_shapes(folder: Path, files: ModelFiles) -> None:
+    """config.json and the weights are of one model where they agree on the input embedding."""
+    facts = _text_config(files.config)
+    wanted = [facts.get("vocab_size"), facts.get("hidden_size")]
+    if files.embedding is not None and None not in wanted and files.embedding != wanted:
+        raise InputError(
+            "model.path",
+            f"{folder}: config.json speaks of an input embedding of {wanted}, the weights hold one of "
+            f"{files.embedding} (vocab_size, hidden_size)",
+            "Copy config.json and weights from the same model",
+        )
+
+
 def _check_compiler() -> None:
     if "RANK" not in os.environ:
         return  # a rank alone builds nothing
@@ -99,10 +128,11 @@ def _check_vocabulary(folder: Path, files: ModelFiles) -> None:
 
 
 def _check_memory(config: Config, files: ModelFiles) -> None:
-    if shutil.which("nvidia-smi"):
-        return  # the engine's memory is the GPU's
     a_parameter = _TRAINING_BYTES + (_REFERENCE_BYTES if config.algorithm.needs_reference else 0)
     needed, available = files.num_parameters * a_parameter, psutil.virtual_memory().available
+    if gpus := visible_gpus():
+        check_gpu_share(config, needed, gpus)
+        return
     if needed > available:
         raise InputError(
             "model.path",

@@ -6,11 +6,14 @@ configuration and the machine.
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ _FIX = "Give a folder that transformers' save_pretrained wrote"
 # Size of a parameter in a pickled file, whose header is not read: the smallest that is usual, so that the
 # estimate of memory is never too low.
 _PICKLED_BYTES = 2
+_EMBEDDING = "embed_tokens.weight"
 _LONGEST_HEADER = 100 << 20
 
 
@@ -30,11 +34,13 @@ class ModelFiles:
     Attributes:
         config: config.json.
         num_parameters: Elements of all tensors in the weight files.
+        embedding: Shape of the input embedding, [vocabulary, width]; None where it is not found by its usual name.
         highest_token: Largest token id of the tokenizer; None where its vocabulary is in no file that is read here.
     """
 
     config: Mapping[str, Any]
     num_parameters: int
+    embedding: list[int] | None
     highest_token: int | None
 
 
@@ -46,17 +52,39 @@ def read_model_files(folder: Path, *, allow_pickle: bool) -> ModelFiles:
     """
     if not folder.is_dir():
         raise InputError("model.path", f"{folder} is not a folder", _FIX)
-    return ModelFiles(_read_json(folder / "config.json"), _count(folder, allow_pickle), _highest_token(folder))
+    config = _read_json(folder / "config.json")
+    num_parameters, embedding = _weights(folder, allow_pickle)
+    return ModelFiles(config, num_parameters, embedding, _highest_token(folder))
 
 
-def _count(folder: Path, allow_pickle: bool) -> int:
+@cache
+def causal_model_types() -> frozenset[str]:
+    """The model types that transformers loads as causal language models, read from its source: an import takes seconds.
+
+    ModuleNotFoundError without transformers.
+    """
+    package = importlib.util.find_spec("transformers")
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError("transformers is not installed", name="transformers")
+    source = Path(package.submodule_search_locations[0], "models", "auto", "modeling_auto.py").read_text()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES":
+            assert isinstance(node.value, ast.Call)  # noqa: S101 - OrderedDict([(type, class), ...])
+            return frozenset(kind for kind, _ in ast.literal_eval(node.value.args[0]))
+    raise LookupError("transformers keeps its causal language models elsewhere")
+
+
+def _weights(folder: Path, allow_pickle: bool) -> tuple[int, list[int] | None]:
+    """Elements of all tensors, and the input embedding's shape."""
     _refuse_missing_shards(folder)
     safe = sorted(folder.glob("*.safetensors"))
     if safe:
-        return sum(_count_safetensors(path) for path in safe)
+        shapes = {name: shape for path in safe for name, shape in _safetensors_shapes(path).items()}
+        embedding = next((shape for name, shape in shapes.items() if name.endswith(_EMBEDDING)), None)
+        return sum(math.prod(shape) for shape in shapes.values()), embedding
     pickled = sorted(folder.glob("pytorch_model*.bin"))
     if pickled and allow_pickle:
-        return sum(path.stat().st_size for path in pickled) // _PICKLED_BYTES
+        return sum(path.stat().st_size for path in pickled) // _PICKLED_BYTES, None
     if pickled:
         raise InputError(
             "model.path",
@@ -76,8 +104,8 @@ def _refuse_missing_shards(folder: Path) -> None:
             raise InputError("model.path", f"{folder}: {index.name} names {name}, which is missing", _FIX)
 
 
-def _count_safetensors(path: Path) -> int:
-    """The format: 8 bytes of header length, a JSON header, then the tensors one behind the other."""
+def _safetensors_shapes(path: Path) -> dict[str, list[int]]:
+    """Shapes by name. The format: 8 bytes of header length, a JSON header, then the tensors one behind the other."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -88,7 +116,7 @@ def _count_safetensors(path: Path) -> int:
         end = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
         if end != size:
             raise ValueError(f"its header speaks of {end} bytes, it has {size}")
-        return sum(math.prod(t["shape"]) for t in tensors.values())
+        return {name: list(t["shape"]) for name, t in tensors.items()}
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError("model.path", f"{path} is not a whole safetensors file ({error})", "Copy it again") from error
 

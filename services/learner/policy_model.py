@@ -52,15 +52,23 @@ def load_policy_model(folder: Path, config: Config) -> PolicyModel:
     """Load a model folder for training.
 
     Raises:
-        InputError: The model does more to its logits than one matrix product, so its log-probs would be others.
+        InputError: The folder does not load, or the model does more to its logits than one matrix product, so its
+            log-probs would be others.
     """
-    causal_lm = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        attn_implementation=attention_name(),
-        trust_remote_code=config.model.trust_remote_code,
-        use_safetensors=None if config.model.allow_pickle else True,
-    )
+    try:
+        causal_lm = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=attention_name(),
+            trust_remote_code=config.model.trust_remote_code,
+            use_safetensors=None if config.model.allow_pickle else True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise InputError(
+            "model.path",
+            f"{folder} does not load as a causal language model ({type(error).__name__}: {error})",
+            "Give a folder that `save_pretrained` wrote and that AutoModelForCausalLM loads",
+        ) from error
     _refuse_changed_logits(causal_lm, folder)
     if config.learner.gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})

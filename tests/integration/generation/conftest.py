@@ -32,9 +32,7 @@ class Generator:
 async def generator(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Generator]:
     folder = make_tiny_model(tmp_path_factory.mktemp("policy"), seed=1, scale=4.0)
     staged = StagedWeights.from_folder(folder, "float32")
-    engine = await Engine.start(
-        folder, dtype="float32", max_model_len=512, kv_cache_gib=0.25, engine={"max_num_seqs": 64}
-    )
+    engine = await Engine.start(folder, dtype="float32", max_model_len=512, max_num_seqs=64, kv_cache_gib=0.25)
     yield Generator(engine, staged, [folder])
     await engine.stop()
     staged.close()

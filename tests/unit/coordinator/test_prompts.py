@@ -193,6 +193,25 @@ def test_files_that_cannot_be_read(tmp_path: Path, open_set: OpenSet) -> None:
         open_set(tmp_path / "splits")
 
 
+def test_a_file_is_text_or_messages_throughout(tmp_path: Path, open_set: OpenSet) -> None:
+    path = write(tmp_path / "p.jsonl", [{"prompt": chat("1+2=")}, {"prompt": "1+2="}])
+    with pytest.raises(InputError, match=r"line 2: the prompt is text, and the file's first one is messages"):
+        open_set(path)
+
+
+def test_bytes_that_are_no_text_are_found_in_any_column(tmp_path: Path, open_set: OpenSet) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "1", "answer": "2"}\n{"prompt": "1", "answer": "\xff"}\n')
+    with pytest.raises(InputError, match=r"line 2: is not UTF-8"):
+        open_set(path)
+
+
+def test_blank_lines_are_no_rows(tmp_path: Path, open_set: OpenSet) -> None:
+    (tmp_path / "p.jsonl").write_text("\n \n")
+    with pytest.raises(InputError, match="has no rows"):
+        open_set(tmp_path / "p.jsonl")
+
+
 def test_texts_are_those_of_the_usable_prompts(tmp_path: Path, open_set: OpenSet) -> None:
     prompts = open_set(write_lengths(tmp_path), prompt_length=4, on_long_prompt="skip")
     assert list(prompts.texts()) == ["abcd", "abc"]

@@ -24,6 +24,11 @@ def test_an_argument_of_the_service_is_refused_with_the_way_to_go() -> None:
         check_engine_args({"dtype": "half"})
 
 
+def test_a_second_way_to_say_a_key_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"generation\.engine\.max_num_seqs: 8 .*set `generation\.max_rollouts`"):
+        check_engine_args({"max_num_seqs": 8})
+
+
 def test_every_argument_we_keep_exists() -> None:
     assert OWN_ARGS.keys() <= engine_arg_names()
 
@@ -31,6 +36,6 @@ def test_every_argument_we_keep_exists() -> None:
 def test_the_check_does_not_import_vllm() -> None:
     code = (
         "import sys; from services.generation.engine_args import check_engine_args as check; "
-        "check({'max_num_seqs': 8}); assert not {'vllm', 'torch'} & sys.modules.keys()"
+        "check({'block_size': 8}); assert not {'vllm', 'torch'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

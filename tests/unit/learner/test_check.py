@@ -11,9 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
+from transformers import AutoModelForCausalLM
 
 from services.common.errors import InputError
 from services.learner.check import check
+from services.learner.gpu_memory import check_gpu_share, visible_gpus
 from services.learner.model_files import read_model_files
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.training_rows import make_config
@@ -79,8 +81,50 @@ def test_a_tokenizer_with_more_tokens_than_the_model(folder: Path) -> None:
 
 
 def test_a_model_with_more_rows_than_tokens_is_usual(folder: Path) -> None:
-    edit(folder / "config.json", vocab_size=128)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(128)
+    model.save_pretrained(folder)
     check(make_config(folder))
+
+
+def test_a_model_that_transformers_does_not_know(folder: Path) -> None:
+    edit(folder / "config.json", model_type="foo")
+    assert "type 'foo'" in refused(folder).rule
+    edit(folder / "config.json", auto_map={"AutoModelForCausalLM": "foo.Foo"})
+    check(make_config(folder, model={"path": str(folder), "trust_remote_code": True}))
+
+
+def test_weights_of_another_model(folder: Path) -> None:
+    edit(folder / "config.json", hidden_size=128)
+    assert "speaks of an input embedding of [99, 128], the weights hold one of [99, 64]" in refused(folder).rule
+
+
+def test_generator_and_learner_share_a_gpu(folder: Path) -> None:
+    def taken(share: dict[str, float], training_gib: int, replicas: int = 1) -> str:
+        config = make_config(folder, generation={"engine": share, "replicas": replicas})
+        try:
+            check_gpu_share(config, training_gib << 30, [80 << 30, 80 << 30])
+        except InputError as error:
+            return f"{error.where}: {error.rule}. {error.fix}"
+        return ""
+
+    assert taken({"gpu_memory_utilization": 0.5}, 40) == ""
+    assert "0.92 (vLLM's default) leaves 6.4 of 80.0 GiB" in taken({}, 40)
+    assert "Set it below 0.25" in taken({"gpu_memory_utilization": 0.5}, 40, replicas=2)
+    assert "training alone does not fit" in taken({"gpu_memory_utilization": 0.5}, 81)
+
+
+def test_the_gpus_are_those_that_a_process_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '1024\\n2048\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == [1 << 30, 2 << 30]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert visible_gpus() == [2 << 30]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
 
 
 def test_too_little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
