@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from services.common.config import Config
 from services.common.configfile import changed_keys, check_resume, read_config, write_config
@@ -138,10 +138,9 @@ def hold(run_dir: Path) -> Iterator[None]:
     """Keep the run directory for this process, as long as the block lasts.
 
     Raises:
-        InputError: Another process has it.
+        InputError: Another process has it, or it cannot be written.
     """
-    (run_dir / SERVICES_DIR).mkdir(parents=True, exist_ok=True)
-    with (run_dir / SERVICES_DIR / SUPERVISOR_NAME).open("a+") as file:
+    with _supervisor_file(run_dir) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -152,6 +151,19 @@ def hold(run_dir: Path) -> Iterator[None]:
                 f"Look at it: gspo status {run_dir}. Or stop it first",
             ) from error
         yield
+
+
+def _supervisor_file(run_dir: Path) -> TextIO:
+    path = run_dir / SERVICES_DIR / SUPERVISOR_NAME
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a+")
+    except OSError as error:
+        raise InputError(
+            "run.directory",
+            f"{run_dir} cannot be written ({error.strerror}: {error.filename})",
+            "Set it to a folder on a disk where you may write",
+        ) from error
 
 
 def is_held(run_dir: Path) -> bool:

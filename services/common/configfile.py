@@ -34,6 +34,18 @@ class Key:
     on_resume: bool
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without tags, and without a key that is there twice: YAML's own rule, which PyYAML does not hold."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' is there twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_config(path: Path) -> Config:
     """Read and validate a YAML file.
 
@@ -41,7 +53,9 @@ def read_config(path: Path) -> Config:
         InputError: The file is missing or not YAML, or a key is unknown, missing, of a wrong type or contradictory.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(str(path), f"is not UTF-8 ({error})", "Save it as UTF-8") from error
     except OSError as error:
         raise InputError(
             str(path),
@@ -49,7 +63,7 @@ def read_config(path: Path) -> Config:
             "Give the path of a YAML file; `gspo init DIR` writes one",
         ) from error
     try:
-        given = yaml.safe_load(text)
+        given = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
     except yaml.YAMLError as error:
         raise InputError(str(path), f"is not YAML: {error}".replace("\n", " "), "Mend that line") from error
     if not isinstance(given, dict):

@@ -110,8 +110,8 @@ class Inbox:
         self._renew = redis.register_script(_RENEW)
 
     async def take(self, count: int, block_s: float) -> list[Delivery]:
-        """Up to `count` new entries; waits `block_s` at most, and returns none then."""
-        block_ms = max(1, round(block_s * 1000))
+        """Up to `count` new entries; waits `block_s` at most (0 looks once), and returns none then."""
+        block_ms = max(1, round(block_s * 1000)) if block_s else None
         reply = await self._read(">", count, block_ms)
         return [Delivery(entry, fields[FIELD], 1) for entry, fields in reply]
 

@@ -124,24 +124,15 @@ class Engine:
         `max_num_seqs` requests run at a time. `engine` are further engine arguments of vLLM. Takes 20 to 40 s on
         two cores. ValueError for an argument that is not the user's.
         """
-        check_engine_args(engine or {})
-        own: dict[str, Any] = {"enforce_eager": True}
-        if current_platform.is_cpu():
-            own["distributed_executor_backend"] = IN_PROCESS_EXECUTOR
-            own["kv_cache_memory_bytes"] = None if kv_cache_gib is None else int(kv_cache_gib * _GIB)
-        args = AsyncEngineArgs(
-            model=str(model),
+        args = engine_arguments(
+            model,
             dtype=dtype,
-            seed=seed,
             max_model_len=max_model_len,
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-            enable_prefix_caching=True,
+            seed=seed,
             max_num_seqs=max_num_seqs,
+            kv_cache_gib=kv_cache_gib,
             trust_remote_code=trust_remote_code,
-            load_format="safetensors",
-            disable_log_stats=True,
-            **{**own, **(engine or {})},
+            engine=engine,
         )
         with _environment(CPU_ENVIRONMENT if current_platform.is_cpu() else {}):
             started = cls(AsyncLLM.from_engine_args(args), version)
@@ -266,6 +257,39 @@ class Engine:
     def _break(self, reason: str) -> EngineBrokenError:
         self._broken = self._broken or reason
         return EngineBrokenError(f"generation engine: {self._broken}")
+
+
+def engine_arguments(
+    model: Path,
+    *,
+    dtype: str,
+    max_model_len: int,
+    seed: int = 0,
+    max_num_seqs: int | None = None,
+    kv_cache_gib: float | None = None,
+    trust_remote_code: bool = False,
+    engine: Mapping[str, Any] | None = None,
+) -> AsyncEngineArgs:
+    """vLLM's arguments, ours and the user's, as for `Engine.start`. ValueError for one that is not the user's."""
+    check_engine_args(engine or {})
+    own: dict[str, Any] = {"enforce_eager": True}
+    if current_platform.is_cpu():
+        own["distributed_executor_backend"] = IN_PROCESS_EXECUTOR
+        own["kv_cache_memory_bytes"] = None if kv_cache_gib is None else int(kv_cache_gib * _GIB)
+    return AsyncEngineArgs(
+        model=str(model),
+        dtype=dtype,
+        seed=seed,
+        max_model_len=max_model_len,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        enable_prefix_caching=True,
+        max_num_seqs=max_num_seqs,
+        trust_remote_code=trust_remote_code,
+        load_format="safetensors",
+        disable_log_stats=True,
+        **{**own, **(engine or {})},
+    )
 
 
 @contextmanager

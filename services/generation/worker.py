@@ -35,15 +35,17 @@ class Source:
     outbox: Outbox
     rollouts: str
     scored: str
+    group_size: int  # rollouts of a task, at most
 
 
-@dataclass(frozen=True)
+@dataclass
 class Held:
     """One task in this worker's hands."""
 
     source: Source
     delivery: Delivery
     task: GroupTask
+    num_running: int  # its rollouts that are not finished
 
 
 class Worker:
@@ -56,8 +58,12 @@ class Worker:
         self._max_rollouts, self._max_attempts = config.generation.max_rollouts, config.staleness.max_attempts
         training = Inbox(service.redis, keys, keys.prompts, consumer=consumer, lease_s=lease_s)
         evaluation = Inbox(service.redis, keys, keys.eval_prompts, consumer=consumer, lease_s=lease_s)
-        self._training = Source(training, Outbox(training), keys.rollouts, keys.scored)
-        self._evaluation = Source(evaluation, Outbox(evaluation), keys.eval_rollouts, keys.eval_scored)
+        self._training = Source(
+            training, Outbox(training), keys.rollouts, keys.scored, config.algorithm.num_return_sequences_in_group
+        )
+        self._evaluation = Source(
+            evaluation, Outbox(evaluation), keys.eval_rollouts, keys.eval_scored, config.evaluation.num_answers
+        )
         self._held: dict[asyncio.Task[None], Held] = {}
         self._num_running = 0
         self._changed = asyncio.Event()
@@ -87,35 +93,43 @@ class Worker:
 
     async def _step(self) -> None:
         self._raise_failures()
-        free = self._max_rollouts - self._num_running
-        if free <= 0:
+        if not self._room(self._training):
             await self._wait_for_change()
             return
         for source in (self._training, self._evaluation):
-            # One at a time where the group's size is not known yet: a group must never wait in a full engine.
-            taken = await source.inbox.take(1, block_s=0)
-            if taken:
+            if (room := self._room(source)) and (taken := await source.inbox.take(room, block_s=0)):
                 self._start(source, taken)
                 return
         self._describe_idle()
-        self._start(self._training, await self._training.inbox.take(1, block_s=_IDLE_S))
+        room = self._room(self._training)
+        self._start(self._training, await self._training.inbox.take(room, block_s=_IDLE_S))
+
+    def _room(self, source: Source) -> int:
+        """Whole groups that fit into the engine: what is taken must not wait there while another worker is free."""
+        free = self._max_rollouts - self._num_running
+        return max(free // source.group_size, 0 if self._num_running else 1)
 
     def _start(self, source: Source, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
-            held = Held(source, delivery, GroupTask.FromString(delivery.payload))
-            self._num_running += held.task.num_rollouts
+            task = GroupTask.FromString(delivery.payload)
+            held = Held(source, delivery, task, task.num_rollouts)
+            self._num_running += held.num_running
             metrics.ROLLOUTS_RUNNING.set(self._num_running)
             self._service.activity.set("busy", "generating", f"{self._num_running} rollouts")
-            task = asyncio.create_task(self._work(held))
-            self._held[task] = held
+            self._held[asyncio.create_task(self._work(held))] = held
 
     async def _work(self, held: Held) -> None:
         try:
             await self._generate_group(held)
         finally:
-            self._num_running -= held.task.num_rollouts
-            metrics.ROLLOUTS_RUNNING.set(self._num_running)
-            self._changed.set()
+            self._release(held, held.num_running)
+
+    def _release(self, held: Held, num: int) -> None:
+        """Rollouts that are finished, or will not be made: their room is free."""
+        held.num_running -= num
+        self._num_running -= num
+        metrics.ROLLOUTS_RUNNING.set(self._num_running)
+        self._changed.set()
 
     async def _generate_group(self, held: Held) -> None:
         inbox, delivery, task = held.source.inbox, held.delivery, held.task
@@ -135,6 +149,7 @@ class Worker:
 
     async def _generate_one(self, held: Held, number: int) -> None:
         rollout = await self._rollouts.generate(held.task, number)
+        self._release(held, 1)
         mark = mark_of(held.task, number)
         output = Output(held.delivery, held.source.rollouts, rollout.SerializeToString(), mark)
         if not await held.source.outbox.put(output):
@@ -185,8 +200,8 @@ class Worker:
 
     async def _take_over(self, source: Source) -> None:
         """Start what other workers let go, as much as fits: a dead one may have held as many groups as we can run."""
-        while self._num_running < self._max_rollouts and not self._service.stopping.is_set():
-            left = await source.inbox.reclaim(1)
+        while (room := self._room(source)) and not self._service.stopping.is_set():
+            left = await source.inbox.reclaim(room)
             if not left:
                 return
             self._start(source, left)
@@ -207,6 +222,6 @@ class Worker:
     async def _drain(self) -> None:
         """Finish the groups under way; what the deadline cuts off goes on elsewhere when its lease ends."""
         deadline = time.monotonic() + self._service.config.run.drain_timeout_s / 2
-        while self._num_running and time.monotonic() < deadline:
+        while any(not task.done() for task in self._held) and time.monotonic() < deadline:
             self._service.activity.set("busy", "draining", f"{self._num_running} rollouts")
             await self._wait_for_change()

@@ -54,10 +54,10 @@ def _looks_like_a_path(path: str) -> bool:
 
 def _check_lengths(config: Config) -> None:
     longest = config.algorithm.prompt_length + config.algorithm.response_length
-    if config.learner.micro_batch_tokens < longest:
+    if config.micro_batch_tokens < longest:
         raise InputError(
             "learner.micro_batch_tokens",
-            f"{config.learner.micro_batch_tokens} is less than the longest rollout, prompt_length + response_length "
+            f"{config.micro_batch_tokens} is less than the longest rollout, prompt_length + response_length "
             f"= {longest} tokens",
             f"Set it to at least {longest}, or lower algorithm.prompt_length or response_length",
         )

@@ -200,7 +200,7 @@ class Learner:
             return
 
     async def _step(self, batch: Batch) -> None:
-        """Log, acknowledge, train, record, announce, publish: in this order, so that a kill anywhere loses nothing."""
+        """Log, acknowledge, train, publish, record, announce: in this order, so that a kill anywhere loses nothing."""
         began = time.monotonic()
         with self._service.activity.doing("logging", f"step {batch.step}"):
             await asyncio.to_thread(self._run_dir.write_step, batch.step, batch.rows)
@@ -223,8 +223,9 @@ class Learner:
             "step_s": published - began + self._waited_s,
         }
         figures["tokens_per_s"] = figures["tokens"] / figures["step_s"]
-        await self._record(batch, figures)
+        # Generators wait for the weights, nobody for the record.
         self.publisher.publish(policy)
+        await self._record(batch, figures)
 
     async def _record(self, batch: Batch, figures: dict[str, float]) -> None:
         """The step's figures: on disk, in the metrics, on the events stream."""

@@ -159,7 +159,7 @@ class Trainer:
         cuts = {}
         for mini_batch in sorted(set(batch.mini_batch_B.tolist())):
             rows = (batch.mini_batch_B == mini_batch).nonzero()[:, 0].tolist()
-            max_tokens = self._config.learner.micro_batch_tokens
+            max_tokens = self._config.micro_batch_tokens
             cut = rank_micro_batches(batch, rows, max_tokens, rank=self._rank, num_ranks=self._num_ranks)
             cuts[mini_batch] = [micro.to(self._device) for micro in cut]
         return cuts
