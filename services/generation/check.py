@@ -1,6 +1,6 @@
-"""What the generation service checks before anything starts. It imports no engine.
+"""What the generation service checks before anything starts. It imports vLLM only where arguments for it are given.
 
-Neighbour: engine_args.py knows vLLM's arguments.
+Neighbours: engine_args.py knows the names of vLLM's arguments, start.py lets vLLM judge their values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GIB = 1 << 30
 
 
 def check(config: Config) -> None:
-    """Refuse engine arguments that vLLM does not know, and lengths that the model does not have.
+    """Refuse engine arguments that vLLM does not know or take, and lengths and memory that are not there.
 
     Raises:
         InputError: Names the key.
@@ -38,6 +38,10 @@ def check(config: Config) -> None:
         )
     _check_length(config)
     _check_memory(config)
+    if config.generation.engine:
+        from services.generation.start import check_values  # here: only what is given is worth vLLM's import
+
+        check_values(config, model_folder(config.model))
 
 
 def _check_length(config: Config) -> None:

@@ -105,39 +105,16 @@ class Engine:
         self._serving.set()
 
     @classmethod
-    async def start(
-        cls,
-        model: Path,
-        *,
-        dtype: str,
-        max_model_len: int,
-        seed: int = 0,
-        version: int = 0,
-        max_num_seqs: int | None = None,
-        kv_cache_gib: float | None = None,
-        trust_remote_code: bool = False,
-        engine: Mapping[str, Any] | None = None,
-    ) -> Engine:
-        """Start vLLM on a model folder and answer one short request, so that the first real one is not slow.
+    async def start(cls, args: AsyncEngineArgs, version: int = 0) -> Engine:
+        """Start vLLM with `engine_arguments` and answer one short request, so that the first real one is not slow.
 
-        `kv_cache_gib` bounds the KV cache on a CPU; on a GPU, and without it, vLLM takes its share of the memory.
-        `max_num_seqs` requests run at a time. `engine` are further engine arguments of vLLM. Takes 20 to 40 s on
-        two cores. ValueError for an argument that is not the user's.
+        Takes 20 to 40 s on two cores. ValueError for an argument that vLLM refuses.
         """
-        args = engine_arguments(
-            model,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            seed=seed,
-            max_num_seqs=max_num_seqs,
-            kv_cache_gib=kv_cache_gib,
-            trust_remote_code=trust_remote_code,
-            engine=engine,
-        )
         with _environment(CPU_ENVIRONMENT if current_platform.is_cpu() else {}):
             started = cls(AsyncLLM.from_engine_args(args), version)
         await started._llm.engine_core.set_weight_version_async(str(version))
-        await started.generate("warm-up", [0], Sampling(max_tokens=min(4, max_model_len - 1), ignore_eos=True))
+        longest = started._llm.model_config.max_model_len
+        await started.generate("warm-up", [0], Sampling(max_tokens=min(4, longest - 1), ignore_eos=True))
         return started
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Completion:
@@ -270,7 +247,12 @@ def engine_arguments(
     trust_remote_code: bool = False,
     engine: Mapping[str, Any] | None = None,
 ) -> AsyncEngineArgs:
-    """vLLM's arguments, ours and the user's, as for `Engine.start`. ValueError for one that is not the user's."""
+    """vLLM's arguments, ours and the user's.
+
+    `kv_cache_gib` bounds the KV cache on a CPU; on a GPU, and without it, vLLM takes its share of the memory.
+    `max_num_seqs` requests run at a time. `engine` are further engine arguments of vLLM; ValueError for one that is
+    not the user's.
+    """
     check_engine_args(engine or {})
     own: dict[str, Any] = {"enforce_eager": True}
     if current_platform.is_cpu():

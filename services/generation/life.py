@@ -8,15 +8,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 import structlog
 from transformers import AutoTokenizer
 
 from gspo_proto import generation_pb2_grpc
-from services.common.config import Config
-from services.common.errors import InputError
 from services.common.events import Events
 from services.common.members import Member, Registration
 from services.common.model_folder import model_folder
@@ -27,6 +24,7 @@ from services.generation.door import SERVICE_NAME, Door
 from services.generation.engine import Engine
 from services.generation.rollouts import Rollouts
 from services.generation.staging import StagedWeights
+from services.generation.start import start_engine
 from services.generation.worker import Worker
 
 log = structlog.get_logger()
@@ -42,35 +40,13 @@ async def live(service: Service) -> None:
     folder = model_folder(config.model)
     service.activity.set("busy", "starting vLLM")
     staged = await asyncio.to_thread(StagedWeights.from_folder, folder, config.generation.dtype)
-    engine = await _start_engine(config, folder)
+    engine = await start_engine(config, folder)
     try:
         await _serve(service, engine, staged, http.address, _until_end(service, events, position))
     finally:
         await engine.stop()
         staged.close()
         serving.cancel()
-
-
-async def _start_engine(config: Config, folder: Path) -> Engine:
-    """InputError: vLLM refuses the model or an argument; starting again would end the same."""
-    algorithm = config.algorithm
-    try:
-        return await Engine.start(
-            folder,
-            dtype=config.generation.dtype,
-            max_model_len=algorithm.prompt_length + algorithm.response_length,
-            seed=config.seed,
-            max_num_seqs=config.generation.max_rollouts,
-            kv_cache_gib=config.generation.kv_cache_gb,
-            trust_remote_code=config.model.trust_remote_code,
-            engine=config.generation.engine,
-        )
-    except (ValueError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())
-        given = ", ".join(f"{name}: {value!r}" for name, value in config.generation.engine.items()) or "nothing"
-        raise InputError(
-            "generation.engine", f"({given}) vLLM does not start with {folder}: {reason}", "Mend the argument or model"
-        ) from error
 
 
 async def _until_end(service: Service, events: Events, position: bytes) -> None:

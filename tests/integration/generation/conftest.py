@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.generation.engine import Engine
+from services.generation.engine import Engine, engine_arguments
 from services.generation.staging import StagedWeights
 from tests.tiny_model import make_tiny_model
 
@@ -32,7 +32,9 @@ class Generator:
 async def generator(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Generator]:
     folder = make_tiny_model(tmp_path_factory.mktemp("policy"), seed=1, scale=4.0)
     staged = StagedWeights.from_folder(folder, "float32")
-    engine = await Engine.start(folder, dtype="float32", max_model_len=512, max_num_seqs=64, kv_cache_gib=0.25)
+    engine = await Engine.start(
+        engine_arguments(folder, dtype="float32", max_model_len=512, max_num_seqs=64, kv_cache_gib=0.25)
+    )
     yield Generator(engine, staged, [folder])
     await engine.stop()
     staged.close()

@@ -122,3 +122,12 @@ def test_one_command_line_holds_a_run_directory(tmp_path: Path) -> None:
             pass
     assert not is_held(tmp_path)
     assert supervisor_facts(tmp_path)["redis_url"] == "redis://127.0.0.1:1/0"
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with (
+        pytest.raises(InputError, match=r"run\.directory: .*runs/small cannot be written \(Not a directory"),
+        hold(tmp_path / "runs" / "small"),
+    ):
+        pass

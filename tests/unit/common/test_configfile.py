@@ -118,6 +118,18 @@ def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str, rule: str
     assert error.value.rule.startswith(rule)
 
 
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: a\nrun:\n  total_steps: 3\n  total_steps: 4\n")
+    with pytest.raises(InputError, match=r"'total_steps' is there twice.*line 4"):
+        read_config(tmp_path / "config.yaml")
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(b"name: \xff\n")
+    with pytest.raises(InputError, match=r"config\.yaml: is not UTF-8"):
+        read_config(tmp_path / "config.yaml")
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         read_config(tmp_path / "none.yaml")
