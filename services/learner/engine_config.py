@@ -6,7 +6,12 @@ find contradictions, trainer.py to start the engine.
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from services.common.config import Config
@@ -34,9 +39,10 @@ def engine_config(config: Config) -> dict[str, Any]:
     """DeepSpeed's configuration of this run.
 
     Raises:
-        InputError: `learner.deepspeed` says what one of our keys says, otherwise.
+        InputError: `learner.deepspeed` says what one of our keys says, otherwise, or holds a key that is none.
     """
     learner = config.learner
+    _refuse_unknown(learner.deepspeed)
     ours = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -52,6 +58,31 @@ def engine_config(config: Config) -> dict[str, Any]:
                 f"learner.deepspeed.{key}", f"{given!r} contradicts our own keys", f"Leave it out; {instead}"
             )
     return _merged(ours, learner.deepspeed)
+
+
+def _refuse_unknown(given: Mapping[str, Any]) -> None:
+    """DeepSpeed itself passes over a key that it does not know, so a slip of the pen would change nothing."""
+    for key, value in given.items():
+        if key not in known_names():
+            match = difflib.get_close_matches(key, known_names(), n=1)
+            fix = f"Did you mean '{match[0]}'?" if match else "Leave it out"
+            raise InputError(f"learner.deepspeed.{key}", f"{value!r}: the installed DeepSpeed knows no such key", fix)
+
+
+@cache
+def known_names() -> frozenset[str]:
+    """Every name in DeepSpeed's own files on its configuration: its keys, and more.
+
+    ModuleNotFoundError without DeepSpeed.
+    """
+    package = importlib.util.find_spec("deepspeed")
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError("deepspeed is not installed; install the `cpu` or `cuda` extra", name="deepspeed")
+    folder = Path(package.submodule_search_locations[0])
+    files = [path for path in folder.rglob("*.py") if path.name in ("config.py", "constants.py")]
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())))
+    texts = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return frozenset(text for text in texts if text.isidentifier())
 
 
 def _at(mapping: Mapping[str, Any], dotted: str) -> Any:

@@ -170,6 +170,13 @@ def test_deepspeed_keys_that_contradict_ours(folder: Path, key: str, value: Any,
     assert instead in error.fix
 
 
+def test_a_key_that_deepspeed_would_pass_over_names_the_nearest(folder: Path) -> None:
+    error = refused(folder, learner={"deepspeed": {"zero_optimisation": {"stage": 2}}})
+    assert (error.where, error.fix) == ("learner.deepspeed.zero_optimisation", "Did you mean 'zero_optimization'?")
+    known = {"tensorboard": {}, "flops_profiler": {}, "compile": {}, "pipeline": {}, "activation_checkpointing": {}}
+    check(make_config(folder, learner={"deepspeed": known}))
+
+
 def test_deepspeed_keys_that_say_the_same_or_more_pass(folder: Path) -> None:
     given = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
     check(make_config(folder, learner={"zero_stage": 1, "deepspeed": given}))
