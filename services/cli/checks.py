@@ -23,13 +23,15 @@ from services.common.keys import Keys
 from services.common.runtime import check_bind
 
 CHECK_TIMEOUT_S = 180.0
+# How a service's check begins a line that stops nothing.
+_WARNING = "warning: "
 _CONNECT_S = 5.0
 # XAUTOCLAIM came with it.
 _OLDEST_REDIS = (6, 2)
 
 
-async def check_services(services: tuple[str, ...], config_file: Path) -> None:
-    """Run every service's own check, all at once.
+async def check_services(services: tuple[str, ...], config_file: Path) -> list[str]:
+    """Run every service's own check, all at once; what they warn of.
 
     Raises:
         RefusedError: The first service, in the given order, that refuses the configuration.
@@ -38,9 +40,15 @@ async def check_services(services: tuple[str, ...], config_file: Path) -> None:
     answers = await asyncio.gather(*(_check_service(service, config_file) for service in services))
     for service, code, words in answers:
         if code == EXIT_BAD_INPUT:
-            raise RefusedError(words.removeprefix("error: "))
+            raise RefusedError(_message(words).removeprefix("error: "))
         if code != 0:
-            raise RunError(f"the check of {service} broke ({describe_exit(code)}): {words}")
+            raise RunError(f"the check of {service} broke ({describe_exit(code)}): {_message(words)}")
+    return [
+        line.removeprefix(_WARNING)
+        for _, _, words in answers
+        for line in words.splitlines()
+        if line.startswith(_WARNING)
+    ]
 
 
 def check_command(service: str, config_file: Path) -> tuple[str, ...]:
@@ -60,7 +68,7 @@ async def _check_service(service: str, config_file: Path) -> tuple[str, int, str
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return service, process.returncode or 0, _message(errors.decode(errors="replace"))
+    return service, process.returncode or 0, errors.decode(errors="replace")
 
 
 def _message(errors: str) -> str:

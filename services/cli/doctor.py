@@ -146,7 +146,7 @@ def _ports(config: Config) -> Finding:
 
 def _check(service: str, config_file: Path) -> Finding:
     try:
-        asyncio.run(check_services((service,), config_file))
+        warnings = asyncio.run(check_services((service,), config_file))
     except RunError as error:
         return Finding(f"{service}'s check", "problem", str(error))
-    return Finding(f"{service}'s check", "OK", "passed")
+    return Finding(f"{service}'s check", "warning" if warnings else "OK", "; ".join(warnings) or "passed")

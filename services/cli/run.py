@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +24,8 @@ from services.cli.session import Interrupts, new_view, run_session
 from services.cli.view import Line, Phases, View, duration
 from services.common.config import Config
 from services.common.runtime import CONFIG_NAME, EXIT_FAILED
+
+T = TypeVar("T")
 
 
 def run(target: Path, *, resume: bool, plain: bool, console: Console) -> int:
@@ -45,15 +47,15 @@ async def _run(plan: Plan, config_file: Path, console: Console, *, plain: bool) 
     phases, interrupts = Phases(), Interrupts()
     interrupts.install()
     console.print("checking configuration, model, prompts and reward ...", style="dim")
-    await until_interrupted(check_all(plan.config, SERVICES, config_file), interrupts)
+    warnings = await until_interrupted(check_all(plan.config, SERVICES, config_file), interrupts)
     notes = prepare(plan)
     job = Job(plan.config, plan.run_dir, plan.resume)
     view = new_view(job, phases)
     screen = open_screen(console, plain=plain)
     interrupts.screen = screen
     try:
-        for note in notes:
-            screen.say(Line(note))
+        for line in [Line(warning, "warning") for warning in warnings] + [Line(note) for note in notes]:
+            screen.say(line)
         await run_session(job, view, screen, interrupts)
     finally:
         screen.show(view)
@@ -68,16 +70,16 @@ def open_screen(console: Console, *, plain: bool) -> Screen:
     return PlainScreen(console) if plain or not console.is_terminal else LiveScreen(console)
 
 
-async def check_all(config: Config, services: tuple[str, ...], config_file: Path) -> None:
-    """Everything that can be known before anything is started."""
+async def check_all(config: Config, services: tuple[str, ...], config_file: Path) -> list[str]:
+    """Everything that can be known before anything is started; what the services warn of."""
     check_ports(config)
     if config.services.redis_url:
         await check_redis(config.services.redis_url)
-    await check_services(services, config_file)
+    return await check_services(services, config_file)
 
 
-async def until_interrupted(work: Coroutine[Any, Any, None], interrupts: Interrupts) -> None:
-    """Await `work`; give it up on Ctrl-C.
+async def until_interrupted(work: Coroutine[Any, Any, T], interrupts: Interrupts) -> T:
+    """The result of `work`; give it up on Ctrl-C.
 
     Raises:
         InterruptedRunError: There was one.
@@ -86,8 +88,7 @@ async def until_interrupted(work: Coroutine[Any, Any, None], interrupts: Interru
     await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
     asked.cancel()
     if task.done():
-        task.result()
-        return
+        return task.result()
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task

@@ -26,7 +26,7 @@ from services.cli.screen import Screen
 from services.cli.supervisor import Supervisor
 from services.cli.view import Line, Phases, Process, View, load_history
 from services.cli.watch import Watcher
-from services.common.runtime import connect_redis
+from services.common.runtime import REDIS_PATIENCE_S, connect_redis
 
 REFRESH_S = 0.25
 # Services end by themselves on Finished; an engine takes some seconds to leave.
@@ -90,6 +90,8 @@ async def run_session(job: Job, view: View, screen: Screen, interrupts: Interrup
             write_supervisor_facts(job.run_dir, redis_url)
             supervisor.start(service_programs(job, redis_url))
             await _until_over(job, view, screen, interrupts, supervisor, watcher)
+        except RedisError as error:
+            raise RunError(f"Redis did not answer for {REDIS_PATIENCE_S} s ({error})") from error
         finally:
             view.phases.enter("stop")
             await supervisor.end(SELF_END_S if view.finished else 0.0, last=REDIS)

@@ -146,8 +146,10 @@ class Supervisor:
                 f"Its last words: {words}\nIts log: {child.log}"
             )
         self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
+        # Whoever was killed could not say why.
+        why = f": {words}" if code > 0 else ""
         self._say(
-            f"{child.name} died ({describe_exit(code)}): {words}. Starting it again in {pause_s:g} s "
+            f"{child.name} died ({describe_exit(code)}){why}. Starting it again in {pause_s:g} s "
             f"({deaths} of {self._max_restarts})"
         )
         with contextlib.suppress(TimeoutError):

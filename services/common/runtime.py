@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 
 import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
 
 from services.common.activity import Activity
 from services.common.config import Config

@@ -53,6 +53,8 @@ def main() -> None:
 def _refuse(service: str) -> None:
     if "refuse-check" in told(service):
         raise InputError("model.path", "is not a model", "Give one")
+    if "warn-check" in told(service):
+        sys.stderr.write("what a library prints\nwarning: 3 of 8 prompts are skipped\n")
 
 
 async def live(service: Service, options: Options, words: list[str]) -> None:

@@ -30,7 +30,7 @@ def fake_programs(job: lineup.Job, redis_url: str) -> list[Program]:
 
 def fake_check(service: str, config_file: Path) -> tuple[str, ...]:
     """The check of a fake service."""
-    if "refuse-check" not in os.environ.get("FAKE", ""):
+    if "-check" not in os.environ.get("FAKE", ""):
         return ("true",)
     return (sys.executable, FAKE, service, "--check", str(config_file))
 

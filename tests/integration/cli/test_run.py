@@ -148,6 +148,12 @@ def test_a_check_that_refuses_starts_nothing(gspo: Gspo) -> None:
     assert gspo.starts("coordinator-0") == []
 
 
+def test_what_a_check_warns_of_is_shown(gspo: Gspo) -> None:
+    code, output = gspo.run(fake="coordinator:warn-check learner:steps=1")
+    assert (code, output.count("3 of 8 prompts are skipped")) == (0, 1), output
+    assert "what a library prints" not in output
+
+
 def test_a_failed_run_exits_with_1_and_its_reason(gspo: Gspo) -> None:
     code, output = gspo.run(fake="learner:steps=1 learner:fail")
     assert (code, "failed: every reward failed" in output) == (1, True), output
