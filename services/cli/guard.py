@@ -1,7 +1,9 @@
 """The process that outlives the command line by a moment: when that ends, however it ends, nothing of it stays.
 
-It waits for the end of its standard input, which closes with the command line's death, and then kills every
-process that carries the run's mark in its environment: children, their children, and those that left their group.
+It reads from its standard input the sessions that the command line's children lead, one number a line, negative when
+a session has ended. The input closes with the command line's death; then it kills every process of those sessions, and
+every one that carries the run's mark in its environment and so may have left them. Neither alone is enough: a process
+can leave its session, and one that sets its title (Redis, vLLM's engine) writes over its environment.
 Not a supervisor: it starts nothing and knows no service. Neighbour: supervisor.py starts it.
 """
 
@@ -13,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 
 import psutil
 
@@ -21,20 +24,22 @@ MARK = "GSPO_SUPERVISOR"
 _ROUNDS, _ROUND_S = 50, 0.1
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """Every living process, zombies apart, that was started under this mark."""
+def belonging(mark: str, sessions: Collection[int] = ()) -> list[psutil.Process]:
+    """Every living process, zombies apart, that was started under this mark or is in one of these sessions."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if process.status() != psutil.STATUS_ZOMBIE and (
+                os.getsid(process.pid) in sessions or (mark and process.environ().get(MARK) == mark)
+            ):
                 found.append(process)
     return found
 
 
-def kill_marked(mark: str) -> None:
+def kill_belonging(mark: str, sessions: Collection[int] = ()) -> None:
     """Kill them, until there are none."""
     for _ in range(_ROUNDS):
-        left = marked(mark)
+        left = belonging(mark, sessions)
         if not left:
             return
         for process in left:
@@ -43,13 +48,20 @@ def kill_marked(mark: str) -> None:
         time.sleep(_ROUND_S)
 
 
-def start_guard(mark: str) -> subprocess.Popen[bytes]:
+def kill_session(session: int) -> None:
+    """Kill what is left of a session whose leader has ended."""
+    kill_belonging("", (session,))
+
+
+def start_guard(mark: str) -> subprocess.Popen[str]:
     """Start the guard of this process; closing its standard input lets it sweep and end."""
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     return subprocess.Popen(
         [sys.executable, "-m", "services.cli.guard", mark],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
+        text=True,
+        bufsize=1,
         env=environment,
         start_new_session=True,
     )
@@ -59,8 +71,14 @@ def main() -> None:
     """Wait, then sweep."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sys.stdin.buffer.read()
-    kill_marked(sys.argv[1])
+    sessions: set[int] = set()
+    for line in sys.stdin:
+        session = int(line)
+        if session > 0:
+            sessions.add(session)
+        else:
+            sessions.discard(-session)
+    kill_belonging(sys.argv[1], sessions)
 
 
 if __name__ == "__main__":

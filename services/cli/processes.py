@@ -58,8 +58,8 @@ class Child:
         """Of the process that runs."""
         return self._process.pid if self._process and self._process.returncode is None else None
 
-    async def start(self, *, again: bool) -> None:
-        """Start the process."""
+    async def start(self, *, again: bool) -> int:
+        """Start the process; returns the number of the session that it leads."""
         command = self.program.command + (self.program.again if again else ())
         with self.log.open("ab") as log:
             self._log_start = log.tell()
@@ -67,6 +67,7 @@ class Child:
                 *command, stdin=DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True
             )
         self.started = time.monotonic()
+        return self._process.pid
 
     async def wait(self) -> int:
         """Wait for its end; the exit code, negative for a signal."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
-from services.cli.guard import MARK, start_guard
+from services.cli.guard import MARK, kill_session, start_guard
 from services.cli.outcome import RefusedError, RunError
 from services.cli.processes import Child, Program, describe_exit
 from services.common.errors import EXIT_BAD_INPUT
@@ -40,7 +40,7 @@ class Supervisor:
     def __init__(self, log_dir: Path, max_restarts: int, say: Callable[[str], None]) -> None:
         self._log_dir, self._max_restarts, self._say = log_dir, max_restarts, say
         self._mark = uuid.uuid4().hex
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[str] | None = None
         self.children: dict[str, Child] = {}
         self._keepers: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
@@ -119,11 +119,19 @@ class Supervisor:
             guard.stdin.close()
             guard.wait(timeout=_SWEEP_S)
 
+    def _tell_guard(self, session: int) -> None:
+        if self._guard and self._guard.stdin:
+            self._guard.stdin.write(f"{session}\n")
+
     async def _keep(self, child: Child) -> None:
         deaths = 0
         while not self._ending.is_set():
-            await child.start(again=deaths > 0)
+            session = await child.start(again=deaths > 0)
+            self._tell_guard(session)
             code = await child.wait()
+            # A killed service may leave children behind, such as an engine with all its memory.
+            await asyncio.to_thread(kill_session, session)
+            self._tell_guard(-session)
             if self._ending.is_set():
                 return
             deaths = 1 if time.monotonic() - child.started > STEADY_S else deaths + 1

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from services.cli.guard import MARK, kill_marked, marked, start_guard
+from services.cli.guard import MARK, belonging, kill_belonging, kill_session, start_guard
 from services.cli.processes import Child, Program, describe_exit
 
 
@@ -50,13 +52,43 @@ def test_the_guard_kills_what_carries_the_mark_when_its_input_closes() -> None:
     other = subprocess.Popen(["sleep", "300"], env={**os.environ, MARK: "test-other"}, start_new_session=True)
     try:
         guard = start_guard("test-guard")
-        assert [process.pid for process in marked("test-guard")] == [child.pid], "not the guard itself"
+        assert [process.pid for process in belonging("test-guard")] == [child.pid], "not the guard itself"
         assert guard.stdin is not None
         guard.stdin.close()
         assert guard.wait(timeout=30) == 0
         assert child.wait(timeout=5) == -9
         assert other.poll() is None
     finally:
-        kill_marked("test-other")
+        kill_belonging("test-other")
         child.kill()
         other.wait(timeout=5)
+
+
+def test_the_guard_kills_the_sessions_it_was_told_of() -> None:
+    """Redis and vLLM's engine write over their environment, so no mark is found in it."""
+    child = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], start_new_session=True)
+    ended = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    try:
+        guard = start_guard("no-such-mark")
+        assert guard.stdin is not None
+        guard.stdin.write(f"{child.pid}\n{ended.pid}\n-{ended.pid}\n")
+        guard.stdin.close()
+        assert guard.wait(20) == 0
+        assert child.wait(5) == -signal.SIGKILL
+        assert belonging("no-such-mark", (child.pid,)) == [], "the grandchild too"
+        assert ended.poll() is None, "a session that was said to have ended is not ours any more"
+    finally:
+        for process in (child, ended):
+            process.kill()
+            process.wait(5)
+
+
+def test_what_a_killed_leader_left_is_ended() -> None:
+    leader = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], start_new_session=True)
+    while len(belonging("", (leader.pid,))) < 2:
+        time.sleep(0.01)
+    leader.kill()
+    leader.wait(5)
+    assert len(belonging("", (leader.pid,))) == 1
+    kill_session(leader.pid)
+    assert belonging("", (leader.pid,)) == []
