@@ -154,8 +154,8 @@ class Supervisor:
                 f"Its last words: {words}\nIts log: {child.log}"
             )
         self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
-        # Whoever was killed could not say why.
-        why = f": {words}" if code > 0 else ""
+        # Whoever was killed from outside could not say why; its last lines are about something else.
+        why = "" if -code in (signal.SIGKILL, signal.SIGTERM) else f": {words}"
         self._say(
             f"{child.name} died ({describe_exit(code)}){why}. Starting it again in {pause_s:g} s "
             f"({deaths} of {self._max_restarts})"
