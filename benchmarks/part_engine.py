@@ -36,7 +36,7 @@ SETTINGS = {
 
 def cases(*, quick: bool) -> Iterator[Case]:
     """Every length and arithmetic, in three ways each; quick: one of each."""
-    rounds = 2 if quick else 4
+    rounds = 2 if quick else 3
     for lengths in LENGTHS[:1] if quick else LENGTHS:
         for dtype in DTYPES if lengths == "fixed" and not quick else DTYPES[:1]:
             for settings in SETTINGS:

@@ -23,7 +23,7 @@ PASSIVE, ACTIVE = "passive", "active"
 
 def cases(*, quick: bool) -> Iterator[Case]:
     """Every length and arithmetic, with the service's thread policy and with threads that spin; quick: one case."""
-    rounds = 2 if quick else 5
+    rounds = 2 if quick else 4
     for lengths in LENGTHS[:1] if quick else LENGTHS:
         for dtype in DTYPES if lengths == "fixed" and not quick else DTYPES[:1]:
             for policy in (PASSIVE,) if quick else (PASSIVE, ACTIVE):
