@@ -76,6 +76,7 @@ class Learner:
         self.publisher = Publisher(service, run_dir.epoch, self._on_live)
         self._events = Events(service.redis, service.keys, service.options.name)
         self._version, self._digest = version, ""
+        self._in_training: tuple[int, ...] = ()
         self._recent: list[Mapping[str, float]] = []
         self._trained_s, self._waited_s = run_dir.trained_s, 0.0
         self._num_groups: int | None = None
@@ -116,7 +117,8 @@ class Learner:
 
     def progress(self) -> ProgressReply:
         """The learner's account of the run, for the coordinator."""
-        settlements = self._run_dir.settlements
+        # What is being trained is settled on disk, but its slots are free only when the version made of it is live.
+        settlements = self._run_dir.settlements.without(self._in_training)
         return ProgressReply(
             run=self._config.name,
             epoch=self._run_dir.epoch,
@@ -202,6 +204,7 @@ class Learner:
     async def _step(self, batch: Batch) -> None:
         """Log, acknowledge, train, publish, record, announce: in this order, so that a kill anywhere loses nothing."""
         began = time.monotonic()
+        self._in_training = batch.groups
         with self._service.activity.doing("logging", f"step {batch.step}"):
             await asyncio.to_thread(self._run_dir.write_step, batch.step, batch.rows)
             await self.intake.acknowledge(batch.groups)
@@ -330,7 +333,7 @@ class Learner:
         return policy_from(self._version, self._trainer.policy())
 
     def _set_version(self, policy: Policy) -> None:
-        self._version, self._digest = policy.version, policy.digest
+        self._version, self._digest, self._in_training = policy.version, policy.digest, ()
         metrics.POLICY_VERSION.set(policy.version)
         metrics.STEP.set(policy.version)
 

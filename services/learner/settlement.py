@@ -5,7 +5,7 @@ It decides no ending (assembly.py does) and writes no file (rundir.py does). Nei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -47,6 +47,13 @@ class Settlements:
         copied = Settlements()
         copied._ended = dict(self._ended)
         return copied
+
+    def without(self, groups: Iterable[int]) -> Settlements:
+        """One of its own, less some groups."""
+        left = self.copy()
+        for group in groups:
+            left._ended.pop(group, None)
+        return left
 
     def add(self, group: int, settlement: Settlement) -> None:
         """Enter a group's ending. ValueError: it has ended before."""

@@ -190,3 +190,24 @@ async def test_a_reward_that_always_fails_ends_the_run_with_its_reason(
         finished = (await feeder.event("finished")).finished
         assert finished.failed and "ZeroDivisionError: division by zero" in finished.reason
         assert await asyncio.to_thread(wait_exit, process, 20) == 0
+
+
+async def test_progress_counts_a_group_as_settled_only_with_the_version_made_of_it(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    """Slots freed while their batch is still trained would be filled from weights that are too old."""
+    config = run_of(tmp_path)
+    feeder = Feeder(redis, keys)
+    with service_process("learner", config, redis_url) as process:
+        member = await registered(process, redis, keys, "learner")
+        async with open_channel(member.grpc) as channel:
+            await feeder.feed(range(4), 0)
+            seen = set()
+            while (1, 1) not in seen:
+                progress = await LearnerStub(channel).Progress(ProgressRequest(), timeout=5)
+                seen.add((progress.version, len(progress.settled)))
+                logged = (config.run_dir / "log" / "step-000001.parquet").exists()
+                seen.add("logged, not trained" if logged and progress.version == 0 else "other")
+                await asyncio.sleep(0.005)
+    assert (0, 1) not in seen
+    assert "logged, not trained" in seen, "the step was over before it could be looked at"
