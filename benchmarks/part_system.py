@@ -7,7 +7,6 @@ window.py looks, page.py shows.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -38,16 +37,12 @@ def cases(*, quick: bool, steps: int | None) -> Iterator[Case]:
 
 
 def _measure(lengths: Lengths, dtype: Dtype, max_lag: int, num_steps: int, dropped: int) -> dict[str, Any]:
-    # Without lag the two take turns and each may have every core; with it they work side by side and share them.
-    threads = 0 if max_lag == 0 else max(1, len(os.sched_getaffinity(0)) // 2)
     # One step more than is measured: the window ends while everything still runs.
     config = write_config(
         f"system-{lengths}-{dtype}-{max_lag}",
         lengths,
         dtype,
         staleness={"max_lag": max_lag},
-        generation={"threads": threads},
-        learner={"threads": threads},
         run={"total_steps": num_steps + 1},
     )
     with system_run(config) as run:
@@ -60,7 +55,6 @@ def _measure(lengths: Lengths, dtype: Dtype, max_lag: int, num_steps: int, dropp
         "lengths": lengths,
         "dtype": dtype,
         "max_lag": max_lag,
-        "threads": threads,
         **_steps(run, dropped, num_steps),
         **between(before, after),
         "answer_tokens": _answer_tokens(run.run_dir, range(dropped + 1, num_steps + 1)),
