@@ -118,7 +118,8 @@ def test_a_plain_loop_fed_with_the_log_has_the_same_losses_and_weights(run: Run)
     assert losses == pytest.approx(logged, rel=1e-4, abs=1e-6)
     exported = AutoModelForCausalLM.from_pretrained(run.run_dir / "export", dtype=torch.float32)
     for (name, ours), theirs in zip(exported.named_parameters(), model.parameters(), strict=True):
-        assert torch.allclose(ours, theirs, atol=2e-5), name
+        # By norm: where a gradient is nearly zero, AdamW's first steps turn its rounding into a step of full size.
+        assert (ours - theirs).norm() < 1e-3 * theirs.norm(), name
 
 
 def _plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: list[dict[str, Any]]) -> float:
