@@ -17,7 +17,7 @@ import yaml
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 
 
 class Gspo:
