@@ -41,7 +41,7 @@ async def _serve(service: Service, scorer: Scorer, events: Events, position: byt
     )
     await grpc.start()
     member = Member("reward", options.name, http=http.address, grpc=grpc.address, pid=os.getpid())
-    facts = {name: sandbox.source.version for name, sandbox in scorer.sandboxes.items()}
+    facts = {name: function.source.version for name, function in scorer.functions.items()}
     registration = Registration(service.redis, service.keys, member, service.activity, lambda: {"functions": facts})
 
     async def end_with_the_run() -> None:

@@ -14,10 +14,10 @@ from typing import Any
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 from services.common.config import Config
 from services.common.errors import InputError
+from services.reward.calls import CallFailed
 from services.reward.first_rows import prompt_of, read_first_rows
 from services.reward.functions import arguments_for, check_columns
-from services.reward.sandbox import CallFailed, Sandbox
-from services.reward.scorer import open_scorer
+from services.reward.scorer import Function, open_scorer
 
 NUM_TRIALS = 2
 TRIAL_TEXT = "42"
@@ -39,10 +39,11 @@ async def _check(config: Config) -> None:
         prompts = await asyncio.to_thread(_first_prompts, config)
         training = prompts["data.prompts"]
         trials = [_made_up(training[i % len(training)]) for i in range(NUM_TRIALS)]
-        for index, sandbox in enumerate(scorer.sandboxes.values()):
+        for index, function in enumerate(scorer.functions.values()):
             for key, found in prompts.items():
-                check_columns(sandbox.source, sandbox.signature, json.loads(found[0].columns_json), key)
-            await _try(sandbox, f"reward.functions.{index}", trials)
+                row = json.loads(found[0].columns_json)
+                check_columns(function.source, function.sandbox.signature, row, key)
+            await _try(function, f"reward.functions.{index}", trials)
 
 
 def _first_prompts(config: Config) -> dict[str, list[Prompt]]:
@@ -58,11 +59,11 @@ def _made_up(prompt: Prompt) -> Rollout:
     return Rollout(prompt=prompt, text=TRIAL_TEXT, token_ids=[0], outcome=OUTCOME_EOS)
 
 
-async def _try(sandbox: Sandbox, where: str, trials: list[Rollout]) -> None:
-    source = sandbox.source
-    name = f"{sandbox.signature.entry} of {source.path}"
+async def _try(function: Function, where: str, trials: list[Rollout]) -> None:
+    sandbox = function.sandbox
+    name = f"{sandbox.signature.entry} of {function.source.path}"
     try:
-        raw = await sandbox.call(arguments_for(sandbox.signature, trials))
+        raw = (await sandbox.call(arguments_for(sandbox.signature, trials))).values
     except CallFailed as error:
         if error.error_type in _NEVER_THE_ANSWER:
             raise InputError(where, f"{name} {error}", "Mend the function") from error

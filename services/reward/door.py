@@ -13,8 +13,7 @@ from pydantic import BaseModel, Field
 
 from gspo_proto import reward_pb2, reward_pb2_grpc
 from services.common.errors import nearest
-from services.reward.sandbox import Sandbox
-from services.reward.scorer import Scorer
+from services.reward.scorer import Function, Scorer
 
 GRPC_SERVICE = reward_pb2.DESCRIPTOR.services_by_name["Reward"].full_name
 _NO_ENVIRONMENTS = "environments are not served by this version of the reward service; it scores finished rollouts"
@@ -48,20 +47,20 @@ def rest_app(scorer: Scorer) -> FastAPI:
 
     @app.get("/v1/rewards")
     async def list_rewards() -> RewardList:
-        return RewardList(rewards=[view(sandbox) for sandbox in scorer.sandboxes.values()])
+        return RewardList(rewards=[view(function) for function in scorer.functions.values()])
 
     @app.get("/v1/rewards/{name}")
     async def get_reward(name: str) -> RewardView:
-        if name not in scorer.sandboxes:
-            raise HTTPException(404, f"there is no reward function '{name}'. {nearest(name, scorer.sandboxes)}")
-        return view(scorer.sandboxes[name])
+        if name not in scorer.functions:
+            raise HTTPException(404, f"there is no reward function '{name}'. {nearest(name, scorer.functions)}")
+        return view(scorer.functions[name])
 
     return app
 
 
-def view(sandbox: Sandbox) -> RewardView:
+def view(function: Function) -> RewardView:
     """What REST shows of a function."""
-    source, counts = sandbox.source, sandbox.counts
+    source, sandbox, counts = function.source, function.sandbox, function.sandbox.counts
     calls = counts.results.total()
     return RewardView(
         name=source.name,

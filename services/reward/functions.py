@@ -32,6 +32,7 @@ from typing import Any, Literal
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout
 from services.common.config import RewardConfig, RewardFunction
 from services.common.errors import InputError, nearest
+from services.reward.calls import Code
 
 TRL_GIVEN = ("prompts", "completions", "completion_ids", "outcomes", "stops", "truncated")
 VERL_GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -60,6 +61,11 @@ class Source:
     version: str
     entry: str | None
     weight: float
+
+    @property
+    def code(self) -> Code:
+        """What the sandbox loads."""
+        return Code(self.name, self.text, self.version, str(self.path), self.entry)
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,16 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import structlog
 
 from services.reward import worker_process
-from services.reward.functions import Signature, Source
+from services.reward.calls import Answer, CallFailed, Code, FailureKind, Limits, Question
+from services.reward.functions import Signature
 from services.reward.values import describe
 from services.reward.worker_process import HEAD_BYTES
 
-Kind = Literal["raised", "timeout", "died", "garbled", "load", "wrong_length"]
 # Importing what a function needs (torch, sympy) may take longer than a call.
 LOAD_TIMEOUT_S = 120.0
 # A kill takes effect at once unless the process sits in the kernel.
@@ -38,20 +38,6 @@ OUTPUT_KEPT_BYTES = 4096
 KEPT_VARIABLES = ("PATH",)
 KEPT_PREFIX = "PYTHON"
 log = structlog.get_logger()
-
-
-class CallFailed(Exception):  # noqa: N818 - it carries a kind
-    """A call gave no values.
-
-    Attributes:
-        kind: How it failed, bounded for metrics.
-        error_type: Class of the exception in the user's code, else "".
-        detail: Its traceback, else "".
-    """
-
-    def __init__(self, kind: Kind, reason: str, error_type: str = "", detail: str = "") -> None:
-        super().__init__(reason)
-        self.kind, self.error_type, self.detail = kind, error_type, detail
 
 
 @dataclass
@@ -70,16 +56,10 @@ class CallCounts:
 
 
 class Sandbox:
-    """One function, loaded and warm; one call at a time.
+    """One version of a user's code, loaded and warm."""
 
-    Args:
-        timeout_s: Longest that a call may take.
-        memory_mb: Address space of the process, in MiB.
-    """
-
-    def __init__(self, source: Source, *, timeout_s: float, memory_mb: int) -> None:
-        self.source, self.counts = source, CallCounts()
-        self._timeout_s, self._memory_mb = timeout_s, memory_mb
+    def __init__(self, code: Code, limits: Limits) -> None:
+        self.code, self.limits, self.counts = code, limits, CallCounts()
         self._signature: Signature | None = None
         self._process: _Process | None = None
         self._lock = asyncio.Lock()
@@ -88,20 +68,21 @@ class Sandbox:
     def signature(self) -> Signature:
         """What the function takes; known after `load`."""
         if self._signature is None:
-            raise RuntimeError(f"{self.source.name} is not loaded")
+            raise RuntimeError(f"{self.code.name} is not loaded")
         return self._signature
 
-    async def load(self) -> None:
-        """Start the process and load the file.
+    async def load(self) -> Signature:
+        """Start the process and load the code.
 
         Raises:
-            CallFailed: The file raises, takes too long, or holds no function that can be called.
+            CallFailed: The file raises, takes too long, or holds no function that can be called; `loading` is set.
         """
         async with self._lock:
             await self._ready()
+        return self.signature
 
-    async def call(self, question: dict[str, Any]) -> list[Any]:
-        """Ask for the values of one call, as worker_process.plain_value encodes them.
+    async def call(self, question: Question, *, session: str = "") -> Answer:  # noqa: ARG002 - one process serves all
+        """Answer one question; calls of other sessions see nothing of what this one leaves behind.
 
         Raises:
             CallFailed: It raised, took too long, or its process died; the next call finds a fresh process.
@@ -111,18 +92,17 @@ class Sandbox:
             started = time.perf_counter()
             result = "cancelled"
             try:
-                values = await self._ask(process, question, self._timeout_s)
+                values = await self._ask(process, question, self.limits.timeout_s)
                 result = "ok"
             except CallFailed as error:
                 result = error.kind
-                seen = {"traceback": error.detail, "output": process.output}
-                log.warning("reward_call_failed", function=self.source.name, reason=str(error), **seen)
+                seen = {"traceback": error.traceback, "output": error.output}
+                log.warning("reward_call_failed", function=self.code.name, reason=str(error), **seen)
                 raise
             finally:
-                self.counts.add(result, time.perf_counter() - started)
-        if not isinstance(answer := values.get("values"), list):
-            raise CallFailed("garbled", "its process answered something else than values")
-        return answer
+                seconds = time.perf_counter() - started
+                self.counts.add(result, seconds)
+        return Answer(values["values"], process.output, seconds)
 
     async def close(self) -> None:
         """End the process."""
@@ -133,13 +113,14 @@ class Sandbox:
     async def _ready(self) -> _Process:
         if self._process is not None:
             return self._process
-        self._process = await _Process.start(self.source.path.parent, self._memory_mb)
-        question = {"path": str(self.source.path), "source": self.source.text, "entry": self.source.entry}
+        self._process = await _Process.start(Path(self.code.filename).parent, self.limits.memory_mb)
+        question = {"path": self.code.filename, "source": self.code.text, "entry": self.code.entry}
         try:
             answer = await self._ask(self._process, question, LOAD_TIMEOUT_S)
         except CallFailed as error:
             await self.close()
-            raise CallFailed("load", f"cannot be loaded: {error}", error.error_type, error.detail) from error
+            error.loading, error.args = True, (f"cannot be loaded: {error}",)
+            raise
         self._signature = Signature.from_answer(answer["signature"])
         return self._process
 
@@ -150,19 +131,23 @@ class Sandbox:
             answer = await process.ask(question, timeout_s)
             answered = True
         except TimeoutError:
-            raise CallFailed("timeout", f"took longer than {timeout_s:g} s and was killed") from None
+            text = f"took longer than {timeout_s:g} s and was killed"
+            raise CallFailed("timeout", text, output=process.output) from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            code = await process.exit_code()
-            raise CallFailed("died", f"its process died ({_cause(code)}){_last(process.output)}") from None
+            text = f"its process died ({_cause(await process.exit_code())}){_last(process.output)}"
+            raise CallFailed("crash", text, output=process.output) from None
         except ValueError as error:  # not JSON, or not ours
-            raise CallFailed("garbled", f"its process wrote into the channel of results: {error}") from None
+            text = f"its process wrote into the channel of results: {error}"
+            raise CallFailed("forbidden", text, output=process.output) from None
         finally:
             if not answered:
                 self._process = None
                 await process.end()
         if "error" in answer:
             raised = answer["error"]
-            raise CallFailed("raised", describe(raised), raised["type"], raised["traceback"])
+            kind: FailureKind = "memory" if raised["type"] == "MemoryError" else "exception"
+            detail = {"error_type": raised["type"], "traceback": raised["traceback"], "output": process.output}
+            raise CallFailed(kind, describe(raised), **detail)
         return answer
 
 

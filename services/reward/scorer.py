@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import structlog
 
@@ -19,8 +20,9 @@ from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score, ScorePart
 from services.common import metrics
 from services.common.config import RewardConfig
 from services.common.errors import InputError
-from services.reward.functions import Unaskable, arguments_for, read_sources
-from services.reward.sandbox import CallFailed, Sandbox
+from services.reward.calls import CallFailed, Limits
+from services.reward.functions import Source, Unaskable, arguments_for, read_sources
+from services.reward.sandbox import Sandbox
 from services.reward.values import Failure, Value, read_value
 
 # After a batch timed out, its answers are tried one at a time. When the first so many, of as many prompts as there
@@ -29,19 +31,27 @@ NUM_PROBES = 4
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True)
+class Function:
+    """A reward function of the run and the sandbox that has it loaded."""
+
+    source: Source
+    sandbox: Sandbox
+
+
 class Scorer:
     """Scores rollouts by the functions of a run.
 
     Args:
-        sandboxes: The functions, loaded.
+        functions: The functions, loaded.
         batch_size: Answers in one call, at most.
         name: Name of this process, written into every score.
     """
 
-    def __init__(self, sandboxes: Sequence[Sandbox], *, batch_size: int, name: str) -> None:
-        self.sandboxes = {sandbox.source.name: sandbox for sandbox in sandboxes}
+    def __init__(self, functions: Sequence[Function], *, batch_size: int, name: str) -> None:
+        self.functions = {function.source.name: function for function in functions}
         self._batch_size, self._name = batch_size, name
-        self._all = [RewardUse(name=sandbox.source.name, weight=sandbox.source.weight) for sandbox in sandboxes]
+        self._all = [RewardUse(name=one.source.name, weight=one.source.weight) for one in functions]
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """A score for each rollout, in their order; a rollout that names no function is scored by all of them."""
@@ -56,9 +66,9 @@ class Scorer:
 
     def _unknown(self, use: RewardUse) -> str | None:
         """Why this process cannot score by `use`, if it cannot."""
-        if use.name not in self.sandboxes:
-            return f"there is no reward function of this name; there are {', '.join(self.sandboxes)}"
-        version = self.sandboxes[use.name].source.version
+        if use.name not in self.functions:
+            return f"there is no reward function of this name; there are {', '.join(self.functions)}"
+        version = self.functions[use.name].source.version
         if use.version not in ("", version):
             return f"version {use.version[:12]} is asked for and {version[:12]} is loaded"
         return None
@@ -99,14 +109,14 @@ class Scorer:
         Raises:
             CallFailed: There is not a value for each rollout.
         """
-        sandbox, result, started = self.sandboxes[name], "ok", time.perf_counter()
+        sandbox, result, started = self.functions[name].sandbox, "ok", time.perf_counter()
         try:
-            raw = await sandbox.call(arguments_for(sandbox.signature, batch))
+            raw = (await sandbox.call(arguments_for(sandbox.signature, batch))).values
             if len(raw) != len(batch):
-                raise CallFailed("wrong_length", f"returned {len(raw)} values for {len(batch)} completions")
+                raise CallFailed("invalid_return", f"returned {len(raw)} values for {len(batch)} completions")
         except Unaskable as error:
             result = "not_asked"
-            raise CallFailed("raised", str(error)) from error
+            raise CallFailed("exception", str(error)) from error
         except CallFailed as error:
             result = error.kind
             raise
@@ -122,7 +132,7 @@ class Scorer:
             if (why := self._unknown(use)) is not None:
                 failures.append(f"{use.name}: {why}")
                 continue
-            version = self.sandboxes[use.name].source.version
+            version = self.functions[use.name].source.version
             versions.append(version)
             value = results[use.name][index]
             if isinstance(value, Failure):
@@ -167,19 +177,18 @@ async def open_scorer(config: RewardConfig, *, name: str) -> AsyncIterator[Score
     Raises:
         InputError: A file cannot be read or loaded, or holds no function that can be called.
     """
-    sandboxes = [
-        Sandbox(source, timeout_s=config.timeout_s, memory_mb=config.memory_mb) for source in read_sources(config)
-    ]
+    limits = Limits(config.timeout_s, config.memory_mb)
+    functions = [Function(source, Sandbox(source.code, limits)) for source in read_sources(config)]
     try:
-        for index, sandbox in enumerate(sandboxes):
+        for index, function in enumerate(functions):
             try:
-                await sandbox.load()
+                await function.sandbox.load()
             except CallFailed as error:
                 where = f"reward.functions.{index}"
-                raise InputError(where, f"{sandbox.source.path} {error}", _how_to_mend(error)) from error
-        yield Scorer(sandboxes, batch_size=config.batch_size, name=name)
+                raise InputError(where, f"{function.source.path} {error}", _how_to_mend(error)) from error
+        yield Scorer(functions, batch_size=config.batch_size, name=name)
     finally:
-        await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+        await asyncio.gather(*(function.sandbox.close() for function in functions))
 
 
 def _how_to_mend(error: CallFailed) -> str:

@@ -15,7 +15,7 @@ import pytest
 from gspo_proto.rollout_pb2 import RewardUse, Rollout
 from services.common.config import RewardFunction
 from services.common.errors import InputError
-from services.reward.sandbox import CallFailed
+from services.reward.calls import CallFailed
 from services.reward.scorer import NUM_PROBES, open_scorer
 from tests.reward_case import answer_of, outcome_of, reward_config
 
@@ -138,7 +138,7 @@ async def test_async_functions_and_verl_rows_score(tmp_path: Path) -> None:
     batch = [answer_of(text, answer="4") for text in ("4", "bad", "12")]
     async with open_scorer(config, name="reward-0") as scorer:
         scores = await scorer.score(batch)
-        calls = scorer.sandboxes["r"].counts.results
+        calls = scorer.functions["r"].sandbox.counts.results
     assert [outcome_of(score) for score in scores] == [2.0, "r: raised ValueError: bad (r.py line 4)", 0.0]
     assert [(part.name, part.value, part.weight) for part in scores[2].parts] == [
         ("r", 0.0, 2.0),
@@ -153,7 +153,7 @@ async def test_weighted_functions_are_summed_and_one_failure_is_enough(tmp_path:
     config = reward_config(tmp_path, "def reward(completions): return map(float, completions)", functions=functions)
     async with open_scorer(config, name="reward-0") as scorer:
         scores = await scorer.score([answer_of("10"), answer_of("bad")])
-        versions = [sandbox.source.version for sandbox in scorer.sandboxes.values()]
+        versions = [function.source.version for function in scorer.functions.values()]
     assert outcome_of(scores[0]) == 0.5 * 10 - 1.0 * (2 + 1)
     assert [(part.name, part.value, part.weight) for part in scores[0].parts] == [
         ("r", 10.0, 0.5),
@@ -306,6 +306,6 @@ async def test_a_missing_column_is_a_failure(tmp_path: Path) -> None:
     async with open_scorer(config, name="reward-0") as scorer:
         scores = await scorer.score([answer_of("x", level=1)])
         with pytest.raises(CallFailed):
-            await scorer.sandboxes["r"].call({"arguments": {}})
+            await scorer.functions["r"].sandbox.call({"arguments": {}})
     assert outcome_of(scores[0]) == "r: needs the column 'answer', and the data set has level"
     assert RewardFunction(path=tmp_path / "r.py").label == "r"

@@ -104,7 +104,7 @@ async def _look_at_rest(url: str) -> None:
         assert (await client.get("/readyz")).json() == {"ready": True, "problems": {}}
         (shown,) = (await client.get("/v1/rewards")).json()["rewards"]
         assert (shown["name"], shown["kind"], shown["convention"], shown["entry"]) == ("r", "function", "trl", "reward")
-        assert (len(shown["version"]), shown["calls"] >= 3, shown["errors"]) == (64, True, {"raised": 2})
+        assert (len(shown["version"]), shown["calls"] >= 3, shown["errors"]) == (64, True, {"exception": 2})
         assert (await client.get("/v1/rewards/r")).json()["source"].endswith("r.py")
         missing = await client.get("/v1/rewards/rr")
         assert (missing.status_code, missing.json()["detail"]) == (
@@ -114,7 +114,7 @@ async def _look_at_rest(url: str) -> None:
         figures = (await client.get("/metrics/")).text
     assert 'gspo_rollouts_scored_total{result="failed"} 1.0' in figures
     assert 'gspo_rollouts_scored_total{result="scored"} 3.0' in figures
-    assert 'gspo_reward_calls_total{function="r",result="raised"} 2.0' in figures
+    assert 'gspo_reward_calls_total{function="r",result="exception"} 2.0' in figures
     assert 'gspo_activity_seconds_total{kind="waiting",service="reward",what="rollouts"}' in figures
 
 
