@@ -97,7 +97,8 @@ def write_config(name: str, lengths: Lengths, dtype: Dtype, **sections: Any) -> 
             "response_length": MAX_TOKENS[lengths],
             "num_mini_batches": NUM_MINI_BATCHES,
         },
-        "generation": {"dtype": dtype, "kv_cache_gb": KV_CACHE_GIB},
+        # Compiled graphs, which a run of hours wants and a short one does not.
+        "generation": {"dtype": dtype, "kv_cache_gb": KV_CACHE_GIB, "engine": {"enforce_eager": False}},
         "learner": {"dtype": dtype},
         "run": {"directory": ".", "total_steps": 1, "checkpoint_every": 1000},
     }

@@ -5,7 +5,7 @@ Neighbours: learner_alone.py measures, system_run.py makes the logged step, page
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from benchmarks.material import write_config
 from benchmarks.shape import CACHE, DTYPES, LENGTHS, Dtype, Lengths
 from benchmarks.system_run import finished_run
 from benchmarks.tables import middle
+from services.common.cpu_threads import WAITING
 
 _TIMEOUT_S = 900.0
-# Threads at a barrier sleep in the service, because a generator wants the cores; alone, they could spin as well.
-PASSIVE, ACTIVE = "passive", "active"
+# Threads at a barrier soon sleep in the service, because a generator wants the cores; alone, they could spin as well.
+THREADS: dict[str, Mapping[str, str]] = {"service": WAITING, "spinning": {"OMP_WAIT_POLICY": "active"}}
 
 
 def cases(*, quick: bool) -> Iterator[Case]:
@@ -26,20 +27,20 @@ def cases(*, quick: bool) -> Iterator[Case]:
     rounds = 2 if quick else 4
     for lengths in LENGTHS[:1] if quick else LENGTHS:
         for dtype in DTYPES if lengths == "fixed" and not quick else DTYPES[:1]:
-            for policy in (PASSIVE,) if quick else (PASSIVE, ACTIVE):
-                yield Case(f"{lengths}, {dtype}, {policy} threads", _measure, (lengths, dtype, policy, rounds))
+            for threads in list(THREADS)[:1] if quick else THREADS:
+                yield Case(f"{lengths}, {dtype}, {threads} threads", _measure, (lengths, dtype, threads, rounds))
 
 
-def _measure(lengths: Lengths, dtype: Dtype, policy: str, rounds: int) -> dict[str, Any]:
+def _measure(lengths: Lengths, dtype: Dtype, threads: str, rounds: int) -> dict[str, Any]:
     log = logged_step(lengths)
     config = write_config(f"learner-{lengths}-{dtype}", lengths, dtype)
     orders = {"config": str(config), "log": str(log), "rounds": rounds}
-    found = run_child("learner_alone", orders, timeout_s=_TIMEOUT_S, environment={"OMP_WAIT_POLICY": policy})
+    found = run_child("learner_alone", orders, timeout_s=_TIMEOUT_S, environment=THREADS[threads])
     measured = found["rounds"][1:]
     return {
         "lengths": lengths,
         "dtype": dtype,
-        "threads": policy,
+        "threads": threads,
         "start_s": found["start_s"],
         "seconds": middle([round_["seconds"] for round_ in measured]),
         "policy_s": middle([round_["policy_s"] for round_ in measured]),

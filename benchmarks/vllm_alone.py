@@ -15,11 +15,11 @@ from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.children import serve
 from benchmarks.shape import NUM_ROLLOUTS
+from services.common.cpu_threads import generation_threads
 from services.generation.engine import CPU_ENVIRONMENT, IN_PROCESS_EXECUTOR
 
 # What the generation service hands to vLLM; `defaults` hands over none of it.
 _OUR_ENGINE: dict[str, Any] = {
-    "enforce_eager": True,
     "distributed_executor_backend": IN_PROCESS_EXECUTOR,
     "logprobs_mode": "processed_logprobs",
     "enable_prefix_caching": True,
@@ -38,7 +38,7 @@ def measure(orders: dict[str, Any]) -> dict[str, Any]:
     ours = orders["settings"] == "ours"
     if ours:
         # For the engine process, which loads torch anew.
-        os.environ.update({**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))})
+        os.environ.update({**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(generation_threads(0))})
     began = time.monotonic()
     llm = LLM(
         model=orders["model"],

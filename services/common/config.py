@@ -181,7 +181,7 @@ class GenerationConfig(Section):
         1.0, description="Memory of the KV cache on the CPU, in GiB", json_schema_extra=ON_RESUME
     )
     threads: int = Field(
-        0, ge=0, description="CPU threads of one engine; 0 takes every core", json_schema_extra=ON_RESUME
+        0, ge=0, description="CPU threads of one engine; 0 takes every core but one", json_schema_extra=ON_RESUME
     )
     push_timeout_s: PositiveFloat = Field(
         60.0, description="Deadline of a weight push to one generator", json_schema_extra=ON_RESUME

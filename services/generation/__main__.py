@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from services.common.cpu_threads import generation_threads
 from services.common.runtime import parse_options, run_service
 from services.generation.check import check
 
@@ -14,7 +15,7 @@ def main() -> None:
     """Check, or serve until the run ends."""
     options = parse_options("generation", check, meaning=MEANING)
     # Read when torch is loaded; vLLM leaves a number that is set alone, and takes one thread where none is.
-    os.environ["OMP_NUM_THREADS"] = str(options.config.generation.threads or len(os.sched_getaffinity(0)))
+    os.environ["OMP_NUM_THREADS"] = str(generation_threads(options.config.generation.threads))
     from services.generation.life import live  # after the options: importing vLLM takes seconds
 
     run_service(options, live)

@@ -27,6 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from services.common.cpu_threads import WAITING
 from services.generation.engine_args import check_engine_args
 from services.generation.staging import PolicyCopy, StagedWeights
 from services.generation.weights import BACKEND
@@ -40,9 +41,8 @@ _GIB = 1 << 30
 # spins for its answers on the other. In one process there is no hop between the two, nothing to spin for, and one
 # import of everything less at start. Named by its path: vLLM turns the short name "uni" back into "mp".
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-# Threads float over the cores and sleep at barriers: a learner shares the cores, and a bound or spinning thread
-# would wait for one that is not running.
-CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive"}
+# Threads float over the cores: a learner shares them, and a bound thread would wait for a core that is taken.
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **WAITING}
 
 
 class EngineBrokenError(RuntimeError):
@@ -254,8 +254,10 @@ def engine_arguments(
     not the user's.
     """
     check_engine_args(engine or {})
-    own: dict[str, Any] = {"enforce_eager": True}
+    own: dict[str, Any] = {}
     if current_platform.is_cpu():
+        # To compile takes a CPU half a minute at the first start and ten seconds at each later one.
+        own["enforce_eager"] = True
         own["distributed_executor_backend"] = IN_PROCESS_EXECUTOR
         own["kv_cache_memory_bytes"] = None if kv_cache_gib is None else int(kv_cache_gib * _GIB)
     return AsyncEngineArgs(

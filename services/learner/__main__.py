@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
+from services.common.cpu_threads import wait_shortly
 from services.common.runtime import parse_options, run_service
 from services.learner.check import check
 
@@ -12,9 +11,7 @@ MEANING = "Trains the policy on scored rollouts with DeepSpeed, and pushes every
 
 def main() -> None:
     """Check, or train until the run ends."""
-    # Threads that spin at OpenMP's barriers while the generator has the cores: a step took 6.5 times as long so.
-    # Read when torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    wait_shortly()
     options = parse_options("learner", check, meaning=MEANING)
     from services.learner.life import live  # after the options: importing torch and DeepSpeed takes seconds
 

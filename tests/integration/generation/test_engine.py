@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.common.weights_digest import policy_digest
-from services.generation.engine import Completion, Engine, LoadFailedError, OnUpdate, Sampling
+from services.generation.engine import Completion, Engine, LoadFailedError, OnUpdate, Sampling, engine_arguments
 from services.generation.staging import StagedWeights
 from tests.integration.generation.conftest import Generator
 from tests.tiny_model import make_tiny_model
@@ -235,3 +235,24 @@ def test_what_a_running_engine_says_about_its_room(generator: Generator) -> None
     assert generator.engine.num_running == 0
     assert generator.engine.max_num_seqs == 64
     assert generator.engine.kv_capacity_tokens > 512
+
+
+async def test_compiled_graphs_serve_pushed_weights(tmp_path: Path) -> None:
+    folders = [make_tiny_model(tmp_path / str(seed), seed=seed, scale=4.0) for seed in (1, 2)]
+    staged = StagedWeights.from_folder(folders[0], "float32")
+    compiled = {"enforce_eager": False}
+    engine = await Engine.start(
+        engine_arguments(
+            folders[0], dtype="float32", max_model_len=512, max_num_seqs=64, kv_cache_gib=0.25, engine=compiled
+        )
+    )
+    try:
+        for version, folder in enumerate(folders):
+            if version:
+                await engine.load(version, push(staged, folder), on_update="recompute", timeout_s=60)
+            delta = difference(Reference.load(folder), PROMPTS, await answers(engine, sampling(60)))
+            assert delta.std() < 1e-5
+            assert np.abs(delta).max() < 1e-4
+    finally:
+        await engine.stop()
+        staged.close()
