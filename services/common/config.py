@@ -70,6 +70,10 @@ class RewardFunction(Section):
     name: RunName | None = Field(None, description="Name in logs and metrics; the file's name by default")
     entry: str | None = Field(None, description="Name of the function, where the file holds more than one")
     weight: float = Field(1.0, description="Factor of this function's value in the summed reward")
+    reads: tuple[Path, ...] = Field(
+        (),
+        description="Files and folders beside its own file that it may read and import from; everything else is hidden",
+    )
 
     @property
     def label(self) -> str:
@@ -91,8 +95,36 @@ class RewardConfig(Section):
         description="Address space of the process that runs user code, in MiB",
         json_schema_extra=ON_RESUME,
     )
+    cpu_s: PositiveFloat | None = Field(
+        None,
+        description="Processor time that a call may use, over all its threads; null leaves it to timeout_s",
+        json_schema_extra=ON_RESUME,
+    )
     batch_size: PositiveInt = Field(
         64, description="Answers handed to a function in one call, at most", json_schema_extra=ON_RESUME
+    )
+    workers: PositiveInt = Field(
+        2, description="Calls of one function that are answered at once", json_schema_extra=ON_RESUME
+    )
+    on_failure: Literal["rollout", "group"] = Field(
+        "rollout",
+        description="What a failed score costs: its rollout, which the group goes on without, or the whole group",
+        json_schema_extra=ON_RESUME,
+    )
+    max_failure_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of failed scores beyond which the run is paused, with the function's own error; 1 is never",
+        json_schema_extra=ON_RESUME,
+    )
+    failure_window: PositiveInt = Field(
+        256, description="Training rollouts that max_failure_share is taken over", json_schema_extra=ON_RESUME
+    )
+    sandbox_minimum: Literal["bubblewrap", "landlock", "rlimits"] = Field(
+        "landlock",
+        description="Least containment of user code; the strongest that the machine gives is taken",
+        json_schema_extra=ON_RESUME,
     )
 
 

@@ -193,6 +193,7 @@ def _resolve_paths(config: Config, base: Path) -> Config:
             update[section][name] = base / update[section][name]
     for function in update["reward"]["functions"]:
         function["path"] = base / function["path"]
+        function["reads"] = [base / place for place in function["reads"]]
     if (base / update["model"]["path"]).exists():
         update["model"]["path"] = str(base / update["model"]["path"])
     return Config.model_validate(update)

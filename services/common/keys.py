@@ -13,6 +13,8 @@ MEMBER_TTL_S = 6
 HEARTBEAT_S = 1.5
 # Events are read by position and acknowledged by nobody, so trimming them loses no pending entry.
 EVENTS_KEPT = 10_000
+# What `paused` holds where a user asked for it.
+BY_A_USER = b"1"
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Keys:
 
     @property
     def paused(self) -> str:
-        """Present while a user has paused the issue of new groups."""
+        """Present while the issue of new groups is paused: BY_A_USER, or why."""
         return self._key("paused")
 
 

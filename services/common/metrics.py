@@ -39,6 +39,7 @@ REWARD_CALLS = Counter("gspo_reward_calls", "Calls of a reward function, by resu
 REWARD_SECONDS = Histogram(
     "gspo_reward_seconds", "Time of one call of a reward function", ["function"], buckets=_LATENCY
 )
+SCORE_FAILURES = Counter("gspo_score_failures", "Failed scores, by the kind of failure", ["kind"])
 ROLLOUTS_SCORED = Counter("gspo_rollouts_scored", "Rollouts scored, or failed", ["result"])
 
 # Learner

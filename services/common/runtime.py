@@ -160,6 +160,7 @@ class Service:
     Attributes:
         stopping: Set when the process has been asked to drain.
         problems: What keeps it from being ready, by cause; empty is ready.
+        facts: What /readyz tells beside that.
     """
 
     def __init__(self, options: Options) -> None:
@@ -169,6 +170,7 @@ class Service:
         self.activity = Activity(options.service)
         self.stopping = asyncio.Event()
         self.problems: dict[str, str] = {"starting": "the service is starting"}
+        self.facts: dict[str, str] = {}
 
     async def run(self, main: Coroutine[Any, Any, None], background: dict[str, Coroutine[Any, Any, Any]]) -> None:
         """Run the main loop to its end, and the background tasks as long as it lasts.

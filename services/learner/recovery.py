@@ -36,7 +36,12 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity) ->
         state = trainer.load(run_dir.checkpoints.path(newest))
         step, moments = newest, RunningMoments(**state["moments"])
     assembler = Assembler(
-        config.algorithm, config.staleness, seed=config.seed, settlements=run_dir.settlements, moments=moments
+        config.algorithm,
+        config.staleness,
+        seed=config.seed,
+        settlements=run_dir.settlements,
+        moments=moments,
+        on_failure=config.reward.on_failure,
     )
     to_replay = run_dir.steps_to_replay(after=step)
     for step in to_replay:

@@ -22,7 +22,7 @@ from services.reward.scorer import Function, open_scorer
 NUM_TRIALS = 2
 TRIAL_TEXT = "42"
 # A function that raises one of these cannot work with any answer; others may come from the made-up one.
-_NEVER_THE_ANSWER = ("ImportError", "ModuleNotFoundError", "NameError", "Unfit")
+_NEVER_THE_ANSWER = ("ImportError", "ModuleNotFoundError", "NameError", "Unfit", "InvalidReturn")
 
 
 def check(config: Config) -> None:

@@ -1,42 +1,58 @@
-"""A process for one reward function: started clean, asked in frames, killed at its time limit, started again.
+"""Runs user code for the reward service: each version of it in a sandbox of its own, its calls in warm workers.
 
-Prints of the user's code land in a pipe of their own and cannot become a result; a result is only what comes back on
-the channel under the question's id. It keeps a careless function from harming the run; it is no prison for a hostile
-one: network and files stay open. Neighbours: worker_process.py is the other end, scorer.py the caller.
+A sandbox is a supervisor, which runs no user code, and workers, its confined copies, which load the code and answer
+questions. Calls of one session share a worker, those of another never: a worker that served one session is not given
+to the next. A worker that fails in any way but an exception of the user's is killed, and so is one that leaves threads
+behind. A function of user code
+- has one process, with threads, and 256 open files; it makes no other process and starts no program
+- reads Python, the installed packages, the system's libraries and what `Code.reads` names; writes in its own scratch
+- opens no socket, sees and signals no other process, holds no capability, knows nothing of the service's environment
+- ends at the wall clock, processor time, memory, output and scratch that it may have
+start.py lists what the levels are made of, levels.py finds out what the machine gives.
+
+Not covered:
+- What a function says of its own answers. It shares its process with the harness and can change it, or write the
+  answer itself: a reward is what its author makes it. It cannot answer for another function or another session.
+- Calls of one session see what earlier calls of it left in memory and scratch, as calls of one program do.
+- Time: a function can slow others down by using its share of processors and memory bandwidth, and can learn from
+  timing what else runs. Nothing is done against side channels of the hardware.
+- The kernel. All levels share it with the machine; a fault in it is a way out. Where code comes from enemies rather
+  than from colleagues, run the reward service in a virtual machine.
+- At the level landlock: names and sizes of files outside are not readable, but whether a path exists can be told by
+  stat; other processes are seen to exist where /proc is mounted without hidepid; scratch lies on disk and is measured
+  ten times a second, so that more than its limit can be there for that long.
+- A service that runs as root takes a user of its own for each sandbox, unless Python's folders or those in `reads`
+  are closed to other users: then user code is root without capabilities.
+- At the level rlimits: everything but time, memory and state. It is for code that you trust.
+Neighbours: calls.py has the types, scorer.py and the doors call, crew.py has the workers, worker_link.py asks them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
-import secrets
 import signal
-import socket
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import structlog
 
-from services.reward import worker_process
 from services.reward.calls import Answer, CallFailed, Code, FailureKind, Limits, Question
+from services.reward.crew import Crew, excess
 from services.reward.functions import Signature
-from services.reward.values import describe
-from services.reward.worker_process import HEAD_BYTES
+from services.reward.imports import packages_to_share
+from services.reward.start import Level
+from services.reward.supervisor_link import CannotStart
+from services.reward.values import failure_of
+from services.reward.worker_link import StaleAnswer, WorkerGone, WorkerLink
 
-# Importing what a function needs (torch, sympy) may take longer than a call.
-LOAD_TIMEOUT_S = 120.0
-# A kill takes effect at once unless the process sits in the kernel.
-END_TIMEOUT_S = 5.0
-MAX_ANSWER_BYTES = 64 * 2**20
-OUTPUT_KEPT_BYTES = 4096
-KEPT_VARIABLES = ("PATH",)
-KEPT_PREFIX = "PYTHON"
+# Packages are imported before by the supervisor: this is the user's own code at the top of its file.
+LOAD_TIMEOUT_S = 30.0
+FIRST_LOOK_S, LOOK_S = 0.05, 0.1
+_END_S = 1.0
+# After these the worker is as good as before; after any other kind it may be full, short of something, or gone.
+_HARMLESS = ("exception", "invalid_return")
 log = structlog.get_logger()
 
 
@@ -56,13 +72,21 @@ class CallCounts:
 
 
 class Sandbox:
-    """One version of a user's code, loaded and warm."""
+    """One version of a user's code, loaded and warm.
 
-    def __init__(self, code: Code, limits: Limits) -> None:
-        self.code, self.limits, self.counts = code, limits, CallCounts()
+    Args:
+        level: How it is contained.
+        num_workers: Calls answered at once; further ones wait for a free worker.
+    """
+
+    def __init__(self, code: Code, limits: Limits, level: Level, *, num_workers: int = 1) -> None:
+        self.code, self.limits, self.level, self.counts = code, limits, level, CallCounts()
         self._signature: Signature | None = None
-        self._process: _Process | None = None
-        self._lock = asyncio.Lock()
+        self._folders = [path if path.is_dir() else path.parent for path in code.reads]
+        packages = packages_to_share(code.text, self._folders)
+        memory_mb = limits.memory_mb
+        self._crew = Crew(code.name, level, code.reads, packages, memory_mb=memory_mb, num_workers=num_workers)
+        self._num_workers, self._free = num_workers, asyncio.Semaphore(num_workers)
 
     @property
     def signature(self) -> Signature:
@@ -71,84 +95,166 @@ class Sandbox:
             raise RuntimeError(f"{self.code.name} is not loaded")
         return self._signature
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """How the supervisor could confine itself; empty before `load`."""
+        return self._crew.told
+
     async def load(self) -> Signature:
-        """Start the process and load the code.
+        """Start the supervisor and a first worker, and load the code.
 
         Raises:
             CallFailed: The file raises, takes too long, or holds no function that can be called; `loading` is set.
         """
-        async with self._lock:
-            await self._ready()
+        async with self._free:
+            self._crew.keep(None, await self._new_worker())
         return self.signature
 
-    async def call(self, question: Question, *, session: str = "") -> Answer:  # noqa: ARG002 - one process serves all
-        """Answer one question; calls of other sessions see nothing of what this one leaves behind.
+    async def call(self, question: Question, *, session: str | None = "") -> Answer:
+        """Answer one question.
+
+        Args:
+            session: Calls of other sessions see nothing of what this one leaves behind; None: no other call does.
 
         Raises:
-            CallFailed: It raised, took too long, or its process died; the next call finds a fresh process.
+            CallFailed: There are no values; the next call finds a fresh worker where this one cannot be trusted.
         """
-        async with self._lock:
-            process = await self._ready()
-            started = time.perf_counter()
-            result = "cancelled"
+        async with self._free:
             try:
-                values = await self._ask(process, question, self.limits.timeout_s)
-                result = "ok"
-            except CallFailed as error:
-                result = error.kind
-                seen = {"traceback": error.traceback, "output": error.output}
-                log.warning("reward_call_failed", function=self.code.name, reason=str(error), **seen)
-                raise
-            finally:
-                seconds = time.perf_counter() - started
-                self.counts.add(result, seconds)
-        return Answer(values["values"], process.output, seconds)
+                answer = await self._call_once(question, session)
+            except StaleAnswer:  # an earlier call spoiled the worker: not this one's fault
+                answer = await self._call_once(question, None)
+        return answer
 
     async def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            await self._process.end()
-            self._process = None
+        """Wait for the calls under way, then end every process."""
+        for _ in range(self._num_workers):
+            await self._free.acquire()
+        await self._crew.close()
+        for _ in range(self._num_workers):
+            self._free.release()
 
-    async def _ready(self) -> _Process:
-        if self._process is not None:
-            return self._process
-        self._process = await _Process.start(Path(self.code.filename).parent, self.limits.memory_mb)
-        question = {"path": self.code.filename, "source": self.code.text, "entry": self.code.entry}
+    async def _call_once(self, question: Question, session: str | None) -> Answer:
+        worker = await self._crew.take(session) or await self._new_worker()
+        started, result, keep = time.perf_counter(), "cancelled", False
         try:
-            answer = await self._ask(self._process, question, LOAD_TIMEOUT_S)
+            answer = await self._ask(worker, question, self.limits.timeout_s)
+            result = "ok"
+            keep = session is not None and not answer.get("threads_left")
+            return Answer(_values(answer), worker.output, time.perf_counter() - started)
         except CallFailed as error:
-            await self.close()
-            error.loading, error.args = True, (f"cannot be loaded: {error}",)
+            result = error.kind
+            keep = session is not None and bool(error.error_type) and error.kind in _HARMLESS
+            seen = {"traceback": error.traceback, "output": error.output}
+            log.warning("reward_call_failed", function=self.code.name, kind=error.kind, reason=str(error), **seen)
             raise
-        self._signature = Signature.from_answer(answer["signature"])
-        return self._process
-
-    async def _ask(self, process: _Process, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One question; a process that did not answer it properly is ended."""
-        answered = False
-        try:
-            answer = await process.ask(question, timeout_s)
-            answered = True
-        except TimeoutError:
-            text = f"took longer than {timeout_s:g} s and was killed"
-            raise CallFailed("timeout", text, output=process.output) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            text = f"its process died ({_cause(await process.exit_code())}){_last(process.output)}"
-            raise CallFailed("crash", text, output=process.output) from None
-        except ValueError as error:  # not JSON, or not ours
-            text = f"its process wrote into the channel of results: {error}"
-            raise CallFailed("forbidden", text, output=process.output) from None
+        except StaleAnswer:
+            result = "stale"
+            raise
         finally:
-            if not answered:
-                self._process = None
-                await process.end()
+            if result != "stale":
+                self.counts.add(result, time.perf_counter() - started)
+            if keep and session is not None:
+                self._crew.keep(session, worker)
+            else:
+                await asyncio.shield(self._crew.end(worker))
+
+    async def _new_worker(self) -> WorkerLink:
+        """A worker with the code loaded.
+
+        Raises:
+            CallFailed: It cannot be loaded.
+        """
+        try:
+            worker = await self._crew.start()
+        except (CannotStart, ConnectionError) as error:
+            raise CallFailed("crash", f"the sandbox cannot be started: {error}", loading=True) from error
+        question = {
+            "source": self.code.text,
+            "path": self.code.filename,
+            "entry": self.code.entry,
+            "kind": self.code.kind,
+            "folders": [str(folder) for folder in self._folders],
+        }
+        try:
+            answer = await self._ask(worker, question, LOAD_TIMEOUT_S)
+            signature = Signature.from_answer(answer["signature"])
+        except BaseException as error:
+            await asyncio.shield(self._crew.end(worker))
+            if isinstance(error, CallFailed):
+                error.loading, error.args = True, (f"cannot be loaded: {error}",)
+                raise
+            if isinstance(error, StaleAnswer | KeyError | TypeError):
+                text = "cannot be loaded: its process wrote into the channel of results"
+                raise CallFailed("forbidden", text, loading=True) from error
+            raise
+        self._signature = self._signature or signature
+        return worker
+
+    async def _ask(self, worker: WorkerLink, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """One question to a worker, which is looked at while it takes long."""
+        used_s = 0.0
+        if self.limits.cpu_s is not None and (look := await self._crew.look(worker)):
+            used_s = look.cpu_s
+        watching: asyncio.Task[None] | None = None
+
+        def watch() -> None:
+            nonlocal watching
+            watching = asyncio.create_task(self._watch(worker, used_s))
+
+        timer = asyncio.get_running_loop().call_later(FIRST_LOOK_S, watch)
+        try:
+            answer = await worker.ask(question, timeout_s)
+        except CallFailed as error:
+            error.output = worker.output
+            raise
+        except WorkerGone:
+            raise await self._why_gone(worker) from None
+        finally:
+            timer.cancel()
+            if watching:
+                watching.cancel()
         if "error" in answer:
-            raised = answer["error"]
-            kind: FailureKind = "memory" if raised["type"] == "MemoryError" else "exception"
-            detail = {"error_type": raised["type"], "traceback": raised["traceback"], "output": process.output}
-            raise CallFailed(kind, describe(raised), **detail)
+            raise _failure(answer["error"], worker.output)
         return answer
+
+    async def _watch(self, worker: WorkerLink, used_s: float) -> None:
+        """Hold a call that takes long to what it may use."""
+        cpu_s = self.limits.cpu_s
+        while look := await self._crew.look(worker):
+            if cpu_s is not None and look.cpu_s - used_s > cpu_s:
+                worker.fail("timeout", f"used more than {cpu_s:g} s of processor time and was killed")
+            elif much := excess(look):
+                worker.fail(*much)
+            await asyncio.sleep(LOOK_S)
+
+    async def _why_gone(self, worker: WorkerLink) -> CallFailed:
+        code = await self._crew.wait_end(worker, _END_S)
+        output = worker.output
+        kind: FailureKind = "forbidden" if code == -signal.SIGSYS else "crash"
+        return CallFailed(kind, f"its process died ({_cause(code)}){_last(output)}", output=output)
+
+
+def _values(answer: dict[str, Any]) -> Any:
+    if "values" not in answer:
+        raise CallFailed("forbidden", "its process answered something else than values")
+    return answer["values"]
+
+
+def _failure(told: Any, output: str) -> CallFailed:
+    """What a worker says of an exception; its word, so every part is checked for its type."""
+    if not isinstance(told, dict):
+        return CallFailed("forbidden", "its process answered something else than an error", output=output)
+    failure, line = failure_of(told), told.get("line")
+    texts = {name: value if isinstance(value := told.get(name), str) else "" for name in ("type", "traceback")}
+    return CallFailed(
+        failure.kind,
+        failure.reason,
+        error_type=texts["type"] or "unknown",
+        traceback=texts["traceback"],
+        output=output,
+        line=line if isinstance(line, int) else None,
+    )
 
 
 def _cause(code: int | None) -> str:
@@ -160,100 +266,3 @@ def _cause(code: int | None) -> str:
 def _last(output: str) -> str:
     lines = output.strip().splitlines()
     return f"; it last wrote: {lines[-1][:200]}" if lines else ""
-
-
-class _Process:
-    """One life of the process."""
-
-    def __init__(self, process: asyncio.subprocess.Process, channel: _Channel, output: asyncio.StreamReader) -> None:
-        self._process, self._channel = process, channel
-        self._tail = b""
-        self._listening = asyncio.create_task(self._listen(output))
-
-    @classmethod
-    async def start(cls, folder: Path, memory_mb: int) -> _Process:
-        """Start the process in `folder`, in a group of its own."""
-        here, there = socket.socketpair()
-        read_end, write_end = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-u", worker_process.__file__),
-                *(str(there.fileno()), str(memory_mb), str(os.getpid())),
-                cwd=folder,
-                env=clean_environment(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=write_end,
-                stderr=write_end,
-                pass_fds=(there.fileno(),),
-                start_new_session=True,
-            )
-        finally:
-            there.close()
-            os.close(write_end)
-        here.setblocking(False)
-        return cls(process, await asyncio.open_connection(sock=here), await _read_pipe(read_end))
-
-    async def ask(self, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a question and read its answer.
-
-        Raises:
-            TimeoutError: None came in `timeout_s`.
-            asyncio.IncompleteReadError, ConnectionError: The process is gone.
-            ValueError: What came is not the answer to this question.
-        """
-        reader, writer = self._channel
-        mark = secrets.token_hex(8)
-        body = json.dumps({"id": mark, **question}).encode()
-        async with asyncio.timeout(timeout_s):
-            writer.write(len(body).to_bytes(HEAD_BYTES, "big") + body)
-            await writer.drain()
-            size = int.from_bytes(await reader.readexactly(HEAD_BYTES), "big")
-            if size > MAX_ANSWER_BYTES:
-                raise ValueError(f"a frame of {size} bytes")
-            answer = json.loads(await reader.readexactly(size))
-        if not isinstance(answer, dict) or answer.get("id") != mark:
-            raise ValueError("a frame without the question's id")
-        return answer
-
-    @property
-    def output(self) -> str:
-        """The end of what the user's code printed."""
-        return self._tail.decode(errors="replace")
-
-    async def exit_code(self) -> int | None:
-        """How the process ended, given a moment to end; None while it lives."""
-        await asyncio.wait({self._listening}, timeout=0.2)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), 1.0)
-        return self._process.returncode
-
-    async def end(self) -> None:
-        """Kill the process and what it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._channel[1].close()
-        self._listening.cancel()
-        await asyncio.gather(self._listening, return_exceptions=True)
-        try:
-            await asyncio.wait_for(self._process.wait(), END_TIMEOUT_S)
-        except TimeoutError:
-            log.error("process_does_not_end", pid=self._process.pid, waited_s=END_TIMEOUT_S)
-
-    async def _listen(self, output: asyncio.StreamReader) -> None:
-        while chunk := await output.read(65536):
-            self._tail = (self._tail + chunk)[-OUTPUT_KEPT_BYTES:]
-
-
-_Channel = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-async def _read_pipe(fd: int) -> asyncio.StreamReader:
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", 0))
-    return reader
-
-
-def clean_environment() -> dict[str, str]:
-    """What user code may know of the service's environment: no tokens, no addresses."""
-    return {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES or name.startswith(KEPT_PREFIX)}

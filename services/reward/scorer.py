@@ -7,6 +7,7 @@ values.py reads what it returned, worker.py feeds it from the streams.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections import Counter
@@ -22,11 +23,12 @@ from services.common.config import RewardConfig
 from services.common.errors import InputError
 from services.reward.calls import CallFailed, Limits
 from services.reward.functions import Source, Unaskable, arguments_for, read_sources
+from services.reward.levels import Found, find_level
 from services.reward.sandbox import Sandbox
 from services.reward.values import Failure, Value, read_value
 
-# After a batch timed out, its answers are tried one at a time. When the first so many, of as many prompts as there
-# are, time out too, the function hangs on everything: trying the rest would cost timeout_s each.
+# After a batch failed, its answers are tried one at a time. When the first so many, of as many prompts as there are,
+# cost their worker too, the function hangs or dies on everything: trying the rest would cost as much each.
 NUM_PROBES = 4
 log = structlog.get_logger()
 
@@ -46,21 +48,33 @@ class Scorer:
         functions: The functions, loaded.
         batch_size: Answers in one call, at most.
         name: Name of this process, written into every score.
+        session: Whose calls these are, where score is not told: other sessions' calls share no process with them.
+        containment: How user code is contained.
     """
 
-    def __init__(self, functions: Sequence[Function], *, batch_size: int, name: str) -> None:
+    def __init__(
+        self,
+        functions: Sequence[Function],
+        *,
+        batch_size: int,
+        name: str,
+        session: str = "",
+        containment: Found | None = None,
+    ) -> None:
+        self.containment = containment
         self.functions = {function.source.name: function for function in functions}
-        self._batch_size, self._name = batch_size, name
+        self._batch_size, self._name, self._session = batch_size, name, session
         self._all = [RewardUse(name=one.source.name, weight=one.source.weight) for one in functions]
 
-    async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
+    async def score(self, rollouts: Sequence[Rollout], *, session: str | None = None) -> list[Score]:
         """A score for each rollout, in their order; a rollout that names no function is scored by all of them."""
+        session = session or self._session
         wanted: dict[str, list[int]] = {}
         for index, rollout in enumerate(rollouts):
             for use in rollout.rewards or self._all:
                 if self._unknown(use) is None:
                     wanted.setdefault(use.name, []).append(index)
-        found = await asyncio.gather(*(self._score_by(name, rollouts, wanted[name]) for name in wanted))
+        found = await asyncio.gather(*(self._score_by(name, rollouts, wanted[name], session) for name in wanted))
         results = dict(zip(wanted, found, strict=True))
         return [self._sum(rollout, index, results) for index, rollout in enumerate(rollouts)]
 
@@ -73,37 +87,41 @@ class Scorer:
             return f"version {use.version[:12]} is asked for and {version[:12]} is loaded"
         return None
 
-    async def _score_by(self, name: str, rollouts: Sequence[Rollout], indices: list[int]) -> dict[int, Value | Failure]:
-        values: dict[int, Value | Failure] = {}
-        for start in range(0, len(indices), self._batch_size):
-            batch = indices[start : start + self._batch_size]
-            values |= zip(batch, await self._score_batch(name, [rollouts[i] for i in batch]), strict=True)
-        return values
+    async def _score_by(
+        self, name: str, rollouts: Sequence[Rollout], indices: list[int], session: str
+    ) -> dict[int, Value | Failure]:
+        starts = range(0, len(indices), self._batch_size)
+        batches = [indices[start : start + self._batch_size] for start in starts]
+        found = await asyncio.gather(
+            *(self._score_batch(name, [rollouts[i] for i in batch], session) for batch in batches)
+        )
+        return dict(zip(indices, itertools.chain(*found), strict=True))
 
-    async def _score_batch(self, name: str, batch: list[Rollout]) -> list[Value | Failure]:
+    async def _score_batch(self, name: str, batch: list[Rollout], session: str) -> list[Value | Failure]:
         try:
-            return await self._call(name, batch)
+            return await self._call(name, batch, session)
         except CallFailed as error:
             if len(batch) == 1:
-                return [Failure(str(error))]
-            return await self._one_at_a_time(name, batch)
+                return [Failure(str(error), error.kind)]
+            return await self._one_at_a_time(name, batch, session)
 
-    async def _one_at_a_time(self, name: str, batch: list[Rollout]) -> list[Value | Failure]:
+    async def _one_at_a_time(self, name: str, batch: list[Rollout], session: str) -> list[Value | Failure]:
         """Find the answers that make a batch fail: the others keep their scores."""
-        values: list[Value | Failure] = [Failure("")] * len(batch)
-        num_timeouts = 0
+        values: dict[int, Value | Failure] = {}
+        ended: list[CallFailed] = []
         for position, index in enumerate(spread_over_groups(batch)):
-            if num_timeouts == position == NUM_PROBES:
-                reason = f"timed out on a batch of {len(batch)} and on each of {NUM_PROBES} answers alone; not tried"
-                return [value if value != Failure("") else Failure(reason) for value in values]
+            if len(ended) == position == NUM_PROBES:
+                how = "timed out" if ended[-1].kind == "timeout" else f"ended its process ({ended[-1].kind})"
+                reason = f"{how} on a batch of {len(batch)} and on each of {NUM_PROBES} answers alone; not tried"
+                return [values.get(i, Failure(reason, ended[-1].kind)) for i in range(len(batch))]
             try:
-                (values[index],) = await self._call(name, [batch[index]])
+                (values[index],) = await self._call(name, [batch[index]], session)
             except CallFailed as error:
-                values[index] = Failure(str(error))
-                num_timeouts += error.kind == "timeout"
-        return values
+                values[index] = Failure(str(error), error.kind)
+                ended += [] if error.error_type else [error]
+        return [values[i] for i in range(len(batch))]
 
-    async def _call(self, name: str, batch: list[Rollout]) -> list[Value | Failure]:
+    async def _call(self, name: str, batch: list[Rollout], session: str) -> list[Value | Failure]:
         """One call of a function.
 
         Raises:
@@ -111,12 +129,14 @@ class Scorer:
         """
         sandbox, result, started = self.functions[name].sandbox, "ok", time.perf_counter()
         try:
-            raw = (await sandbox.call(arguments_for(sandbox.signature, batch))).values
-            if len(raw) != len(batch):
-                raise CallFailed("invalid_return", f"returned {len(raw)} values for {len(batch)} completions")
+            raw = (await sandbox.call(arguments_for(sandbox.signature, batch), session=session)).values
+            if not isinstance(raw, list) or len(raw) != len(batch):
+                got = len(raw) if isinstance(raw, list) else "other"
+                text = f"returned {got} values for {len(batch)} completions"
+                raise CallFailed("invalid_return", text, error_type="InvalidReturn")
         except Unaskable as error:
             result = "not_asked"
-            raise CallFailed("exception", str(error)) from error
+            raise CallFailed("exception", str(error), error_type="Unaskable") from error
         except CallFailed as error:
             result = error.kind
             raise
@@ -127,24 +147,27 @@ class Scorer:
 
     def _sum(self, rollout: Rollout, index: int, results: dict[str, dict[int, Value | Failure]]) -> Score:
         score = Score(scorer=self._name, scored_unix_s=time.time())
-        failures, versions, total = [], [], 0.0
+        failures, kinds, versions, total = [], [], [], 0.0
         for use in rollout.rewards or self._all:
             if (why := self._unknown(use)) is not None:
                 failures.append(f"{use.name}: {why}")
+                kinds.append("unknown_function")
                 continue
             version = self.functions[use.name].source.version
             versions.append(version)
             value = results[use.name][index]
             if isinstance(value, Failure):
                 failures.append(f"{use.name}: {value.reason}")
+                kinds.append(value.kind)
                 continue
             score.parts.extend(_parts(use, value, version))
             total += use.weight * value.reward
         score.version = ",".join(versions)
         if not failures and not math.isfinite(total):
             failures.append("the weighted sum is not finite")
+            kinds.append("invalid_return")
         if failures:
-            score.failure = "; ".join(failures)
+            score.failure, score.failure_kind = "; ".join(failures), kinds[0]
         else:
             score.reward = total
         return score
@@ -171,14 +194,19 @@ def spread_over_groups(batch: Sequence[Rollout]) -> list[int]:
 
 
 @asynccontextmanager
-async def open_scorer(config: RewardConfig, *, name: str) -> AsyncIterator[Scorer]:
-    """A scorer with every function of the configuration loaded in a process of its own.
+async def open_scorer(config: RewardConfig, *, name: str, session: str = "") -> AsyncIterator[Scorer]:
+    """A scorer with every function of the configuration loaded in a sandbox of its own.
 
     Raises:
-        InputError: A file cannot be read or loaded, or holds no function that can be called.
+        InputError: A file cannot be read or loaded, or holds no function that can be called; or the machine gives less
+            containment than reward.sandbox_minimum.
     """
-    limits = Limits(config.timeout_s, config.memory_mb)
-    functions = [Function(source, Sandbox(source.code, limits)) for source in read_sources(config)]
+    sources = read_sources(config)
+    found = await find_level(config.sandbox_minimum)
+    limits = Limits(config.timeout_s, config.memory_mb, config.cpu_s)
+    functions = [
+        Function(source, Sandbox(source.code, limits, found.level, num_workers=config.workers)) for source in sources
+    ]
     try:
         for index, function in enumerate(functions):
             try:
@@ -186,7 +214,7 @@ async def open_scorer(config: RewardConfig, *, name: str) -> AsyncIterator[Score
             except CallFailed as error:
                 where = f"reward.functions.{index}"
                 raise InputError(where, f"{function.source.path} {error}", _how_to_mend(error)) from error
-        yield Scorer(functions, batch_size=config.batch_size, name=name)
+        yield Scorer(functions, batch_size=config.batch_size, name=name, session=session, containment=found)
     finally:
         await asyncio.gather(*(function.sandbox.close() for function in functions))
 

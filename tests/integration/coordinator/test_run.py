@@ -11,7 +11,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gspo_proto.rollout_pb2 import Event, Finished, Rollout, Score, Scored, ScoredRollout
+from gspo_proto.rollout_pb2 import Event, Finished, Rollout, Score, Scored, ScoredRollout, ScoringFails
 from services.common.events import FROM_START, Events
 from services.common.keys import Keys
 from services.common.members import members
@@ -183,6 +183,7 @@ async def test_the_door_shows_pauses_and_stops_the_run(
         await until(settled, "the settlement")
         assert await redis.hlen(keys.open) == 2  # nothing new while paused
         assert (await door.post("/v1/resume")).json() == {"paused": False}
+        await _scoring_fails(redis, keys, door, until)
         await until(hears(redis, keys, "prompts_exhausted"), "half a pass of ten prompts to be issued")
         assert [event.num_groups for event in await heard(redis, keys, "prompts_exhausted")] == [5]
         assert await redis.hlen(keys.open) == 3
@@ -196,6 +197,25 @@ async def test_the_door_shows_pauses_and_stops_the_run(
     assert await coordinator.exit_code() == 0
     assert await heard(redis, keys, "evaluation_done") == []  # nothing is measured after a stop
     assert await redis.hlen(keys.open) == 3  # a resume goes on with them
+
+
+async def _scoring_fails(redis: Redis, keys: Keys, door: httpx.AsyncClient, until: Until) -> None:
+    """What a scorer says of failures pauses the run with its words, until a user resumes it."""
+    await Events(redis, keys, "reward-0").send(Event(scoring_fails=ScoringFails(reason="75% failed: KeyError")))
+
+    async def told() -> bool:
+        state = (await door.get("/v1/state")).json()
+        return bool(state["paused"]) and state["paused_because"] == "75% failed: KeyError"
+
+    await until(told, "the pause with its reason")
+    assert "issue is paused (75% failed: KeyError)" in (await door.get("/v1/state")).json()["waits_for"]
+    assert (await door.post("/v1/resume")).json() == {"paused": False}
+
+    async def goes_on() -> bool:
+        state = (await door.get("/v1/state")).json()
+        return not state["paused"] and state["paused_because"] == ""
+
+    await until(goes_on, "the run to go on")
 
 
 async def _look_at_rollouts(redis: Redis, keys: Keys, door: httpx.AsyncClient) -> None:
