@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.cli.checks import check_unused
-from services.cli.lineup import LOOPBACK, REDIS, Job, free_port, redis_program, service_programs
+from services.cli.lineup import LOOPBACK, REDIS, Job, free_port, learner_by_hand, redis_program, service_programs
 from services.cli.outcome import EXIT_INTERRUPTED, RunError
 from services.cli.rundir import SERVICES_DIR, write_supervisor_facts
 from services.cli.screen import Screen
@@ -89,6 +89,8 @@ async def run_session(job: Job, view: View, screen: Screen, interrupts: Interrup
             await watcher.forget_last_session()
             write_supervisor_facts(job.run_dir, redis_url)
             supervisor.start(service_programs(job, redis_url))
+            if job.leaves_learner:
+                screen.say(Line(learner_by_hand(job, redis_url)))
             await _until_over(job, view, screen, interrupts, supervisor, watcher)
         except RedisError as error:
             raise RunError(f"Redis did not answer for {REDIS_PATIENCE_S} s ({error})") from error

@@ -25,7 +25,7 @@ from services.common.algorithm import AlgorithmConfig
 Dtype = Literal["float32", "bfloat16", "float16"]
 RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Port = Annotated[int, Field(ge=0, le=65535)]
-# On two cores 2048 took 0.6 of the time of 8192 for answers of mixed lengths: less padding, and it stays in the cache.
+# On two cores 2048 took 0.6 of the time of 8192 for answers of mixed lengths: it stays in the cache.
 MICRO_BATCH_TOKENS = 2048
 # Marks a key that may change when a run is resumed.
 ON_RESUME: JsonDict = {"on_resume": True}
@@ -247,17 +247,46 @@ class LearnerConfig(Section):
     )
     micro_batch_tokens: PositiveInt | None = Field(
         None,
-        description="Tokens, padding included, in one forward and backward; 2048 by default, or the longest rollout "
-        "where that is more. More suits a GPU",
+        description="Tokens in one forward and backward; 2048 by default, or the longest rollout where that is more. "
+        "More suits a GPU",
+    )
+    packing: bool = Field(
+        True,
+        description="Lay rollouts one after another without padding; false, and models that cannot, pad them to the "
+        "longest",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, more time"
     )
-    zero_stage: int = Field(0, ge=0, le=3, description="DeepSpeed ZeRO stage")
-    threads: int = Field(0, ge=0, description="CPU threads; 0 takes every core")
-    deepspeed: dict[str, Any] = Field(
+    zero_stage: int = Field(
+        0,
+        ge=0,
+        le=3,
+        description="DeepSpeed ZeRO: what the ranks share out instead of each holding it; 1 optimizer states, 2 "
+        "gradients too, 3 weights too",
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="Keep in host memory instead of the GPU's: optimizer states (zero_stage 1 to 3), or weights too "
+        "(all; zero_stage 3)",
+    )
+    ranks: int = Field(
+        1,
+        ge=0,
+        le=64,
+        description="Processes that the learner starts through torchrun on this machine, each with a share of every "
+        "mini-batch: one for each GPU. 0 leaves the start to you, for several hosts",
+    )
+    rank_timeout_s: PositiveFloat = Field(
+        600.0,
+        description="Longest that a rank waits for another before the learner ends, to be started again",
+        json_schema_extra=ON_RESUME,
+    )
+    threads: int = Field(0, ge=0, description="CPU threads of a rank; 0 shares all cores out among them")
+    deepspeed: dict[str, Any] | Path = Field(
         default_factory=dict,
-        description="Further DeepSpeed configuration, merged; a key of ours that contradicts it is an error",
+        description="Further DeepSpeed configuration, as a mapping or the path of a JSON file; a value that "
+        "contradicts a key of ours is an error, 'auto' leaves it to us",
     )
 
 
@@ -395,6 +424,17 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _offload_fits_the_stage(self) -> Config:
+        learner = self.learner
+        least = {"none": 0, "optimizer": 1, "all": 3}[learner.offload]
+        if learner.zero_stage < least:
+            raise ValueError(
+                f"learner.offload: {learner.offload} needs zero_stage {least}{' or more' if least < 3 else ''}, and it "
+                f"is {learner.zero_stage}. Set learner.zero_stage: {least}, or offload: none"
+            )
+        return self
+
     @property
     def run_dir(self) -> Path:
         """The run directory."""
@@ -402,7 +442,7 @@ class Config(Section):
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens, padding included, in one forward and backward of the learner."""
+        """Tokens in one forward and backward of the learner."""
         longest = self.algorithm.prompt_length + self.algorithm.response_length
         return self.learner.micro_batch_tokens or max(MICRO_BATCH_TOKENS, longest)
 

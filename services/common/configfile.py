@@ -19,7 +19,7 @@ from services.common.config import Config
 from services.common.errors import InputError, nearest
 
 # Paths in a file are relative to that file, so that a folder can be moved as a whole.
-PATH_KEYS = ("data.prompts", "evaluation.prompts", "run.directory", "services.token_file")
+PATH_KEYS = ("data.prompts", "evaluation.prompts", "run.directory", "services.token_file", "learner.deepspeed")
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _resolve_paths(config: Config, base: Path) -> Config:
     update = config.model_dump()
     for key in PATH_KEYS:
         section, name = key.split(".")
-        if update[section][name] is not None:
+        if isinstance(update[section][name], Path):
             update[section][name] = base / update[section][name]
     for function in update["reward"]["functions"]:
         function["path"] = base / function["path"]

@@ -1,6 +1,6 @@
 """The life of the learner process: take the run directory, recover, train, end.
 
-Neighbours: loop.py is its main loop, door.py its face.
+Rank 0 lives it; the others follow. Neighbours: loop.py is its main loop, door.py its face, orders.py the ranks'.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from services.common.rpc import GrpcServer
 from services.common.runtime import Service
 from services.learner.door import SERVICE_NAME, Door
 from services.learner.loop import Learner
+from services.learner.orders import follow
 from services.learner.recovery import recover
 from services.learner.rundir import RunDir
 
@@ -33,9 +34,19 @@ async def live(service: Service) -> None:
         with RunDir(options.run_dir) as run_dir:
             learner = await _recovered(service, run_dir, thread)
             await _serve(service, learner, http.address)
+            await learner.release_ranks()
     finally:
         serving.cancel()
         thread.shutdown(cancel_futures=True)
+
+
+async def live_as_follower(service: Service) -> None:
+    """Train as rank 0 orders, until it says that this is the end: it alone answers signals and talks to others."""
+    try:
+        model = model_folder(service.config.model)
+        await asyncio.to_thread(follow, service.config, model, service.options.run_dir)
+    finally:
+        await service.redis.aclose()
 
 
 async def _recovered(service: Service, run_dir: RunDir, thread: ThreadPoolExecutor) -> Learner:
@@ -70,6 +81,7 @@ async def _serve(service: Service, learner: Learner, http_address: str) -> None:
                 "publisher": learner.publisher.run(),
                 "events": learner.watch_events(position),
                 "stop": _stop_on_request(service, learner),
+                "ranks": learner.watch_ranks(),
             },
         )
     finally:

@@ -34,16 +34,19 @@ from services.common.events import Events
 from services.common.runtime import Service
 from services.learner.assembly import Assembler, Batch, Exhausted, Hopeless, Waiting
 from services.learner.intake import Intake
+from services.learner.orders import Leader
 from services.learner.publisher import Live, Publisher
 from services.learner.rundir import RunDir
 from services.learner.settlement import SettledGroup
-from services.learner.trainer import NotFiniteError, Trainer
+from services.learner.updates import NotFiniteError
 from services.learner.weights import Policy, policy_from
 
 log = structlog.get_logger()
 T = TypeVar("T")
 # A change of the open groups has no signal of its own.
 _LOOK_AGAIN_S = 0.25
+# Within the time after which a silent rank is given up.
+_SIGNS_IN_TIME = 4
 _SECONDS_PER_HOUR = 3600.0
 _EXPORT = "export"
 
@@ -64,7 +67,7 @@ class Learner:
         self,
         service: Service,
         run_dir: RunDir,
-        trainer: Trainer,
+        trainer: Leader,
         assembler: Assembler,
         thread: ThreadPoolExecutor,
         *,
@@ -79,6 +82,7 @@ class Learner:
         self._in_training: tuple[int, ...] = ()
         self._recent: list[Mapping[str, float]] = []
         self._trained_s, self._waited_s = run_dir.trained_s, 0.0
+        self._is_generated = False
         self._num_groups: int | None = None
         self._stop_reason = self._done_reason = ""
         self._finished = asyncio.Event()
@@ -114,6 +118,16 @@ class Learner:
             elif what == "finished":
                 self._finished.set()
             self.intake.arrived.set()
+
+    async def watch_ranks(self) -> None:
+        """Show the other ranks that this one lives, and notice when one of them does not."""
+        while True:
+            await asyncio.sleep(self._config.learner.rank_timeout_s / _SIGNS_IN_TIME)
+            await self._in_thread(self._trainer.sign_of_life)
+
+    async def release_ranks(self) -> None:
+        """Let the other ranks end."""
+        await self._in_thread(self._trainer.close)
 
     def progress(self) -> ProgressReply:
         """The learner's account of the run, for the coordinator."""
@@ -175,6 +189,9 @@ class Learner:
         began = time.monotonic()
         while not (self._reason_to_end() or self._checkpoint_wanted):
             self.intake.arrived.clear()
+            if not self._is_generated:
+                # The time until the first engine serves is the start of this life, not training.
+                began, self._is_generated = time.monotonic(), self.publisher.live_version >= 0
             open_groups = await self.intake.open_groups()
             found = self._assembler.next_batch(self._version, open_groups, num_groups=self._num_groups)
             await self._settle(found.settled)
@@ -210,7 +227,11 @@ class Learner:
             await self.intake.acknowledge(batch.groups)
         logged = time.monotonic()
         with self._service.activity.doing("training", f"step {batch.step}, {len(batch.rows)} rollouts"):
-            figures = await self._in_thread(self._trainer.train, batch.step, batch.rows)
+            done = await self._in_thread(self._trainer.train, batch.step, batch.rows)
+            not_applied = [asdict(left_out) for left_out in done.not_applied]
+            for left_out in not_applied:
+                log.warning("mini_batch_not_applied", step=batch.step, **left_out)
+            await asyncio.to_thread(self._run_dir.append_not_applied, batch.step, not_applied)
         trained = time.monotonic()
         with self._service.activity.doing("publishing", f"version {batch.step}"):
             self._version = batch.step
@@ -218,7 +239,7 @@ class Learner:
             await asyncio.to_thread(self._run_dir.append_version, policy.version, policy.digest, batch.step)
         self._set_version(policy)
         published = time.monotonic()
-        figures |= {
+        figures = done.figures | {
             "wait_s": self._waited_s,
             "log_s": logged - began,
             "train_s": trained - logged,
@@ -350,4 +371,5 @@ def _show(figures: Mapping[str, float], step: int) -> None:
         metrics.STEP_SECONDS.labels(phase).observe(figures[f"{phase}_s"])
     metrics.TOKENS_TRAINED.inc(figures["tokens"])
     metrics.ROLLOUTS_TRAINED.inc(figures["sequences"])
-    log.info("step_done", step=step, **{k: round(figures[k], 6) for k in ("reward_mean", "loss", "step_s")})
+    shown = {key: round(figures[key], 6) for key in ("reward_mean", "loss", "step_s") if key in figures}
+    log.info("step_done", step=step, **shown)

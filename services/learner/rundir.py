@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,12 +62,14 @@ class RunDir:
             self._policy_lines = held.enter_context(JsonLines(log_folder / "policy.jsonl"))
             self._metrics_lines = held.enter_context(JsonLines(log_folder / "metrics.jsonl"))
             self._evaluation_lines = held.enter_context(JsonLines(log_folder / "evaluations.jsonl"))
+            self._not_applied_lines = held.enter_context(JsonLines(log_folder / "not_applied.jsonl"))
             self._trained_lines: set[int] = set()
             self.settlements = self._read_settlements()
             self._versions = {r["version"]: _policy_version(r) for r in self._policy_lines.records()}
             steps = self._metrics_lines.records()
             self._measured_steps = {r["step"] for r in steps}
             self.trained_s = sum(r["figures"].get("step_s") or 0.0 for r in steps)
+            self._not_applied = {(r["step"], r["update"]) for r in self._not_applied_lines.records()}
             self._evaluations = {r["label"]: _num_prompts(r["figures"]) for r in self._evaluation_lines.records()}
             self._held = held.pop_all()
 
@@ -143,6 +145,20 @@ class RunDir:
     def digest(self, version: int) -> str | None:
         """The recorded digest of a version; None where there is none."""
         return self._versions[version].digest if version in self._versions else None
+
+    def append_not_applied(self, step: int, left_out: Iterable[Mapping[str, Any]]) -> None:
+        """Record the mini-batches of a step that were not applied, each once; on the disk when this returns.
+
+        A record has `update`, `mini_batch` and `reason`, as updates.py names them.
+        """
+        new = [record for record in left_out if (step, record["update"]) not in self._not_applied]
+        if new:
+            self._not_applied_lines.append({"step": step, **record, "unix_s": time.time()} for record in new)
+            self._not_applied |= {(step, record["update"]) for record in new}
+
+    def not_applied(self, step: int) -> list[int]:
+        """The updates of a step that are recorded as not applied."""
+        return sorted(update for of_step, update in self._not_applied if of_step == step)
 
     def append_metrics(self, step: int, version: int, figures: Mapping[str, float]) -> bool:
         """Record a step's figures, once. Returns False, and writes nothing, where a replay trained it again."""

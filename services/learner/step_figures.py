@@ -68,7 +68,7 @@ def objective_figures(stats: Stats) -> dict[str, float]:
 
 def mismatch_figures(algorithm: AlgorithmConfig, stats: Stats) -> dict[str, float]:
     """Noise between generator and learner at equal weights; nothing where no token is of the learner's version."""
-    if not float(stats["mismatch.count"]):
+    if not float(stats.get("mismatch.count", 0.0)):
         return {}
     seen = figures(stats)
     sigma_token, sigma_sequence = seen["mismatch_std"], seen["sequence_mismatch_std"]
