@@ -13,7 +13,6 @@ from benchmarks.children import serve
 from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.model_folder import model_folder
-from services.learner.compiled_ops import one_builder
 from services.learner.steplog import StepLog
 from services.learner.trainer import Trainer
 
@@ -25,13 +24,12 @@ def measure(orders: dict[str, Any]) -> dict[str, Any]:
     config: Config = read_config(Path(orders["config"]))
     rows = StepLog(Path(orders["log"])).read(_STEP)
     began = time.monotonic()
-    with one_builder():
-        trainer = Trainer(config, model_folder(config.model), seed=config.seed)
+    trainer = Trainer(config, model_folder(config.model), seed=config.seed)
     start_s = time.monotonic() - began
     rounds = []
     for _ in range(orders["rounds"]):
         began = time.monotonic()
-        figures = trainer.train(_STEP, rows)
+        figures = trainer.train(_STEP, rows).figures
         trained = time.monotonic()
         trainer.policy()
         rounds.append({"seconds": trained - began, "policy_s": time.monotonic() - trained, "tokens": figures["tokens"]})

@@ -62,6 +62,7 @@ def _render(results: Results) -> str:
         learner=rows.learner(results) if "learner" in results else "",
         system=_system(results, peer_s) if "system" in results else None,
         learning=rows.learning(results) if "learning" in results else "",
+        reward=rows.reward(results) if "reward" in results else "",
         peer_again=bool(peer),
         peer_s=number(peer_s),
     )

@@ -179,3 +179,47 @@ def learning(results: Results) -> str:
 
 def _curve(case: Record, x: str) -> list[tuple[float, float]]:
     return [(point[x], point["accuracy"]) for point in case["curve"]]
+
+
+def reward(results: Results) -> str:
+    """What the sandbox costs, each figure beside what it is measured against."""
+    found = [_REWARD_ROWS[case["what"]](case) for case in cases(results, "reward")]
+    return table(("", "sandbox", "beside", ""), found)
+
+
+def _batch_row(case: Record) -> list[str]:
+    added = f"{number((case['sandbox_s'] - case['in_process_s']) * 1e3, 2)} ms added"
+    name = f"a batch of 64, median, level {case['level']}"
+    sandbox, in_process = (f"{number(case[key] * 1e3, 2)} ms" for key in ("sandbox_s", "in_process_s"))
+    return [name, sandbox, f"{in_process} in process", added]
+
+
+def _rate_row(case: Record) -> list[str]:
+    share = f"{percent(case['sandbox_per_s'] / case['pool_per_s'])} of the pool"
+    rates = [f"{number(case[name], 0)} scores/s" for name in ("sandbox_per_s", "pool_per_s")]
+    return [f"rate, workers: {case['num_workers']}", rates[0], f"{rates[1]} of a bare pool", share]
+
+
+def _beside_row(case: Record) -> list[str]:
+    alone, beside = (f"{number(case[f'{name}_p99_s'] * 1e3, 2)} ms" for name in ("alone", "beside"))
+    times = f"{number(case['beside_p99_s'] / case['alone_p99_s'], 2)} times"
+    return ["p99 of a fast function beside 32 calls of 200 ms", beside, f"{alone} alone", times]
+
+
+def _first_row(case: Record) -> list[str]:
+    plain, numpy = (f"{number(case[f'{name}_s'], 2)} s" for name in ("plain", "numpy"))
+    return ["from source to first score, the slowest", plain, f"{numpy} with numpy", ""]
+
+
+def _stream_row(case: Record) -> list[str]:
+    name = f"{number(case['num_rollouts'], 0)} rollouts through stream, sandbox and back"
+    return [name, f"{number(case['per_s'], 0)} rollouts/s", "", f"{number(case['seconds'], 2)} s"]
+
+
+_REWARD_ROWS = {
+    "batch": _batch_row,
+    "rate": _rate_row,
+    "beside": _beside_row,
+    "first": _first_row,
+    "stream": _stream_row,
+}

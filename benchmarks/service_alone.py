@@ -52,7 +52,7 @@ async def _measure(config: Config, lengths: Lengths, rounds: int) -> dict[str, A
     try:
         async with Supervisor(config.run_dir / "services", 0, complaints.append) as supervisor:
             supervisor.start([redis_program(config.run_dir, port)])
-            await _until_up(url)
+            await until_up(url)
             await create_consumer_groups(redis, keys)
             began = time.monotonic()
             supervisor.start(service_programs(Job(config, config.run_dir, services=("generation",)), url))
@@ -69,7 +69,8 @@ async def _measure(config: Config, lengths: Lengths, rounds: int) -> dict[str, A
         await redis.aclose()
 
 
-async def _until_up(url: str) -> None:
+async def until_up(url: str) -> None:
+    """Wait for a Redis that was just started."""
     probe, deadline = Redis.from_url(url, protocol=2, socket_timeout=1), time.monotonic() + _REDIS_S
     try:
         while time.monotonic() < deadline:

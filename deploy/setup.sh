@@ -1,8 +1,9 @@
 #!/bin/sh
 # Makes the virtual environment: ./.venv by default, $VENV where set. A second call with nothing changed does nothing.
 #
-# Needs Python 3.11 or newer, a C++ compiler with Python's headers for the one op that DeepSpeed builds, and libnuma
-# for vLLM; on Debian and as root it installs what is missing. Everything is pinned by deploy/requirements-cpu.lock.
+# Needs Python 3.11 or newer, a C++ compiler with Python's headers for vLLM's compiled graphs, libnuma for vLLM, bubblewrap
+# and libseccomp for the sandbox of reward functions; on Debian and as root it installs what is missing, and iproute2 for
+# the one test that makes hosts of namespaces. Everything is pinned by deploy/requirements-cpu.lock.
 set -eu
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
@@ -35,6 +36,18 @@ HEADER='import pathlib, sysconfig, sys; sys.exit(not pathlib.Path(sysconfig.get_
 "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || install_missing python3-venv
 # vLLM's CPU kernels are linked with it; without them vLLM starts and then lacks its ops.
 "$PYTHON" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || install_missing libnuma1
+
+# They contain user code: without bubblewrap the sandbox falls back on Landlock, without libseccomp on less.
+MISSING=
+command -v bwrap >/dev/null || MISSING=bubblewrap
+"$PYTHON" -c 'import ctypes; ctypes.CDLL("libseccomp.so.2")' 2>/dev/null || MISSING="$MISSING libseccomp2"
+# shellcheck disable=SC2086
+if [ -n "$MISSING" ]; then
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then install_missing $MISSING
+  else say "missing: $MISSING. Reward functions run with less around them; 'reward' logs the level it found"; fi
+fi
+
+[ "$(id -u)" != 0 ] || command -v ip >/dev/null || install_missing iproute2
 
 say "making $VENV"
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"

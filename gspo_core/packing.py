@@ -1,4 +1,4 @@
-"""Cut rollouts into micro-batches under a token budget, and lay rows of unlike length into one padded tensor.
+"""Cut rollouts into micro-batches under a token budget, padded or not, and lay rows into one padded tensor.
 
 Not here: which rollouts a step holds, or on which rank; the loss does not depend on any cut made here.
 Neighbours: the learner alone; loss.aggregate_loss is what makes the cut invisible.
@@ -30,6 +30,27 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             num_fitting = max_tokens // max(1, lengths[row])
         batches[-1].append(row)
         num_fitting -= 1
+    return batches
+
+
+def packed_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Cut rows of the given lengths (tokens) into lists of row indices of at most max_tokens in all, unpadded.
+
+    As `micro_batches`: longest first, each row in exactly one list, the same cut of the same lengths.
+    ValueError: a row longer than max_tokens, or a negative length.
+    """
+    if lengths and min(lengths) < 0:
+        raise ValueError(f"lengths holds {min(lengths)}; a length is at least 0")
+    batches: list[list[int]] = []
+    free = 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if lengths[row] > max_tokens:
+            raise ValueError(f"row {row} has {lengths[row]} tokens; raise max_tokens, {max_tokens}, to at least that")
+        if not batches or free < lengths[row]:
+            batches.append([])
+            free = max_tokens
+        batches[-1].append(row)
+        free -= lengths[row]
     return batches
 
 

@@ -392,12 +392,15 @@ class Score(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SCORER_FIELD_NUMBER: _builtins.int
     SCORED_UNIX_S_FIELD_NUMBER: _builtins.int
+    FAILURE_KIND_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     failure: _builtins.str
     version: _builtins.str
     """versions of all functions, joined by a comma"""
     scorer: _builtins.str
     scored_unix_s: _builtins.float
+    failure_kind: _builtins.str
+    """of the first failure: timeout, memory, crash, forbidden, output_too_large, invalid_return,"""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScorePart]: ...
     def __init__(
@@ -409,10 +412,11 @@ class Score(_message.Message):
         version: _builtins.str = ...,
         scorer: _builtins.str = ...,
         scored_unix_s: _builtins.float = ...,
+        failure_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "result", b"result", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "parts", b"parts", "result", b"result", "reward", b"reward", "scored_unix_s", b"scored_unix_s", "scorer", b"scorer", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "failure_kind", b"failure_kind", "parts", b"parts", "result", b"result", "reward", b"reward", "scored_unix_s", b"scored_unix_s", "scorer", b"scorer", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["reward", "failure"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
@@ -650,8 +654,6 @@ Global___VersionLive: _TypeAlias = VersionLive  # noqa: Y015
 
 @_typing.final
 class EvaluationDone(_message.Message):
-    """One version measured on one file of held-out prompts."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -678,16 +680,9 @@ class EvaluationDone(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     FIGURES_FIELD_NUMBER: _builtins.int
-    FILE_FIELD_NUMBER: _builtins.int
-    SCORE_FIELD_NUMBER: _builtins.int
     evaluation: _builtins.str
-    """label: v20, or v20/NAME where the files have names"""
     version: _builtins.int
     step: _builtins.int
-    file: _builtins.str
-    """its name; empty where there is one without"""
-    score: _builtins.float
-    """what evaluation.keep_best compares, over the prompts that every evaluation asks"""
     @_builtins.property
     def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -697,16 +692,12 @@ class EvaluationDone(_message.Message):
         version: _builtins.int = ...,
         step: _builtins.int = ...,
         figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-        file: _builtins.str = ...,
-        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "evaluation", b"evaluation", "figures", b"figures", "file", b"file", "score", b"score", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "figures", b"figures", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
-    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EvaluationDone: _TypeAlias = EvaluationDone  # noqa: Y015
 
@@ -824,6 +815,27 @@ class Finished(_message.Message):
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
+class ScoringFails(_message.Message):
+    """Too many scores fail: the coordinator issues no more groups until a user resumes the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoringFails: _TypeAlias = ScoringFails  # noqa: Y015
+
+@_typing.final
 class Event(_message.Message):
     """An entry of events."""
 
@@ -842,6 +854,7 @@ class Event(_message.Message):
     STOP_REQUESTED_FIELD_NUMBER: _builtins.int
     PROMPTS_EXHAUSTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    SCORING_FAILS_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
     epoch: _builtins.int
     """of the learner that the sender knew; a lower one than the newest is ignored"""
@@ -865,6 +878,8 @@ class Event(_message.Message):
     def prompts_exhausted(self) -> Global___PromptsExhausted: ...
     @_builtins.property
     def finished(self) -> Global___Finished: ...
+    @_builtins.property
+    def scoring_fails(self) -> Global___ScoringFails: ...
     def __init__(
         self,
         *,
@@ -881,12 +896,13 @@ class Event(_message.Message):
         stop_requested: Global___StopRequested | None = ...,
         prompts_exhausted: Global___PromptsExhausted | None = ...,
         finished: Global___Finished | None = ...,
+        scoring_fails: Global___ScoringFails | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "scoring_fails", b"scoring_fails", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "epoch", b"epoch", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "schema", b"schema", "sender", b"sender", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "unix_s", b"unix_s", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "epoch", b"epoch", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "schema", b"schema", "scoring_fails", b"scoring_fails", "sender", b"sender", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "unix_s", b"unix_s", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["step_done", "groups_settled", "version_live", "evaluation_done", "checkpoint_done", "training_done", "stop_requested", "prompts_exhausted", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["step_done", "groups_settled", "version_live", "evaluation_done", "checkpoint_done", "training_done", "stop_requested", "prompts_exhausted", "finished", "scoring_fails"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
 

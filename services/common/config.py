@@ -16,18 +16,16 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     StringConstraints,
-    field_validator,
     model_validator,
 )
 from pydantic.config import JsonDict
 
 from services.common.algorithm import AlgorithmConfig
-from services.common.keep_best import BestFigure, best_figure
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Port = Annotated[int, Field(ge=0, le=65535)]
-# On two cores 2048 took 0.6 of the time of 8192 for answers of mixed lengths: less padding, and it stays in the cache.
+# On two cores 2048 took 0.6 of the time of 8192 for answers of mixed lengths: it stays in the cache.
 MICRO_BATCH_TOKENS = 2048
 # Marks a key that may change when a run is resumed.
 ON_RESUME: JsonDict = {"on_resume": True}
@@ -72,6 +70,10 @@ class RewardFunction(Section):
     name: RunName | None = Field(None, description="Name in logs and metrics; the file's name by default")
     entry: str | None = Field(None, description="Name of the function, where the file holds more than one")
     weight: float = Field(1.0, description="Factor of this function's value in the summed reward")
+    reads: tuple[Path, ...] = Field(
+        (),
+        description="Files and folders beside its own file that it may read and import from; everything else is hidden",
+    )
 
     @property
     def label(self) -> str:
@@ -93,8 +95,36 @@ class RewardConfig(Section):
         description="Address space of the process that runs user code, in MiB",
         json_schema_extra=ON_RESUME,
     )
+    cpu_s: PositiveFloat | None = Field(
+        None,
+        description="Processor time that a call may use, over all its threads; null leaves it to timeout_s",
+        json_schema_extra=ON_RESUME,
+    )
     batch_size: PositiveInt = Field(
         64, description="Answers handed to a function in one call, at most", json_schema_extra=ON_RESUME
+    )
+    workers: PositiveInt = Field(
+        2, description="Calls of one function that are answered at once", json_schema_extra=ON_RESUME
+    )
+    on_failure: Literal["rollout", "group"] = Field(
+        "rollout",
+        description="What a failed score costs: its rollout, which the group goes on without, or the whole group",
+        json_schema_extra=ON_RESUME,
+    )
+    max_failure_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of failed scores beyond which the run is paused, with the function's own error; 1 is never",
+        json_schema_extra=ON_RESUME,
+    )
+    failure_window: PositiveInt = Field(
+        256, description="Training rollouts that max_failure_share is taken over", json_schema_extra=ON_RESUME
+    )
+    sandbox_minimum: Literal["bubblewrap", "landlock", "rlimits"] = Field(
+        "landlock",
+        description="Least containment of user code; the strongest that the machine gives is taken",
+        json_schema_extra=ON_RESUME,
     )
 
 
@@ -217,26 +247,54 @@ class LearnerConfig(Section):
     )
     micro_batch_tokens: PositiveInt | None = Field(
         None,
-        description="Tokens, padding included, in one forward and backward; 2048 by default, or the longest rollout "
-        "where that is more. More suits a GPU",
+        description="Tokens in one forward and backward; 2048 by default, or the longest rollout where that is more. "
+        "More suits a GPU",
+    )
+    packing: bool = Field(
+        True,
+        description="Lay rollouts one after another without padding; false, and models that cannot, pad them to the "
+        "longest",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, more time"
     )
-    zero_stage: int = Field(0, ge=0, le=3, description="DeepSpeed ZeRO stage")
-    threads: int = Field(0, ge=0, description="CPU threads; 0 takes every core")
-    deepspeed: dict[str, Any] = Field(
+    zero_stage: int = Field(
+        0,
+        ge=0,
+        le=3,
+        description="DeepSpeed ZeRO: what the ranks share out instead of each holding it; 1 optimizer states, 2 "
+        "gradients too, 3 weights too",
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="Keep in host memory instead of the GPU's: optimizer states (zero_stage 1 to 3), or weights too "
+        "(all; zero_stage 3)",
+    )
+    ranks: int = Field(
+        1,
+        ge=0,
+        le=64,
+        description="Processes that the learner starts through torchrun on this machine, each with a share of every "
+        "mini-batch: one for each GPU. 0 leaves the start to you, for several hosts",
+    )
+    rank_timeout_s: PositiveFloat = Field(
+        600.0,
+        description="Longest that a rank waits for another before the learner ends, to be started again",
+        json_schema_extra=ON_RESUME,
+    )
+    threads: int = Field(0, ge=0, description="CPU threads of a rank; 0 shares all cores out among them")
+    deepspeed: dict[str, Any] | Path = Field(
         default_factory=dict,
-        description="Further DeepSpeed configuration, merged; a key of ours that contradicts it is an error",
+        description="Further DeepSpeed configuration, as a mapping or the path of a JSON file; a value that "
+        "contradicts a key of ours is an error, 'auto' leaves it to us",
     )
 
 
 class EvaluationConfig(Section):
     """Measuring the policy on prompts that are never trained on."""
 
-    prompts: Path | dict[RunName, Path] | None = Field(
-        None,
-        description="Held-out prompts, in the form of data.prompts, or several files by name; none is no evaluation",
+    prompts: Path | None = Field(
+        None, description="Held-out prompts, in the same form as data.prompts; none is no evaluation"
     )
     num_answers: PositiveInt = Field(
         4,
@@ -248,9 +306,6 @@ class EvaluationConfig(Section):
         description="One greedy answer to each prompt beside the sampled ones",
         json_schema_extra=ON_RESUME,
     )
-    pass_reward: float = Field(
-        1.0, description="An answer with at least this reward passes, in pass@k", json_schema_extra=ON_RESUME
-    )
     every: int = Field(
         20,
         ge=0,
@@ -258,87 +313,16 @@ class EvaluationConfig(Section):
         json_schema_extra=ON_RESUME,
     )
     limit: PositiveInt | None = Field(
-        None, description="Use only the first so many prompts of each file", json_schema_extra=ON_RESUME
+        None, description="Use only the first so many prompts", json_schema_extra=ON_RESUME
     )
     limit_between: PositiveInt | None = Field(
         None,
-        description="Use only the first so many prompts of each file between the first and the last evaluation",
+        description="Use only the first so many prompts between the first and the last evaluation",
         json_schema_extra=ON_RESUME,
-    )
-    hold_weights: bool = Field(
-        True,
-        description="Newer weights wait while an evaluation between two steps is under way, so that it is of one "
-        "version; false does not hold training up, and tells the newest version that took part",
-        json_schema_extra=ON_RESUME,
-    )
-    keep_best: str | None = Field(
-        None,
-        description="Keep the version with the highest such figure as best/ in the run directory: sampled_mean, "
-        "greedy_mean, pass_at_K, best_at_K or part_FUNCTION_mean, of the first file or as FILE/FIGURE",
     )
     timeout_s: PositiveFloat = Field(
-        1800.0,
-        description="An evaluation of one file that takes longer is given up",
-        json_schema_extra=ON_RESUME,
+        1800.0, description="An evaluation that takes longer is given up", json_schema_extra=ON_RESUME
     )
-
-    @field_validator("prompts", mode="before")
-    @classmethod
-    def _file_or_named_files(cls, given: Any) -> Any:
-        if given is None or isinstance(given, str | Path) or (isinstance(given, dict) and given):
-            return given
-        raise ValueError(
-            f"evaluation.prompts: {given!r} is neither a file nor files by name. "
-            "Write one path, or a line `name: path` for each file below the key"
-        )
-
-    @property
-    def files(self) -> dict[str, Path]:
-        """The files by name, in the user's order; a single one has an empty name. The first is the headline's."""
-        if self.prompts is None:
-            return {}
-        return dict(self.prompts) if isinstance(self.prompts, dict) else {"": self.prompts}
-
-    @property
-    def pass_ks(self) -> tuple[int, ...]:
-        """The k for which pass@k is reported: powers of two, and num_answers."""
-        powers = {1 << exponent for exponent in range(self.num_answers.bit_length())}
-        return tuple(sorted(powers | {self.num_answers}))
-
-    @staticmethod
-    def key_of(name: str) -> str:
-        """The configuration key of a file."""
-        return f"evaluation.prompts.{name}" if name else "evaluation.prompts"
-
-
-class WandbConfig(Section):
-    """Weights & Biases."""
-
-    project: str | None = Field(
-        None, min_length=1, description="Project that the run is shown in; none is off", json_schema_extra=ON_RESUME
-    )
-    entity: str | None = Field(None, description="User or team; your own by default", json_schema_extra=ON_RESUME)
-    mode: Literal["online", "offline"] = Field(
-        "online",
-        description="offline needs no network and no key: `wandb sync` sends it later",
-        json_schema_extra=ON_RESUME,
-    )
-    group: str | None = Field(None, description="Group of runs that belong together", json_schema_extra=ON_RESUME)
-    tags: tuple[str, ...] = Field((), description="Tags of the run", json_schema_extra=ON_RESUME)
-
-
-class TrackingConfig(Section):
-    """Where figures are shown beside Prometheus and the report; each tracker is a process of its own."""
-
-    tensorboard: bool = Field(
-        False, description="Write event files to tensorboard/ in the run directory", json_schema_extra=ON_RESUME
-    )
-    wandb: WandbConfig = Field(default_factory=WandbConfig)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The trackers that are on."""
-        return (*(["tensorboard"] if self.tensorboard else []), *(["wandb"] if self.wandb.project else []))
 
 
 class RunConfig(Section):
@@ -419,7 +403,6 @@ class Config(Section):
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     run: RunConfig = Field(default_factory=RunConfig)
     services: ServicesConfig = Field(default_factory=ServicesConfig)
 
@@ -442,19 +425,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _best_is_measured(self) -> Config:
-        best_figure(self)
+    def _offload_fits_the_stage(self) -> Config:
+        learner = self.learner
+        least = {"none": 0, "optimizer": 1, "all": 3}[learner.offload]
+        if learner.zero_stage < least:
+            raise ValueError(
+                f"learner.offload: {learner.offload} needs zero_stage {least}{' or more' if least < 3 else ''}, and it "
+                f"is {learner.zero_stage}. Set learner.zero_stage: {least}, or offload: none"
+            )
         return self
-
-    @property
-    def best_figure(self) -> BestFigure | None:
-        """What evaluation.keep_best names; None where it is not set."""
-        return best_figure(self)
-
-    def is_measured(self, step: int) -> bool:
-        """Whether the version that a step makes is measured while training goes on; the last one is at the end."""
-        every = self.evaluation.every
-        return bool(self.evaluation.files and every) and step % every == 0 and 0 < step != self.run.total_steps
 
     @property
     def run_dir(self) -> Path:
@@ -463,7 +442,7 @@ class Config(Section):
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens, padding included, in one forward and backward of the learner."""
+        """Tokens in one forward and backward of the learner."""
         longest = self.algorithm.prompt_length + self.algorithm.response_length
         return self.learner.micro_batch_tokens or max(MICRO_BATCH_TOKENS, longest)
 

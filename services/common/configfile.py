@@ -14,13 +14,12 @@ from typing import Annotated, Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from services.common.config import Config
 from services.common.errors import InputError, nearest
 
 # Paths in a file are relative to that file, so that a folder can be moved as a whole.
-PATH_KEYS = ("data.prompts", "evaluation.prompts", "run.directory", "services.token_file")
+PATH_KEYS = ("data.prompts", "evaluation.prompts", "run.directory", "services.token_file", "learner.deepspeed")
 
 
 @dataclass(frozen=True)
@@ -190,26 +189,20 @@ def _resolve_paths(config: Config, base: Path) -> Config:
     update = config.model_dump()
     for key in PATH_KEYS:
         section, name = key.split(".")
-        update[section][name] = _from_base(base, update[section][name])
+        if isinstance(update[section][name], Path):
+            update[section][name] = base / update[section][name]
     for function in update["reward"]["functions"]:
         function["path"] = base / function["path"]
+        function["reads"] = [base / place for place in function["reads"]]
     if (base / update["model"]["path"]).exists():
         update["model"]["path"] = str(base / update["model"]["path"])
     return Config.model_validate(update)
 
 
-def _from_base(base: Path, path: Path | dict[str, Path] | None) -> Path | dict[str, Path] | None:
-    """A path of the file, or each of its named paths, taken from `base`."""
-    if isinstance(path, dict):
-        return {name: base / one for name, one in path.items()}
-    return None if path is None else base / path
-
-
 def _explain(error: ValidationError) -> InputError:
-    problems = _without_consequences(error.errors())
-    first = problems[0]
+    first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    more = f" ({len(problems) - 1} more problem(s) after this one.)" if len(problems) > 1 else ""
+    more = f" ({error.error_count() - 1} more problem(s) after this one.)" if error.error_count() > 1 else ""
     if first["type"] == "extra_forbidden":
         parent = ".".join(str(part) for part in first["loc"][:-1])
         return InputError(
@@ -224,19 +217,6 @@ def _explain(error: ValidationError) -> InputError:
         rule, _, fix = rule.rpartition(". ")
         return InputError(key, rule, fix + more)
     return InputError(where, f"{first['input']!r} is not allowed: {first['msg']}", f"It is: {_meaning(where)}." + more)
-
-
-def _without_consequences(problems: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Without a list that is too short only because one of its items has a problem of its own."""
-    places = [problem["loc"] for problem in problems]
-    return [
-        problem
-        for problem in problems
-        if problem["type"] != "too_short"
-        or not any(
-            len(place) > len(problem["loc"]) and place[: len(problem["loc"])] == problem["loc"] for place in places
-        )
-    ]
 
 
 def _names_at(prefix: str) -> list[str]:

@@ -13,6 +13,8 @@ MEMBER_TTL_S = 6
 HEARTBEAT_S = 1.5
 # Events are read by position and acknowledged by nobody, so trimming them loses no pending entry.
 EVENTS_KEPT = 10_000
+# What `paused` holds where a user asked for it.
+BY_A_USER = b"1"
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Keys:
 
     @property
     def paused(self) -> str:
-        """Present while a user has paused the issue of new groups."""
+        """Present while the issue of new groups is paused: BY_A_USER, or why."""
         return self._key("paused")
 
 
@@ -113,8 +115,3 @@ def consumer_groups(keys: Keys) -> dict[str, str]:
 def rollout_id(group: int, number: int) -> str:
     """A rollout's id, made once and used everywhere: group and number in it."""
     return f"{group}-{number}"
-
-
-def evaluation_label(version: int, file: str = "") -> str:
-    """The name of an evaluation of a version on a held-out file."""
-    return f"v{version}/{file}" if file else f"v{version}"

@@ -21,10 +21,7 @@ GROUPS_REISSUED = Counter("gspo_groups_reissued", "Groups issued again, by reaso
 GROUPS_OPEN = Gauge("gspo_groups_open", "Groups issued and not settled")
 SLOTS = Gauge("gspo_slots", "Groups that may be open at a time")
 GROUPS_SETTLED = Counter("gspo_groups_settled", "Groups by how they ended", ["settlement"])
-EVALUATION_FIGURE = Gauge(
-    "gspo_evaluation_figure", "Figures of the last evaluation on a held-out file, as in its record", ["file", "figure"]
-)
-EVALUATION_VERSION = Gauge("gspo_evaluation_version", "Policy version of the last evaluation", ["file"])
+EVALUATION_SCORE = Gauge("gspo_evaluation_score", "Mean reward on the held-out prompts", ["sampling"])
 STREAM_ENTRIES = Gauge("gspo_stream_entries", "Entries in a Redis stream", ["stream"])
 
 # Generation
@@ -42,6 +39,7 @@ REWARD_CALLS = Counter("gspo_reward_calls", "Calls of a reward function, by resu
 REWARD_SECONDS = Histogram(
     "gspo_reward_seconds", "Time of one call of a reward function", ["function"], buckets=_LATENCY
 )
+SCORE_FAILURES = Counter("gspo_score_failures", "Failed scores, by the kind of failure", ["kind"])
 ROLLOUTS_SCORED = Counter("gspo_rollouts_scored", "Rollouts scored, or failed", ["result"])
 
 # Learner
@@ -55,4 +53,3 @@ ROLLOUTS_SKIPPED = Counter("gspo_rollouts_skipped", "Rollouts that came and were
 PUSH_SECONDS = Histogram("gspo_push_seconds", "Time of one weight push to one generator", ["kind"], buckets=_LATENCY)
 PUSH_BYTES = Counter("gspo_push_bytes", "Bytes of weights sent", ["kind"])
 CHECKPOINT_SECONDS = Histogram("gspo_checkpoint_seconds", "Time to write a checkpoint", buckets=_LATENCY)
-TRACKER_UP = Gauge("gspo_tracker_up", "1 while the process that feeds a tracker runs", ["tracker"])

@@ -43,7 +43,9 @@ class Probes:
             await _reply(send, 200, {"status": "alive"})
         elif path == "/readyz":
             problems = self._service.problems
-            await _reply(send, 503 if problems else 200, {"ready": not problems, "problems": problems})
+            await _reply(
+                send, 503 if problems else 200, {"ready": not problems, "problems": problems} | self._service.facts
+            )
         elif not self._may_enter(scope):
             await _reply(send, 401, {"detail": "the shared token is missing or wrong: send it as 'Bearer TOKEN'"})
         elif self._app is not None:

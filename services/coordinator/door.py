@@ -13,7 +13,7 @@ from fastapi import Depends, FastAPI, Header, HTTPException, Query
 from pydantic import BaseModel, ConfigDict, Field
 from redis.asyncio import Redis
 
-from services.common.keys import Keys
+from services.common.keys import BY_A_USER, Keys
 from services.coordinator.views import RecentRollouts
 
 State = Callable[[], Awaitable[dict[str, Any]]]
@@ -46,7 +46,7 @@ def make_app(
     @app.post("/v1/pause")
     async def pause() -> dict[str, bool]:
         """Issue no new groups; what is open goes on."""
-        await redis.set(keys.paused, "1")
+        await redis.set(keys.paused, BY_A_USER)
         return {"paused": True}
 
     @app.post("/v1/resume")

@@ -17,7 +17,7 @@ from gspo_proto.learner_pb2 import ProgressReply
 from gspo_proto.rollout_pb2 import Event, PromptsExhausted, SettledGroup, Settlement, StepDone, StopRequested
 from services.common import metrics
 from services.common.events import FROM_START, Events
-from services.common.keys import consumer_groups
+from services.common.keys import BY_A_USER, consumer_groups
 from services.common.runtime import Service
 from services.coordinator.ending import Ending
 from services.coordinator.entries import newest_position
@@ -53,7 +53,8 @@ class Coordinator:
         self._events = Events(service.redis, service.keys, service.options.name)
         self._position = FROM_START
         self.epoch = self._told_epoch = 0
-        self.paused = False
+        self.paused, self.paused_because = False, ""
+        self._asked_to_pause = ""
         self._exhausted_sent = False
         self._recorded: frozenset[str] = frozenset()
         self._settled: list[int] = []
@@ -91,7 +92,7 @@ class Coordinator:
         await self._issuer.read_open()
         self._take_over(reply)
         self._told_epoch = reply.epoch
-        self.measuring.start(reply.version, reply.live_version, list(reply.evaluations))
+        self.measuring.start(reply.version, list(reply.evaluations))
         self._sweep = True
         self._service.problems.pop("starting", None)
         log.info("started", version=reply.version, open=len(self.slots.open), settled=len(self.slots.settled))
@@ -115,6 +116,7 @@ class Coordinator:
 
     async def _turn(self) -> None:
         await self._hear()
+        await self._pause_if_asked()
         await self._remove_settled()
         await self._watch()
         await self._issue()
@@ -135,10 +137,21 @@ class Coordinator:
             "version_live": lambda e: self.slots.go_live(e.version_live.version),
             "training_done": lambda e: self.ending.on_training_done(e.training_done.version, e.training_done.reason),
             "stop_requested": lambda e: self.ending.on_stop(e.stop_requested.reason),
+            "scoring_fails": lambda e: self._on_scoring_fails(e.scoring_fails.reason),
             "finished": lambda e: self.ending.on_finished(e.finished.reason, e.finished.failed),
         }
         if kind in handlers:
             handlers[kind](event)
+
+    def _on_scoring_fails(self, reason: str) -> None:
+        self._asked_to_pause = reason
+
+    async def _pause_if_asked(self) -> None:
+        if reason := self._asked_to_pause:
+            self._asked_to_pause = ""
+            self.paused, self.paused_because = True, reason
+            await self._redis.set(self._keys.paused, reason)
+            log.error("paused", reason=reason, detail="mend the function, then resume: POST /v1/resume")
 
     def _on_step(self, step: StepDone) -> None:
         repeated = any(entry.attempt > 1 for group in step.groups if (entry := self.slots.open.get(group)))
@@ -162,7 +175,6 @@ class Coordinator:
         self._sweep |= bool(closed)
         self.epoch = max(self.epoch, reply.epoch)
         self._recorded = frozenset(reply.evaluations)
-        self.measuring.catch_up(reply.version, reply.live_version, self._recorded)
         if reply.done:
             self.ending.on_training_done(reply.version, reply.done_reason)
 
@@ -180,7 +192,9 @@ class Coordinator:
         self._next_watch = time.monotonic() + _WATCH_S
         if await self._memory.was_wiped():
             await self._recover_from_wipe()
-        self.paused = bool(await self._redis.exists(self._keys.paused))
+        mark = await self._redis.get(self._keys.paused)
+        self.paused = mark is not None
+        self.paused_because = mark.decode() if mark and mark != BY_A_USER else ""
         if not self.ending.over:
             await self._issuer.handle_expired()
         await self._count_streams()
@@ -193,10 +207,8 @@ class Coordinator:
         if not self.ending.over:
             await self._issuer.reissue_open()
         await self.measuring.send_again()
-        for event in self.measuring.unrecorded(self._recorded):
-            await self._events.send(event)
         if self.paused:
-            await self._redis.set(self._keys.paused, "1")
+            await self._redis.set(self._keys.paused, self.paused_because or BY_A_USER)
         if self.ending.stop_reason:
             await self._events.send(Event(stop_requested=StopRequested(reason=self.ending.stop_reason)))
 
@@ -275,7 +287,8 @@ class Coordinator:
         if self.ending.over:
             return self.ending.describe(slots.live_version)
         if self.paused:
-            return "resume", f"issue is paused, {len(slots.open)} groups are open"
+            because = f" ({self.paused_because})" if self.paused_because else ""
+            return "resume", f"issue is paused{because}, {len(slots.open)} groups are open"
         if slots.exhausted:
             return "last groups", f"all {slots.num_issued} groups are issued, {len(slots.open)} are open"
         trained = f"{slots.num_held} trained into a version that is not live yet"

@@ -206,13 +206,12 @@ def training_prompts(
 
 def held_out_prompts(
     config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress = lambda _done, _total: None
-) -> dict[str, PromptSet]:
-    """The prompts of each file of evaluation.prompts, by its name; empty where the run has none."""
+) -> PromptSet | None:
+    """The prompts of evaluation.prompts; None where the run has none."""
     wanted = config.evaluation
-    return {
-        name: _from_config(wanted.key_of(name), path, wanted.limit, config, tokenizer, progress)
-        for name, path in wanted.files.items()
-    }
+    if wanted.prompts is None:
+        return None
+    return _from_config("evaluation.prompts", wanted.prompts, wanted.limit, config, tokenizer, progress)
 
 
 def _from_config(

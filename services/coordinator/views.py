@@ -40,6 +40,7 @@ async def run_state(redis: Redis, keys: Keys, coordinator: Coordinator) -> dict[
         "slots": {"all": slots.num_slots, "taken": slots.num_taken, "free": slots.num_free, "trained": slots.num_held},
         "groups": {"issued": slots.num_issued, "open": len(slots.open)} | {k: v for k, v in slots.counts.items() if v},
         "paused": coordinator.paused,
+        "paused_because": coordinator.paused_because,
         "waits_for": f"{what}: {detail}",
         "stopping": ending.stop_reason,
         "training_done": ending.training_reason,

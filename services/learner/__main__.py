@@ -1,10 +1,21 @@
-"""Start the learner: `python -m services.learner --run-dir DIR [--resume]`."""
+"""Start the learner: `python -m services.learner --run-dir DIR [--resume]`.
+
+With learner.ranks above 1 it starts as many of itself through torchrun; torchrun or DeepSpeed's launcher may also be
+called by hand, on several hosts that share the run directory.
+"""
 
 from __future__ import annotations
 
+import sys
+
+import structlog
+
+from services.common.config import Config
 from services.common.cpu_threads import wait_shortly
-from services.common.runtime import parse_options, run_service
+from services.common.errors import InputError
+from services.common.runtime import exit_bad_input, parse_options, run_service
 from services.learner.check import check
+from services.learner.ranks import die_with_the_launcher, is_launched, own_rank
 
 MEANING = "Trains the policy on scored rollouts with DeepSpeed, and pushes every version to the generators."
 
@@ -13,9 +24,26 @@ def main() -> None:
     """Check, or train until the run ends."""
     wait_shortly()
     options = parse_options("learner", check, meaning=MEANING)
-    from services.learner.life import live  # after the options: importing torch and DeepSpeed takes seconds
+    if is_launched():
+        die_with_the_launcher()
+        structlog.contextvars.bind_contextvars(rank=own_rank())
+        _check_as_launched(options.config)
+    elif options.config.learner.ranks > 1:
+        from services.learner.launch import launch
 
-    run_service(options, live)
+        sys.exit(launch(options.config, sys.argv[1:]))
+    # After the options: importing torch and DeepSpeed takes seconds.
+    from services.learner.life import live, live_as_follower
+
+    run_service(options, live_as_follower if own_rank() else live)
+
+
+def _check_as_launched(config: Config) -> None:
+    """What was checked before the launch may not hold for the ranks that a user's own launcher started."""
+    try:
+        check(config)
+    except InputError as error:
+        exit_bad_input(error)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from gspo_core.advantage import RunningMoments
 from gspo_proto.rollout_pb2 import GroupFailure, ScoredRollout
@@ -68,6 +69,7 @@ class Assembler:
     Args:
         seed: The run's; with the step it fixes the permutation.
         settlements: How groups have ended so far, from the run directory; copied.
+        on_failure: What a failed score costs: its rollout or its group.
         moments: Running moments of rewards as of the last trained step; updated in place under reward_norm: running.
     """
 
@@ -79,9 +81,11 @@ class Assembler:
         seed: int,
         settlements: Settlements,
         moments: RunningMoments,
+        on_failure: Literal["rollout", "group"] = "rollout",
     ) -> None:
         self.moments = moments
         self._algorithm, self._staleness, self._seed = algorithm, staleness, seed
+        self._fails_as_one = on_failure == "group"
         self._settlements = settlements.copy()
         self._groups: dict[int, Group] = {}
         self._fruitless: list[SettledGroup] = []
@@ -92,7 +96,9 @@ class Assembler:
         if (ended := self._settlements.get(number)) is not None:
             is_logged = ended is Settlement.TRAINED and isinstance(entry, ScoredRollout)
             return Added.DUPLICATE if is_logged else Added.LATE
-        group = self._groups.get(number) or Group(number, mask_truncated=self._algorithm.mask_truncated)
+        group = self._groups.get(number) or Group(
+            number, mask_truncated=self._algorithm.mask_truncated, fails_as_one=self._fails_as_one
+        )
         if isinstance(entry, ScoredRollout) and entry.rollout.number in group:
             return Added.DUPLICATE
         if group.is_complete:

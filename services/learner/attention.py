@@ -1,8 +1,10 @@
-"""Attention by plain matrix products, for short rows on a CPU, where it beats torch's own.
+"""How the policy attends: rollouts laid one after another see themselves alone, and short rows are fast on a CPU.
 
-torch's fused attention is made for long rows: at 150 positions on a CPU its backward pass takes five times as long
-as two matrix products and a softmax (and most of a step). Long rows, masks and GPUs stay with torch's.
-Neighbour: policy_model.py loads models with `attention_name()`.
+A packed line of rollouts is never attended to as a whole, whose cost is the square of its length: its rollouts are
+laid side by side, alike in length, and each is a row of its own. torch's fused attention is made for long rows: at
+150 positions on a CPU its backward pass takes five times as long as two matrix products and a softmax (and most of a
+step), so short rows there take those. Long rows, masks and GPUs stay with torch's.
+Neighbours: policy_model.py loads models with `attention_name()` and says what is packed, packed_line.py how it lies.
 """
 
 from __future__ import annotations
@@ -17,18 +19,38 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "gspo_short_rows"
+from services.learner.packed_line import Block, PackedLine
+
+NAME = "gspo"
 # Beyond this the scores no longer fit the caches and torch's fused attention wins.
 _LONGEST = 512
 
 
+class _Packed:
+    """The line that the model is given at the moment. Not a call's argument: with gradient checkpointing the backward
+    pass attends again, and not every model hands on what it does not know."""
+
+    line: PackedLine | None = None
+
+
+def attend_to(line: PackedLine | None) -> None:
+    """What the next forward and its backward are given: a packed line, or rows by themselves (None)."""
+    _Packed.line = line
+
+
 def attention_name() -> str:
-    """The attention to load a model with on this machine."""
-    if torch.cuda.is_available():
-        return "sdpa"
+    """The attention to load a model with."""
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, _mask)
     return NAME
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """transformers' own, but for a packed line, of which it would make a square."""
+    if _Packed.line is not None:
+        return None
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
 
 
 def _attention(
@@ -42,13 +64,47 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention. query [R, heads, S, head width], key and value [R, kv heads, S, head width]."""
-    short = query.shape[2] == key.shape[2] <= _LONGEST
-    if not short or attention_mask is not None or dropout or not getattr(module, "is_causal", True):
-        fused: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+    if _Packed.line is None:
+        return _attention_of_rows(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
+    # [positions, heads, head width] of the whole line.
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    window = kwargs.get("sliding_window")
+    attended = []
+    for block in _Packed.line.blocks:
+        q_rows, k_rows, v_rows = (block.to_rows(tensor).transpose(1, 2) for tensor in (q, k, v))
+        mask = _window_mask(block, window, query.device)
+        found = _attention_of_rows(module, q_rows, k_rows, v_rows, mask, dropout, scaling, kwargs)
+        attended.append(block.to_line(found))
+    return torch.cat(attended)[None], None
+
+
+def _attention_of_rows(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """[R, S, heads, head width]."""
+    short = query.device.type == "cpu" and query.shape[2] == key.shape[2] <= _LONGEST
+    if not short or mask is not None or dropout or not getattr(module, "is_causal", True):
+        fused: Tensor = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        )[0]
         return fused
-    return short_causal_attention(query, key, value, scaling).transpose(1, 2), None
+    return short_causal_attention(query, key, value, scaling).transpose(1, 2)
+
+
+def _window_mask(block: Block, window: int | None, device: torch.device) -> Tensor | None:
+    """Bool [1, 1, S, S] where rows are longer than a layer's sliding window; None where it cuts nothing off."""
+    if window is None or block.width <= window:
+        return None
+    place_S = torch.arange(block.width, device=device)
+    back_SS = place_S[:, None] - place_S
+    return ((back_SS >= 0) & (back_SS < window))[None, None]
 
 
 def short_causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None) -> Tensor:

@@ -9,14 +9,15 @@ Letters: B rollouts that count, T positions after the prompt, S positions of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gspo_core.packing import micro_batches
+from gspo_core.packing import micro_batches, packed_micro_batches
+from services.learner.packed_line import PackedLine
 from services.learner.rows import Row
 
 
@@ -64,26 +65,40 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward sees: R of the step's rollouts, padded on the right, where causal attention never looks.
+    """What one forward sees: R of the step's rollouts.
+
+    Packed they lie one after another in one row; otherwise each is a row of its own, padded on the right, where
+    causal attention never looks.
 
     Attributes:
         row_R: Their places in the step.
-        input_RS: Token ids.
+        input_RS: Token ids; R is 1 where they are packed.
+        line: How they lie there; None where they are padded.
         state_N: For each counted token, the flat place in [R, S] of the state that predicts it.
         target_N: The counted tokens.
         mask_RT: Where they stand, in an answer's positions up to the longest here.
+        backward: Whether its loss has a gradient.
     """
 
     row_R: Tensor
     input_RS: Tensor
+    line: PackedLine | None
     state_N: Tensor
     target_N: Tensor
     mask_RT: Tensor
+    backward: bool
 
     def to(self, device: torch.device) -> MicroBatch:
         """Everything that the model and the loss touch on `device`; `row_R` stays where the step's matrices are."""
-        moved = (tensor.to(device) for tensor in (self.input_RS, self.state_N, self.target_N, self.mask_RT))
-        return MicroBatch(self.row_R, *moved)
+        return MicroBatch(
+            self.row_R,
+            self.input_RS.to(device),
+            self.line.to(device) if self.line else None,
+            self.state_N.to(device),
+            self.target_N.to(device),
+            self.mask_RT.to(device),
+            self.backward,
+        )
 
     @property
     def width(self) -> int:
@@ -100,22 +115,38 @@ class MicroBatch:
 
 
 def rank_micro_batches(
-    batch: StepBatch, rows: Sequence[int], max_tokens: int, *, rank: int, num_ranks: int
+    batch: StepBatch,
+    rows: Sequence[int],
+    max_tokens: int,
+    *,
+    rank: int,
+    num_ranks: int,
+    packing: bool,
+    backward: bool = True,
+    counted: bool = True,
 ) -> list[MicroBatch]:
-    """Cut some rows of a step into this rank's micro-batches of at most max_tokens, padding included.
+    """Cut some rows of a step into this rank's micro-batches of at most max_tokens, with their padding.
 
     Rows go to the ranks in turn, the longest first, so that all have like work; every rank gets the same number of
     micro-batches, as its collective calls demand, the last of them with nothing that counts where it has fewer.
+
+    Args:
+        packing: Lay rows one after another; otherwise pad them.
+        backward: Whether the loss of these rows has a gradient.
+        counted: Whether their tokens count; without, they are there for a gradient of zero.
     """
     ordered = sorted(rows, key=lambda row: -len(batch.sequences[row]))
     cuts = []
     for r in range(num_ranks):
         own = ordered[r::num_ranks]
-        cut = micro_batches([len(batch.sequences[row]) for row in own], max_tokens)
+        lengths = [len(batch.sequences[row]) for row in own]
+        cut = packed_micro_batches(lengths, max_tokens) if packing else micro_batches(lengths, max_tokens)
         cuts.append([[own[i] for i in part] for part in cut])
-    own_cut = [_micro_batch(batch, part) for part in cuts[rank]]
-    shortest = [_empty(_micro_batch(batch, ordered[-1:])) for _ in range(max(map(len, cuts)) - len(own_cut))]
-    return own_cut + shortest
+    missing = max(map(len, cuts)) - len(cuts[rank])
+    parts = cuts[rank] + [ordered[-1:]] * missing
+    made = [_micro_batch(batch, part, max_tokens if packing else None, backward) for part in parts]
+    first_empty = len(cuts[rank]) if counted else 0
+    return made[:first_empty] + [_empty(micro) for micro in made[first_empty:]]
 
 
 def _side_by_side(arrays: Sequence[NDArray[Any]]) -> Tensor:
@@ -131,14 +162,20 @@ def _model_input(row: Row) -> Tensor:
     return torch.cat([prompt.long(), answer.long()])
 
 
-def _micro_batch(batch: StepBatch, rows: Sequence[int]) -> MicroBatch:
+def _micro_batch(batch: StepBatch, rows: Sequence[int], packed_tokens: int | None, backward: bool) -> MicroBatch:
     row_R = torch.tensor(rows, dtype=torch.long)
     sequences = [batch.sequences[row] for row in rows]
-    input_RS = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    length_R = torch.tensor([len(sequence) for sequence in sequences])
+    if packed_tokens:
+        line, input_RS = PackedLine.of(length_R.tolist(), packed_tokens), torch.cat(sequences)[None]
+        start_R = length_R.cumsum(0) - length_R
+    else:
+        line, input_RS = None, torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        start_R = torch.arange(len(rows)) * input_RS.shape[1]
     mask_RT = _trimmed(batch.mask_BT[row_R])
     r_N, t_N = mask_RT.nonzero(as_tuple=True)
-    state_N = r_N * input_RS.shape[1] + batch.prompt_length_B[row_R][r_N] + t_N - 1
-    return MicroBatch(row_R, input_RS, state_N, batch.token_BT[row_R][r_N, t_N], mask_RT)
+    state_N = start_R[r_N] + batch.prompt_length_B[row_R][r_N] + t_N - 1
+    return MicroBatch(row_R, input_RS, line, state_N, batch.token_BT[row_R][r_N, t_N], mask_RT, backward)
 
 
 def _trimmed(mask_RT: Tensor) -> Tensor:
@@ -147,4 +184,4 @@ def _trimmed(mask_RT: Tensor) -> Tensor:
 
 def _empty(micro: MicroBatch) -> MicroBatch:
     nothing = micro.state_N[:0]
-    return MicroBatch(micro.row_R, micro.input_RS, nothing, nothing, torch.zeros_like(micro.mask_RT))
+    return replace(micro, state_N=nothing, target_N=nothing, mask_RT=torch.zeros_like(micro.mask_RT))

@@ -6,8 +6,6 @@ before every start; engine_config.py finds contradictions with DeepSpeed's keys.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,10 @@ from services.common.errors import InputError
 from services.learner.engine_config import engine_config
 from services.learner.gpu_memory import check_gpu_share, visible_gpus
 from services.learner.model_files import ModelFiles, causal_model_types, read_model_files
-from services.learner.trackers import check_trackers
+from services.learner.ranks import is_launched, num_local_ranks, num_ranks
 
-# float32: weights, gradients and AdamW's two moments.
-_TRAINING_BYTES = 4 * 4
-_REFERENCE_BYTES = 4
+_FLOAT32_BYTES = 4
 _GIB = 1 << 30
-# DeepSpeed's own order of looking for a compiler is torch's: CXX, then c++.
-_COMPILERS = ("c++", "g++", "clang++")
 
 
 def check(config: Config) -> None:
@@ -36,9 +30,8 @@ def check(config: Config) -> None:
         InputError: A key contradicts another, the model folder is not whole, or the machine lacks what it needs.
     """
     engine_config(config)
-    check_trackers(config.tracking)
     _check_lengths(config)
-    _check_compiler()
+    _check_ranks(config)
     folder = Path(config.model.path)
     if not folder.exists() and not _looks_like_a_path(config.model.path):
         return  # a name on a hub: its files are not here yet
@@ -103,17 +96,29 @@ def _check_shapes(folder: Path, files: ModelFiles) -> None:
         )
 
 
-def _check_compiler() -> None:
-    if "RANK" not in os.environ:
-        return  # a rank alone builds nothing
-    given = os.environ.get("CXX")
-    if given and shutil.which(given):
-        return
-    if not any(shutil.which(name) for name in _COMPILERS):
+def _check_ranks(config: Config) -> None:
+    """Every rank has a device of its own, and every optimizer step has the same work for each."""
+    ranks = num_ranks(config)
+    if is_launched() and config.learner.ranks not in (0, 1, num_local_ranks()):
         raise InputError(
-            "machine",
-            "there is no C++ compiler (c++, g++ or clang++), and DeepSpeed builds the op by which several ranks talk",
-            "Install one: apt-get install g++",
+            "learner.ranks",
+            f"{config.learner.ranks} is not what the launcher started on this machine, {num_local_ranks()} rank(s)",
+            "Set it to 0 where torchrun or deepspeed is called by hand",
+        )
+    here = num_local_ranks() if is_launched() else ranks
+    gpus = visible_gpus()
+    if gpus and here > len(gpus):
+        raise InputError(
+            "learner.ranks", f"{here} ranks need a GPU each, and {len(gpus)} can be seen", f"Set it to {len(gpus)}"
+        )
+    algorithm = config.algorithm
+    if algorithm.num_rollouts % (algorithm.num_mini_batches * ranks):
+        raise InputError(
+            "algorithm.rollout_batch_size",
+            f"{algorithm.rollout_batch_size} groups of {algorithm.num_return_sequences_in_group} are "
+            f"{algorithm.num_rollouts} rollouts, which {algorithm.num_mini_batches} mini-batches (num_mini_batches) on "
+            f"{ranks} rank(s) do not divide",
+            f"Choose them so that the rollouts are a multiple of {algorithm.num_mini_batches * ranks}",
         )
 
 
@@ -130,19 +135,34 @@ def _check_vocabulary(folder: Path, files: ModelFiles) -> None:
 
 
 def _check_memory(config: Config, files: ModelFiles) -> None:
-    a_parameter = _TRAINING_BYTES + (_REFERENCE_BYTES if config.algorithm.needs_reference else 0)
-    needed, available = files.num_parameters * a_parameter, psutil.virtual_memory().available
+    on_device, on_host = bytes_a_parameter(config, num_ranks(config))
     if gpus := visible_gpus():
-        check_gpu_share(config, needed, gpus)
+        check_gpu_share(config, int(files.num_parameters * on_device), gpus)
         return
+    ranks_here = num_local_ranks() if is_launched() else num_ranks(config)
+    needed = files.num_parameters * (on_device + on_host) * ranks_here
+    available = psutil.virtual_memory().available
     if needed > available:
         raise InputError(
             "model.path",
             f"training {files.num_parameters / 1e6:,.0f} M parameters takes {needed / _GIB:.1f} GiB for weights, "
-            f"gradients and optimizer{', and the reference' if config.algorithm.needs_reference else ''}; "
+            f"gradients and optimizer{', and the reference' if config.algorithm.needs_reference else ''}"
+            f"{f', on {ranks_here} ranks' if ranks_here > 1 else ''}; "
             f"{available / _GIB:.1f} GiB are available",
             "Use a smaller model or a machine with more memory",
         )
+
+
+def bytes_a_parameter(config: Config, ranks: int) -> tuple[float, float]:
+    """What one rank holds of a parameter in training, activations aside: on its device, and offloaded to the host."""
+    learner, stage = config.learner, config.learner.zero_stage
+    weights = _FLOAT32_BYTES / (ranks if stage == 3 else 1)
+    gradients = _FLOAT32_BYTES / (ranks if stage >= 2 else 1)
+    # AdamW's two moments; under ZeRO also a copy of its own of the weights that a rank updates.
+    states = _FLOAT32_BYTES * 3 / ranks if stage else _FLOAT32_BYTES * 2
+    offloaded = {"none": 0.0, "optimizer": states, "all": states + weights}[learner.offload]
+    reference = _FLOAT32_BYTES if config.algorithm.needs_reference else 0
+    return weights + gradients + states + reference - offloaded, offloaded
 
 
 def _text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:

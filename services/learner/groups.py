@@ -18,16 +18,17 @@ class Group:
 
     Args:
         mask_truncated: Leave answers cut off at response_length out.
+        fails_as_one: One failed score fails the group.
     """
 
-    def __init__(self, number: int, *, mask_truncated: bool) -> None:
+    def __init__(self, number: int, *, mask_truncated: bool, fails_as_one: bool = False) -> None:
         self.number = number
         self.given_up: str | None = None
         self.num_rollouts: int | None = None
         self.oldest: int | None = None  # version of the oldest token that counts
         self.newest: int | None = None
         self._rows: dict[int, Row] = {}
-        self._mask_truncated = mask_truncated
+        self._mask_truncated, self._fails_as_one = mask_truncated, fails_as_one
 
     def __contains__(self, number: int) -> bool:
         return number in self._rows
@@ -66,6 +67,8 @@ class Group:
         failures = [row.failure for row in self.rows() if row.skipped == "failed"]
         if len(failures) == self.num_here:
             return Settlement.FAILED, f"every rollout failed, the last one: {failures[-1]}"
+        if failures and self._fails_as_one:
+            return Settlement.FAILED, f"{len(failures)} of its rollouts failed, the last one: {failures[-1]}"
         if all(row.skipped for row in self._rows.values()):
             return Settlement.FILTERED, f"no rollout counts: {len(failures)} failed, the others were truncated"
         # Masking leaves something while any token is young enough; otherwise one old token spoils the group.

@@ -1,6 +1,6 @@
 """The life of the learner process: take the run directory, recover, train, end.
 
-Neighbours: loop.py is its main loop, door.py its face.
+Rank 0 lives it; the others follow. Neighbours: loop.py is its main loop, door.py its face, orders.py the ranks'.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from services.common.rpc import GrpcServer
 from services.common.runtime import Service
 from services.learner.door import SERVICE_NAME, Door
 from services.learner.loop import Learner
+from services.learner.orders import follow
 from services.learner.recovery import recover
 from services.learner.rundir import RunDir
-from services.learner.trackers import Trackers
 
 
 async def live(service: Service) -> None:
@@ -34,9 +34,19 @@ async def live(service: Service) -> None:
         with RunDir(options.run_dir) as run_dir:
             learner = await _recovered(service, run_dir, thread)
             await _serve(service, learner, http.address)
+            await learner.release_ranks()
     finally:
         serving.cancel()
         thread.shutdown(cancel_futures=True)
+
+
+async def live_as_follower(service: Service) -> None:
+    """Train as rank 0 orders, until it says that this is the end: it alone answers signals and talks to others."""
+    try:
+        model = model_folder(service.config.model)
+        await asyncio.to_thread(follow, service.config, model, service.options.run_dir)
+    finally:
+        await service.redis.aclose()
 
 
 async def _recovered(service: Service, run_dir: RunDir, thread: ThreadPoolExecutor) -> Learner:
@@ -62,7 +72,6 @@ async def _serve(service: Service, learner: Learner, http_address: str) -> None:
     await grpc_server.start()
     member = Member(LEARNER, options.name, http=http_address, grpc=grpc_server.address, pid=os.getpid())
     facts = learner.facts
-    trackers = Trackers(service.config.tracking, options.run_dir)
     try:
         await service.run(
             learner.run(),
@@ -71,12 +80,12 @@ async def _serve(service: Service, learner: Learner, http_address: str) -> None:
                 "intake": learner.intake.run(),
                 "publisher": learner.publisher.run(),
                 "events": learner.watch_events(position),
-                "trackers": trackers.run(),
                 "stop": _stop_on_request(service, learner),
+                "ranks": learner.watch_ranks(),
             },
         )
     finally:
-        await asyncio.gather(grpc_server.stop(grace_s=1.0), trackers.finish())
+        await grpc_server.stop(grace_s=1.0)
 
 
 async def _stop_on_request(service: Service, learner: Learner) -> None:

@@ -33,18 +33,20 @@ from services.common.advice import NEVER_CLIPPED_STEPS, advice
 from services.common.events import Events
 from services.common.runtime import Service
 from services.learner.assembly import Assembler, Batch, Exhausted, Hopeless, Waiting
-from services.learner.held_out import HeldOut
 from services.learner.intake import Intake
+from services.learner.orders import Leader
 from services.learner.publisher import Live, Publisher
 from services.learner.rundir import RunDir
 from services.learner.settlement import SettledGroup
-from services.learner.trainer import NotFiniteError, Trainer
+from services.learner.updates import NotFiniteError
 from services.learner.weights import Policy, policy_from
 
 log = structlog.get_logger()
 T = TypeVar("T")
 # A change of the open groups has no signal of its own.
 _LOOK_AGAIN_S = 0.25
+# Within the time after which a silent rank is given up.
+_SIGNS_IN_TIME = 4
 _SECONDS_PER_HOUR = 3600.0
 _EXPORT = "export"
 
@@ -65,7 +67,7 @@ class Learner:
         self,
         service: Service,
         run_dir: RunDir,
-        trainer: Trainer,
+        trainer: Leader,
         assembler: Assembler,
         thread: ThreadPoolExecutor,
         *,
@@ -75,12 +77,12 @@ class Learner:
         self._trainer, self._assembler, self._thread = trainer, assembler, thread
         self.intake = Intake(service, assembler)
         self.publisher = Publisher(service, run_dir.epoch, self._on_live)
-        self._held_out = HeldOut(self._config, run_dir, service.activity)
         self._events = Events(service.redis, service.keys, service.options.name)
         self._version, self._digest = version, ""
         self._in_training: tuple[int, ...] = ()
         self._recent: list[Mapping[str, float]] = []
         self._trained_s, self._waited_s = run_dir.trained_s, 0.0
+        self._is_generated = False
         self._num_groups: int | None = None
         self._stop_reason = self._done_reason = ""
         self._finished = asyncio.Event()
@@ -107,7 +109,8 @@ class Learner:
         async for event in self._events.follow(position):
             what = event.WhichOneof("what")
             if what == "evaluation_done":
-                await self._held_out.record(event.evaluation_done)
+                done = event.evaluation_done
+                self._run_dir.append_evaluation(done.evaluation, done.version, done.step, done.figures)
             elif what == "stop_requested":
                 self._stop_reason = f"stopped: {event.stop_requested.reason}"
             elif what == "prompts_exhausted":
@@ -115,6 +118,16 @@ class Learner:
             elif what == "finished":
                 self._finished.set()
             self.intake.arrived.set()
+
+    async def watch_ranks(self) -> None:
+        """Show the other ranks that this one lives, and notice when one of them does not."""
+        while True:
+            await asyncio.sleep(self._config.learner.rank_timeout_s / _SIGNS_IN_TIME)
+            await self._in_thread(self._trainer.sign_of_life)
+
+    async def release_ranks(self) -> None:
+        """Let the other ranks end."""
+        await self._in_thread(self._trainer.close)
 
     def progress(self) -> ProgressReply:
         """The learner's account of the run, for the coordinator."""
@@ -155,7 +168,6 @@ class Learner:
         policy = await self._in_thread(self._make_policy)
         await asyncio.to_thread(self._run_dir.append_version, policy.version, policy.digest, policy.version)
         self._set_version(policy)
-        await self._put_aside()
         self.publisher.publish(policy)
         self._service.problems.clear()
         log.info("learner_ready", version=policy.version, digest=policy.digest[:12], epoch=self._run_dir.epoch)
@@ -177,6 +189,9 @@ class Learner:
         began = time.monotonic()
         while not (self._reason_to_end() or self._checkpoint_wanted):
             self.intake.arrived.clear()
+            if not self._is_generated:
+                # The time until the first engine serves is the start of this life, not training.
+                began, self._is_generated = time.monotonic(), self.publisher.live_version >= 0
             open_groups = await self.intake.open_groups()
             found = self._assembler.next_batch(self._version, open_groups, num_groups=self._num_groups)
             await self._settle(found.settled)
@@ -212,7 +227,11 @@ class Learner:
             await self.intake.acknowledge(batch.groups)
         logged = time.monotonic()
         with self._service.activity.doing("training", f"step {batch.step}, {len(batch.rows)} rollouts"):
-            figures = await self._in_thread(self._trainer.train, batch.step, batch.rows)
+            done = await self._in_thread(self._trainer.train, batch.step, batch.rows)
+            not_applied = [asdict(left_out) for left_out in done.not_applied]
+            for left_out in not_applied:
+                log.warning("mini_batch_not_applied", step=batch.step, **left_out)
+            await asyncio.to_thread(self._run_dir.append_not_applied, batch.step, not_applied)
         trained = time.monotonic()
         with self._service.activity.doing("publishing", f"version {batch.step}"):
             self._version = batch.step
@@ -220,20 +239,17 @@ class Learner:
             await asyncio.to_thread(self._run_dir.append_version, policy.version, policy.digest, batch.step)
         self._set_version(policy)
         published = time.monotonic()
-        held_s = await self._held_out.wait(batch.step - 1, lambda: bool(self._stop_reason))
-        figures |= {
+        figures = done.figures | {
             "wait_s": self._waited_s,
             "log_s": logged - began,
             "train_s": trained - logged,
             "publish_s": published - trained,
-            "hold_s": held_s,
-            "step_s": published - began + self._waited_s + held_s,
+            "step_s": published - began + self._waited_s,
         }
         figures["tokens_per_s"] = figures["tokens"] / figures["step_s"]
         # Generators wait for the weights, nobody for the record.
         self.publisher.publish(policy)
         await self._record(batch, figures)
-        await self._put_aside()
 
     async def _record(self, batch: Batch, figures: dict[str, float]) -> None:
         """The step's figures: on disk, in the metrics, on the events stream."""
@@ -308,23 +324,17 @@ class Learner:
         await self._checkpoint()
         with self._service.activity.doing("exporting", f"version {self._version}"):
             await self._in_thread(self._trainer.export, self._run_dir.path / _EXPORT)
-            if not self._stop_reason:
-                await self._put_aside(last=True)
         await self._announce(
             training_done=TrainingDone(step=self._version, version=self._version, digest=self._digest, reason=reason)
         )
         log.info("training_done", step=self._version, reason=reason)
         self._service.activity.set("waiting", "coordinator", "the last evaluation")
-        patience_s = self._held_out.patience_s + self._config.generation.push_timeout_s
+        patience_s = self._config.evaluation.timeout_s + self._config.generation.push_timeout_s
         try:
             async with asyncio.timeout(patience_s):
                 await self._finished.wait()
         except TimeoutError as error:
             raise RunFailedError(f"the coordinator did not finish the run within {patience_s:g} s") from error
-
-    async def _put_aside(self, *, last: bool = False) -> None:
-        """Where the best version is kept: this one stays on the disk until it is measured, if it will be."""
-        await self._in_thread(lambda: self._held_out.put_aside(self._version, self._trainer.export, last=last))
 
     async def _on_live(self, live: Live) -> None:
         version_live = VersionLive(
@@ -357,8 +367,9 @@ def _show(figures: Mapping[str, float], step: int) -> None:
     """The step's figures in the metrics."""
     for name, value in figures.items():
         metrics.STEP_FIGURE.labels(name).set(value)
-    for phase in ("wait", "log", "train", "publish", "hold"):
+    for phase in ("wait", "log", "train", "publish"):
         metrics.STEP_SECONDS.labels(phase).observe(figures[f"{phase}_s"])
     metrics.TOKENS_TRAINED.inc(figures["tokens"])
     metrics.ROLLOUTS_TRAINED.inc(figures["sequences"])
-    log.info("step_done", step=step, **{k: round(figures[k], 6) for k in ("reward_mean", "loss", "step_s")})
+    shown = {key: round(figures[key], 6) for key in ("reward_mean", "loss", "step_s") if key in figures}
+    log.info("step_done", step=step, **shown)

@@ -1,6 +1,6 @@
 """From the run's algorithm keys to advantages and losses: the one place where they become gspo_core's arguments.
 
-No formula is written here (gspo_core has them), and no model runs. Neighbours: batch.py's tensors go in, trainer.py
+No formula is written here (gspo_core has them), and no model runs. Neighbours: batch.py's tensors go in, updates.py
 calls it once a step for the advantages and once a micro-batch for the loss.
 """
 
@@ -60,6 +60,13 @@ def step_targets(algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor, r
         advantage_clip=algorithm.advantage_clip,
     )
     return Targets(old_BT, reference_BT, (advantage_BT * weight_B[:, None]).float(), mask_BT)
+
+
+def has_gradient(algorithm: AlgorithmConfig, targets: Targets) -> Tensor:
+    """Of which rollouts the loss has a gradient, Bool [B]: where no advantage is, only a KL term has one."""
+    if algorithm.use_kl_loss and algorithm.kl_loss_coef:
+        return targets.mask_BT.any(-1)
+    return (targets.mask_BT & (targets.advantage_BT != 0)).any(-1)
 
 
 def micro_batch_loss(

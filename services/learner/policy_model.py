@@ -1,7 +1,7 @@
 """A Hugging Face causal language model that gives log-probs of chosen tokens, and its weights by checkpoint names.
 
 Not the optimizer, and no engine: trainer.py wraps it in DeepSpeed. It never makes logits for all positions.
-Neighbours: batch.py says which tokens, attention.py is how it attends on a CPU, trainer.py owns it.
+Neighbours: batch.py says which tokens, attention.py is how it attends, trainer.py owns it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from gspo_core.logprobs import token_logprobs
 from services.common.config import Config
 from services.common.errors import InputError
-from services.learner.attention import attention_name
+from services.learner.attention import attend_to, attention_name
+from services.learner.packed_line import PackedLine
 
 
 class PolicyModel(nn.Module):
@@ -33,11 +34,16 @@ class PolicyModel(nn.Module):
         self._temperature = temperature
         self._dtype = dtype
 
-    def forward(self, input_RS: Tensor, state_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(logp_N, entropy_N), float32, of target_N, each predicted by the state at its flat place in [R, S]."""
+    def forward(
+        self, input_RS: Tensor, line: PackedLine | None, state_N: Tensor, target_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(logp_N, entropy_N), float32, of target_N, each predicted by the state at its flat place in [R, S].
+
+        `line` says how rollouts lie in the one row of input_RS; None where each row is one.
+        """
         lower = self._dtype != torch.float32
         with torch.autocast(input_RS.device.type, dtype=self._dtype, enabled=lower):
-            hidden_RSD = self.causal_lm.base_model(input_ids=input_RS, use_cache=False).last_hidden_state
+            hidden_RSD = hidden_states(self.causal_lm, input_RS, line)
         hidden_ND = hidden_RSD.flatten(0, 1).index_select(0, state_N)
         return token_logprobs(hidden_ND, self.head, target_N, temperature=self._temperature)
 
@@ -46,6 +52,32 @@ class PolicyModel(nn.Module):
         """The output weight [V, D]."""
         weight: nn.Parameter = self.causal_lm.get_output_embeddings().weight
         return weight
+
+
+def hidden_states(causal_lm: PreTrainedModel, input_RS: Tensor, line: PackedLine | None) -> Tensor:
+    """The states [R, S, D] that predict the next tokens; what attends in a backward pass attends as in here."""
+    attend_to(line)
+    positions = {} if line is None else {"position_ids": line.position_S[None]}
+    states: Tensor = causal_lm.base_model(input_ids=input_RS, use_cache=False, **positions).last_hidden_state
+    return states
+
+
+@torch.no_grad()
+def can_be_packed(causal_lm: PreTrainedModel) -> bool:
+    """Whether the model keeps rollouts apart that lie one after another: not if it recurs, or attends its own way."""
+    kinds = set(getattr(causal_lm.config.get_text_config(), "layer_types", None) or ())
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        return False
+    vocabulary, device = causal_lm.config.get_text_config().vocab_size, causal_lm.device
+    tokens = [torch.arange(1, 1 + length, device=device) * 7 % vocabulary for length in (5, 5, 3)]
+    line = PackedLine.of([len(token_S) for token_S in tokens], 10).to(device)
+    training = causal_lm.training
+    causal_lm.eval()
+    apart = [hidden_states(causal_lm, token_S[None], None)[0] for token_S in tokens]
+    packed = hidden_states(causal_lm, torch.cat(tokens)[None], line)[0]
+    causal_lm.train(training)
+    attend_to(None)
+    return torch.allclose(torch.cat(apart), packed, rtol=1e-3, atol=1e-3)
 
 
 def load_policy_model(folder: Path, config: Config) -> PolicyModel:
@@ -96,7 +128,7 @@ def _tied_names(causal_lm: PreTrainedModel) -> set[str]:
 @torch.no_grad()
 def _refuse_changed_logits(causal_lm: PreTrainedModel, folder: Path) -> None:
     token_RS = torch.arange(8).view(1, 8) % causal_lm.config.get_text_config().vocab_size
-    hidden_RSD = causal_lm.base_model(input_ids=token_RS, use_cache=False).last_hidden_state
+    hidden_RSD = hidden_states(causal_lm, token_RS, None)
     ours, theirs = hidden_RSD @ causal_lm.get_output_embeddings().weight.T, causal_lm(input_ids=token_RS).logits
     if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
         raise InputError(

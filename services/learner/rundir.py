@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,16 +62,15 @@ class RunDir:
             self._policy_lines = held.enter_context(JsonLines(log_folder / "policy.jsonl"))
             self._metrics_lines = held.enter_context(JsonLines(log_folder / "metrics.jsonl"))
             self._evaluation_lines = held.enter_context(JsonLines(log_folder / "evaluations.jsonl"))
+            self._not_applied_lines = held.enter_context(JsonLines(log_folder / "not_applied.jsonl"))
             self._trained_lines: set[int] = set()
             self.settlements = self._read_settlements()
             self._versions = {r["version"]: _policy_version(r) for r in self._policy_lines.records()}
             steps = self._metrics_lines.records()
             self._measured_steps = {r["step"] for r in steps}
             self.trained_s = sum(r["figures"].get("step_s") or 0.0 for r in steps)
-            evaluations = self._evaluation_lines.records()
-            self._evaluations = {r["label"]: _num_prompts(r["figures"]) for r in evaluations}
-            # A version's first score counts: what was kept or removed by it is not there to be judged again.
-            self._scores = {r["version"]: r["score"] for r in reversed(evaluations) if r.get("score") is not None}
+            self._not_applied = {(r["step"], r["update"]) for r in self._not_applied_lines.records()}
+            self._evaluations = {r["label"]: _num_prompts(r["figures"]) for r in self._evaluation_lines.records()}
             self._held = held.pop_all()
 
     def __enter__(self) -> Self:
@@ -147,6 +146,20 @@ class RunDir:
         """The recorded digest of a version; None where there is none."""
         return self._versions[version].digest if version in self._versions else None
 
+    def append_not_applied(self, step: int, left_out: Iterable[Mapping[str, Any]]) -> None:
+        """Record the mini-batches of a step that were not applied, each once; on the disk when this returns.
+
+        A record has `update`, `mini_batch` and `reason`, as updates.py names them.
+        """
+        new = [record for record in left_out if (step, record["update"]) not in self._not_applied]
+        if new:
+            self._not_applied_lines.append({"step": step, **record, "unix_s": time.time()} for record in new)
+            self._not_applied |= {(step, record["update"]) for record in new}
+
+    def not_applied(self, step: int) -> list[int]:
+        """The updates of a step that are recorded as not applied."""
+        return sorted(update for of_step, update in self._not_applied if of_step == step)
+
     def append_metrics(self, step: int, version: int, figures: Mapping[str, float]) -> bool:
         """Record a step's figures, once. Returns False, and writes nothing, where a replay trained it again."""
         if step in self._measured_steps:
@@ -156,41 +169,22 @@ class RunDir:
         self._measured_steps.add(step)
         return True
 
-    def append_evaluation(
-        self,
-        label: str,
-        version: int,
-        step: int,
-        figures: Mapping[str, float],
-        *,
-        file: str = "",
-        score: float | None = None,
-    ) -> bool:
+    def append_evaluation(self, label: str, version: int, step: int, figures: Mapping[str, float]) -> bool:
         """Record an evaluation, once a label, unless it is of more prompts than the one that is recorded.
-
-        Args:
-            file: Name of the held-out file.
-            score: What evaluation.keep_best compares.
 
         Returns False, and writes nothing, where it is recorded.
         """
         num_prompts = _num_prompts(figures)
         if label in self._evaluations and num_prompts <= self._evaluations[label]:
             return False
-        record = {"label": label, "version": version, "step": step, "unix_s": time.time(), "file": file, "score": score}
+        record = {"label": label, "version": version, "step": step, "unix_s": time.time()}
         self._evaluation_lines.append([{**record, "figures": finite_or_null(figures)}])
         self._evaluations[label] = num_prompts
-        if score is not None:
-            self._scores.setdefault(version, score)
         return True
 
     def evaluations(self) -> list[str]:
         """The labels of the recorded evaluations, in the order of recording."""
         return list(self._evaluations)
-
-    def scores(self) -> dict[int, float]:
-        """Version -> what evaluation.keep_best compares, of the versions that have it."""
-        return dict(self._scores)
 
     def prune(self, *, keep_checkpoints: int, keep_log_steps: int | None) -> None:
         """Remove checkpoints and step files beyond those to be kept.

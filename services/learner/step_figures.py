@@ -6,7 +6,6 @@ the arithmetic, trainer.py gathers the sums.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -19,8 +18,6 @@ from services.common.algorithm import AlgorithmConfig
 from services.learner.batch import StepBatch
 from services.learner.rows import Row
 
-# Their names come from the user's functions.
-_MOST_PARTS = 32
 SKIP_REASONS = ("failed", "truncated", "stale")
 _CLIPPED = ("clipped_low_sequences", "clipped_high_sequences", "clipped_low_tokens", "clipped_high_tokens")
 
@@ -40,18 +37,7 @@ def row_figures(rows: Sequence[Row]) -> dict[str, float]:
     rewards_B = torch.tensor([row.reward for row in scored], dtype=torch.float64)
     reward = figures(reward_stats(rewards_B, torch.tensor([row.group for row in scored])))
     del reward["reward_max"]
-    return counted | reward | _part_means(scored)
-
-
-def _part_means(scored: Sequence[Row]) -> dict[str, float]:
-    """Means of the reward's parts by name, where it has several; as many as an evaluation has."""
-    values: dict[str, list[float]] = {}
-    for row in scored:
-        parts = json.loads(row.parts_json)
-        for part in parts if len(parts) > 1 else []:
-            if part["value"] is not None:
-                values.setdefault(part["name"], []).append(part["value"])
-    return {f"part_{name}_mean": math.fsum(found) / len(found) for name, found in list(values.items())[:_MOST_PARTS]}
+    return counted | reward
 
 
 def batch_figures(batch: StepBatch, learner_version: int) -> dict[str, float]:
@@ -82,7 +68,7 @@ def objective_figures(stats: Stats) -> dict[str, float]:
 
 def mismatch_figures(algorithm: AlgorithmConfig, stats: Stats) -> dict[str, float]:
     """Noise between generator and learner at equal weights; nothing where no token is of the learner's version."""
-    if not float(stats["mismatch.count"]):
+    if not float(stats.get("mismatch.count", 0.0)):
         return {}
     seen = figures(stats)
     sigma_token, sigma_sequence = seen["mismatch_std"], seen["sequence_mismatch_std"]

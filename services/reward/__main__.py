@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 
+import structlog
+
 from gspo_proto.reward_pb2_grpc import add_RewardServicer_to_server
 from services.common.events import Events
 from services.common.members import Member, Registration
@@ -19,13 +21,18 @@ from services.reward.scorer import Scorer, open_scorer
 from services.reward.worker import Worker
 
 GRPC_GRACE_S = 5.0
+log = structlog.get_logger()
 
 
 async def live(service: Service) -> None:
     """Load the functions, open both doors, score until the run ends or a signal comes."""
     events = Events(service.redis, service.keys, service.options.name)
     position = await events.newest()
-    async with open_scorer(service.config.reward, name=service.options.name) as scorer:
+    run = service.config.name
+    async with open_scorer(service.config.reward, name=service.options.name, session=run) as scorer:
+        if found := scorer.containment:
+            service.facts["sandbox"] = str(found)
+            log.info("sandbox", level=found.level.name, parts=found.parts, lacks=found.level.lacks)
         await _serve(service, scorer, events, position)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 CodeKind = Literal["reward", "environment"]
 Question = dict[str, Any]
@@ -24,6 +24,7 @@ Question = dict[str, Any]
 # invalid_return     it returned something else than what was asked for
 # exception          it raised
 FailureKind = Literal["timeout", "memory", "crash", "forbidden", "output_too_large", "invalid_return", "exception"]
+FAILURE_KINDS: frozenset[str] = frozenset(get_args(FailureKind))
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Answer:
     """What a call gave.
 
     Attributes:
-        values: For `arguments` and `rows` a list, each item as worker_process.plain_value encodes it; for `function`
+        values: For `arguments` and `rows` a list, each item as inside/results.py encodes it; for `function`
             the JSON value.
         output: The end of what it printed.
         seconds: From question to answer, waiting for a free process not counted.

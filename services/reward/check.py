@@ -22,7 +22,7 @@ from services.reward.scorer import Function, open_scorer
 NUM_TRIALS = 2
 TRIAL_TEXT = "42"
 # A function that raises one of these cannot work with any answer; others may come from the made-up one.
-_NEVER_THE_ANSWER = ("ImportError", "ModuleNotFoundError", "NameError", "Unfit")
+_NEVER_THE_ANSWER = ("ImportError", "ModuleNotFoundError", "NameError", "Unfit", "InvalidReturn")
 
 
 def check(config: Config) -> None:
@@ -48,10 +48,10 @@ async def _check(config: Config) -> None:
 
 def _first_prompts(config: Config) -> dict[str, list[Prompt]]:
     found = {}
-    held_out = {config.evaluation.key_of(name): path for name, path in config.evaluation.files.items()}
-    for key, path in {"data.prompts": config.data.prompts, **held_out}.items():
-        rows = read_first_rows(path, NUM_TRIALS, key)
-        found[key] = [prompt_of(row, config.data.prompt_column, str(path)) for row in rows]
+    for key, path in (("data.prompts", config.data.prompts), ("evaluation.prompts", config.evaluation.prompts)):
+        if path is not None:
+            rows = read_first_rows(path, NUM_TRIALS, key)
+            found[key] = [prompt_of(row, config.data.prompt_column, str(path)) for row in rows]
     return found
 
 

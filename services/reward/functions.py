@@ -61,11 +61,12 @@ class Source:
     version: str
     entry: str | None
     weight: float
+    reads: tuple[Path, ...] = ()
 
     @property
     def code(self) -> Code:
         """What the sandbox loads."""
-        return Code(self.name, self.text, self.version, str(self.path), self.entry)
+        return Code(self.name, self.text, self.version, str(self.path), self.entry, reads=self.reads)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Signature:
 
     @classmethod
     def from_answer(cls, told: dict[str, Any]) -> Signature:
-        """Read the answer of worker_process.py."""
+        """Read the answer of inside/recognise.py."""
         return cls(
             told["entry"], told["convention"], frozenset(told["takes"]), tuple(told["required"]), told["takes_any"]
         )
@@ -127,7 +128,15 @@ def read_source(function: RewardFunction, key: str) -> Source:
         raise InputError(f"{key}.path", f"{where}: {error.msg}", "Mend that line") from error
     except ValueError as error:  # bytes that are no text
         raise InputError(f"{key}.path", f"{path} is not Python text: {error}", "Give a Python file") from error
-    return Source(function.label, path, text, hashlib.sha256(data).hexdigest(), function.entry, function.weight)
+    version = hashlib.sha256(data).hexdigest()
+    reads = tuple(_existing(place, f"{key}.reads.{i}") for i, place in enumerate(function.reads))
+    return Source(function.label, path, text, version, function.entry, function.weight, reads)
+
+
+def _existing(place: Path, key: str) -> Path:
+    if not place.exists():
+        raise InputError(key, f"{place} does not exist", "Give a file or folder that the function reads")
+    return place.resolve()
 
 
 def arguments_for(signature: Signature, rollouts: Sequence[Rollout]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What a reward function returned for one answer: checked, and never a number where it is not one.
 
-It calls nothing. Neighbours: worker_process.py encodes what is read here, scorer.py sums it.
+It calls nothing. Neighbours: inside/results.py encodes what is read here, scorer.py sums it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from services.reward.calls import FAILURE_KINDS, FailureKind
+
 
 @dataclass(frozen=True)
 class Failure:
     """Why one answer has no reward."""
 
     reason: str
+    kind: FailureKind
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,13 @@ class Value:
 
 
 def read_value(raw: Any, convention: Literal["trl", "verl"]) -> Value | Failure:
-    """One value as worker_process.plain_value encodes it.
+    """One value as inside/results.py encodes it; what came is the user's word, so its form is checked here.
 
     A dict of a TRL function is summed; of a verl function its `score` counts and its other numbers are reported.
     """
-    if isinstance(raw, dict) and "error" in raw:
-        return Failure(describe(raw["error"]))
-    if not (isinstance(raw, dict) and "parts" in raw):
+    if isinstance(raw, dict) and isinstance(error := raw.get("error"), dict):
+        return failure_of(error)
+    if not (isinstance(raw, dict) and isinstance(raw.get("parts"), dict)):
         number = _number(raw)
         return number if isinstance(number, Failure) else Value(number)
     parts = {name: _number(part) for name, part in raw["parts"].items()}
@@ -48,13 +51,17 @@ def read_value(raw: Any, convention: Literal["trl", "verl"]) -> Value | Failure:
     numbers = {}
     for name, part in parts.items():
         if isinstance(part, Failure):
-            return Failure(f"part '{name}': {part.reason}")
+            return _invalid(f"part '{name}': {part.reason}")
         numbers[name] = part
-    return Value(sum(numbers.values()), parts=numbers) if numbers else Failure("returned no parts")
+    return Value(sum(numbers.values()), parts=numbers) if numbers else _invalid("returned no parts")
+
+
+def _invalid(reason: str) -> Failure:
+    return Failure(reason, "invalid_return")
 
 
 def _verl_value(parts: dict[str, float | Failure]) -> Value | Failure:
-    score = parts.get("score", Failure("returned a dict without 'score'"))
+    score = parts.get("score", _invalid("returned a dict without 'score'"))
     if isinstance(score, Failure):
         return score
     extras = {name: part for name, part in parts.items() if name != "score" and not isinstance(part, Failure)}
@@ -65,17 +72,26 @@ def _number(raw: Any) -> float | Failure:
     if isinstance(raw, float) and math.isfinite(raw):
         return raw
     if raw is None or isinstance(raw, float):
-        return Failure(f"returned {raw if raw is None else _not_finite(raw)}")
+        return _invalid(f"returned {raw if raw is None else _not_finite(raw)}")
     was = raw.get("type", "dict") if isinstance(raw, dict) else type(raw).__name__
-    return Failure(f"returned {was} where a number belongs")
+    return _invalid(f"returned {str(was)[:100]} where a number belongs")
 
 
 def _not_finite(raw: float) -> str:
     return "NaN" if math.isnan(raw) else "infinity" if raw > 0 else "minus infinity"
 
 
-def describe(error: dict[str, str]) -> str:
-    """An exception of the user's code in one line, with its place in the file."""
-    if error["type"] == "Unfit":
-        return error["text"]
-    return f"raised {error['text']}" + (f" ({error['place']})" if error["place"] else "")
+def failure_of(told: dict[str, Any]) -> Failure:
+    """An exception of the user's code, in one line with its place in the file."""
+    kind: Any = told.get("kind")
+    return Failure(describe(told), kind if kind in FAILURE_KINDS else "exception")
+
+
+def describe(told: dict[str, Any]) -> str:
+    """The line alone; parts of the wrong type are left out."""
+    text, place = (value if isinstance(value := told.get(name), str) else "" for name in ("text", "place"))
+    if not text:
+        return "failed without a word"
+    if told.get("type") in ("Unfit", "InvalidReturn", ""):
+        return text
+    return f"raised {text}" + (f" ({place})" if place else "")

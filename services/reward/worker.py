@@ -13,17 +13,20 @@ from contextlib import asynccontextmanager, contextmanager
 import structlog
 from google.protobuf.message import DecodeError
 
-from gspo_proto.rollout_pb2 import Rollout, Score, Scored, ScoredRollout
+from gspo_proto.rollout_pb2 import Event, Rollout, Score, Scored, ScoredRollout, ScoringFails
 from services.common import metrics
-from services.common.events import SCHEMA
+from services.common.events import SCHEMA, Events
 from services.common.keys import rollout_id
 from services.common.runtime import Service
 from services.common.streams import Delivery, Inbox, new_consumer
+from services.reward.failures import FailureWindow
 from services.reward.scorer import Scorer
 
 BLOCK_S = 0.5
 # Rollouts of a burst come one by one, milliseconds apart; a round costs the same for one as for many.
 LINGER_S = 0.02
+# Batches scored at a time: those of a slow function leave room for others'.
+MAX_BATCHES = 16
 # An entry that so many scorers did not finish is the reason why.
 MAX_ATTEMPTS = 5
 log = structlog.get_logger()
@@ -34,7 +37,10 @@ class Worker:
 
     def __init__(self, service: Service, scorer: Scorer) -> None:
         self._service, self._scorer = service, scorer
-        self._batch_size = service.config.reward.batch_size
+        reward = service.config.reward
+        self._batch_size = reward.batch_size
+        self._window = FailureWindow(reward.failure_window, reward.max_failure_share)
+        self._events = Events(service.redis, service.keys, service.options.name)
         self._num_busy = 0
 
     async def run(self) -> None:
@@ -65,15 +71,25 @@ class Worker:
         return Inbox(self._service.redis, self._service.keys, stream, consumer=consumer, lease_s=lease_s)
 
     async def _serve(self, inbox: Inbox, out: str) -> None:
+        """Take batches and score them side by side; ends when what was taken is scored."""
         now = asyncio.get_running_loop().time
         next_reclaim = now()
-        while not self._service.stopping.is_set():
-            deliveries: list[Delivery] = []
-            if now() >= next_reclaim:
-                deliveries = await inbox.reclaim(self._batch_size)
-                next_reclaim = now() + inbox.lease_s / 2
-            if deliveries := deliveries or await self._take(inbox):
-                await self._work(inbox, out, deliveries)
+        working: set[asyncio.Task[None]] = set()
+        try:
+            while not self._service.stopping.is_set():
+                working = await _with_room(working)
+                deliveries: list[Delivery] = []
+                if now() >= next_reclaim:
+                    deliveries = await inbox.reclaim(self._batch_size)
+                    next_reclaim = now() + inbox.lease_s / 2
+                if deliveries := deliveries or await self._take(inbox):
+                    for batch in _by_functions(await self._read(inbox, deliveries)):
+                        working.add(asyncio.create_task(self._work(inbox, out, batch), name="batch"))
+            await asyncio.gather(*working)
+        finally:
+            for task in working:
+                task.cancel()
+            await asyncio.gather(*working, return_exceptions=True)
 
     async def _take(self, inbox: Inbox) -> list[Delivery]:
         """A batch, as far as one comes together."""
@@ -83,10 +99,9 @@ class Worker:
             deliveries += await inbox.take(self._batch_size - len(deliveries), 0.001)
         return deliveries
 
-    async def _work(self, inbox: Inbox, out: str, deliveries: list[Delivery]) -> None:
+    async def _work(self, inbox: Inbox, out: str, rollouts: list[tuple[Delivery, Rollout]]) -> None:
         with self._busy():
-            async with keep_leases(inbox, deliveries):
-                rollouts = await self._read(inbox, deliveries)
+            async with keep_leases(inbox, [delivery for delivery, _ in rollouts]):
                 scores = await self._score(rollouts)
             outputs = [
                 (delivery, pack(rollout, score)) for (delivery, rollout), score in zip(rollouts, scores, strict=True)
@@ -95,6 +110,9 @@ class Worker:
         for (delivery, rollout), score in zip(rollouts, scores, strict=True):
             if delivery.entry in finished:
                 _count(rollout, score)
+                if not rollout.evaluation and (said := self._window.add(score)):
+                    log.error("scoring_fails", reason=said)
+                    await self._events.send(Event(scoring_fails=ScoringFails(reason=said)))
 
     async def _read(self, inbox: Inbox, deliveries: Sequence[Delivery]) -> list[tuple[Delivery, Rollout]]:
         """Decode entries; what is no rollout of ours is set aside in `dead`, and its group's deadline does the rest."""
@@ -118,7 +136,8 @@ class Worker:
         fresh = [rollout for delivery, rollout in rollouts if delivery.attempt <= MAX_ATTEMPTS]
         scores = iter(await self._scorer.score(fresh))
         reason = f"handed out more than {MAX_ATTEMPTS} times: every scorer that took it was lost"
-        return [next(scores) if delivery.attempt <= MAX_ATTEMPTS else Score(failure=reason) for delivery, _ in rollouts]
+        lost = Score(failure=reason, failure_kind="crash")
+        return [next(scores) if delivery.attempt <= MAX_ATTEMPTS else lost for delivery, _ in rollouts]
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
@@ -153,6 +172,25 @@ async def keep_leases(inbox: Inbox, deliveries: Sequence[Delivery]) -> AsyncIter
         await asyncio.gather(renewing, return_exceptions=True)
 
 
+async def _with_room(working: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """The batches still under way, when there is room for one more; one that raised raises here."""
+    if not working:
+        return working
+    waits = None if len(working) >= MAX_BATCHES else 0
+    done, pending = await asyncio.wait(working, timeout=waits, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    return pending
+
+
+def _by_functions(rollouts: Sequence[tuple[Delivery, Rollout]]) -> list[list[tuple[Delivery, Rollout]]]:
+    """Rollouts apart by the functions that they ask for, so that none waits for another's."""
+    found: dict[tuple[str, ...], list[tuple[Delivery, Rollout]]] = {}
+    for delivery, rollout in rollouts:
+        found.setdefault(tuple(use.name for use in rollout.rewards), []).append((delivery, rollout))
+    return list(found.values())
+
+
 def pack(rollout: Rollout, score: Score) -> bytes:
     """The entry of `scored`."""
     return Scored(schema=SCHEMA, rollout=ScoredRollout(rollout=rollout, score=score)).SerializeToString()
@@ -162,4 +200,5 @@ def _count(rollout: Rollout, score: Score) -> None:
     failed = score.WhichOneof("result") == "failure"
     metrics.ROLLOUTS_SCORED.labels("failed" if failed else "scored").inc()
     if failed:
+        metrics.SCORE_FAILURES.labels(score.failure_kind or "exception").inc()
         log.warning("score_failed", rollout=rollout_id(rollout.group, rollout.number), reason=score.failure)

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SERVICES = ("coordinator", "generation", "learner", "reward", "tracking")
+SERVICES = ("coordinator", "generation", "learner", "reward")
 # The one file that may import DeepSpeed.
 DEEPSPEED_FILE = "services/learner/trainer.py"
-WITHOUT_TORCH = ("services/common", "services/coordinator", "services/reward", "services/tracking", "services/cli")
+WITHOUT_TORCH = ("services/common", "services/coordinator", "services/reward", "services/cli")
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 
@@ -75,8 +75,6 @@ def _foreign_engines(path: str, imported: set[str]) -> Iterator[str]:
         yield "imports vllm outside services/generation"
     if "deepspeed" in tops and path != DEEPSPEED_FILE:
         yield f"imports deepspeed outside {DEEPSPEED_FILE}"
-    if tops & {"tensorboardX", "wandb"} and not path.startswith("services/tracking/"):
-        yield "imports a tracker's library outside services/tracking"
     if tops & {"fastapi", "starlette"} and not path.endswith("/door.py"):
         yield "imports the web framework outside a door"
     if "transformers" in tops and path.startswith(("services/common", "services/cli", "services/reward")):
@@ -149,8 +147,6 @@ def test_exactly_one_file_imports_deepspeed() -> None:
         ("services/reward/scorer.py", "from gspo_core import loss", "imports gspo_core"),
         ("services/learner/weights.py", "from vllm import LLM", "imports vllm outside"),
         ("services/learner/loop.py", "import deepspeed", "imports deepspeed outside"),
-        ("services/learner/trackers.py", "import wandb", "outside services/tracking"),
-        ("services/tracking/follower.py", "import torch", "imports torch"),
         ("services/coordinator/loop.py", "from fastapi import FastAPI", "outside a door"),
         ("services/reward/scorer.py", "from transformers import AutoTokenizer", "imports transformers"),
         ("services/common/streams.py", "import pickle", "never pickle"),

@@ -6,10 +6,7 @@ No generator is needed: what it publishes is checked by the digests in its log.
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 import signal
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -18,85 +15,15 @@ from redis.asyncio import Redis
 
 from gspo_proto.learner_pb2 import CheckpointRequest, ProgressRequest
 from gspo_proto.learner_pb2_grpc import LearnerStub
-from gspo_proto.rollout_pb2 import (
-    OUTCOME_EOS,
-    EvaluationDone,
-    Event,
-    Finished,
-    GroupFailure,
-    Prompt,
-    Rollout,
-    Score,
-    Scored,
-    ScoredRollout,
-    StopRequested,
-)
-from services.common.config import Config
-from services.common.events import FROM_START, Events
+from gspo_proto.rollout_pb2 import Event, Finished, GroupFailure, Scored, StopRequested
+from services.common.events import Events
 from services.common.keys import Keys
-from services.common.members import members
 from services.common.rpc import open_channel
 from services.common.streams import append
-from tests.service_process import make_run, registered, service_process, wait_exit
-from tests.tiny_model import make_tiny_model
+from tests.integration.learner.feeder import NUM_ROLLOUTS, Feeder, lines, run_of, scored
+from tests.service_process import registered, service_process, wait_exit
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(300)]
-NUM_ROLLOUTS = 4
-
-
-class Feeder:
-    """Plays coordinator, generation and reward: opens groups and writes their scored rollouts."""
-
-    def __init__(self, redis: Redis, keys: Keys) -> None:
-        self._redis, self.keys = redis, keys
-
-    async def feed(self, groups: range, version: int, *, failing: bool = False) -> None:
-        for group in groups:
-            await self._redis.hset(self.keys.open, group, json.dumps({"min_version": version}))
-        await append(self._redis, self.keys.scored, [scored(g, n, version, failing) for g in groups for n in range(4)])
-
-    async def event(self, what: str, timeout_s: float = 60, num: int = 1) -> Event:
-        """The num-th event of a kind."""
-        events, deadline = Events(self._redis, self.keys, "test"), time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            found = [event for _, event in await events.read(FROM_START, 0.1) if event.WhichOneof("what") == what]
-            if len(found) >= num:
-                return found[num - 1]
-            await asyncio.sleep(0.1)
-        raise AssertionError(f"{num} {what} did not come within {timeout_s} s")
-
-
-def scored(group: int, number: int, version: int, failing: bool = False) -> bytes:
-    token_ids = [4 + (group + number + i) % 10 for i in range(3 + number)]
-    rollout = Rollout(
-        schema=1,
-        group=group,
-        number=number,
-        attempt=1,
-        num_rollouts=NUM_ROLLOUTS,
-        prompt=Prompt(token_ids=[1, 5, 6], text="1+1="),
-        token_ids=[*token_ids, 2],
-        logp=[-4.6] * (len(token_ids) + 1),
-        version=[version] * (len(token_ids) + 1),
-        mask=b"\x01" * (len(token_ids) + 1),
-        text="an answer",
-        outcome=OUTCOME_EOS,
-        temperature=1.0,
-    )
-    score = Score(failure="ZeroDivisionError: division by zero") if failing else Score(reward=float(number % 2))
-    return Scored(schema=1, rollout=ScoredRollout(rollout=rollout, score=score)).SerializeToString()
-
-
-def run_of(tmp_path: Path, **sections: object) -> Config:
-    # A clip that lets the untrained policy's ratios through, so that weights move.
-    algorithm = {"pg_clip_low": 1.0, "pg_clip_high": 100.0}
-    learner = {"learning_rate": 1e-3, "threads": 1}
-    model = make_tiny_model(tmp_path / "model")
-    return make_run(tmp_path, model, **{"algorithm": algorithm, "learner": learner, **sections})
-
-
-def lines(config: Config, name: str) -> list[dict]:
-    return [json.loads(line) for line in (config.run_dir / "log" / name).read_text().splitlines()]
 
 
 async def test_a_kill_between_log_and_checkpoint_costs_nothing(
@@ -195,68 +122,6 @@ async def test_a_reward_that_always_fails_ends_the_run_with_its_reason(
         assert await asyncio.to_thread(wait_exit, process, 20) == 0
 
 
-async def test_newer_weights_wait_for_an_evaluation_and_the_best_version_is_kept(
-    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
-) -> None:
-    (tmp_path / "e.jsonl").write_text('{"prompt": "1+1="}\n')
-    evaluation = {"prompts": str(tmp_path / "e.jsonl"), "every": 1, "keep_best": "sampled_mean"}
-    config = run_of(tmp_path, evaluation=evaluation, run={"total_steps": 3})
-    feeder, coordinator = Feeder(redis, keys), Events(redis, keys, "coordinator")
-
-    async def measured(version: int, score: float) -> None:
-        done = EvaluationDone(evaluation=f"v{version}", version=version, step=version, score=score)
-        await coordinator.send(Event(evaluation_done=done))
-
-    async def made(version: int) -> None:
-        async with asyncio.timeout(120):
-            while lines(config, "policy.jsonl")[-1]["version"] < version:
-                await asyncio.sleep(0.05)
-
-    async def doing() -> tuple[str, str, str]:
-        (member,) = await members(redis, keys, "learner")
-        return member.activity["kind"], member.activity["what"], member.activity["detail"]
-
-    def best() -> int:
-        return int(json.loads((config.run_dir / "best" / "best.json").read_text())["version"])
-
-    with service_process("learner", config, redis_url) as process:
-        await registered(process, redis, keys, "learner")
-        await measured(0, 0.25)
-        await feeder.feed(range(4), 0)
-        await feeder.event("step_done")
-        await feeder.feed(range(4, 8), 1)
-        await made(2)
-        async with asyncio.timeout(60):
-            while await doing() != ("waiting", "evaluation", "v1"):
-                await asyncio.sleep(0.1)
-        assert [line["step"] for line in lines(config, "metrics.jsonl")] == [1], "version 2 waits for the figures of 1"
-        assert best() == 0
-        await measured(1, 0.75)
-        await feeder.event("step_done", num=2)
-        assert lines(config, "metrics.jsonl")[1]["figures"]["hold_s"] > 0.0
-        assert best() == 1
-        process.send_signal(signal.SIGKILL)
-        process.wait(10)
-
-    # Killed while version 2 waits to be measured: it is still there, and the scores are read back.
-    shutil.rmtree(config.run_dir / "candidates" / "step-000002", ignore_errors=True)
-    with service_process("learner", config, redis_url, "--resume") as process:
-        await feeder.feed(range(8, 12), 2)
-        await made(3)
-        assert (config.run_dir / "candidates" / "step-000002" / "model.safetensors").is_file()
-        await measured(2, 0.5)
-        await feeder.event("training_done", timeout_s=120)
-        assert best() == 1
-        await measured(3, 0.875)
-        await coordinator.send(Event(finished=Finished(reason="done")))
-        assert await asyncio.to_thread(wait_exit, process, 20) == 0
-    assert best() == 3
-    assert (config.run_dir / "best" / "model.safetensors").read_bytes() == (
-        config.run_dir / "export" / "model.safetensors"
-    ).read_bytes()
-    assert [line["score"] for line in lines(config, "evaluations.jsonl")] == [0.25, 0.75, 0.5, 0.875]
-
-
 async def test_progress_counts_a_group_as_settled_only_with_the_version_made_of_it(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
@@ -276,3 +141,45 @@ async def test_progress_counts_a_group_as_settled_only_with_the_version_made_of_
                 await asyncio.sleep(0.005)
     assert (0, 1) not in seen
     assert "logged, not trained" in seen, "the step was over before it could be looked at"
+
+
+async def test_a_mini_batch_that_is_not_finite_is_in_the_log_and_a_replay_leaves_it_out(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_of(tmp_path, algorithm={"adv_estimator": "reinforce"}, run={"total_steps": 2})
+    feeder = Feeder(redis, keys)
+    with service_process("learner", config, redis_url) as process:
+        await registered(process, redis, keys, "learner")
+        # One reward so large that its loss is beyond float32.
+        await feeder.feed(range(4), 0, rewards={(0, 0): 1e300})
+        done = (await feeder.event("step_done")).step_done
+        assert done.figures["mini_batches_not_applied"] == 1
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    (record,) = lines(config, "not_applied.jsonl")
+    assert (record["step"], record["reason"]) == (1, "the loss is -inf")
+    recorded = lines(config, "policy.jsonl")
+    with service_process("learner", config, redis_url, "--resume"):
+        await feeder.feed(range(4, 8), 1)
+        await feeder.event("training_done")
+        await Events(redis, keys, "coordinator").send(Event(finished=Finished(reason="done")))
+    assert lines(config, "policy.jsonl")[:2] == recorded
+    assert lines(config, "not_applied.jsonl") == [record]
+
+
+async def test_three_in_a_row_end_the_run_with_their_reason(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_of(tmp_path, algorithm={"adv_estimator": "reinforce", "num_mini_batches": 4})
+    feeder = Feeder(redis, keys)
+    with service_process("learner", config, redis_url) as process:
+        await registered(process, redis, keys, "learner")
+        await feeder.feed(range(4), 0, rewards={(g, n): 1e300 for g in range(4) for n in range(4)})
+        finished = (await feeder.event("finished")).finished
+        assert (
+            finished.failed and "3 mini-batches in a row were not applied; of the last one the loss" in finished.reason
+        )
+        assert await asyncio.to_thread(wait_exit, process, 20) == 0
+    with service_process("learner", config, redis_url, "--resume") as process:
+        assert await asyncio.to_thread(wait_exit, process, 120) == 2
+    assert "replaying it ends as it did before" in (config.run_dir / "learner.log").read_text()

@@ -49,7 +49,7 @@ def reward(prompts, completions, **columns):
 def reward_service(folder: Path, redis_url: str, source: str = SOURCE, **sections: Any) -> Iterator[Any]:
     file = folder / "r.py"
     file.write_text(source)
-    reward = {"functions": [{"path": str(file)}], **sections.pop("reward", {})}
+    reward = {"functions": [{"path": str(file)}]} | sections.pop("reward", {})
     config = make_run(folder, folder / "model", reward=reward, **sections)
     with service_process("reward", config, redis_url, log=folder / "log") as process:
         yield process
@@ -101,7 +101,9 @@ async def test_rollouts_in_scores_out(redis: Redis, redis_url: str, keys: Keys, 
 async def _look_at_rest(url: str) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=10) as client:
         assert (await client.get("/healthz")).status_code == 200
-        assert (await client.get("/readyz")).json() == {"ready": True, "problems": {}}
+        told = (await client.get("/readyz")).json()
+        assert (told["ready"], told["problems"]) == (True, {})
+        assert told["sandbox"].startswith(("bubblewrap (", "landlock ("))
         (shown,) = (await client.get("/v1/rewards")).json()["rewards"]
         assert (shown["name"], shown["kind"], shown["convention"], shown["entry"]) == ("r", "function", "trl", "reward")
         assert (len(shown["version"]), shown["calls"] >= 3, shown["errors"]) == (64, True, {"exception": 2})
@@ -115,6 +117,7 @@ async def _look_at_rest(url: str) -> None:
     assert 'gspo_rollouts_scored_total{result="failed"} 1.0' in figures
     assert 'gspo_rollouts_scored_total{result="scored"} 3.0' in figures
     assert 'gspo_reward_calls_total{function="r",result="exception"} 2.0' in figures
+    assert 'gspo_score_failures_total{kind="exception"} 1.0' in figures
     assert 'gspo_activity_seconds_total{kind="waiting",service="reward",what="rollouts"}' in figures
 
 
@@ -150,6 +153,45 @@ async def test_a_token_guards_both_doors(redis: Redis, redis_url: str, keys: Key
         async with grpc.aio.insecure_channel(member.grpc) as channel:
             with pytest.raises(grpc.aio.AioRpcError, match="token is missing or wrong"):
                 await RewardStub(channel).Score(ScoreRequest(), timeout=5)
+
+
+async def test_a_function_that_fails_too_often_is_reported_with_its_own_error(
+    redis: Redis, redis_url: str, keys: Keys, tmp_path: Path
+) -> None:
+    limits = {"max_failure_share": 0.5, "failure_window": 4}
+    with reward_service(tmp_path, redis_url, reward=limits):
+        texts = ("bad", "1", "bad", "bad")
+        await append(redis, keys.eval_rollouts, [answer_of("bad", group=9).SerializeToString()])
+        await append(redis, keys.rollouts, [answer_of(t, number=n).SerializeToString() for n, t in enumerate(texts)])
+        await scored(redis, keys.scored, 4)
+
+        async def said() -> list[str]:
+            found = await Events(redis, keys, "test").read(b"0", 0.1)
+            return [event.scoring_fails.reason for _, event in found if event.HasField("scoring_fails")]
+
+        (reason,) = await until(said)
+    assert reason.startswith("75% of the last 4 scores failed (3 exception), more than reward.max_failure_share 0.5")
+    assert reason.endswith("the last one: r: raised ValueError: no number (r.py line 6)")
+
+
+async def test_a_slow_function_does_not_hold_up_another_in_the_stream(
+    redis: Redis, redis_url: str, keys: Keys, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef reward(completions):\n    time.sleep(2)\n    return [9.0] * len(completions)\n"
+    )
+    (tmp_path / "r.py").write_text(SOURCE)
+    functions = [{"path": str(tmp_path / name)} for name in ("r.py", "slow.py")]
+    with reward_service(tmp_path, redis_url, reward={"functions": functions}):
+        await ready(redis, keys)
+        rollouts = []
+        for number, name in enumerate(("slow", "r", "slow", "r")):
+            rollout = answer_of(str(number), number=number)
+            rollout.rewards.add(name=name, weight=1.0)
+            rollouts.append(rollout.SerializeToString())
+        await append(redis, keys.rollouts, rollouts)
+        assert await scored(redis, keys.scored, 2) == {(0, 1): 1.0, (0, 3): 3.0}
+        assert (await scored(redis, keys.scored, 4))[0, 0] == 9.0
 
 
 async def test_the_lease_is_kept_during_a_slow_function(

@@ -15,7 +15,13 @@ from services.learner.settlement import SettledGroup, Settlement, Settlements
 
 
 def assembler(
-    *, max_lag: int = 1, on_stale: str = "wait", max_token_age: int | None = None, seed: int = 0, **algorithm: Any
+    *,
+    max_lag: int = 1,
+    on_stale: str = "wait",
+    max_token_age: int | None = None,
+    seed: int = 0,
+    on_failure: Any = "rollout",
+    **algorithm: Any,
 ) -> Assembler:
     given = {"rollout_batch_size": 2, "num_return_sequences_in_group": 2, "num_mini_batches": 1, **algorithm}
     return Assembler(
@@ -24,6 +30,7 @@ def assembler(
         seed=seed,
         settlements=Settlements(),
         moments=RunningMoments(),
+        on_failure=on_failure,
     )
 
 
@@ -182,6 +189,16 @@ def test_a_failed_rollout_is_left_out_of_the_groups_moments(scored) -> None:
     assert rows[1].failure == "reward raised ValueError"
     # With a failure counted as 0 the mean would be 1/3 and these two would not mirror each other.
     assert rows[0].advantage == pytest.approx(-rows[2].advantage)
+
+
+def test_under_on_failure_group_one_failed_score_fails_the_group(scored) -> None:
+    a = assembler(on_failure="group", num_return_sequences_in_group=2)
+    a.add(scored(0, 0, reward=1.0))
+    a.add(scored(0, 1, reward=None, failure="it raised"))
+    found = a.next_batch(0, {})
+    assert [(one.settlement.value, one.reason) for one in found.settled] == [
+        ("failed", "1 of its rollouts failed, the last one: it raised")
+    ]
 
 
 def test_a_group_whose_rollouts_all_failed_is_settled_at_once_with_the_last_reason(scored) -> None:

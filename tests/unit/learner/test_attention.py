@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from services.learner.attention import short_causal_attention
+from services.learner.packed_line import PackedLine
 
 
 @pytest.mark.parametrize(("num_heads", "num_key_heads"), [(4, 4), (4, 2), (6, 1)])
@@ -28,3 +29,23 @@ def test_a_first_position_sees_itself_alone() -> None:
     value = torch.tensor([[[[1.0, 2.0], [30.0, 40.0]]]])
     found = short_causal_attention(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2), value)
     assert found.tolist() == [[[[1.0, 2.0], [15.5, 21.0]]]]
+
+
+def test_a_packed_line_is_laid_side_by_side_and_back() -> None:
+    """Lengths 3, 3, 2, 1 in blocks of at most 6 places: two rows of 3, then rows of 2 and 1."""
+    line = PackedLine.of([3, 3, 2, 1], 6)
+    assert line.position_S.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 0]
+    values_S = torch.arange(10.0, 19.0, dtype=torch.float64, requires_grad=True)
+    first, second = (block.to_rows(values_S) for block in line.blocks)
+    assert first.tolist() == [[10, 11, 12], [13, 14, 15]]
+    assert second.tolist() == [[16, 17], [18, 18]]
+    back_S = torch.cat([block.to_line(rows) for block, rows in zip(line.blocks, (first, second), strict=True)])
+    assert back_S.tolist() == values_S.tolist()
+    (back_S * torch.arange(1.0, 10.0)).sum().backward()
+    assert values_S.grad is not None and values_S.grad.tolist() == list(range(1, 10))
+
+
+def test_a_long_rollout_among_short_ones_is_a_block_of_its_own() -> None:
+    """Side by side in one block, 100 short rows would be padded to the long one's length."""
+    line = PackedLine.of([1000, *[10] * 100], 1000)
+    assert [(block.num_rows, block.width) for block in line.blocks] == [(1, 1000), (100, 10)]

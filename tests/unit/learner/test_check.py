@@ -14,7 +14,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import InputError
-from services.learner.check import check
+from services.learner.check import bytes_a_parameter, check
+from services.learner.engine_config import engine_config
 from services.learner.gpu_memory import check_gpu_share, visible_gpus
 from services.learner.model_files import read_model_files
 from tests.tiny_model import make_tiny_model
@@ -127,6 +128,22 @@ def test_the_gpus_are_those_that_a_process_sees(tmp_path: Path, monkeypatch: pyt
     assert visible_gpus() == []
 
 
+@pytest.mark.parametrize(
+    ("learner", "expected"),
+    [
+        ({}, (16, 0)),
+        ({"zero_stage": 1, "ranks": 4}, (4 + 4 + 3, 0)),
+        ({"zero_stage": 2, "ranks": 4, "offload": "optimizer"}, (4 + 1, 3)),
+        ({"zero_stage": 3, "ranks": 4}, (1 + 1 + 3, 0)),
+        ({"zero_stage": 3, "ranks": 4, "offload": "all"}, (1, 4)),
+    ],
+)
+def test_memory_of_a_parameter_by_stage_and_offload(
+    folder: Path, learner: dict[str, Any], expected: tuple[float, float]
+) -> None:
+    assert bytes_a_parameter(make_config(folder, learner=learner), learner.get("ranks", 1)) == expected
+
+
 def test_too_little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Memory:
         available = 1 << 20
@@ -136,11 +153,25 @@ def test_too_little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "0.0 GiB are available" in refused(folder).rule
 
 
-def test_several_ranks_need_a_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    check(make_config(folder))
-    monkeypatch.setenv("RANK", "0")
-    assert "g++" in refused(folder).fix
+def test_a_batch_that_ranks_and_mini_batches_do_not_divide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"rollout_batch_size": 3, "num_return_sequences_in_group": 4, "num_mini_batches": 2}
+    check(make_config(folder, algorithm=sizes))
+    check(make_config(folder, algorithm=sizes, learner={"ranks": 3}))
+    error = refused(folder, algorithm={**sizes, "num_mini_batches": 5})
+    assert error.where == "algorithm.rollout_batch_size"
+    assert "3 groups of 4 are 12 rollouts, which 5 mini-batches (num_mini_batches) on 1 rank(s)" in error.rule
+    assert "a multiple of 8" in refused(folder, algorithm=sizes, learner={"ranks": 4}).fix
+    # As a launcher on two hosts says it: four ranks in all.
+    for name, value in {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert "on 4 rank(s)" in refused(folder, algorithm=sizes).rule
+    assert "is not what the launcher started on this machine, 2 rank(s)" in refused(folder, learner={"ranks": 3}).rule
+
+
+def test_each_rank_needs_a_gpu_where_there_are_any(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.learner.check.visible_gpus", lambda: [80 << 30])
+    error = refused(folder, learner={"ranks": 2})
+    assert (error.where, error.rule) == ("learner.ranks", "2 ranks need a GPU each, and 1 can be seen")
 
 
 def test_a_rollout_must_fit_into_a_micro_batch(folder: Path) -> None:
@@ -162,6 +193,9 @@ def test_a_rollout_must_fit_into_the_model(folder: Path) -> None:
         ("bf16", {"enabled": True}, "learner.dtype"),
         ("zero_optimization", {"stage": 2}, "learner.zero_stage"),
         ("gradient_accumulation_steps", 4, "learner.micro_batch_tokens"),
+        ("optimizer", {"type": "AdamW", "params": {"lr": 1.0}}, "learner.learning_rate"),
+        ("scheduler", {"type": "WarmupLR"}, "learner.schedule"),
+        ("zero_optimization", {"cpu_offload": True}, "learner.offload"),
     ],
 )
 def test_deepspeed_keys_that_contradict_ours(folder: Path, key: str, value: Any, instead: str) -> None:
@@ -178,8 +212,79 @@ def test_a_key_that_deepspeed_would_pass_over_names_the_nearest(folder: Path) ->
 
 
 def test_deepspeed_keys_that_say_the_same_or_more_pass(folder: Path) -> None:
-    given = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
-    check(make_config(folder, learner={"zero_stage": 1, "deepspeed": given}))
+    given = {
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000},
+        "wall_clock_breakdown": True,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": "auto"}},
+        "train_batch_size": "auto",
+    }
+    learner = {"zero_stage": 1, "max_grad_norm": 0.5, "dtype": "bfloat16"}
+    config = make_config(folder, learner={**learner, "deepspeed": given})
+    check(config)
+    assert engine_config(config)["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 1000}
+    # The same as a file, named relative to the configuration.
+    (folder / "ds.json").write_text(json.dumps(given))
+    assert engine_config(make_config(folder, learner={**learner, "deepspeed": "ds.json"})) == engine_config(config)
+
+
+def test_a_deepspeed_file_that_is_none(folder: Path) -> None:
+    error = refused(folder, learner={"deepspeed": "ds.json"})
+    assert error.where == "learner.deepspeed" and "ds.json is no JSON file that can be read" in error.rule
+    (folder / "ds.json").write_text("[]")
+    assert "holds no JSON object" in refused(folder, learner={"deepspeed": "ds.json"}).rule
+
+
+@pytest.mark.parametrize(
+    ("learner", "where", "rule"),
+    [
+        ({"offload": "optimizer"}, "learner.offload", "optimizer needs zero_stage 1 or more, and it is 0"),
+        ({"offload": "all", "zero_stage": 2}, "learner.offload", "all needs zero_stage 3, and it is 2"),
+        (
+            {"zero_stage": 3, "deepspeed": {"zero_optimization": {"offload_param": {"device": "nvme"}}}},
+            "learner.deepspeed.zero_optimization.offload_param",
+            "{'device': 'nvme'} is not supported under ZeRO 3",
+        ),
+        (
+            {
+                "zero_stage": 3,
+                "deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            },
+            "learner.deepspeed.zero_optimization.offload_optimizer",
+            "is not supported under ZeRO 3",
+        ),
+        (
+            {"zero_stage": 2, "deepspeed": {"zero_optimization": {"offload_param": {"device": "cpu"}}}},
+            "learner.deepspeed.zero_optimization.offload_param",
+            "ZeRO 2 has no such offload",
+        ),
+        (
+            {
+                "zero_stage": 3,
+                "offload": "all",
+                "deepspeed": {"zero_optimization": {"offload_param": {"device": "none"}}},
+            },
+            "learner.deepspeed.zero_optimization.offload_param.device",
+            "contradicts learner.offload: all",
+        ),
+    ],
+)
+def test_an_offload_that_there_is_not(folder: Path, learner: dict[str, Any], where: str, rule: str) -> None:
+    error = refused(folder, learner=learner)
+    assert error.where == where
+    assert rule in error.rule
+
+
+def test_an_offload_and_more_about_it(folder: Path) -> None:
+    further = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}
+    config = make_config(folder, learner={"zero_stage": 3, "offload": "all", "deepspeed": further})
+    assert engine_config(config)["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "offload_param": {"device": "cpu"},
+    }
 
 
 def test_the_check_imports_no_engine() -> None:

@@ -14,8 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.weights_digest import policy_digest
+from services.learner.policy_model import can_be_packed, load_policy_model
 from services.learner.rows import Row
-from services.learner.trainer import NotFiniteError, Trainer
+from services.learner.trainer import Trainer
+from services.learner.updates import NotFiniteError
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.training_rows import answer_logp, make_config, make_rows
 
@@ -72,7 +74,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop(folder: Path) -> None:
     trainer, plain = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0), PlainLoop(folder)
     for step in (1, 2, 3):
         rows = make_rows(folder, step=step)
-        figures = trainer.train(step, rows)
+        figures = trainer.train(step, rows).figures
         assert figures["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
     assert_same_weights(trainer, plain.model.state_dict())
 
@@ -81,7 +83,7 @@ def test_the_temperature_is_the_samplings(folder: Path) -> None:
     config = make_config(folder, algorithm=GSPO, sampling={"temperature": 0.7})
     trainer, plain = Trainer(config, folder, seed=0), PlainLoop(folder, temperature=0.7)
     rows = make_rows(folder, temperature=0.7)
-    assert trainer.train(1, rows)["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
+    assert trainer.train(1, rows).figures["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
     assert_same_weights(trainer, plain.model.state_dict())
 
 
@@ -91,7 +93,7 @@ def test_the_cut_into_micro_batches_changes_nothing(folder: Path) -> None:
     for tokens in (128, 100_000):
         config = make_config(folder, algorithm=GSPO, learner={"micro_batch_tokens": tokens})
         trainers.append(Trainer(config, folder, seed=0))
-    losses = [trainer.train(1, rows)["loss"] for trainer in trainers]
+    losses = [trainer.train(1, rows).figures["loss"] for trainer in trainers]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-7)
     assert_same_weights(trainers[0], trainers[1].policy())
 
@@ -106,31 +108,102 @@ def test_skipped_rows_are_absent_and_not_zero(folder: Path) -> None:
         for row in rows
     ]
     trainer, plain = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0), PlainLoop(folder)
-    figures = trainer.train(1, skipped)
+    figures = trainer.train(1, skipped).figures
     assert figures["loss"] == pytest.approx(plain.train(skipped), rel=1e-5, abs=1e-7)
     assert (figures["sequences"], figures["skipped_failed"], figures["skipped_stale"]) == (24, 8, 0)
     assert_same_weights(trainer, plain.model.state_dict())
 
 
-def test_a_loss_that_is_not_finite_is_not_applied(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("zero_stage", "advantage", "reason"),
+    [
+        *((stage, math.inf, "the loss is") for stage in (0, 1, 2, 3)),
+        # A finite loss whose squared gradients overflow; stage 3 adds them up in float64, where they do not.
+        *((stage, 1e36, "the gradient norm is") for stage in (0, 1, 2)),
+    ],
+)
+def test_a_mini_batch_that_is_not_finite_is_left_out_whole(
+    folder: Path, zero_stage: int, advantage: float, reason: str
+) -> None:
+    config = make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage})
+    rows = [replace(row, advantage=advantage) if row.mini_batch == 1 else row for row in make_rows(folder)]
+    trainer, told = (Trainer(config, folder, seed=0) for _ in range(2))
+    trained = trainer.train(1, rows)
+    assert [(left_out.update, left_out.mini_batch) for left_out in trained.not_applied] == [(1, 1)]
+    assert reason in trained.not_applied[0].reason
+    assert trained.figures["mini_batches_not_applied"] == 1
+    assert all(math.isfinite(value) for value in trained.figures.values())
+    # A replay that is told makes the same, and no trace of it is left in gradients or moments.
+    assert [left_out.update for left_out in told.train(1, rows, known=[1]).not_applied] == [1]
+    assert digest(trainer) == digest(told)
+    for each in (trainer, told):
+        assert not each.train(2, make_rows(folder, step=2)).not_applied
+    assert digest(trainer) == digest(told)
+
+
+def test_three_in_a_row_end_the_run_also_over_steps(folder: Path) -> None:
+    trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
+    spoilt = [replace(row, advantage=math.inf) if row.mini_batch >= 2 else row for row in make_rows(folder)]
+    assert len(trainer.train(1, spoilt).not_applied) == 2
+    # One that is applied in between starts the count anew.
+    first = [replace(row, advantage=math.inf) if row.mini_batch in (0, 2) else row for row in make_rows(folder, step=2)]
+    with pytest.raises(NotFiniteError, match="step 2: 3 mini-batches in a row were not applied; of the last one the"):
+        trainer.train(2, first)
+    trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
+    trainer.train(1, spoilt)
+    trainer.train(2, make_rows(folder, step=2))
+    assert len(trainer.train(3, [replace(row, step=3) for row in spoilt]).not_applied) == 2
+
+
+def test_a_step_of_which_nothing_is_applied_says_so_and_changes_nothing(folder: Path) -> None:
     trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
     before = digest(trainer)
-    rows = make_rows(folder, num_mini_batches=1)
-    rows[0] = replace(rows[0], advantage=math.inf)
-    with pytest.raises(NotFiniteError, match="step 5, mini-batch 0: the loss is"):
-        trainer.train(5, [replace(row, step=5) for row in rows])
+    rows = [replace(row, advantage=math.inf) for row in make_rows(folder, num_mini_batches=1)]
+    figures = trainer.train(1, rows).figures
+    assert figures["mini_batches_not_applied"] == 1 and "loss" not in figures
     assert digest(trainer) == before
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_gradient_that_is_not_finite_is_not_applied(folder: Path, zero_stage: int) -> None:
-    trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage}), folder, seed=0)
-    before = digest(trainer)
-    # Finite losses whose squared gradients overflow.
-    rows = [replace(row, advantage=1e38) for row in make_rows(folder, num_mini_batches=1, num_groups=1)]
-    with pytest.raises(NotFiniteError, match=r"step 2, mini-batch 0: the (gradient norm|loss) is"):
-        trainer.train(2, rows)
-    assert digest(trainer) == before
+def gradient(trainer: Trainer) -> torch.Tensor:
+    """All of the first optimizer step's gradient: AdamW's first moment is a tenth of it."""
+    optimizer = trainer._engine.optimizer
+    return torch.cat(
+        [optimizer.state[p]["exp_avg"].flatten() for group in optimizer.param_groups for p in group["params"]]
+    )
+
+
+@pytest.mark.parametrize("algorithm", [GSPO, {"preset": "grpo"}, {"use_kl_loss": True, **GSPO}])
+def test_the_gradient_is_the_same_packed_and_padded_however_it_is_cut(folder: Path, algorithm: dict[str, Any]) -> None:
+    """Rows without an advantage have no backward pass; half the groups are without one."""
+    rows = [
+        replace(row, advantage=0.0 if row.group % 2 else row.advantage) for row in make_rows(folder, num_mini_batches=1)
+    ]
+    found = {}
+    for packing in (True, False):
+        for tokens in (128, 100_000):
+            learner = {"packing": packing, "micro_batch_tokens": tokens, "gradient_checkpointing": tokens == 128}
+            trainer = Trainer(make_config(folder, algorithm=algorithm, learner=learner), folder, seed=0)
+            figures = trainer.train(1, rows).figures
+            found[packing, tokens] = figures, gradient(trainer)
+    figures, expected = found[False, 100_000]
+    for case, (others, vector) in found.items():
+        assert (vector - expected).norm() < 1e-5 * expected.norm(), case
+        for name in ("loss", "grad_norm", "k3", "entropy", "log_ratio_max", "sigma_token"):
+            assert others[name] == pytest.approx(figures[name], rel=1e-4, abs=1e-7), (case, name)
+
+
+def test_a_model_that_would_mix_packed_rollouts_is_padded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_policy_model(folder, make_config(folder)).causal_lm
+    assert can_be_packed(model)
+    kinds = model.config.layer_types
+    model.config.layer_types = ["linear_attention", *kinds[1:]]
+    assert not can_be_packed(model)
+    model.config.layer_types = kinds
+    # One that attends its own way, and takes no positions.
+    given, kind = type(model.base_model).forward, type(model.base_model)
+    monkeypatch.setattr(kind, "forward", lambda self, position_ids=None, **words: given(self, **words))
+    monkeypatch.setattr("services.learner.policy_model.attend_to", lambda line: None)
+    assert not can_be_packed(model)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
@@ -138,7 +211,7 @@ def test_every_zero_stage_makes_the_same_weights(folder: Path, zero_stage: int) 
     plain = PlainLoop(folder)
     trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage}), folder, seed=0)
     rows = make_rows(folder)
-    figures = trainer.train(1, rows)
+    figures = trainer.train(1, rows).figures
     assert figures["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
     assert figures["grad_norm"] > 0
     assert_same_weights(trainer, plain.model.state_dict())
@@ -219,7 +292,7 @@ def test_an_export_loads_like_any_model(folder: Path, tmp_path: Path) -> None:
 def test_every_preset_trains_and_reports(folder: Path, algorithm: dict[str, Any]) -> None:
     trainer = Trainer(make_config(folder, algorithm=algorithm), folder, seed=0)
     before = digest(trainer)
-    figures = trainer.train(1, make_rows(folder))
+    figures = trainer.train(1, make_rows(folder)).figures
     assert digest(trainer) != before
     assert all(math.isfinite(value) for value in figures.values())
     assert figures["tokens"] == sum(row.mask.sum() for row in make_rows(folder))
@@ -231,7 +304,7 @@ def test_every_preset_trains_and_reports(folder: Path, algorithm: dict[str, Any]
 
 def test_tokens_of_older_versions_measure_no_mismatch(folder: Path) -> None:
     rows = [replace(row, version=np.where(row.mask, 3, -1)) for row in make_rows(folder)]
-    figures = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0).train(6, rows)
+    figures = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0).train(6, rows).figures
     assert not {"sigma_token", "sigma_sequence", "noise_share"} & figures.keys()
     assert (figures["age_mean"], figures["age_max"]) == (2, 2)
 
@@ -239,7 +312,7 @@ def test_tokens_of_older_versions_measure_no_mismatch(folder: Path) -> None:
 def test_recompute_takes_the_step_s_first_weights_as_old(folder: Path) -> None:
     """With one mini-batch and no update before, every ratio is 1: the behavior noise is gone from it."""
     config = make_config(folder, algorithm={**GSPO, "old_logprobs": "recompute", "num_mini_batches": 1})
-    figures = Trainer(config, folder, seed=0).train(1, make_rows(folder, num_mini_batches=1, noise=0.3))
+    figures = Trainer(config, folder, seed=0).train(1, make_rows(folder, num_mini_batches=1, noise=0.3)).figures
     assert abs(figures["log_ratio_max"]) < 1e-6
     assert figures["sigma_token"] == pytest.approx(0.3, rel=0.15)
 
@@ -259,7 +332,7 @@ def test_masked_by_the_correction_means_absent(folder: Path) -> None:
 def test_bfloat16_is_near_float32(folder: Path) -> None:
     rows = make_rows(folder)
     found = [
-        Trainer(make_config(folder, algorithm=GSPO, learner={"dtype": dtype}), folder, seed=0).train(1, rows)
+        Trainer(make_config(folder, algorithm=GSPO, learner={"dtype": dtype}), folder, seed=0).train(1, rows).figures
         for dtype in ("float32", "bfloat16")
     ]
     assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=0.05)

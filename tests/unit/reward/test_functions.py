@@ -20,11 +20,12 @@ from services.reward.functions import (
     read_source,
     read_sources,
 )
-from services.reward.worker_process import Unfit, find_function, load_module
+from services.reward.inside.recognise import Unfit, find_function
+from services.reward.inside.worker import load_module
 
 
 def find(source: str, entry: str | None = None) -> dict[str, Any]:
-    return find_function(load_module("/nowhere/answers.py", source), entry)[1]
+    return find_function(load_module("/nowhere/answers.py", source, []), entry)[1]
 
 
 def signature(source: str, entry: str | None = None) -> Signature:

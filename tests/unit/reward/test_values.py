@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from gspo_proto.rollout_pb2 import Rollout
+from services.reward.inside.results import InvalidReturn, list_values, plain_value
 from services.reward.scorer import spread_over_groups
 from services.reward.values import Failure, Value, read_value
-from services.reward.worker_process import Unfit, list_values, plain_value
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,36 @@ def test_nothing_else_does(returned: Any, reason: str) -> None:
     assert value.reason.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"parts": [1]},
+        {"parts": 5},
+        {"error": 5},
+        {"error": None},
+        [],
+        {},
+        "1",
+        True,
+        7,
+        {"type": {}},
+        {"parts": {"a": {}}},
+    ],
+)
+def test_what_no_harness_would_send_is_a_failure_too(raw: Any) -> None:
+    value = read_value(raw, "trl")
+    assert isinstance(value, Failure)
+    assert value.kind == "invalid_return"
+
+
+def test_an_error_of_a_row_keeps_its_kind_if_there_is_such_a_kind() -> None:
+    told = {"kind": "memory", "type": "MemoryError", "text": "MemoryError", "place": "r.py line 3"}
+    assert read_value({"error": told}, "verl") == Failure("raised MemoryError (r.py line 3)", "memory")
+    assert read_value({"error": told | {"kind": "fine", "text": 5}}, "verl") == Failure(
+        "failed without a word", "exception"
+    )
+
+
 def test_named_parts_are_summed() -> None:
     value = read_value(plain_value({"form": 0.25, "sum": True}), "trl")
     assert value == Value(1.25, parts={"form": 0.25, "sum": 1.0})
@@ -50,7 +80,7 @@ def test_named_parts_are_summed() -> None:
 def test_of_a_verl_dict_the_score_counts() -> None:
     value = read_value(plain_value({"score": 0.5, "acc": 1, "pred": "4"}), "verl")
     assert value == Value(0.5, extras={"acc": 1.0})
-    assert read_value(plain_value({"acc": 1.0}), "verl") == Failure("returned a dict without 'score'")
+    assert read_value(plain_value({"acc": 1.0}), "verl") == Failure("returned a dict without 'score'", "invalid_return")
 
 
 def test_a_batch_may_come_as_list_tuple_or_array() -> None:
@@ -60,7 +90,7 @@ def test_a_batch_may_come_as_list_tuple_or_array() -> None:
 
 @pytest.mark.parametrize("returned", [1.0, None, "ok", {"a": 1.0}, np.float64(1)])
 def test_a_batch_is_nothing_else(returned: Any) -> None:
-    with pytest.raises(Unfit, match="a list of numbers belongs"):
+    with pytest.raises(InvalidReturn, match="a list of numbers belongs"):
         list_values(returned)
 
 

@@ -1,0 +1,115 @@
+"""Our reward service with nothing but Redis beside it: rollouts in its stream, scores counted in the next.
+
+Neighbours: part_reward.py asks; the supervisor of `gspo run` starts and ends the processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from typing import Any
+
+from redis.asyncio import Redis
+
+from benchmarks.children import MeasurementError
+from benchmarks.service_alone import until_up
+from benchmarks.shape import CACHE
+from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
+from services.cli.lineup import LOOPBACK, Job, free_port, redis_program, service_programs
+from services.cli.supervisor import Supervisor
+from services.common.config import Config
+from services.common.configfile import parse_config
+from services.common.configfile import write_config as write_whole_config
+from services.common.events import SCHEMA
+from services.common.keys import Keys
+from services.common.members import wait_for_member
+from services.common.runtime import CONFIG_NAME, connect_redis
+from services.common.streams import append, create_consumer_groups
+
+_START_S, _RUN_S = 60.0, 120.0
+_GROUP_SIZE, _NUM_TOKENS, _AT_A_TIME = 8, 128, 500
+_LOOK_EVERY_S = 0.02
+
+
+def measure(num_rollouts: int, source: str) -> dict[str, Any]:
+    """Rollouts a second from the stream through the sandbox into the next stream.
+
+    Raises:
+        MeasurementError: A process did not start, or the scores did not come.
+    """
+    folder = CACHE / "runs" / "reward"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "reward.py").write_text(source)
+    (folder / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    given = {
+        "name": "reward",
+        "model": {"path": str(folder)},
+        "data": {"prompts": "prompts.jsonl"},
+        "reward": {"functions": [{"path": "reward.py"}]},
+        "run": {"directory": str(folder), "total_steps": 1},
+    }
+    config = parse_config(given, folder)
+    config.run_dir.mkdir(exist_ok=True)
+    write_whole_config(config, config.run_dir / CONFIG_NAME)
+    seconds = asyncio.run(_measure(config, num_rollouts))
+    return {"what": "stream", "num_rollouts": num_rollouts, "seconds": seconds, "per_s": num_rollouts / seconds}
+
+
+async def _measure(config: Config, num_rollouts: int) -> float:
+    keys, port = Keys(config.name), free_port()
+    url = f"redis://{LOOPBACK}:{port}/0"
+    redis = connect_redis(url)
+    complaints: list[str] = []
+    try:
+        async with Supervisor(config.run_dir / "services", 0, complaints.append) as supervisor:
+            supervisor.start([redis_program(config.run_dir, port)])
+            await until_up(url)
+            await create_consumer_groups(redis, keys)
+            supervisor.start(service_programs(Job(config, config.run_dir, services=("reward",)), url))
+            death = asyncio.create_task(supervisor.watch())
+            work = asyncio.create_task(_score(redis, keys, num_rollouts))
+            await asyncio.wait({death, work}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                work.cancel()
+                death.result()
+            death.cancel()
+            return work.result()
+    finally:
+        await redis.aclose()
+
+
+async def _score(redis: Redis, keys: Keys, num_rollouts: int) -> float:
+    """Seconds from the first rollout in the stream to the last score in the next."""
+    try:
+        await wait_for_member(redis, keys, "reward", _START_S)
+    except TimeoutError as error:
+        raise MeasurementError(str(error)) from error
+    entries = [_rollout(number).SerializeToString() for number in range(num_rollouts)]
+    began = time.perf_counter()
+    for start in range(0, num_rollouts, _AT_A_TIME):
+        await append(redis, keys.rollouts, entries[start : start + _AT_A_TIME])
+    while await redis.xlen(keys.scored) < num_rollouts:
+        if time.perf_counter() - began > _RUN_S:
+            raise MeasurementError(f"not all of {num_rollouts} rollouts were scored within {_RUN_S:g} s")
+        await asyncio.sleep(_LOOK_EVERY_S)
+    return time.perf_counter() - began
+
+
+def _rollout(number: int) -> Rollout:
+    return Rollout(
+        schema=SCHEMA,
+        group=number // _GROUP_SIZE,
+        number=number % _GROUP_SIZE,
+        attempt=1,
+        num_rollouts=_GROUP_SIZE,
+        prompt=Prompt(token_ids=[5, 6], text="1+1=", columns_json=json.dumps({"answer": "2"})),
+        token_ids=range(_NUM_TOKENS),
+        logp=[-0.5] * _NUM_TOKENS,
+        version=[0] * _NUM_TOKENS,
+        mask=b"\1" * _NUM_TOKENS,
+        text="the answer is 2" * 8,
+        outcome=OUTCOME_EOS,
+    )

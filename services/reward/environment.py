@@ -1,0 +1,84 @@
+"""The steps of a multi-turn environment: pure functions in a sandbox, their state a JSON value that the caller keeps.
+
+What comes back is checked here; nothing is remembered, so any replica can take any step. Neighbours: sandbox.py runs
+the code, the gRPC door calls.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from services.reward.calls import CallFailed
+from services.reward.sandbox import Sandbox
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Where an episode stands after reset (reward 0, not done) or a step."""
+
+    state_json: str
+    observation_json: str
+    reward: float
+    done: bool
+
+
+async def reset(sandbox: Sandbox, task_json: str, *, session: str) -> Turn:
+    """`reset(task) -> state, observation`.
+
+    Raises:
+        CallFailed: It failed, or returned something else.
+    """
+    arguments = {"task": _read(task_json, "the task")}
+    found = await sandbox.call({"function": "reset", "arguments": arguments}, session=session)
+    state, observation = _fields(found.values, 2, "reset returned {}, not (state, observation)")
+    return Turn(json.dumps(state), _observation(observation), 0.0, done=False)
+
+
+async def step(sandbox: Sandbox, state_json: str, action: str, *, session: str) -> Turn:
+    """`step(state, action) -> state, observation, reward, done`.
+
+    Raises:
+        CallFailed: It failed, or returned something else.
+    """
+    arguments = {"state": _read(state_json, "the state"), "action": action}
+    found = await sandbox.call({"function": "step", "arguments": arguments}, session=session)
+    state, observation, reward, done = _fields(
+        found.values, 4, "step returned {}, not (state, observation, reward, done)"
+    )
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise _invalid(f"step returned a reward that is no finite number: {json.dumps(reward)[:100]}")
+    if not isinstance(done, bool):
+        raise _invalid(f"step returned a done that is neither true nor false: {json.dumps(done)[:100]}")
+    return Turn(json.dumps(state), _observation(observation), float(reward), done)
+
+
+def _read(text: str, what: str) -> Any:
+    try:
+        return json.loads(text or "null")
+    except (ValueError, RecursionError) as error:
+        raise CallFailed("exception", f"{what} is not JSON: {error}", error_type="Unaskable") from error
+
+
+def _fields(values: Any, count: int, otherwise: str) -> list[Any]:
+    if not isinstance(values, list) or len(values) != count:
+        was = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
+        raise _invalid(otherwise.format(was))
+    return values
+
+
+def _observation(value: Any) -> str:
+    """Text, or a list of chat messages, as JSON."""
+    messages = isinstance(value, list) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        for one in value
+    )
+    if not isinstance(value, str) and not messages:
+        raise _invalid("the observation is neither text nor a list of messages with role and content")
+    return json.dumps(value)
+
+
+def _invalid(text: str) -> CallFailed:
+    return CallFailed("invalid_return", text, error_type="InvalidReturn")

@@ -1,0 +1,235 @@
+"""The trusted process of a sandbox: it runs no user code, starts and ends the workers that do, and looks at them.
+
+It takes orders on a socket of packets, one JSON object each, from the reward service alone, and decides nothing:
+  {"op": "start", "id": N, "memory": BYTES} with two descriptors, the worker's channel and its output
+  {"op": "look", "id": N}    answered by {"id": N, "look": {"cpu_s", "num_threads", "scratch_bytes"}}
+  {"op": "kill", "id": N}
+A worker's end is told by {"id": N, "ended": WAIT STATUS}. When the socket closes, everything ends.
+Started as a program by services/reward/start.py with its task as JSON in the first packet.
+Neighbours: confine.py, worker.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from . import confine, worker
+
+PACKET_BYTES = 65536
+# A worker's descriptors: standard input, output, error, and its channel.
+_CHANNEL_FD = 3
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Serve on the socket that is descriptor `argv[1]` until it closes."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    sys.argv = [""]
+    Supervisor(control, json.loads(control.recv(PACKET_BYTES))).run()
+
+
+class Supervisor:
+    """Holds the workers of one sandbox.
+
+    Args:
+        task: What start.py asks for: scratch, reads, devices, uid, user_namespace, num_files, num_tasks, file_bytes,
+            packages, paths, and the filter's length, whose bytes are the next packet.
+    """
+
+    def __init__(self, control: socket.socket, task: dict[str, Any]) -> None:
+        self._control, self._task = control, task
+        self._program = control.recv(PACKET_BYTES) if task["filter"] else b""
+        self._pids: dict[int, int] = {}
+        self._reads = [Path(path) for path in task["reads"]]
+        self._rules = confine.FileRules(self._reads, [Path(path) for path in task["devices"]])
+
+    def run(self) -> None:
+        """Take orders until the socket closes, then end every worker."""
+        told = self._confine()
+        sys.path += [path for path in self._task["paths"] if path not in sys.path]
+        _import(self._task["packages"])
+        gc.collect()
+        gc.freeze()  # the collector would touch, and so copy, what workers share with this process
+        wake, waker = socket.socketpair()
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._own = (wake, waker)
+        self._tell(told | {"ready": True})
+        while True:
+            ready, _, _ = select.select([self._control, wake], [], [])
+            if wake in ready:
+                wake.recv(4096)
+                self._reap()
+            if self._control in ready and not self._take_order():
+                break
+        for number in list(self._pids):
+            self._kill(number)
+
+    def _confine(self) -> dict[str, Any]:
+        """Become the sandbox's user; what could be had is told."""
+        uid, told = self._task["uid"], {"landlock": self._rules.abi, "own_user": False, "user_namespace": False}
+        if uid and os.geteuid() == 0 and _readable_by(uid, self._reads):
+            with suppress(OSError):  # no such user may exist in a container's user namespace
+                confine.become(uid)
+                told["own_user"] = True
+        if self._task["user_namespace"] and told["own_user"]:  # root cannot be mapped into one without privileges
+            confine.enter_user_namespace()
+            told["user_namespace"] = True
+        confine.drop_capabilities()
+        confine.no_new_privileges()
+        confine.hide()
+        return told
+
+    def _take_order(self) -> bool:
+        data, given, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 2)
+        if not data:
+            return False
+        order = json.loads(data)
+        number = order["id"]
+        match order["op"]:
+            case "start":
+                self._start(number, order["memory"], given)
+            case "kill":
+                self._kill(number)
+            case "look":
+                self._tell({"id": number, "look": self._look(number)})
+        return True
+
+    def _start(self, number: int, memory: int, given: list[int]) -> None:
+        scratch = self._scratch(number)
+        scratch.mkdir(mode=0o700)
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._tell({"id": number, "ended": 0, "why": f"no process can be made: {error.strerror}"})
+            return
+        finally:
+            if os.getpid() == parent:
+                for fd in given:
+                    os.close(fd)
+        if pid == 0:
+            self._become_worker(parent, scratch, memory, given)
+        self._pids[number] = pid
+
+    def _become_worker(self, parent: int, scratch: Path, memory: int, given: list[int]) -> None:
+        """In the copy: give up everything, then serve; never returns."""
+        try:
+            os.setsid()
+            confine.die_with_parent(parent)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            channel = _take_descriptors(*given)
+            os.chdir(scratch)
+            os.environ.update(HOME=str(scratch), TMPDIR=str(scratch))
+            confine.show()
+            self._rules.apply(scratch)
+            task = self._task
+            confine.limit(confine.Bounds(memory, task["file_bytes"], task["num_files"], task["num_tasks"]))
+            if self._program:
+                confine.load_filter(self._program)
+            sys.stdout, sys.stderr = _text_to(1), _text_to(2)
+            worker.serve(channel)
+        except OSError as error:
+            os.write(2, f"the sandbox: {error}\n".encode())
+            os._exit(1)
+        os._exit(0)
+
+    def _kill(self, number: int) -> None:
+        if pid := self._pids.get(number):
+            with suppress(ProcessLookupError):  # before it has a group of its own it is killed alone
+                os.killpg(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        for number, pid in list(self._pids.items()):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                del self._pids[number]
+                shutil.rmtree(self._scratch(number), ignore_errors=True)
+                self._tell({"id": number, "ended": status})
+
+    def _look(self, number: int) -> dict[str, Any] | None:
+        """What a worker has used; None where it is gone."""
+        try:
+            fields = Path(f"/proc/{self._pids[number]}/stat").read_text().rpartition(")")[2].split()
+        except (KeyError, OSError):
+            return None
+        # The fields of stat after the name: 11 and 12 are the ticks in user and kernel mode, 17 the threads.
+        cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        return {"cpu_s": cpu_s, "num_threads": int(fields[17]), "scratch_bytes": _size(self._scratch(number))}
+
+    def _scratch(self, number: int) -> Path:
+        return Path(self._task["scratch"]) / str(number)
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._control.send(json.dumps(what).encode())
+
+
+def _take_descriptors(channel: int, output: int) -> socket.socket:
+    """Keep the worker's four descriptors and close all others."""
+    channel, output = os.dup(channel), os.dup(output)  # out of the way of the places below
+    while min(channel, output) <= _CHANNEL_FD:
+        channel, output = os.dup(channel), os.dup(output)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2), (channel, _CHANNEL_FD)):
+        os.dup2(source, target, inheritable=False)
+    os.closerange(_CHANNEL_FD + 1, max(channel, output, nothing, 1024) + 1)
+    return socket.socket(fileno=_CHANNEL_FD)
+
+
+def _text_to(fd: int) -> TextIO:
+    return open(fd, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+
+
+def _import(packages: Iterable[str]) -> None:
+    """Import what the user's code will ask for, once for all its workers; what cannot be is told when it asks."""
+    for name in packages:
+        with suppress(Exception):
+            importlib.import_module(name)
+
+
+def _readable_by(uid: int, places: Iterable[Path]) -> bool:
+    """Whether another user can reach all these places; tried by a process that becomes that user."""
+    pid = os.fork()
+    if pid == 0:
+        with suppress(OSError):
+            confine.become(uid)
+            os._exit(0 if all(os.access(place, os.R_OK) for place in places if _exists(place)) else 1)
+        os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _exists(place: Path) -> bool:
+    try:
+        return place.exists()
+    except PermissionError:
+        return True
+
+
+def _size(folder: Path) -> int:
+    """Bytes on disk below a folder; links are not followed."""
+    total = 0
+    folders = [folder]
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(Path(entry.path))
+    return total

@@ -1,0 +1,187 @@
+"""One worker: the process that user code runs in. It loads the code and answers questions on a socket of its own.
+
+It starts as a copy of the supervisor, already confined. User code shares this process and can do to it what it
+likes: what comes from here is the user's word and nothing more, and the parent treats it so. A frame is 8 bytes of
+length, big-endian, and JSON; an answer repeats the question's id, which is new for each question.
+Neighbours: supervisor.py forks it, services/reward/worker_link.py is the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import linecache
+import os
+import socket
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .recognise import Unfit, find_environment, find_function
+from .results import InvalidReturn, describe_error, list_values, nameless_error, plain_value, type_name
+
+HEAD_BYTES = 8
+MODULE_PREFIX = "reward_file_"
+_TASKS = "/proc/self/task"
+# Bound before user code can put something else in their place.
+_encode, _decode = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDecoder().decode
+
+
+def serve(channel: socket.socket) -> None:
+    """Answer frames until the channel closes."""
+    worker, num_threads = Worker(), _num_threads()
+    while (question := read_frame(channel)) is not None:
+        answer = _answer(worker, question)
+        if (left := _num_threads() - num_threads) > 0:
+            answer["threads_left"] = left
+        _flush()
+        data = _bytes(answer, question["id"])
+        channel.sendall(len(data).to_bytes(HEAD_BYTES, "big") + data)
+
+
+def _answer(worker: Worker, question: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return worker.answer(question)
+    except BaseException as error:  # noqa: BLE001 - the outermost loop: the caller gets the reason
+        try:
+            return {"error": describe_error(error, worker.path)}
+        except BaseException as again:  # noqa: BLE001 - an exception that cannot even be shown
+            return {"error": nameless_error(again)}
+
+
+def _bytes(answer: dict[str, Any], mark: str) -> bytes:
+    answer["id"] = mark
+    try:
+        return _encode(answer).encode()
+    except (MemoryError, RecursionError, ValueError, TypeError) as error:
+        return _encode({"error": nameless_error(error), "id": mark}).encode()
+
+
+def _num_threads() -> int:
+    try:
+        return len(os.listdir(_TASKS))  # noqa: PTH208 - for each call: quicker
+    except OSError:
+        return 1
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # closed or replaced by the user's code
+            continue
+
+
+def read_frame(channel: socket.socket) -> dict[str, Any] | None:
+    """The next question; None when the channel is closed."""
+    head = channel.recv(HEAD_BYTES, socket.MSG_WAITALL)
+    if len(head) < HEAD_BYTES:
+        return None
+    size, body = int.from_bytes(head, "big"), bytearray()
+    while len(body) < size:
+        if not (part := channel.recv(min(size - len(body), 2**20))):
+            return None
+        body += part
+    question: dict[str, Any] = _decode(body.decode())
+    return question
+
+
+class Worker:
+    """Holds the loaded code."""
+
+    def __init__(self) -> None:
+        self.path = ""
+        self._function: Callable[..., Any] = _nothing_loaded
+        self._bind: Callable[..., inspect.BoundArguments] = inspect.signature(_nothing_loaded).bind
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Load code, call with `arguments`, call once for each of `rows`, or call one function of an environment."""
+        if "source" in question:
+            self.path = question["path"]
+            return {"signature": self._load(question)}
+        if "function" in question:
+            function = self._functions[question["function"]]
+            return {"values": _json_value(self._wait(function(**question["arguments"])))}
+        if "rows" in question:
+            return {"values": self._call_rows(question["rows"])}
+        return {"values": list_values(self._wait(self._call(question["arguments"])))}
+
+    def _load(self, question: dict[str, Any]) -> dict[str, Any]:
+        module = load_module(self.path, question["source"], question["folders"])
+        if question["kind"] == "environment":
+            self._functions, entry = find_environment(module, question["entry"])
+            return {"entry": entry, "convention": "environment", "takes": [], "required": [], "takes_any": False}
+        self._function, signature = find_function(module, question["entry"])
+        self._bind = inspect.signature(self._function).bind
+        return signature
+
+    def _call(self, arguments: dict[str, Any]) -> Any:
+        """Bind before the call, so that a signature that does not fit is told from a TypeError within."""
+        try:
+            bound = self._bind(**arguments)
+        except TypeError as error:
+            raise Unfit(f"takes other arguments than it is given: {error}") from error
+        return self._function(*bound.args, **bound.kwargs)
+
+    def _call_rows(self, rows: list[dict[str, Any]]) -> list[Any]:
+        """One call a row; coroutines run side by side. A row that raises leaves the others alone."""
+        results: list[Any] = []
+        for row in rows:
+            try:
+                results.append(self._call(row))
+            except Exception as error:  # noqa: BLE001 - the row's own failure, reported as such
+                results.append(error)
+        waiting = [index for index, result in enumerate(results) if inspect.isawaitable(result)]
+        if waiting:
+            for index, result in zip(waiting, self._wait(_gather([results[i] for i in waiting])), strict=True):
+                results[index] = result
+        return [self._row(result) for result in results]
+
+    def _row(self, result: Any) -> Any:
+        if isinstance(result, BaseException):
+            return {"error": describe_error(result, self.path)}
+        return plain_value(result)
+
+    def _wait(self, result: Any) -> Any:
+        """An awaitable's result; its loop ends with the call, and so does what it left in it."""
+        if not inspect.isawaitable(result):
+            return result
+        with asyncio.Runner() as runner:
+            return runner.run(_finish(result))
+
+
+async def _finish(awaitable: Any) -> Any:
+    return await awaitable
+
+
+async def _gather(awaitables: list[Any]) -> list[Any]:
+    return await asyncio.gather(*awaitables, return_exceptions=True)
+
+
+def _nothing_loaded(**_given: Any) -> Any:
+    raise Unfit("is not loaded")
+
+
+def _json_value(value: Any) -> Any:
+    """The value, where JSON can carry it: tuples become lists, and nothing else changes."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidReturn(f"returned {type_name(value)} that JSON cannot carry: {error}") from error
+    return _decode(text)
+
+
+def load_module(path: str, source: str, folders: list[str]) -> types.ModuleType:
+    """Run the file's text as a module; `folders` are where its own imports come from, before the installed ones."""
+    module = types.ModuleType(MODULE_PREFIX + Path(path).stem)
+    module.__file__ = path
+    sys.path[:0] = folders
+    sys.modules[module.__name__] = module
+    # Tracebacks quote the lines of a file that is not there to be read.
+    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+    exec(compile(source, path, "exec"), module.__dict__)  # noqa: S102 - what this process is for
+    return module

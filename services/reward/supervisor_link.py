@@ -1,0 +1,202 @@
+"""The service's end of a supervisor: orders go out, what became of workers comes back.
+
+It judges nothing. Neighbours: start.py starts the supervisor, inside/supervisor.py is the other end, worker_link.py
+is the service's end of one worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.reward.inside.supervisor import PACKET_BYTES
+from services.reward.start import Level, Started, start_supervisor
+from services.reward.worker_link import WorkerLink
+
+# It imports what the user's code asks for, and torch takes its time on a busy machine.
+START_TIMEOUT_S = 120.0
+# A kill takes effect at once unless the process sits in the kernel.
+END_TIMEOUT_S = 5.0
+# Numbers of workers, never used twice in a process: a worker outlives its supervisor in no list.
+_numbers = count(1)
+log = structlog.get_logger()
+
+
+class CannotStart(Exception):  # noqa: N818 - a fact about the machine
+    """The supervisor did not come up; the text is the last that was said."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a worker has used."""
+
+    cpu_s: float
+    num_threads: int
+    scratch_bytes: int
+
+
+class SupervisorLink:
+    """One supervisor, ready for orders.
+
+    Attributes:
+        told: What it could do to confine itself: landlock (version), own_user, user_namespace.
+    """
+
+    def __init__(self, started: Started) -> None:
+        self.told: dict[str, Any] = {}
+        self._started, self._control = started, started.control
+        self._ends: dict[int, asyncio.Future[int | None]] = {}
+        self._looks: dict[int, asyncio.Future[Look | None]] = {}
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().add_reader(self._control.fileno(), self._hear)
+
+    @classmethod
+    async def start(cls, level: Level, reads: Sequence[Path], packages: Sequence[str]) -> SupervisorLink:
+        """Start a supervisor and wait until it takes orders.
+
+        Raises:
+            CannotStart: It did not come up.
+        """
+        try:
+            link = cls(await start_supervisor(level, reads, packages))
+        except OSError as error:
+            raise CannotStart(str(error)) from error
+        try:
+            await asyncio.wait_for(link._ready, START_TIMEOUT_S)
+        except (ConnectionError, TimeoutError) as error:
+            said = await link._last_words()
+            await link.close()
+            raise CannotStart(said or f"it was not ready within {START_TIMEOUT_S:g} s") from error
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes orders."""
+        return self._control.fileno() >= 0
+
+    async def start_worker(self, memory_mb: int) -> WorkerLink:
+        """A new worker, confined and without code.
+
+        Raises:
+            ConnectionError: The supervisor is gone.
+        """
+        number = next(_numbers)
+        here, there = socket.socketpair()
+        read_end, write_end = os.pipe()
+        order = {"op": "start", "id": number, "memory": memory_mb * 2**20}
+        try:
+            self._ends[number] = asyncio.get_running_loop().create_future()
+            self._send(order, there.fileno(), write_end)
+        except BaseException:
+            here.close()
+            os.close(read_end)
+            raise
+        finally:
+            there.close()
+            os.close(write_end)
+        return await WorkerLink.open(number, here, read_end)
+
+    async def look(self, number: int) -> Look | None:
+        """What a worker has used so far; None where it is gone."""
+        future = self._looks.get(number)
+        if future is None:
+            future = self._looks[number] = asyncio.get_running_loop().create_future()
+            try:
+                self._send({"op": "look", "id": number})
+            except ConnectionError:
+                del self._looks[number]
+                return None
+        return await asyncio.shield(future)
+
+    async def wait_end(self, number: int, timeout_s: float) -> int | None:
+        """Exit code of a worker, negative for a signal; None where it lives on, or nobody can tell."""
+        future = self._ends.get(number)
+        if future is None:
+            return None
+        done, _ = await asyncio.wait({future}, timeout=timeout_s)
+        return future.result() if done else None
+
+    async def kill(self, number: int) -> None:
+        """Kill a worker and wait until it is gone; one of another supervisor is."""
+        if number not in self._ends:
+            return
+        with contextlib.suppress(ConnectionError):
+            self._send({"op": "kill", "id": number})
+            if await self.wait_end(number, END_TIMEOUT_S) is None and self.alive:
+                log.error("worker_does_not_end", waited_s=END_TIMEOUT_S)
+        self._ends.pop(number, None)
+
+    async def close(self) -> None:
+        """End the supervisor and everything in it."""
+        self._hang_up()
+        process = self._started.process
+        try:
+            await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        self._started.remove()
+
+    def _send(self, order: dict[str, Any], *descriptors: int) -> None:
+        if not self.alive:
+            raise ConnectionResetError("the supervisor is gone")
+        socket.send_fds(self._control, [json.dumps(order).encode()], descriptors)
+
+    def _hear(self) -> None:
+        try:
+            data = self._control.recv(PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._hang_up()
+            return
+        told = json.loads(data)
+        if "ready" in told:
+            self.told = told
+            if not self._ready.done():
+                self._ready.set_result(None)
+        elif "look" in told:
+            future = self._looks.pop(told["id"], None)
+            if future and not future.done():
+                future.set_result(Look(**told["look"]) if told["look"] else None)
+        elif (ended := self._ends.get(told["id"])) and not ended.done():
+            ended.set_result(os.waitstatus_to_exitcode(told["ended"]))
+
+    def _hang_up(self) -> None:
+        if not self.alive:
+            return
+        asyncio.get_running_loop().remove_reader(self._control.fileno())
+        self._control.close()
+        unanswered: list[asyncio.Future[Any]] = [*self._ends.values(), *self._looks.values()]
+        for future in unanswered:
+            if not future.done():
+                future.set_result(None)
+        self._looks.clear()
+        if not self._ready.done():
+            self._ready.set_exception(ConnectionResetError("the supervisor ended"))
+
+    async def _last_words(self) -> str:
+        stderr = self._started.process.stderr
+        if stderr is None:
+            return ""
+        with contextlib.suppress(TimeoutError):
+            said = await asyncio.wait_for(stderr.read(), 1.0)
+            return said.decode(errors="replace").strip().rpartition("\n")[2]
+        return ""

@@ -1,0 +1,66 @@
+"""Hostile and careless user code at both levels of the sandbox, started by root and by a user without privilege.
+
+The attacks are in tests/sandbox_attacks.py, which runs them in a process of its own for each level and user.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sandbox_attacks import ALL, SECRET, Attack
+
+ROOT = Path(__file__).parents[3]
+CONTAINMENTS = [
+    (level, user)
+    for level in ("bubblewrap", "landlock")
+    for user in ("root", "plain")
+    if user == "plain" or os.geteuid() == 0
+]
+NO_NAMESPACE = 77
+
+
+@functools.cache
+def outcomes(level: str, user: str) -> dict[str, Any]:
+    """What became of every attack."""
+    command = [sys.executable, "-m", "tests.sandbox_attacks", level, user]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    if done.returncode == NO_NAMESPACE:
+        pytest.skip("this machine makes no user namespace, so root cannot become a plain user here")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(params=CONTAINMENTS, ids="-".join)
+def contained(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return outcomes(*request.param)
+
+
+@pytest.mark.parametrize("attack", ALL, ids=lambda attack: attack.name)
+def test_an_attack_fails_its_caller_alone(contained: dict[str, Any], attack: Attack) -> None:
+    outcome = contained[attack.name]
+    assert outcome["kind"] == attack.kind, outcome["text"]
+    assert (outcome["beside"], outcome["after"]) == ([1.0, 2.0], [1.0, 2.0])
+
+
+def test_nothing_outside_was_reached(contained: dict[str, Any]) -> None:
+    assert (contained["reached"], contained["file"]) == ([], SECRET)
+
+
+def test_a_level_is_made_of_what_its_name_says(contained: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    parts = set(contained["parts"])
+    assert {"seccomp", "rlimits"} < parts
+    assert any(part.startswith("Landlock") for part in parts)
+    wrapped = "bubblewrap" in request.node.name
+    assert ("namespaces user mnt pid net ipc" in parts) is wrapped
+    if wrapped and "root" in request.node.name:
+        assert "a user of its own" in parts

@@ -1,0 +1,272 @@
+"""What a sandbox keeps apart and what it lets through, at both levels; what hostile code does is in test_attacks.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from services.common.errors import InputError
+from services.reward import environment, levels, syscalls
+from services.reward.calls import Answer, CallFailed, Code, Limits
+from services.reward.environment import Turn
+from services.reward.levels import find_level, try_level
+from services.reward.sandbox import Sandbox
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+LEVELS = ("bubblewrap", "landlock")
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@asynccontextmanager
+async def sandbox_of(
+    text: str,
+    level: Any,
+    *,
+    kind: Literal["reward", "environment"] = "reward",
+    entry: str | None = None,
+    reads: tuple[Path, ...] = (),
+    num_workers: int = 1,
+    **limits: Any,
+) -> AsyncIterator[Sandbox]:
+    code = Code("r", text, "0" * 64, "/nowhere/r.py", entry=entry, kind=kind, reads=reads)
+    given = Limits(**({"timeout_s": 5.0, "memory_mb": 1024} | limits))
+    sandbox = Sandbox(code, given, (await try_level(level)).level, num_workers=num_workers)
+    try:
+        await sandbox.load()
+        yield sandbox
+    finally:
+        await sandbox.close()
+
+
+async def ask(sandbox: Sandbox, *completions: str, session: str | None = "run") -> Answer:
+    return await sandbox.call({"arguments": {"completions": list(completions)}}, session=session)
+
+
+STATEFUL = """
+import builtins, os, sys
+seen = []
+def reward(completions):
+    before = [len(seen), getattr(builtins, "mark", 0), os.path.exists("mark"), int(os.environ.get("MARK", 0))]
+    seen.append(1)
+    builtins.mark = 1
+    os.environ["MARK"] = "1"
+    open("mark", "w").close()
+    return [float(sum(before))]
+"""
+
+
+async def test_what_one_session_leaves_behind_no_other_sees(level: Any) -> None:
+    async with sandbox_of(STATEFUL, level) as sandbox:
+        sessions = ("a", "a", "b", "a", None, None, "b")
+        values = [(await ask(sandbox, "x", session=session)).values[0] for session in sessions]
+    assert values == [0.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+async def test_sessions_with_workers_enough_keep_theirs(level: Any) -> None:
+    async with sandbox_of(STATEFUL, level, num_workers=2) as sandbox:
+        values = [(await ask(sandbox, "x", session=session)).values[0] for session in ("a", "b", "a", "b")]
+    assert values == [0.0, 0.0, 4.0, 4.0]
+
+
+async def test_a_thread_that_outlives_its_call_is_gone_before_the_next(level: Any) -> None:
+    text = (
+        "import threading, time\nlives = []\n"
+        "def reward(completions):\n"
+        "    threading.Thread(target=time.sleep, args=(60,)).start()\n    lives.append(1)\n"
+        "    return [float(threading.active_count() + len(lives))]\n"
+    )
+    async with sandbox_of(text, level) as sandbox:
+        assert [(await ask(sandbox, "x")).values for _ in range(2)] == [[3.0], [3.0]]
+
+
+async def test_a_forged_answer_spoils_no_later_call(level: Any) -> None:
+    """The harness's own question is found in memory and answered by the function: its own result, and no other's."""
+    text = (
+        "import gc, json, os\n"
+        "def reward(completions):\n"
+        "    if completions == ['forge']:\n"
+        "        ids = {d['id'] for d in gc.get_objects() if isinstance(d, dict) and 'arguments' in d and 'id' in d}\n"
+        "        for one in ids:\n"
+        "            frame = json.dumps({'id': one, 'values': [100.0]}).encode()\n"
+        "            os.write(3, len(frame).to_bytes(8, 'big') + frame)\n"
+        "    return [1.0]\n"
+    )
+    async with sandbox_of(text, level) as sandbox:
+        forged = (await ask(sandbox, "forge")).values
+        after = [(await ask(sandbox, "x")).values for _ in range(3)]
+    assert forged in ([100.0], [1.0])
+    assert after == [[1.0]] * 3
+
+
+async def test_files_named_in_reads_are_read_and_imported(level: Any, tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("FACTOR = 3.0\n")
+    (tmp_path / "note.txt").write_text("2")
+    note = f"open({str(tmp_path / 'note.txt')!r}).read()"
+    text = f"import neighbour\ndef reward(completions): return [neighbour.FACTOR * float({note})]"
+    async with sandbox_of(text, level, reads=(tmp_path,)) as sandbox:
+        assert (await ask(sandbox, "x")).values == [6.0]
+    with pytest.raises(CallFailed, match="No module named 'neighbour'") as failed:
+        async with sandbox_of(text, level):
+            pass
+    assert (failed.value.loading, failed.value.kind, failed.value.line) == (True, "exception", 1)
+
+
+async def test_packages_are_shared_with_the_workers(level: Any) -> None:
+    text = (
+        "def reward(completions):\n    import numpy, sympy\n"
+        "    return [float(sympy.Integer(2) + int(numpy.ones(3).sum()))] * len(completions)\n"
+    )
+    async with sandbox_of(text, level) as sandbox:
+        started = time.perf_counter()
+        assert (await ask(sandbox, "x", session=None)).values == [5.0]
+        assert (await ask(sandbox, "x", "y", session=None)).values == [5.0, 5.0]
+        assert time.perf_counter() - started < 5
+
+
+async def test_processor_time_is_limited_over_all_threads(level: Any) -> None:
+    text = "def reward(completions):\n    while completions == ['spin']: pass\n    return [1.0]\n"
+    async with sandbox_of(text, level, cpu_s=0.3, timeout_s=20.0) as sandbox:
+        with pytest.raises(CallFailed, match=r"more than 0.3 s of processor time") as failed:
+            await ask(sandbox, "spin")
+        assert failed.value.kind == "timeout"
+        assert (await ask(sandbox, "x")).values == [1.0]
+
+
+async def test_what_is_printed_comes_with_the_answer_and_with_the_failure(level: Any) -> None:
+    text = (
+        "import sys\ndef reward(completions):\n    print('seen', completions[0])\n    print('err', file=sys.stderr)\n"
+        "    return [1 / float(completions[0])]\n"
+    )
+    async with sandbox_of(text, level) as sandbox:
+        assert (await ask(sandbox, "1")).output == "seen 1\nerr\n"
+        with pytest.raises(CallFailed) as failed:
+            await ask(sandbox, "0")
+    error = failed.value
+    assert (error.kind, error.error_type, error.line, error.output) == (
+        "exception",
+        "ZeroDivisionError",
+        5,
+        "seen 0\nerr\n",
+    )
+    assert error.traceback.splitlines()[1:3] == [
+        '  File "/nowhere/r.py", line 5, in reward',
+        "    return [1 / float(completions[0])]",
+    ]
+
+
+ENVIRONMENT = """
+def reset(task):
+    return {"left": task["steps"]}, "go"
+async def step(state, action):
+    state["left"] -= 1
+    return state, {"said": action}, 0.5, state["left"] == 0
+class Maze:
+    def reset(self, task): return [], task
+    def step(self, state, action): return state, object(), 0.0, False
+"""
+
+
+async def test_an_environment_is_two_functions_of_json(level: Any) -> None:
+    async with sandbox_of(ENVIRONMENT, level, kind="environment") as sandbox:
+        first = await sandbox.call({"function": "reset", "arguments": {"task": {"steps": 1}}}, session="run")
+        assert first.values == [{"left": 1}, "go"]
+        second = await sandbox.call({"function": "step", "arguments": {"state": first.values[0], "action": "a"}})
+        assert second.values == [{"left": 0}, {"said": "a"}, 0.5, True]
+    async with sandbox_of(ENVIRONMENT, level, kind="environment", entry="Maze") as sandbox:
+        with pytest.raises(CallFailed, match="JSON cannot carry") as failed:
+            await sandbox.call({"function": "step", "arguments": {"state": [], "action": "a"}})
+        assert failed.value.kind == "invalid_return"
+    with pytest.raises(CallFailed, match=r"is no environment: the module has no step\(state, action\)"):
+        async with sandbox_of("def reset(task): ...", level, kind="environment"):
+            pass
+
+
+async def test_what_an_environment_returns_is_checked(level: Any) -> None:
+    text = (
+        "turns = {'ok': ({'n': 1}, [{'role': 'user', 'content': 'go'}], 1, False), 'three': (1, 2, 3),\n"
+        "         'reward': (0, 'x', True, False), 'done': (0, 'x', 1.0, 1), 'observation': (0, 5, 1.0, True)}\n"
+        "def reset(task): return task, 'start'\n"
+        "def step(state, action): return turns[action]\n"
+    )
+    async with sandbox_of(text, level, kind="environment") as sandbox:
+        assert await environment.reset(sandbox, "[1]", session="run") == Turn("[1]", '"start"', 0.0, done=False)
+        turn = await environment.step(sandbox, "{}", "ok", session="run")
+        assert turn == Turn('{"n": 1}', '[{"role": "user", "content": "go"}]', 1.0, done=False)
+        for action in ("three", "reward", "done", "observation"):
+            with pytest.raises(CallFailed) as failed:
+                await environment.step(sandbox, "{}", action, session="run")
+            assert failed.value.kind == "invalid_return"
+            assert action in str(failed.value).replace("3 values", "three")
+
+
+async def test_a_cancelled_call_leaves_nothing_running(level: Any) -> None:
+    text = "import time\ndef reward(completions):\n    time.sleep(float(completions[0]))\n    return [5.0]"
+    async with sandbox_of(text, level, timeout_s=60.0) as sandbox:
+        slow = asyncio.create_task(ask(sandbox, "60"))
+        await asyncio.sleep(0.3)
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        assert (await ask(sandbox, "0")).values == [5.0]
+
+
+async def test_slow_calls_do_not_hold_up_another_function(level: Any) -> None:
+    slow_text = "import time\ndef reward(completions):\n    time.sleep(0.2)\n    return [1.0]"
+    fast_text = "def reward(completions): return [2.0]"
+    async with sandbox_of(slow_text, level, num_workers=2) as slow, sandbox_of(fast_text, level) as fast:
+        waiting = [asyncio.create_task(ask(slow, "x")) for _ in range(8)]
+        await asyncio.sleep(0.05)
+        values = [(await ask(fast, "x")).values for _ in range(50)]
+        assert values == [[2.0]] * 50
+        assert not waiting[-1].done()
+        assert {tuple((await one).values) for one in waiting} == {(1.0,)}
+
+
+async def test_no_supervisor_is_left_when_a_sandbox_is_closed(level: Any) -> None:
+    async with sandbox_of("def reward(completions): return [1.0]", level) as sandbox:
+        assert sandbox._supervisor is not None
+        process = sandbox._supervisor._started.process
+        scratch = sandbox._supervisor._started.scratch
+        await ask(sandbox, "x")
+    assert process.returncode is not None
+    assert scratch is None or not scratch.exists()
+
+
+async def test_less_than_the_minimum_is_refused_with_what_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels.shutil, "which", lambda name: None)
+    with pytest.raises(InputError, match=r"is bubblewrap, and .* reaches landlock: .*apt-get install bubblewrap"):
+        await find_level("bubblewrap")
+    assert (await find_level("landlock")).level.name == "landlock"
+
+    def missing(**_: object) -> bytes:
+        raise syscalls.Unavailable("libseccomp cannot be loaded (not found)")
+
+    monkeypatch.setattr(levels.syscalls, "filter_bytes", missing)
+    with pytest.raises(InputError, match=r"is landlock, and .* reaches rlimits: .*apt-get install libseccomp2"):
+        await find_level("landlock")
+
+
+async def test_at_the_weakest_level_time_memory_and_state_still_hold() -> None:
+    level = (await find_level("rlimits")).level
+    assert level.name == "bubblewrap", "the strongest there is, whatever the minimum"
+    weak = type(level)("rlimits")
+    text = STATEFUL + "    if completions == ['spin']:\n        while True: pass\n"
+    text = text.replace("    return [float(sum(before))]\n", "") + "    return [float(sum(before))]\n"
+    sandbox = Sandbox(Code("r", text, "0" * 64, "r.py"), Limits(timeout_s=0.5, memory_mb=1024), weak)
+    await sandbox.load()
+    try:
+        values = [(await ask(sandbox, "x", session=session)).values for session in ("a", "b")]
+        with pytest.raises(CallFailed, match=r"took longer than 0.5 s"):
+            await ask(sandbox, "spin")
+    finally:
+        await sandbox.close()
+    assert values == [[0.0], [0.0]]

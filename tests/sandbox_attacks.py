@@ -1,0 +1,329 @@
+"""What hostile or careless user code does, and which kind of failure that has to be, at every level of the sandbox.
+
+`python -m tests.sandbox_attacks LEVEL USER` runs them all in one sandbox, each beside a bystander, and prints what
+became of each as JSON. USER is `root`, or `plain`: then the process first becomes a user without any privilege.
+What it is not: a test; tests/integration/reward/test_attacks.py runs it and judges.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import socket
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.reward.calls import CallFailed, Code, Limits
+from services.reward.inside import confine
+from services.reward.levels import try_level
+from services.reward.sandbox import Sandbox
+
+LIMITS = Limits(timeout_s=20.0, memory_mb=256)
+SHORT = Limits(timeout_s=0.5, memory_mb=256)
+SECRET = "the service's secret"
+# Runs what it is given, so that one warm sandbox serves all attacks.
+RUNNER = """
+def reward(completions, attack):
+    space = {"__name__": "attack"}
+    exec(compile(attack, "attack.py", "exec"), space)
+    return space["values"]()
+"""
+GOOD = "def values(): return [1.0, 2.0]"
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One way to misbehave: the body of a function, and the kind of failure it must be; None: it may return."""
+
+    name: str
+    body: str
+    kind: str | None
+
+    @property
+    def source(self) -> str:
+        """The text that RUNNER runs."""
+        lines = "".join(f"    {line}\n" for line in self.body.strip().splitlines())
+        return f"{HEAD}\ndef values():\n{lines}    return [1.0, 2.0]\n"
+
+
+HEAD = """
+import builtins, ctypes, gc, itertools, json, mmap, os, signal, socket, struct, subprocess, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+def system(number, *arguments):
+    result = libc.syscall(number, *arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+"""
+
+TIME = [
+    Attack("endless loop", "while True: pass", "timeout"),
+    Attack("endless loop in C", "all(itertools.repeat(True))", "timeout"),
+    Attack("sleep", "time.sleep(60)", "timeout"),
+    Attack("SIGTERM ignored", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)", "timeout"),
+    Attack(
+        "BaseException caught",
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+        "timeout",
+    ),
+    Attack("signals blocked", "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\ntime.sleep(60)", "timeout"),
+    Attack("waits for input", "while not sys.stdin.read(1): pass", "timeout"),
+]
+SIZE = [
+    Attack("memory bomb", "x = []\nwhile True: x.append(bytearray(2**24))", "memory"),
+    Attack("one huge object", "bytearray(2**40)", "memory"),
+    Attack("memory mapped", "x = [mmap.mmap(-1, 2**28) for _ in range(100)]", "memory"),
+    Attack("memory without a mapping", "os.memfd_create('x')", "forbidden"),
+    Attack("shared memory", "system(29, 0, 2**30, 0o1600)", "forbidden"),
+    Attack("10 GiB of output", "for _ in range(10 * 2**10): print('x' * 2**20)", "output_too_large"),
+    Attack("output by the descriptor", "while True: os.write(2, b'x' * 2**20)", "output_too_large"),
+    Attack("a huge file", "f = open('x', 'wb')\nwhile True: f.write(bytes(2**22))", "output_too_large"),
+    Attack("a huge hole", "os.truncate(os.open('x', os.O_CREAT | os.O_RDWR), 2**40)", "output_too_large"),
+    Attack(
+        "the disk filled",
+        "for n in itertools.count():\n    open(str(n), 'wb').write(bytes(2**24))\n    time.sleep(0.01)",
+        "output_too_large",
+    ),
+    Attack("100,000 open files", "x = [open('/dev/null') for _ in range(100_000)]", "forbidden"),
+    Attack("100,000 pipes", "x = [os.pipe() for _ in range(100_000)]", "forbidden"),
+    Attack(
+        "10,000 threads",
+        "threading.stack_size(2**15)\nfor _ in range(10_000): threading.Thread(target=time.sleep, args=(9,)).start()",
+        "forbidden",
+    ),
+    Attack("recursion", "f = lambda n: f(n + 1)\nf(0)", "exception"),
+    Attack(
+        "recursion beyond the stack",
+        "sys.setrecursionlimit(10**9)\nf = lambda: [].sort(key=g) or [0].sort(key=g)\ng = lambda _: f()\nf()",
+        "crash",
+    ),
+    Attack("a million numbers", "global values\nreturn [1.0] * 1_000_000", None),
+    Attack("a huge answer", "return [{'x' * 2**23: 1.0}]", "output_too_large"),
+]
+END = [
+    Attack("segmentation fault", "ctypes.string_at(0)", "crash"),
+    Attack("os._exit", "os._exit(0)", "crash"),
+    Attack("os.abort", "os.abort()", "crash"),
+    Attack("killed by itself", "os.kill(os.getpid(), 9)", "crash"),
+    Attack("its group killed", "os.killpg(0, 9)", "crash"),
+    Attack("sys.exit", "sys.exit(0)", "exception"),
+    Attack("KeyboardInterrupt", "raise KeyboardInterrupt", "exception"),
+    Attack(
+        "an exception that cannot be shown",
+        "class E(Exception):\n    def __str__(self): raise ValueError\nraise E",
+        "exception",
+    ),
+    Attack(
+        "an exception that hangs",
+        "class E(Exception):\n    def __str__(self):\n        while True: pass\nraise E",
+        "timeout",
+    ),
+    Attack(
+        "a value that hangs", "class V:\n    def item(self):\n        while True: pass\nreturn [V(), V()]", "timeout"
+    ),
+    Attack("descriptors closed", "os.closerange(0, 256)", "crash"),
+]
+PROCESSES = [
+    Attack("fork", "os.fork()", "forbidden"),
+    Attack("fork bomb", "while True: os.fork()", "forbidden"),
+    Attack("stubborn fork bomb", "while True:\n    try: os.fork()\n    except OSError: pass", "timeout"),
+    Attack("fork by number", "system(57)", "forbidden"),
+    Attack("clone by number", "system(56, 17, 0, 0, 0, 0)", "forbidden"),
+    Attack("a program", "subprocess.Popen(['sleep', '60'])", "forbidden"),
+    Attack("posix_spawn", "os.posix_spawn('/bin/sleep', ['sleep', '60'], {})", "forbidden"),
+    Attack("exec", "os.execv('/bin/sleep', ['sleep', '60'])", "forbidden"),
+    Attack(
+        "multiprocessing",
+        "import multiprocessing as m\nm.get_context('fork').Process(target=print).start()",
+        "forbidden",
+    ),
+    Attack("a namespace", "system(272, 0x10000000)", "forbidden"),
+    Attack("ptrace of the supervisor", "system(101, 16, os.getppid(), 0, 0)", "forbidden"),
+    Attack("ptrace of the service", "system(101, 16, PID, 0, 0)", "forbidden"),
+    Attack("a signal to the supervisor", "os.kill(os.getppid(), 9)", "forbidden"),
+    Attack(
+        "a signal to the service", "try: os.kill(PID, 9)\nexcept ProcessLookupError: raise PermissionError", "forbidden"
+    ),
+    Attack("a signal to everybody", "os.kill(-1, 9)", None),
+    Attack(
+        "limits of the supervisor",
+        "import resource\nresource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0))",
+        "forbidden",
+    ),
+    Attack(
+        "limits raised",
+        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))\nbytearray(2**30)",
+        "exception",
+    ),
+    Attack("priority", "os.nice(-5)", "forbidden"),
+    Attack("life after the supervisor", "if libc.prctl(1, 0, 0, 0, 0): raise PermissionError", "forbidden"),
+    Attack("another user", "os.setuid(1)", "forbidden"),
+]
+NETWORK = [
+    Attack("TCP", "socket.create_connection(('127.0.0.1', PORT))", "forbidden"),
+    Attack("UDP", "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))", "forbidden"),
+    Attack("a server", "socket.create_server(('127.0.0.1', 0))", "forbidden"),
+    Attack("DNS", "socket.getaddrinfo('example.com', 80)", "forbidden"),
+    Attack("HTTP", "import urllib.request\nurllib.request.urlopen(f'http://127.0.0.1:{PORT}/')", "forbidden"),
+    Attack("unix socket", "socket.socket(socket.AF_UNIX).connect(UNIX)", "forbidden"),
+    Attack("unix datagrams", "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', UNIX)", "forbidden"),
+    Attack("netlink", "socket.socket(socket.AF_NETLINK)", "forbidden"),
+    Attack("io_uring", "system(425, 1, 0)", "forbidden"),
+]
+FILES = [
+    Attack("the service's environment", "assert SECRET not in str(os.environ)", None),
+    Attack("the service's environment by /proc", "open(f'/proc/{PID}/environ').read()", "forbidden"),
+    Attack("the supervisor's environment by /proc", "open(f'/proc/{os.getppid()}/environ').read()", "forbidden"),
+    Attack("the service's memory by /proc", "open(f'/proc/{PID}/mem', 'rb').read(1)", "forbidden"),
+    Attack("the supervisor's memory by /proc", "open(f'/proc/{os.getppid()}/mem', 'r+b').read(1)", "forbidden"),
+    Attack("the service's memory by number", "system(310, PID, 0, 0, 0, 0, 0)", "forbidden"),
+    Attack("a file that all may read", "open(FILE).read()", "forbidden"),
+    Attack("the folder it is in", "os.listdir(FOLDER)", "forbidden"),
+    Attack("the user's home", "os.listdir(HOME)", "forbidden"),
+    Attack("users of the machine", "open('/etc/passwd').read()", "forbidden"),
+    Attack("the root", "os.listdir('/')", "forbidden"),
+    Attack("scratch of others", "os.listdir('..')", "forbidden"),
+    Attack("a symlink out of scratch", "os.symlink(FILE, 'link')\nopen('link').read()", "forbidden"),
+    Attack("a hard link out of scratch", "os.link(FILE, 'link')\nopen('link').read()", "forbidden"),
+    Attack("a file written", "open(FILE, 'a').write('x')", "forbidden"),
+    Attack("a file made", "open(FOLDER + '/new', 'w').write('x')", "forbidden"),
+    Attack("a file removed", "os.remove(FILE)", "forbidden"),
+    Attack("a file moved", "os.rename(FILE, 'mine')", "forbidden"),
+    Attack("/tmp", "open('/tmp/x', 'w')", "forbidden"),
+    Attack("/dev/shm", "open('/dev/shm/x', 'w')", "forbidden"),
+    Attack("the harness changed on disk", "open(sys.modules['inside.worker'].__file__, 'a')", "forbidden"),
+    Attack("json changed on disk", "open(json.__file__, 'a')", "forbidden"),
+    Attack("a device", "os.mknod('x', 0o20666, os.makedev(1, 1))", "forbidden"),
+    Attack("owner changed", "os.chown('.', 0, 0)", "forbidden"),
+    Attack("mount", "system(165, b'none', b'/', b'tmpfs', 0, 0)", "forbidden"),
+    Attack("handles", "system(304, -100, b'x', 0)", "forbidden"),
+    Attack("scratch is its own", "open('x', 'w').write('x')\nassert open('x').read() == 'x'", None),
+    Attack("links in scratch", "os.symlink('x', 'l')\nos.mkdir('d')\nos.rename('l', 'd/l')", None),
+]
+REPLIES = [
+    Attack("results printed", "print('{\"values\": [100.0]}' * 100)", None),
+    Attack(
+        "a frame on every descriptor",
+        "frame = b'{\"values\": [9.0, 9.0]}'\n"
+        "for fd in range(64):\n"
+        "    try: os.write(fd, len(frame).to_bytes(8, 'big') + frame)\n"
+        "    except OSError: pass",
+        "forbidden",
+    ),
+    Attack(
+        "noise on every descriptor",
+        "for fd in range(64):\n    try: os.write(fd, b'x' * 100)\n    except OSError: pass",
+        "forbidden",
+    ),
+    Attack(
+        "a deep frame",
+        "frame = b'[' * 100_000\nos.write(3, len(frame).to_bytes(8, 'big') + frame)",
+        "forbidden",
+    ),
+    Attack("json changed", "json.dumps = json.JSONEncoder.encode = lambda *a, **k: '{}'", None),
+    Attack(
+        "the harness changed",
+        "for name, m in list(sys.modules.items()):\n"
+        "    if name.startswith('inside'): m.serve = m.read_frame = m.plain_value = None",
+        "exception",
+    ),
+    Attack("builtins changed", "builtins.len = builtins.isinstance = lambda *a: 100", "crash"),
+]
+ALL = [*TIME, *SIZE, *END, *PROCESSES, *NETWORK, *FILES, *REPLIES]
+
+
+async def run(level_name: str) -> dict[str, Any]:
+    """Every attack's outcome by its name; `listened` tells whether anything reached the sockets."""
+    found = await try_level(level_name)  # type: ignore[arg-type]
+    code = Code("attacks", RUNNER, "0" * 64, "runner.py")
+    patient, short = (Sandbox(code, limits, found.level, num_workers=3) for limits in (LIMITS, SHORT))
+    outcomes: dict[str, Any] = {"parts": found.parts}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        target = Path(folder) / "file"
+        target.write_text(SECRET)
+        target.chmod(0o666)
+        with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+            unix.bind(str(Path(folder) / "socket"))
+            unix.listen()
+            (Path(folder) / "socket").chmod(0o777)
+            port = tcp.getsockname()[1]
+            facts = {"PID": os.getpid(), "PORT": port, "UNIX": str(Path(folder) / "socket"), "SECRET": SECRET}
+            facts |= {"FILE": str(target), "FOLDER": folder, "HOME": str(Path.home())}
+            known = "".join(f"{name} = {value!r}\n" for name, value in facts.items())
+            await asyncio.gather(patient.load(), short.load())
+            for attack in ALL:
+                sandbox = short if attack.kind == "timeout" else patient
+                outcomes[attack.name] = await _beside_a_bystander(sandbox, known + attack.source)
+            for listener in (tcp, unix):
+                listener.setblocking(False)
+            outcomes["reached"] = [name for name, one in (("tcp", tcp), ("unix", unix)) if _was_reached(one)]
+        outcomes["file"] = target.read_text()
+    await asyncio.gather(patient.close(), short.close())
+    return outcomes
+
+
+def _was_reached(listener: socket.socket) -> bool:
+    try:
+        listener.accept()
+    except BlockingIOError:
+        return False
+    return True
+
+
+async def _beside_a_bystander(sandbox: Sandbox, text: str) -> dict[str, Any]:
+    """An attack's outcome, and what a call beside it and one after it gave."""
+    attack = asyncio.create_task(_outcome(sandbox, text, None))
+    beside = await _outcome(sandbox, GOOD, "bystander")
+    outcome = await attack
+    after = await _outcome(sandbox, GOOD, None)
+    return asdict(outcome) | {"beside": beside.values, "after": after.values}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call."""
+
+    kind: str | None
+    text: str
+    values: Any
+    seconds: float
+
+
+async def _outcome(sandbox: Sandbox, text: str, session: str | None) -> Outcome:
+    question = {"arguments": {"completions": ["a", "b"], "attack": text}}
+    started = asyncio.get_running_loop().time()
+    kind, said, values = None, "", None
+    try:
+        values = (await sandbox.call(question, session=session)).values
+        values = values if len(values) < 10 else len(values)
+    except CallFailed as error:
+        kind, said = error.kind, str(error)
+    return Outcome(kind, said, values, asyncio.get_running_loop().time() - started)
+
+
+def become_plain() -> None:
+    """Give up root: a user namespace in which this process is user 1000 and has no capability."""
+    if os.geteuid() != 0:
+        return
+    if ctypes.CDLL(None).unshare(0x10000000) != 0:
+        raise SystemExit(77)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text("1000 0 1")
+    Path("/proc/self/gid_map").write_text("1000 0 1")
+    confine.drop_capabilities()
+
+
+if __name__ == "__main__":
+    os.environ["GSPO_SECRET"] = SECRET
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    if sys.argv[2] == "plain":
+        become_plain()
+    print(json.dumps(asyncio.run(run(sys.argv[1]))))  # noqa: T201

@@ -1,0 +1,92 @@
+"""One rank of several, for test_ranks.py: trains the same rows under every way to share the work out.
+
+Called by torchrun as `-m tests.unit.learner.rank_cases MODEL OUT`; rank 0 writes what each case came to into OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state
+from safetensors.torch import save_file
+from torch import distributed
+
+from services.learner.trainer import Trainer
+from tests.unit.learner.training_rows import make_config, make_rows
+
+STEP = 1
+# Case -> learner keys. The first is what the others are held against, on one rank.
+CASES: dict[str, dict[str, Any]] = {
+    "zero-0": {},
+    "zero-0-padded": {"packing": False, "micro_batch_tokens": 100_000},
+    "zero-1": {"zero_stage": 1},
+    "zero-1-offload": {"zero_stage": 1, "offload": "optimizer"},
+    "zero-2": {"zero_stage": 2},
+    "zero-2-offload": {"zero_stage": 2, "offload": "optimizer"},
+    "zero-3": {"zero_stage": 3},
+    "zero-3-checkpointing": {"zero_stage": 3, "gradient_checkpointing": True},
+    "zero-3-offload": {"zero_stage": 3, "offload": "optimizer"},
+    "zero-3-offload-all": {"zero_stage": 3, "offload": "all"},
+    "zero-3-bfloat16": {"zero_stage": 3, "dtype": "bfloat16"},
+}
+ALGORITHM = {"pg_clip": 0.05, "use_kl_loss": True}
+
+
+def gradient(trainer: Trainer) -> Iterator[torch.Tensor]:
+    """The first optimizer step's gradient, parameter by parameter: AdamW's first moment is a tenth of it."""
+    for parameter in trainer._model.parameters():
+        if trainer._config.learner.zero_stage:
+            moment = safe_get_full_optimizer_state(parameter, "exp_avg")
+        else:
+            moment = trainer._engine.optimizer.state[parameter]["exp_avg"]
+        yield moment.flatten().clone()
+
+
+def run_case(model: Path, learner: dict[str, Any]) -> tuple[Trainer, dict[str, Any], torch.Tensor]:
+    """Train one mini-batch; trainer, figures, gradient."""
+    rows = make_rows(model, num_mini_batches=1)
+    # Some have no advantage, so they count in the KL term alone.
+    rows = [replace(row, advantage=0.0) if row.group == 3 else row for row in rows]
+    trainer = Trainer(make_config(model, algorithm=ALGORITHM, learner=learner), model, seed=0)
+    figures = trainer.train(STEP, rows).figures
+    return trainer, figures, torch.cat(list(gradient(trainer)))
+
+
+def left_out(model: Path, trainer: Trainer) -> list[str]:
+    """A mini-batch that is not finite on one rank's rows alone, in the middle of others."""
+    rows = make_rows(model, step=STEP + 1)
+    number = next(number for number, row in enumerate(rows) if row.mini_batch == 1)
+    rows[number] = replace(rows[number], advantage=math.inf)
+    found = trainer.train(STEP + 1, rows)
+    return [f"{one.mini_batch}: {one.reason}" for one in found.not_applied]
+
+
+def main() -> None:
+    """Every case, and a checkpoint of each that another trainer goes on from."""
+    model, out = Path(sys.argv[1]), Path(sys.argv[2])
+    for name, learner in CASES.items():
+        trainer, figures, vector = run_case(model, learner)
+        exact = {f"weights.{key}": value for key, value in trainer.policy().items()}
+        trainer.save(out / name, {})
+        skipped = left_out(model, trainer)
+        after = trainer.policy()
+        again = Trainer(make_config(model, algorithm=ALGORITHM, learner=learner), model, seed=0)
+        again.load(out / name)
+        left_out(model, again)
+        repeated = again.policy()
+        if distributed.get_rank() == 0:
+            same = all(torch.equal(after[key], repeated[key]) for key in after)
+            facts = {"figures": figures, "left_out": skipped, "same_after_a_resume": same}
+            (out / f"{name}.json").write_text(json.dumps(facts))
+            save_file({"gradient": vector, **exact}, out / f"{name}.safetensors")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Two ranks against one: the same gradient, figures and weights under every ZeRO stage, offload and cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny_model import make_tiny_model
+from tests.unit.learner.rank_cases import CASES, run_case
+
+pytestmark = pytest.mark.timeout(400)
+EXACT = [case for case in CASES if "bfloat16" not in case]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("policy"), scale=4.0)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> tuple[dict[str, Any], torch.Tensor]:
+    """Figures and gradient of one rank, without ZeRO."""
+    _, figures, vector = run_case(folder, CASES["zero-0"])
+    return figures, vector
+
+
+@pytest.fixture(scope="module")
+def together(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks made of every case. Without a compiler: DeepSpeed must not need one."""
+    out = tmp_path_factory.mktemp("cases")
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words += ["-m", "tests.unit.learner.rank_cases", str(folder), str(out)]
+    environment = {**os.environ, "CXX": "/nonexistent/c++", "CC": "/nonexistent/cc", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=360, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return out
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_two_ranks_make_the_gradient_of_one(
+    together: Path, alone: tuple[dict[str, Any], torch.Tensor], case: str
+) -> None:
+    figures, expected = alone
+    found = load_file(together / f"{case}.safetensors")
+    assert (found["gradient"] - expected).norm() < 1e-5 * expected.norm()
+    told = json.loads((together / f"{case}.json").read_text())["figures"]
+    assert told.keys() == figures.keys()
+    for name, value in figures.items():
+        assert told[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
+
+
+def test_bfloat16_has_float32_masters_under_zero_3_too(
+    together: Path, alone: tuple[dict[str, Any], torch.Tensor]
+) -> None:
+    _, expected = alone
+    found = load_file(together / "zero-3-bfloat16.safetensors")
+    assert 1e-4 * expected.norm() < (found["gradient"] - expected).norm() < 0.05 * expected.norm()
+    # A step of 1e-3 on weights around 0.1 would vanish in bfloat16's 8 bits for many of them.
+    weights = {name: tensor for name, tensor in found.items() if name.startswith("weights.")}
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_not_finite_on_one_rank_is_left_out_on_all_and_a_resume_repeats_it(together: Path, case: str) -> None:
+    told = json.loads((together / f"{case}.json").read_text())
+    assert len(told["left_out"]) == 1
+    assert told["left_out"][0].startswith("1: the loss is")
+    assert told["same_after_a_resume"]
