@@ -230,8 +230,7 @@ REPLIES = [
     Attack("json changed", "json.dumps = json.JSONEncoder.encode = lambda *a, **k: '{}'", None),
     Attack(
         "the harness changed",
-        "for name, m in list(sys.modules.items()):\n"
-        "    if name.startswith('inside'): m.serve = m.read_frame = m.plain_value = None",
+        "w = sys.modules['inside.worker']\nw.serve = w.list_values = w.Frames.read = w.plain_value = None",
         "exception",
     ),
     Attack("builtins changed", "builtins.len = builtins.isinstance = lambda *a: 100", "crash"),

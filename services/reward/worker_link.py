@@ -21,7 +21,7 @@ MAX_ANSWER_BYTES = 4 * 2**20
 MAX_OUTPUT_BYTES = 4 * 2**20
 OUTPUT_KEPT_BYTES = 16384
 _CHUNK = 65536
-_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
+_encode, _decode = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDecoder().decode
 
 
 class WorkerGone(Exception):  # noqa: N818 - a fact about a process
@@ -145,8 +145,8 @@ class WorkerLink(asyncio.Protocol):
 
     def _take(self, body: bytes) -> None:
         try:
-            answer = json.loads(body)
-        except (ValueError, RecursionError):
+            answer = _decode(body.decode())
+        except (ValueError, RecursionError):  # not UTF-8, not JSON, or too deep
             answer = None
         mark = answer.get("id") if isinstance(answer, dict) else None
         if mark == self._mark and self._answer and not self._answer.done():

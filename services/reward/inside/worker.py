@@ -24,6 +24,7 @@ from .recognise import Unfit, find_environment, find_function
 from .results import InvalidReturn, describe_error, list_values, nameless_error, plain_value, type_name
 
 HEAD_BYTES = 8
+_CHUNK_BYTES = 2**18
 MODULE_PREFIX = "reward_file_"
 _TASKS = "/proc/self/task"
 # Bound before user code can put something else in their place.
@@ -32,8 +33,8 @@ _encode, _decode = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDeco
 
 def serve(channel: socket.socket) -> None:
     """Answer frames until the channel closes."""
-    worker, num_threads = Worker(), _num_threads()
-    while (question := read_frame(channel)) is not None:
+    worker, frames, num_threads = Worker(), Frames(channel), _num_threads()
+    while (question := frames.read()) is not None:
         answer = _answer(worker, question)
         if (left := _num_threads() - num_threads) > 0:
             answer["threads_left"] = left
@@ -61,8 +62,9 @@ def _bytes(answer: dict[str, Any], mark: str) -> bytes:
 
 
 def _num_threads() -> int:
+    """Tasks of this process: the folder of them has a link for each beside its own two."""
     try:
-        return len(os.listdir(_TASKS))  # noqa: PTH208 - for each call: quicker
+        return os.stat(_TASKS).st_nlink - 2  # noqa: PTH116 - for each call: quicker
     except OSError:
         return 1
 
@@ -75,18 +77,30 @@ def _flush() -> None:
             continue
 
 
-def read_frame(channel: socket.socket) -> dict[str, Any] | None:
-    """The next question; None when the channel is closed."""
-    head = channel.recv(HEAD_BYTES, socket.MSG_WAITALL)
-    if len(head) < HEAD_BYTES:
-        return None
-    size, body = int.from_bytes(head, "big"), bytearray()
-    while len(body) < size:
-        if not (part := channel.recv(min(size - len(body), 2**20))):
+class Frames:
+    """Questions as they come in; a short one in one go."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel, self._buffer = channel, bytearray()
+
+    def read(self) -> dict[str, Any] | None:
+        """The next question; None when the channel is closed."""
+        if not self._fill(HEAD_BYTES):
             return None
-        body += part
-    question: dict[str, Any] = _decode(body.decode())
-    return question
+        end = HEAD_BYTES + int.from_bytes(self._buffer[:HEAD_BYTES], "big")
+        if not self._fill(end):
+            return None
+        body = self._buffer[HEAD_BYTES:end].decode()
+        del self._buffer[:end]
+        question: dict[str, Any] = _decode(body)
+        return question
+
+    def _fill(self, size: int) -> bool:
+        while len(self._buffer) < size:
+            if not (part := self._channel.recv(_CHUNK_BYTES)):
+                return False
+            self._buffer += part
+        return True
 
 
 class Worker:
