@@ -27,6 +27,7 @@ from services.reward.sandbox import Sandbox
 
 LIMITS = Limits(timeout_s=20.0, memory_mb=256)
 SHORT = Limits(timeout_s=0.5, memory_mb=256)
+NO_NAMESPACE = 77  # exit code: root cannot become a plain user
 SECRET = "the service's secret"
 # Runs what it is given, so that one warm sandbox serves all attacks.
 RUNNER = """
@@ -313,7 +314,7 @@ def become_plain() -> None:
     if os.geteuid() != 0:
         return
     if ctypes.CDLL(None).unshare(0x10000000) != 0:
-        raise SystemExit(77)
+        raise SystemExit(NO_NAMESPACE)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text("1000 0 1")
     Path("/proc/self/gid_map").write_text("1000 0 1")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.sandbox_attacks import ALL, SECRET, Attack
+from tests.sandbox_attacks import ALL, NO_NAMESPACE, SECRET, Attack
 
 ROOT = Path(__file__).parents[3]
 CONTAINMENTS = [
@@ -24,7 +24,6 @@ CONTAINMENTS = [
     for user in ("root", "plain")
     if user == "plain" or os.geteuid() == 0
 ]
-NO_NAMESPACE = 77
 
 
 @functools.cache

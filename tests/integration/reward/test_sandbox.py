@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +20,7 @@ from services.reward.calls import Answer, CallFailed, Code, Limits
 from services.reward.environment import Turn
 from services.reward.levels import find_level, try_level
 from services.reward.sandbox import Sandbox
+from tests.sandbox_attacks import NO_NAMESPACE
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 LEVELS = ("bubblewrap", "landlock")
@@ -253,6 +257,53 @@ async def test_less_than_the_minimum_is_refused_with_what_is_lacking(monkeypatch
     monkeypatch.setattr(levels.syscalls, "filter_bytes", missing)
     with pytest.raises(InputError, match=r"is landlock, and .* reaches rlimits: .*apt-get install libseccomp2"):
         await find_level("landlock")
+
+
+# What Docker's default filter does to a user without privilege; before Docker 23 it refused Landlock too.
+IN_A_CONTAINER = """
+import asyncio, errno, sys
+import pyseccomp
+from services.common.errors import InputError
+from services.reward.levels import find_level
+from tests.sandbox_attacks import become_plain
+become_plain()
+container = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+for name in sys.argv[1].split():
+    container.add_rule(pyseccomp.ERRNO(errno.EPERM), name)
+container.add_rule(
+    pyseccomp.ERRNO(errno.EPERM), "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, 0x10000000, 0x10000000)
+)
+container.load()
+try:
+    print(asyncio.run(find_level("landlock")))
+except InputError as error:
+    print(error)
+"""
+
+
+LANDLOCK = r"landlock \(Landlock \d+, seccomp, rlimits\)"
+REFUSED = (
+    r"reward.sandbox_minimum: is landlock, and this machine reaches rlimits: bubblewrap: a trial failed .*in a "
+    r"container give it the security option.*; landlock: the kernel .* has no Landlock, or it is refused.*"
+)
+NO_NAMESPACES = "unshare mount setns pivot_root clone3"
+
+
+@pytest.mark.parametrize(
+    ("refused", "said"), [(NO_NAMESPACES, LANDLOCK), (f"{NO_NAMESPACES} landlock_create_ruleset", REFUSED)]
+)
+async def test_in_a_container_without_privileges(refused: str, said: str) -> None:
+    root = Path(__file__).parents[3]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", IN_A_CONTAINER, refused),
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": f"{root}:{root / 'proto'}"},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    told, _ = await asyncio.wait_for(process.communicate(), 60)
+    if process.returncode == NO_NAMESPACE:
+        pytest.skip("this machine makes no user namespace, so root cannot become a plain user here")
+    assert re.fullmatch(said, told.decode().strip()), told.decode()
 
 
 async def test_at_the_weakest_level_time_memory_and_state_still_hold() -> None:
