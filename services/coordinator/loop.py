@@ -194,7 +194,7 @@ class Coordinator:
             await self._recover_from_wipe()
         mark = await self._redis.get(self._keys.paused)
         self.paused = mark is not None
-        self.paused_because = mark.decode() if mark and mark != BY_A_USER else ""
+        self.paused_because = mark.decode() if isinstance(mark, bytes) and mark != BY_A_USER else ""
         if not self.ending.over:
             await self._issuer.handle_expired()
         await self._count_streams()
