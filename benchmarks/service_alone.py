@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -30,6 +31,7 @@ from services.common.streams import FIELD, append, create_consumer_groups
 _START_S, _ROUND_S, _REDIS_S = 240.0, 300.0, 15.0
 # Only the number of entries is asked for while the clock runs, so that reading them costs the engine nothing.
 _LOOK_EVERY_S = 0.02
+T = TypeVar("T")
 
 
 def measure(lengths: Lengths, dtype: Dtype, rounds: int) -> dict[str, Any]:
@@ -45,7 +47,16 @@ def measure(lengths: Lengths, dtype: Dtype, rounds: int) -> dict[str, Any]:
 
 
 async def _measure(config: Config, lengths: Lengths, rounds: int) -> dict[str, Any]:
-    keys, port = Keys(config.name), free_port()
+    return await beside_generation(config, lambda redis, _: _rounds(redis, Keys(config.name), lengths, rounds))
+
+
+async def beside_generation(config: Config, work: Callable[[Redis, str], Coroutine[Any, Any, T]]) -> T:
+    """The result of `work(redis, its url)` beside the generation service; the run directory is there already.
+
+    Raises:
+        Exception: What the work raised, or the death of a process while it lasted.
+    """
+    port = free_port()
     url = f"redis://{LOOPBACK}:{port}/0"
     redis = connect_redis(url)
     complaints: list[str] = []
@@ -53,18 +64,17 @@ async def _measure(config: Config, lengths: Lengths, rounds: int) -> dict[str, A
         async with Supervisor(config.run_dir / "services", 0, complaints.append) as supervisor:
             supervisor.start([redis_program(config.run_dir, port)])
             await until_up(url)
-            await create_consumer_groups(redis, keys)
-            began = time.monotonic()
+            await create_consumer_groups(redis, Keys(config.name))
             supervisor.start(service_programs(Job(config, config.run_dir, services=("generation",)), url))
             # What dies takes the measurement with it instead of letting it wait.
             death = asyncio.create_task(supervisor.watch())
-            work = asyncio.create_task(_rounds(redis, keys, lengths, rounds, began))
-            await asyncio.wait({death, work}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                work.cancel()
+            working = asyncio.create_task(work(redis, url))
+            await asyncio.wait({death, working}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                working.cancel()
                 death.result()
             death.cancel()
-            return work.result()
+            return working.result()
     finally:
         await redis.aclose()
 
@@ -85,7 +95,8 @@ async def until_up(url: str) -> None:
     raise MeasurementError(f"redis-server did not answer within {_REDIS_S:g} s")
 
 
-async def _rounds(redis: Redis, keys: Keys, lengths: Lengths, rounds: int, began: float) -> dict[str, Any]:
+async def _rounds(redis: Redis, keys: Keys, lengths: Lengths, rounds: int) -> dict[str, Any]:
+    began = time.monotonic()
     await wait_for_member(redis, keys, "generation", _START_S)
     start_s = time.monotonic() - began
     token_ids = prompt_token_ids(lengths, GROUPS)

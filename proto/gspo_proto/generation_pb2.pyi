@@ -3,10 +3,8 @@
 isort:skip_file
 The generation service: rollouts on request, new weights, and what this generator is."""
 
-from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
 from gspo_proto import rollout_pb2 as _rollout_pb2
 import builtins as _builtins
 import sys
@@ -51,6 +49,7 @@ class PushHeader(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     NUM_TENSORS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    LEARNER_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     epoch: _builtins.int
     """of the learner: the fencing token"""
@@ -64,6 +63,8 @@ class PushHeader(_message.Message):
     """in the whole policy"""
     num_bytes: _builtins.int
     """of the whole policy"""
+    learner: _builtins.str
+    """which learner: two of one epoch are told apart"""
     def __init__(
         self,
         *,
@@ -75,10 +76,11 @@ class PushHeader(_message.Message):
         dtype: _builtins.str = ...,
         num_tensors: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
+        learner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "digest", b"digest", "dtype", b"dtype", "epoch", b"epoch", "num_bytes", b"num_bytes", "num_tensors", b"num_tensors", "run", b"run", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "digest", b"digest", "dtype", b"dtype", "epoch", b"epoch", "learner", b"learner", "num_bytes", b"num_bytes", "num_tensors", b"num_tensors", "run", b"run", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -86,40 +88,64 @@ Global___PushHeader: _TypeAlias = PushHeader  # noqa: Y015
 
 @_typing.final
 class TensorFrame(_message.Message):
-    """A run of elements of one tensor (indices empty), or single elements of it (indices: uint64, little-endian)."""
+    """A run of elements of one tensor: all of them (data), or what the base version's change by (changes)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
-    SHAPE_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_ELEMENTS_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
-    INDICES_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """as in a Hugging Face checkpoint"""
     offset: _builtins.int
-    """first element of data, in elements"""
+    """first element of the run"""
+    num_elements: _builtins.int
     data: _builtins.bytes
     """little-endian elements"""
-    indices: _builtins.bytes
     @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def changes(self) -> Global___Changes: ...
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
-        shape: _abc.Iterable[_builtins.int] | None = ...,
         offset: _builtins.int = ...,
+        num_elements: _builtins.int = ...,
         data: _builtins.bytes = ...,
-        indices: _builtins.bytes = ...,
+        changes: Global___Changes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "indices", b"indices", "name", b"name", "offset", b"offset", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "data", b"data", "name", b"name", "num_elements", b"num_elements", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TensorFrame: _TypeAlias = TensorFrame  # noqa: Y015
+
+@_typing.final
+class Changes(_message.Message):
+    """Gaps between listed elements and zigzag differences of their bits, in byte planes, compressed with zstd."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_LISTED_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
+    num_listed: _builtins.int
+    packed: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        num_listed: _builtins.int = ...,
+        packed: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_listed", b"num_listed", "packed", b"packed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Changes: _TypeAlias = Changes  # noqa: Y015
 
 @_typing.final
 class WeightFrame(_message.Message):

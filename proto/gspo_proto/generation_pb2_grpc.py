@@ -63,7 +63,8 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PushWeights(self, request_iterator, context):
-        """One version: a header, then its tensors in frames. FAILED_PRECONDITION: lower epoch, or another base digest.
+        """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
+        PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,9 @@ class GenerationStub:
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _rollout_pb2.Rollout]
     """Rollouts of one task, each as soon as it is finished; for interactive use and outside clients."""
     PushWeights: _grpc.StreamUnaryMultiCallable[_generation_pb2.WeightFrame, _generation_pb2.PushResult]
-    """One version: a header, then its tensors in frames. FAILED_PRECONDITION: lower epoch, or another base digest."""
+    """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
+    PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest.
+    """
     Describe: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DescribeRequest, _generation_pb2.GeneratorDescription]
 
 @_typing.type_check_only
@@ -44,7 +46,9 @@ class GenerationAsyncStub(GenerationStub):
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _rollout_pb2.Rollout]  # type: ignore[assignment]
     """Rollouts of one task, each as soon as it is finished; for interactive use and outside clients."""
     PushWeights: _aio.StreamUnaryMultiCallable[_generation_pb2.WeightFrame, _generation_pb2.PushResult]  # type: ignore[assignment]
-    """One version: a header, then its tensors in frames. FAILED_PRECONDITION: lower epoch, or another base digest."""
+    """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
+    PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest.
+    """
     Describe: _aio.UnaryUnaryMultiCallable[_generation_pb2.DescribeRequest, _generation_pb2.GeneratorDescription]  # type: ignore[assignment]
 
 class GenerationServicer(metaclass=_abc_1.ABCMeta):
@@ -62,7 +66,9 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_generation_pb2.WeightFrame],
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.PushResult, _abc.Awaitable[_generation_pb2.PushResult]]:
-        """One version: a header, then its tensors in frames. FAILED_PRECONDITION: lower epoch, or another base digest."""
+        """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
+        PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest.
+        """
 
     @_abc_1.abstractmethod
     def Describe(

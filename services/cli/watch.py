@@ -71,7 +71,8 @@ class Watcher:
             await asyncio.sleep(0.2)
 
     async def _read_members(self) -> None:
-        found = {member.name: member for member in await members(self._redis, self._keys)}
+        # The newest of a name last: one that was killed is remembered for a while beside its successor.
+        found = {member.name: member for member in reversed(await members(self._redis, self._keys))}
         for process in self._view.processes.values():
             process.member = found.get(process.name)
 

@@ -83,12 +83,12 @@ class Keys:
 
     @property
     def members(self) -> str:
-        """Set of `service:name` of every process that has registered."""
+        """Set of `service:uid` of every process that has registered."""
         return self._key("members")
 
-    def member(self, service: str, name: str) -> str:
+    def member(self, service: str, uid: str) -> str:
         """Heartbeat of one process, as JSON; lives MEMBER_TTL_S."""
-        return self._key(f"member:{service}:{name}")
+        return self._key(f"member:{service}:{uid}")
 
     @property
     def paused(self) -> str:

@@ -1,6 +1,8 @@
 """Who is in the run: every process registers in Redis with a heartbeat, and finds the others there.
 
-It is the only directory of addresses; nothing is configured twice. Neighbours: keys.py, activity.py.
+It is the only directory of addresses; nothing is configured twice. A name says which place in the run a process
+fills, its uid which process it is: two may share a name, as replicas in containers or a killed one and its successor.
+Neighbours: keys.py, activity.py.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -22,7 +25,7 @@ from services.common.keys import HEARTBEAT_S, MEMBER_TTL_S, Keys
 class Member:
     """One process of the run.
 
-    `facts` holds what the service adds: a generator its version, digest and dtype.
+    `facts` holds what the service adds: a generator its version, digest and dtype. `uid` is of no other process.
     """
 
     service: str
@@ -33,6 +36,7 @@ class Member:
     activity: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     beat_unix_s: float = 0.0
+    uid: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
 
 class Registration:
@@ -56,7 +60,7 @@ class Registration:
             "beat_unix_s": time.time(),
         }
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.sadd(self._keys.members, f"{self._member.service}:{self._member.name}")
+            pipe.sadd(self._keys.members, self._entry)
             pipe.set(self._key, json.dumps(member), ex=MEMBER_TTL_S)
             await pipe.execute()
 
@@ -68,22 +72,30 @@ class Registration:
                 await asyncio.sleep(HEARTBEAT_S)
         finally:
             await self._redis.delete(self._key)
-            await self._redis.srem(self._keys.members, f"{self._member.service}:{self._member.name}")
+            await self._redis.srem(self._keys.members, self._entry)
+
+    @property
+    def _entry(self) -> str:
+        return f"{self._member.service}:{self._member.uid}"
 
     @property
     def _key(self) -> str:
-        return self._keys.member(self._member.service, self._member.name)
+        return self._keys.member(self._member.service, self._member.uid)
 
 
 async def members(redis: Redis, keys: Keys, service: str | None = None) -> list[Member]:
-    """Every living member, or those of one service, by name."""
+    """Every living member, or those of one service: by service and name, of one name the newest first."""
     registered: Any = await redis.smembers(keys.members)
-    names = sorted(name.decode() for name in registered)
-    wanted = [name.split(":", 1) for name in names if service is None or name.startswith(f"{service}:")]
+    entries = [entry.decode().split(":", 1) for entry in registered]
+    wanted = [(of, uid) for of, uid in entries if service in (None, of)]
     if not wanted:
         return []
-    found = await redis.mget([keys.member(of, name) for of, name in wanted])
-    return [Member(**json.loads(text)) for text in found if text]
+    found = await redis.mget([keys.member(of, uid) for of, uid in wanted])
+    if gone := [f"{of}:{uid}" for (of, uid), text in zip(wanted, found, strict=True) if not text]:
+        # One that was only silent for long registers again with its next beat.
+        await redis.srem(keys.members, *gone)
+    alive = [Member(**json.loads(text)) for text in found if text]
+    return sorted(alive, key=lambda member: (member.service, member.name, -member.beat_unix_s))
 
 
 async def wait_for_member(redis: Redis, keys: Keys, service: str, timeout_s: float) -> Member:

@@ -7,12 +7,18 @@ Neighbours: the learner digests each version it publishes, a generator what it h
 from __future__ import annotations
 
 import hashlib
+import os
+from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+# SHA-256 runs at 1.6 GiB/s a core where the processor has instructions for it, faster than BLAKE2 or SHA-3, and lets
+# other threads run. More threads than these would only wait for memory.
+_MOST_THREADS = 8
 # Raw little-endian bytes in C order. A dtype that NumPy lacks (bfloat16) comes as an integer view of its width.
 TensorBytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.generic]
 
@@ -31,9 +37,16 @@ def policy_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], TensorBytes
     tied `lm_head.weight` is left out by both sides, so that one policy has one digest. ValueError for a name that
     comes twice.
     """
-    lines: dict[str, str] = {}
-    for name, dtype, shape, data in tensors:
-        if name in lines:
-            raise ValueError(f"policy_digest: tensor {name!r} was given twice")
-        lines[name] = f"{name} {dtype} {','.join(map(str, shape))} {tensor_digest(data)}\n"
-    return hashlib.sha256("".join(lines[name] for name in sorted(lines)).encode()).hexdigest()
+    given = list(tensors)
+    (name, times), *_ = Counter(name for name, *_ in given).most_common(1) or [("", 0)]
+    if times > 1:
+        raise ValueError(f"policy_digest: tensor {name!r} was given twice")
+    # The largest first, so that no thread begins the longest tensor when the others are done.
+    given.sort(key=lambda tensor: -memoryview(cast("bytes", tensor[3])).nbytes)
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
+        digests = list(threads.map(tensor_digest, (data for *_, data in given)))
+    lines = sorted(
+        (name, f"{name} {dtype} {','.join(map(str, shape))} {digest}\n")
+        for (name, dtype, shape, _), digest in zip(given, digests, strict=True)
+    )
+    return hashlib.sha256("".join(line for _, line in lines).encode()).hexdigest()

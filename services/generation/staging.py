@@ -1,7 +1,7 @@
 """The generator's two copies of the policy in shared memory: the one that serves and the one being staged.
 
 What it is not: it neither receives (the gRPC door does) nor loads into vLLM (weights.py, in vLLM's process, does).
-Neighbours: the door writes full tensors or deltas and checks the digest; Engine.load hands the copy to vLLM.
+Neighbours: receiver.py writes whole tensors or changes and checks the digest; Engine.load hands the copy to vLLM.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from services.common.weights_changes import Packed, UnpackError, apply_changes
 from services.common.weights_digest import policy_digest
 
 # Cache lines; also more than any dtype's own alignment.
@@ -73,6 +74,10 @@ class PolicyCopy:
         place = self._places[name]
         return np.frombuffer(self._map, _BITS[place.dtype], place.num_elements, place.offset)
 
+    def clear(self) -> None:
+        """Make every element zero."""
+        np.frombuffer(self._map, np.uint8)[:] = 0
+
     def copy_from(self, other: PolicyCopy) -> None:
         """Take over the other copy's bytes."""
         np.frombuffer(self._map, np.uint8)[:] = np.frombuffer(other._map, np.uint8)
@@ -92,23 +97,26 @@ class PolicyCopy:
 class StagedWeights:
     """Two copies of the policy in the inference dtype: `current` serves, `next` is being filled.
 
-    A push is `begin_full` and `write`, or `begin_delta` and `patch`; then `next_digest`; then Engine.load, which
-    promotes. Calls block for as long as the memory takes (12 MB: milliseconds): call them in a thread for large
-    models. Not safe for two pushes at a time.
+    A push is `begin`, then `write` and `change`, then `next_digest`, then Engine.load, which promotes. Calls block for
+    as long as the memory takes: call them in a thread. Not safe for two pushes at a time.
+
+    Attributes:
+        num_bytes: Of one copy's tensors.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[int, ...]], dtype: str) -> None:
         if dtype not in _BITS:
             raise ValueError(f"generation.dtype: {dtype!r} is not one of {', '.join(_BITS)}; choose one of these")
         self.places: dict[str, TensorPlace] = {}
-        num_bytes = 0
+        end = 0
         for name, shape in tensors.items():
-            place = TensorPlace(name, dtype, tuple(shape), num_bytes)
+            place = TensorPlace(name, dtype, tuple(shape), end)
             self.places[name] = place
-            num_bytes += -(-place.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        self.num_bytes = num_bytes
-        self.current = PolicyCopy(self.places, num_bytes)
-        self.next = PolicyCopy(self.places, num_bytes)
+            end += -(-place.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes = sum(place.num_bytes for place in self.places.values())
+        self._bits = _BITS[dtype]
+        self.current = PolicyCopy(self.places, end)
+        self.next = PolicyCopy(self.places, end)
 
     @classmethod
     def from_folder(cls, folder: Path, dtype: str) -> StagedWeights:
@@ -124,36 +132,26 @@ class StagedWeights:
             staged.current.bits(name)[:] = _cast_bits(part.get_tensor(name), dtype)
         return staged
 
-    def begin_full(self) -> None:
-        """Start a push that sends every tensor. What it leaves out shows in the digest."""
-        for name in self.places:
-            self.next.bits(name)[:] = 0
+    def begin(self, *, changes: bool) -> None:
+        """Start a push: of what changes in `current`, or of every element. What it leaves out shows in the digest."""
+        if changes:
+            self.next.copy_from(self.current)
+        else:
+            self.next.clear()
 
-    def begin_delta(self) -> None:
-        """Start a push that sends only what differs from `current`."""
-        self.next.copy_from(self.current)
+    def write(self, name: str, offset: int, data: bytes) -> None:
+        """Put raw little-endian elements at flat position `offset` of a tensor (a large one comes in pieces)."""
+        itemsize = np.dtype(self._bits).itemsize
+        if len(data) % itemsize:
+            raise StagingError(f"weights: {name}: {len(data)} bytes are not whole elements of {itemsize} bytes")
+        self._run(name, offset, len(data) // itemsize)[:] = np.frombuffer(data, self._bits)
 
-    def write(self, name: str, data: bytes | memoryview, start: int = 0) -> None:
-        """Put raw little-endian elements at flat position `start` of a tensor (a large one comes in pieces)."""
-        values = self._values(name, data)
-        if start < 0 or start + len(values) > self.places[name].num_elements:
-            raise StagingError(
-                f"weights: {name} has {self.places[name].num_elements} elements; {len(values)} from {start} on "
-                "reach beyond its end: sender and receiver hold different models"
-            )
-        self._target(name)[start : start + len(values)] = values
-
-    def patch(self, name: str, indices: NDArray[np.unsignedinteger[Any]], data: bytes | memoryview) -> None:
-        """Put raw little-endian elements at the given flat positions of a tensor (unsigned integers)."""
-        values = self._values(name, data)
-        if len(values) != len(indices):
-            raise StagingError(f"weights: {name}: {len(indices)} positions but {len(values)} values")
-        if len(indices) and int(indices.max()) >= self.places[name].num_elements:
-            raise StagingError(
-                f"weights: {name} has {self.places[name].num_elements} elements; position {int(indices.max())} is "
-                "beyond its end: sender and receiver hold different models"
-            )
-        self._target(name)[indices] = values
+    def change(self, name: str, offset: int, num_elements: int, packed: Packed) -> None:
+        """Apply packed changes to a run of a tensor's elements."""
+        try:
+            apply_changes(self._run(name, offset, num_elements), packed)
+        except UnpackError as error:
+            raise StagingError(f"weights: {name} from {offset} on: {error}") from error
 
     def digest(self) -> str:
         """The digest of the copy that serves."""
@@ -171,16 +169,17 @@ class StagedWeights:
         self.current.close()
         self.next.close()
 
-    def _values(self, name: str, data: bytes | memoryview) -> NDArray[np.unsignedinteger[Any]]:
-        dtype = self._target(name).dtype
-        if len(data) % dtype.itemsize:
-            raise StagingError(f"weights: {name}: {len(data)} bytes are not whole elements of {dtype.itemsize} bytes")
-        return np.frombuffer(data, dtype)
-
-    def _target(self, name: str) -> NDArray[np.unsignedinteger[Any]]:
+    def _run(self, name: str, offset: int, num_elements: int) -> NDArray[np.unsignedinteger[Any]]:
+        """A run of a staged tensor's elements."""
         if name not in self.places:
             raise StagingError(f"weights: no tensor {name!r} in this model: sender and receiver hold different models")
-        return self.next.bits(name)
+        in_all = self.places[name].num_elements
+        if offset + num_elements > in_all:
+            raise StagingError(
+                f"weights: {name} has {in_all} elements; {num_elements} from {offset} on reach beyond its end: sender "
+                "and receiver hold different models"
+            )
+        return self.next.bits(name)[offset : offset + num_elements]
 
 
 def _checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Any]]:

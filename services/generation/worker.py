@@ -25,6 +25,10 @@ from services.generation.rollouts import AbortedError, Rollouts, mark_of
 log = structlog.get_logger()
 # How long an idle worker waits on prompts before it looks at eval_prompts again.
 _IDLE_S = 0.05
+# A version that is live elsewhere is here soon, unless something is wrong with this generator: then its tasks go to
+# others, and it takes none until its weights change, or for so long.
+_WEIGHTS_PATIENCE_S = 5.0
+_OUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Worker:
         self._held: dict[asyncio.Task[None], Held] = {}
         self._num_running = 0
         self._changed = asyncio.Event()
+        self._out_until = 0.0
 
     @property
     def num_running(self) -> int:
@@ -74,7 +79,8 @@ class Worker:
         return self._num_running
 
     def weights_changed(self) -> None:
-        """Tell the tasks that wait for newer weights."""
+        """Tell the tasks that wait for newer weights; take tasks again."""
+        self._out_until = 0.0
         self._changed.set()
 
     async def run(self) -> None:
@@ -94,6 +100,8 @@ class Worker:
     async def _step(self) -> None:
         self._raise_failures()
         if not self._room(self._training):
+            if not self._num_running:
+                self._service.activity.set("waiting", "weights", f"newer than version {self._engine.version}")
             await self._wait_for_change()
             return
         for source in (self._training, self._evaluation):
@@ -106,6 +114,8 @@ class Worker:
 
     def _room(self, source: Source) -> int:
         """Whole groups that fit into the engine: what is taken must not wait there while another worker is free."""
+        if time.monotonic() < self._out_until:
+            return 0
         free = self._max_rollouts - self._num_running
         return max(free // source.group_size, 0 if self._num_running else 1)
 
@@ -136,7 +146,9 @@ class Worker:
         if delivery.attempt > self._max_attempts:
             await self._give_up(held, f"handed out {delivery.attempt - 1} times and never finished")
             return
-        await self._wait_for_version(task.min_version)
+        if not await self._has_version(task.min_version):
+            await self._hand_back(held)
+            return
         todo = await self._unfinished(task)
         results = await asyncio.gather(*(self._generate_one(held, number) for number in todo), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
@@ -169,12 +181,21 @@ class Worker:
         outputs = [(held.source.scored, payload), (self._service.keys.dead, payload)]
         await held.source.inbox.finish(held.delivery, outputs)
 
-    async def _wait_for_version(self, min_version: int) -> None:
-        """Until the engine serves `min_version` or a newer one; bounded by the lease's owner, the coordinator."""
-        while self._engine.version < min_version:
-            detail = f"version {min_version}, serving {self._engine.version}"
-            with self._service.activity.waiting("weights", detail):
+    async def _has_version(self, min_version: int) -> bool:
+        """Whether the engine serves `min_version` or a newer one, within a while."""
+        deadline = time.monotonic() + _WEIGHTS_PATIENCE_S
+        while self._engine.version < min_version and time.monotonic() < deadline:
+            with self._service.activity.waiting("weights", f"version {min_version}, serving {self._engine.version}"):
                 await self._wait_for_change()
+        return self._engine.version >= min_version
+
+    async def _hand_back(self, held: Held) -> None:
+        """Leave a task to generators whose weights are new enough, and take none for now."""
+        version, needed = self._engine.version, held.task.min_version
+        if time.monotonic() >= self._out_until:
+            log.warning("weights_too_old", serving=version, needed=needed, detail="its tasks are left to others")
+        self._out_until = time.monotonic() + _OUT_S
+        await held.source.inbox.finish(held.delivery, [(held.source.inbox.stream, held.delivery.payload)])
 
     async def _wait_for_change(self) -> None:
         """Until a group ended or weights changed; a second at most, so that a lost signal only costs that."""

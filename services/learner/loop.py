@@ -149,7 +149,12 @@ class Learner:
 
     def facts(self) -> dict[str, Any]:
         """What the learner adds to its heartbeat."""
-        return {"step": self._version, "version": self._version, "epoch": self._run_dir.epoch}
+        return {
+            "step": self._version,
+            "version": self._version,
+            "epoch": self._run_dir.epoch,
+            "generators": self.publisher.describe(),
+        }
 
     def stop(self, reason: str) -> None:
         """End after the step under way with a checkpoint, and do not wait for the coordinator."""
@@ -209,8 +214,8 @@ class Learner:
 
     async def _wait_for_rollouts(self, waiting: Waiting) -> None:
         detail = waiting.detail
-        if not self.publisher.num_generators:
-            detail += "; no generator is registered"
+        if trouble := self.publisher.trouble():
+            detail += f"; {trouble}"
         self._service.activity.set("waiting", "rollouts", detail)
         try:
             async with asyncio.timeout(_LOOK_AGAIN_S):

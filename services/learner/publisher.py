@@ -1,56 +1,58 @@
 """Keeps every registered generator at the newest policy version: a reconciliation loop, not a broadcast.
 
-Each generator that is behind is pushed what it lacks: changed elements when it holds the version before, everything
-otherwise. A push that fails or is late concerns that generator alone. consumes: published policies, heartbeats.
-produces: PushWeights calls, and a call-back when a version is live. waits for: a new version, a generator that is
-behind. Neighbours: weights.py cuts the frames, loop.py publishes.
+Each generator that is behind is pushed what it lacks: changes when it holds the version before, everything otherwise.
+A push that fails or is late concerns that generator alone; one that fails again and again is out until it has caught
+up. consumes: published policies, heartbeats. produces: PushWeights calls, and a call-back when a version is live.
+waits for: a new version, a generator that is behind. Neighbours: targets.py is one generator, frames.py cuts what is
+sent, loop.py publishes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import structlog
 
-from gspo_proto.generation_pb2 import PushResult, WeightFrame
+from gspo_proto.generation_pb2 import DescribeRequest, PushHeader, PushResult, WeightFrame
 from gspo_proto.generation_pb2_grpc import GenerationStub
 from services.common import metrics
-from services.common.members import Member, members
+from services.common.errors import InputError
+from services.common.members import members
 from services.common.rpc import open_channel, token_metadata
 from services.common.runtime import Service
-from services.learner.weights import Policy, push_frames
+from services.learner.frames import Frames
+from services.learner.targets import STATES, Target
+from services.learner.weights import Policy
 
 log = structlog.get_logger()
 # Generators join and fall behind seldom; a new version wakes the loop at once.
 _LOOK_EVERY_S = 0.5
-_RETRY_AFTER_S = 2.0
+_DESCRIBE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Live:
-    """A version that a generator serves: how long it took from its publication, and what it cost."""
+    """A version that a generator serves, and what it cost.
+
+    Attributes:
+        push_s: From its publication until it was served.
+        stage_s: Of it, until every byte had come and the digest was checked.
+        stall_s: How long generation stood still.
+    """
 
     policy: Policy
     generator: str
     push_s: float
+    stage_s: float
     stall_s: float
     num_bytes: int
-
-
-@dataclass
-class _Target:
-    """One generator process as the learner knows it."""
-
-    member: Member
-    channel: grpc.aio.Channel
-    version: int
-    digest: str
-    pushing: asyncio.Task[None] | None = None
-    not_before: float = 0.0
 
 
 class Publisher:
@@ -63,32 +65,48 @@ class Publisher:
 
     def __init__(self, service: Service, epoch: int, on_live: Callable[[Live], Awaitable[None]]) -> None:
         self._service, self._epoch, self._on_live = service, epoch, on_live
+        # Two learners of one epoch, in two run directories of one name, are told apart.
+        self._learner = uuid.uuid4().hex[:12]
+        self._metadata = token_metadata(service.options.token)
         self._newest: Policy | None = None
         self._before: Policy | None = None
+        self._changes: Frames | None = None
         self._published_at = 0.0
-        self._targets: dict[tuple[str, int], _Target] = {}
+        self._targets: dict[str, Target] = {}
         self._woken = asyncio.Event()
         self.live_version = -1
 
     def publish(self, policy: Policy) -> None:
-        """Make a version the newest; the one before stays as the base of deltas."""
-        self._before, self._newest = self._newest, policy
+        """Make a version the newest; the one before stays as the base of changes."""
+        self._before, self._newest, self._changes = self._newest, policy, None
         self._published_at = time.monotonic()
         self._woken.set()
 
-    @property
-    def num_generators(self) -> int:
-        """Generators that are registered."""
-        return len(self._targets)
+    def describe(self) -> list[dict[str, Any]]:
+        """Every registered generator: state, version, and why it is behind or out."""
+        return [target.describe() for target in self._targets.values()]
+
+    def trouble(self) -> str:
+        """Why nobody generates under weights that this learner pushed; empty while somebody may."""
+        if not self._targets:
+            return "no generator is registered"
+        if all(target.state == "out" for target in self._targets.values()):
+            return "every generator is out: " + "; ".join(f"{t.name}: {t.problem}" for t in self._targets.values())
+        return ""
 
     async def run(self) -> None:
-        """Reconcile until cancelled."""
+        """Reconcile until cancelled.
+
+        Raises:
+            InputError: A generator obeys another learner of this run.
+        """
         try:
             while True:
+                self._woken.clear()
                 await self._look()
                 for target in self._targets.values():
                     await self._reconcile(target)
-                self._woken.clear()
+                self._count()
                 try:
                     async with asyncio.timeout(_LOOK_EVERY_S):
                         await self._woken.wait()
@@ -96,82 +114,138 @@ class Publisher:
                     continue
         finally:
             for target in self._targets.values():
-                await _close(target)
+                await target.close()
 
     async def _look(self) -> None:
-        """Take notice of generators that came, left, or say something else than we know."""
-        found = {(m.name, m.pid): m for m in await members(self._service.redis, self._service.keys, "generation")}
-        for key in self._targets.keys() - found.keys():
-            log.warning("generator_left", generator=key[0])
-            await _close(self._targets.pop(key))
-        for key, member in found.items():
-            if key not in self._targets:
-                version, digest = int(member.facts["version"]), str(member.facts["digest"])
-                self._targets[key] = _Target(member, open_channel(member.grpc), version, digest)
-                log.info("generator_joined", generator=member.name, version=version, digest=digest[:12])
+        """Take notice of generators that came or left."""
+        found = {m.uid: m for m in await members(self._service.redis, self._service.keys, "generation")}
+        for uid in self._targets.keys() - found.keys():
+            target = self._targets.pop(uid)
+            log.warning("generator_left", generator=target.name)
+            await target.close()
+        for uid in found.keys() - self._targets.keys():
+            member = found[uid]
+            version, digest = int(member.facts["version"]), str(member.facts["digest"])
+            self._targets[uid] = target = Target(member, open_channel(member.grpc), version, digest)
+            log.info("generator_joined", generator=target.name, version=version, digest=digest[:12])
 
-    async def _reconcile(self, target: _Target) -> None:
+    async def _reconcile(self, target: Target) -> None:
+        if target.pushing and target.pushing.done():
+            pushing, target.pushing = target.pushing, None
+            pushing.result()
         newest = self._newest
-        if newest is None or (target.pushing and not target.pushing.done()):
+        if newest is None:
             return
-        if target.digest == newest.digest and target.version == newest.version:
+        if (target.digest, target.version) == (newest.digest, newest.version):
             await self._announce(target, newest, PushResult(), num_bytes=0)
-        elif time.monotonic() >= target.not_before:
-            target.pushing = asyncio.create_task(self._push(target, newest))
+        else:
+            target.fall_behind()
+            if target.idle:
+                target.pushing = asyncio.create_task(self._push(target, newest))
+                target.pushing.add_done_callback(lambda _: self._woken.set())
 
-    async def _push(self, target: _Target, policy: Policy) -> None:
+    async def _push(self, target: Target, policy: Policy) -> None:
         base = self._before if self._before and self._before.digest == target.digest else None
-        kind, began, sent = ("delta" if base else "full"), time.monotonic(), _Counter()
-        frames = push_frames(policy, base, run=self._service.config.name, epoch=self._epoch)
+        kind, began, sent = ("delta" if base else "full"), time.monotonic(), _Sent()
         try:
-            result = await GenerationStub(target.channel).PushWeights(
-                _counted(frames, sent),
+            result: PushResult = await GenerationStub(target.channel).PushWeights(
+                self._frames(policy, base, sent),
                 timeout=self._service.config.generation.push_timeout_s,
-                metadata=token_metadata(self._service.options.token),
+                metadata=self._metadata,
             )
         except grpc.aio.AioRpcError as error:
-            self._note_failure(target, policy, error)
+            await self._note_failure(target, policy, base, error)
             return
+        except asyncio.CancelledError:
+            # gRPC cancels a call whose frames cannot be made.
+            if sent.failure:
+                raise sent.failure from None
+            raise
         target.version, target.digest = result.version, result.digest
         metrics.PUSH_SECONDS.labels(kind).observe(time.monotonic() - began)
         metrics.PUSH_BYTES.labels(kind).inc(sent.num_bytes)
         await self._announce(target, policy, result, sent.num_bytes)
-        self._woken.set()
 
-    def _note_failure(self, target: _Target, policy: Policy, error: grpc.aio.AioRpcError) -> None:
-        """The generator stays out until it has caught up; what it holds is asked anew, so the next push is whole."""
-        log.warning(
-            "push_failed",
-            generator=target.member.name,
-            version=policy.version,
-            status=error.code().name,
-            reason=error.details(),
+    async def _frames(self, policy: Policy, base: Policy | None, sent: _Sent) -> AsyncIterator[WeightFrame]:
+        """A header, then the whole policy, or its changes: made once, however many generators take them."""
+        yield WeightFrame(
+            header=PushHeader(
+                run=self._service.config.name,
+                epoch=self._epoch,
+                learner=self._learner,
+                version=policy.version,
+                digest=policy.digest,
+                base_digest=base.digest if base else "",
+                dtype=policy.dtype,
+                num_tensors=len(policy.bits),
+                num_bytes=policy.num_bytes,
+            )
         )
-        target.digest = ""
-        retry_at_once = error.code() == grpc.StatusCode.FAILED_PRECONDITION and self._before is not None
-        target.not_before = time.monotonic() + (0.0 if retry_at_once else _RETRY_AFTER_S)
+        if base is None:
+            frames = Frames(policy)
+        elif self._newest is policy:
+            frames = self._changes = self._changes or Frames(policy, base)
+        else:
+            frames = Frames(policy, base)
+        try:
+            async for frame in frames:
+                sent.num_bytes += frame.ByteSize()
+                yield WeightFrame(tensor=frame)
+        except Exception as error:
+            sent.failure = error
+            raise
 
-    async def _announce(self, target: _Target, policy: Policy, result: PushResult, num_bytes: int) -> None:
+    async def _note_failure(
+        self, target: Target, policy: Policy, base: Policy | None, error: grpc.aio.AioRpcError
+    ) -> None:
+        """Ask the generator what it holds: its answer may have been lost, or it is another than we thought."""
+        code, reason = error.code(), f"{error.code().name}: {error.details()}"
+        if code == grpc.StatusCode.PERMISSION_DENIED:
+            raise InputError(
+                "name",
+                f"another learner has taken over the run {self._service.config.name!r} ({error.details()})",
+                "Give each run a name of its own, or leave the run to the other learner",
+            ) from error
+        metrics.PUSH_FAILURES.labels(code.name.lower()).inc()
+        log.warning("push_failed", generator=target.name, version=policy.version, reason=reason)
+        await self._ask(target)
+        if target.digest == policy.digest:
+            return  # it took the version, and only its answer was lost
+        if base and target.digest != base.digest:
+            return  # it has lost what the changes are to: a whole push is due at once
+        if target.fail(reason):
+            log.error("generator_out", generator=target.name, num_failures=target.num_failures, reason=reason)
+
+    async def _ask(self, target: Target) -> None:
+        target.digest = ""
+        try:
+            held = await GenerationStub(target.channel).Describe(
+                DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            log.warning("generator_silent", generator=target.name, status=error.code().name)
+        else:
+            target.version, target.digest = held.version, held.digest
+
+    async def _announce(self, target: Target, policy: Policy, result: PushResult, num_bytes: int) -> None:
+        """A generator serves a version."""
+        if policy is self._newest and target.catch_up():
+            log.info("generator_returned", generator=target.name, version=policy.version)
         if policy.version <= self.live_version:
             return
         self.live_version = policy.version
-        stall_s = result.pause_s + result.load_s + result.resume_s
-        push_s = time.monotonic() - self._published_at
-        await self._on_live(Live(policy, target.member.name, push_s, stall_s, num_bytes))
+        push_s, stall_s = time.monotonic() - self._published_at, result.pause_s + result.load_s + result.resume_s
+        await self._on_live(Live(policy, target.member.name, push_s, result.stage_s, stall_s, num_bytes))
+
+    def _count(self) -> None:
+        found = Counter(target.state for target in self._targets.values())
+        for state in STATES:
+            metrics.GENERATORS.labels(state).set(found[state])
 
 
 @dataclass
-class _Counter:
+class _Sent:
+    """What one push has sent, and what kept it from sending more."""
+
     num_bytes: int = 0
-
-
-async def _counted(frames: AsyncIterator[WeightFrame], counter: _Counter) -> AsyncIterator[WeightFrame]:
-    async for frame in frames:
-        counter.num_bytes += len(frame.tensor.data) + len(frame.tensor.indices)
-        yield frame
-
-
-async def _close(target: _Target) -> None:
-    if target.pushing:
-        target.pushing.cancel()
-    await target.channel.close(None)
+    failure: Exception | None = None

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.common.weights_changes import pack_changes
 from services.common.weights_digest import policy_digest
 from services.generation.engine import Completion, Engine, LoadFailedError, OnUpdate, Sampling, engine_arguments
 from services.generation.staging import StagedWeights
@@ -60,12 +61,12 @@ def difference(reference: Reference, prompts: list[list[int]], completions: list
 def push(staged: StagedWeights, folder: Path) -> StagedWeights:
     """Stage another model's weights in full, in pieces, as a push does."""
     other = StagedWeights.from_folder(folder, "float32")
-    staged.begin_full()
+    staged.begin(changes=False)
     for name in staged.places:
         bits = other.current.bits(name)
         half = len(bits) // 2
-        staged.write(name, bits[:half].tobytes())
-        staged.write(name, bits[half:].tobytes(), start=half)
+        staged.write(name, 0, bits[:half].tobytes())
+        staged.write(name, half, bits[half:].tobytes())
     assert staged.next_digest() == other.digest()
     other.close()
     return staged
@@ -177,7 +178,7 @@ async def test_a_push_with_requests_in_flight(generator: Generator, tmp_path: Pa
     assert np.abs(delta).max() < 1e-4
 
 
-async def test_a_delta_gives_the_same_weights_as_a_full_push(generator: Generator, tmp_path: Path) -> None:
+async def test_changes_give_the_same_weights_as_a_full_push(generator: Generator, tmp_path: Path) -> None:
     engine, staged = generator.engine, generator.staged
     folder = tmp_path / "changed"
     model = AutoModelForCausalLM.from_pretrained(generator.folder, dtype=torch.float32)
@@ -186,9 +187,12 @@ async def test_a_delta_gives_the_same_weights_as_a_full_push(generator: Generato
         model.get_parameter(name).data.view(-1)[position] = value
     model.save_pretrained(folder)
 
-    staged.begin_delta()
+    staged.begin(changes=True)
     for name, (position, value) in changed.items():
-        staged.patch(name, np.array([position], np.uint32), np.array([value], np.float32).tobytes())
+        old = staged.current.bits(name)
+        new = old.copy()
+        new.view(np.float32)[position] = value
+        staged.change(name, 0, len(new), pack_changes(new, old))
     whole = StagedWeights.from_folder(folder, "float32")
     assert staged.next_digest() == whole.digest() != staged.digest()
     whole.close()

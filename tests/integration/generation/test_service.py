@@ -15,7 +15,14 @@ import torch
 from redis.asyncio import Redis
 from transformers import AutoModelForCausalLM
 
-from gspo_proto.generation_pb2 import DescribeRequest, GenerateRequest, GeneratorDescription, PushResult
+from gspo_proto.generation_pb2 import (
+    DescribeRequest,
+    GenerateRequest,
+    GeneratorDescription,
+    PushHeader,
+    PushResult,
+    WeightFrame,
+)
 from gspo_proto.generation_pb2_grpc import GenerationStub
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Event, Finished, GroupTask, Prompt, Rollout, Sampling
 from services.common.config import Config
@@ -25,7 +32,8 @@ from services.common.members import wait_for_member
 from services.common.rpc import open_channel
 from services.common.runtime import connect_redis
 from services.common.streams import append, create_consumer_groups
-from services.learner.weights import Policy, policy_from, push_frames
+from services.learner.frames import Frames
+from services.learner.weights import Policy, policy_from
 from tests.service_process import make_run, registered, service_process, wait_exit
 from tests.tiny_model import make_tiny_model
 
@@ -90,8 +98,22 @@ async def rollouts(running: Running, num: int, timeout_s: float = 60) -> list[Ro
 
 
 async def push(running: Running, policy: Policy, base: Policy | None = None, epoch: int = 1) -> PushResult:
-    frames = push_frames(policy, base, run=running.config.name, epoch=epoch)
-    return await running.stub.PushWeights(frames, timeout=60)
+    async def sent() -> AsyncIterator[WeightFrame]:
+        header = PushHeader(
+            run=running.config.name,
+            epoch=epoch,
+            version=policy.version,
+            digest=policy.digest,
+            base_digest=base.digest if base else "",
+            dtype=policy.dtype,
+            num_tensors=len(policy.bits),
+            num_bytes=policy.num_bytes,
+        )
+        yield WeightFrame(header=header)
+        async for frame in Frames(policy, base):
+            yield WeightFrame(tensor=frame)
+
+    return await running.stub.PushWeights(sent(), timeout=60)
 
 
 async def describe(running: Running) -> GeneratorDescription:
@@ -133,9 +155,8 @@ async def test_pushes_take_hold_or_change_nothing(running: Running) -> None:
     first, second = policy_of(model, 1, scale=1.1), policy_of(model, 2, scale=1.2)
     assert (await push(running, first)).digest == first.digest
 
-    # Changed elements only; the tensors that did not change are not sent.
-    sent = [frame async for frame in push_frames(second, first, run="test", epoch=1)]
-    assert {frame.tensor.name for frame in sent[1:]} == {name for name in second.bits if "norm" in name}
+    # Changes only; the tensors that did not change are not sent.
+    assert {frame.name async for frame in Frames(second, first)} == {name for name in second.bits if "norm" in name}
     assert (await push(running, second, base=first)).version == 2
 
     with pytest.raises(grpc.aio.AioRpcError) as wrong_base:
@@ -148,7 +169,7 @@ async def test_pushes_take_hold_or_change_nothing(running: Running) -> None:
     await push(running, second, epoch=5)
     with pytest.raises(grpc.aio.AioRpcError) as old_epoch:
         await push(running, first, epoch=4)
-    assert old_epoch.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert old_epoch.value.code() == grpc.StatusCode.PERMISSION_DENIED
     now = await describe(running)
     assert (now.version, now.digest, now.epoch) == (2, second.digest, 5)
 

@@ -12,12 +12,12 @@ OTHERS = ("dead", "events", "partial", "open", "redis_epoch", "members", "paused
 
 def all_keys(run: str) -> list[str]:
     keys = Keys(run)
-    return [getattr(keys, name) for name in (*NAMES, *OTHERS)] + [keys.member("generation", "generation-0")]
+    return [getattr(keys, name) for name in (*NAMES, *OTHERS)] + [keys.member("generation", "5f0c")]
 
 
 def test_a_key_is_gspo_run_and_name() -> None:
     assert Keys("math").prompts == "gspo:{math}:prompts"
-    assert Keys("math").member("reward", "reward-1") == "gspo:{math}:member:reward:reward-1"
+    assert Keys("math").member("reward", "5f0c") == "gspo:{math}:member:reward:5f0c"
 
 
 def test_all_keys_of_a_run_are_in_one_slot_of_a_cluster() -> None:

@@ -1,4 +1,4 @@
-"""Staging in shared memory: full, in pieces, by changed elements; and what does not fit."""
+"""Staging in shared memory: whole, in pieces, by changes; and what does not fit."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ import numpy as np
 import pytest
 import torch
 
+from services.common.weights_changes import Packed, pack_changes
 from services.generation.staging import StagedWeights, StagingError
 from tests.tiny_model import make_tiny_model
+
+
+def packed(new: list[int], old: list[int]) -> Packed:
+    return pack_changes(np.array(new, np.uint16), np.array(old, np.uint16))
 
 
 @pytest.fixture
 def staged() -> StagedWeights:
     staged = StagedWeights({"a": (2, 3), "b": (4,)}, "bfloat16")
-    staged.begin_full()
-    staged.write("a", np.arange(6, dtype=np.uint16).tobytes())
-    staged.write("b", np.arange(4, dtype=np.uint16).tobytes())
+    staged.begin(changes=False)
+    staged.write("a", 0, np.arange(6, dtype=np.uint16).tobytes())
+    staged.write("b", 0, np.arange(4, dtype=np.uint16).tobytes())
     staged.promote()
     return staged
 
 
 def test_a_push_changes_nothing_until_it_is_promoted(staged: StagedWeights) -> None:
     before = staged.digest()
-    staged.begin_delta()
+    staged.begin(changes=True)
     assert staged.next_digest() == before
-    staged.patch("a", np.array([4, 0], np.uint32), np.array([40, 10], np.uint16).tobytes())
+    staged.change("a", 2, 3, packed([2, 3, 40], [2, 3, 4]))
+    staged.change("a", 0, 1, packed([10], [0]))
     assert staged.current.bits("a").tolist() == [0, 1, 2, 3, 4, 5]
     assert staged.next.bits("a").tolist() == [10, 1, 2, 3, 40, 5]
     assert staged.digest() == before != staged.next_digest()
@@ -35,26 +41,26 @@ def test_a_push_changes_nothing_until_it_is_promoted(staged: StagedWeights) -> N
 
 
 def test_a_full_push_that_leaves_a_tensor_out_has_another_digest(staged: StagedWeights) -> None:
-    staged.begin_full()
-    staged.write("a", np.arange(6, dtype=np.uint16).tobytes())
+    staged.begin(changes=False)
+    staged.write("a", 0, np.arange(6, dtype=np.uint16).tobytes())
     assert staged.next_digest() != staged.digest()
-    staged.write("b", np.array([0, 1], np.uint16).tobytes())
-    staged.write("b", np.array([2, 3], np.uint16).tobytes(), start=2)
+    staged.write("b", 0, np.array([0, 1], np.uint16).tobytes())
+    staged.write("b", 2, np.array([2, 3], np.uint16).tobytes())
     assert staged.next_digest() == staged.digest()
 
 
 def test_what_does_not_fit_is_refused(staged: StagedWeights) -> None:
-    staged.begin_delta()
+    staged.begin(changes=True)
     with pytest.raises(StagingError, match="no tensor 'c'"):
-        staged.write("c", b"\0\0")
+        staged.write("c", 0, b"\0\0")
     with pytest.raises(StagingError, match="b has 4 elements; 2 from 3"):
-        staged.write("b", b"\0\0\0\0", start=3)
-    with pytest.raises(StagingError, match="position 4"):
-        staged.patch("b", np.array([4], np.uint32), b"\0\0")
-    with pytest.raises(StagingError, match="2 positions but 1 values"):
-        staged.patch("b", np.array([1, 2], np.uint32), b"\0\0")
+        staged.write("b", 3, b"\0\0\0\0")
+    with pytest.raises(StagingError, match="b has 4 elements; 3 from 2"):
+        staged.change("b", 2, 3, packed([1, 2, 3], [0, 0, 0]))
+    with pytest.raises(StagingError, match="b from 1 on: the changes do not unpack"):
+        staged.change("b", 1, 3, Packed(3, b"broken"))
     with pytest.raises(StagingError, match="whole elements"):
-        staged.write("b", b"\0\0\0")
+        staged.write("b", 0, b"\0\0\0")
     assert staged.next_digest() == staged.digest()
 
 

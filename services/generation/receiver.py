@@ -1,0 +1,204 @@
+"""Takes pushed weights: fence, staging, digest, and only then the switch. One push at a time.
+
+What it is not: the call itself (door.py) or the load (engine.py). A push that is late, broken or refused changes
+nothing; a switch that has begun goes on to its end, whatever becomes of the call. Neighbours: staging.py holds the
+copies, door.py calls, the learner's publisher is on the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import structlog
+
+from gspo_proto.generation_pb2 import PushHeader, PushResult, TensorFrame, WeightFrame
+from services.common import metrics
+from services.common.runtime import Service
+from services.common.weights_changes import Packed
+from services.generation.engine import Engine, EngineBrokenError
+from services.generation.staging import StagedWeights
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+
+class Refused(Exception):  # noqa: N818 - an answer to the caller, not a fault of ours
+    """A push that must not be applied; the status says whether another kind of push would do."""
+
+    def __init__(self, status: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The learner that this generator obeys: a higher epoch takes over, anything else but the same one is refused."""
+
+    epoch: int = 0
+    learner: str = ""
+
+    def admits(self, header: PushHeader) -> bool:
+        """Whether a push is of the learner that is obeyed, or of one that takes over."""
+        return header.epoch > self.epoch or (header.epoch, header.learner) == (self.epoch, self.learner)
+
+
+class Receiver:
+    """Takes one push after another.
+
+    Args:
+        on_loaded: Called when the engine serves other weights.
+
+    Attributes:
+        digest: Of the weights that serve.
+        broken: Resolves with the reason once the engine cannot serve any more.
+    """
+
+    def __init__(self, service: Service, engine: Engine, staged: StagedWeights, on_loaded: Callable[[], None]) -> None:
+        self._service, self._engine, self._staged, self._on_loaded = service, engine, staged, on_loaded
+        self._config = service.config.generation
+        self._fence = Fence()
+        self._turn = asyncio.Lock()
+        self._staging: asyncio.Timeout | None = None
+        self.digest = staged.digest()
+        self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def epoch(self) -> int:
+        """Of the learner that is obeyed."""
+        return self._fence.epoch
+
+    async def receive(self, frames: AsyncIterator[WeightFrame]) -> PushResult:
+        """Take one version.
+
+        Raises:
+            Refused: The push is not for this generator, late, of a learner that was replaced, or not what its
+                header says.
+            StagingError: A frame does not fit this model.
+            LoadFailedError: The weights did not load; the old ones are back.
+            EngineBrokenError: There is no engine any more.
+        """
+        began = time.monotonic()
+        header = await _header(frames)
+        self._check_model(header)
+        self._pass_fence(header)
+        async with self._turn:
+            self._pass_fence(header)
+            self._check_base(header)
+            digest = await self._stage(header, frames)
+            staged_s = time.monotonic() - began
+            return await _to_its_end(self._switch(header, digest, staged_s))
+
+    async def _stage(self, header: PushHeader, frames: AsyncIterator[WeightFrame]) -> str:
+        """Put the frames into the copy beside the one that serves; the digest of what came."""
+        try:
+            async with asyncio.timeout(self._config.push_timeout_s) as self._staging:
+                await _to_its_end(asyncio.to_thread(self._staged.begin, changes=bool(header.base_digest)))
+                async for frame in frames:
+                    await _to_its_end(asyncio.to_thread(self._write, frame.tensor))
+                digest = await _to_its_end(asyncio.to_thread(self._staged.next_digest))
+        except TimeoutError as error:
+            self._pass_fence(header)
+            raise Refused(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"version {header.version} was not here within {self._config.push_timeout_s:g} s "
+                "(generation.push_timeout_s); nothing was loaded",
+            ) from error
+        finally:
+            self._staging = None
+        self._pass_fence(header)
+        if digest != header.digest:
+            raise Refused(
+                grpc.StatusCode.DATA_LOSS,
+                f"version {header.version} has digest {header.digest[:12]} and {digest[:12]} came; nothing was loaded",
+            )
+        return digest
+
+    def _write(self, frame: TensorFrame) -> None:
+        if frame.HasField("changes"):
+            packed = Packed(frame.changes.num_listed, frame.changes.packed)
+            self._staged.change(frame.name, frame.offset, frame.num_elements, packed)
+        else:
+            self._staged.write(frame.name, frame.offset, frame.data)
+
+    async def _switch(self, header: PushHeader, digest: str, staged_s: float) -> PushResult:
+        with self._service.activity.doing("loading weights", f"version {header.version}"):
+            try:
+                times = await self._engine.load(
+                    header.version,
+                    self._staged,
+                    on_update=self._config.on_update,
+                    timeout_s=self._config.push_timeout_s,
+                )
+            except EngineBrokenError as error:
+                if not self.broken.done():
+                    self.broken.set_result(str(error))
+                raise
+        self.digest = digest
+        metrics.GENERATOR_VERSION.set(header.version)
+        metrics.PUSH_PAUSE_SECONDS.observe(times.pause_s + times.load_s + times.resume_s)
+        self._on_loaded()
+        log.info("version_loaded", version=header.version, digest=digest[:12], stage_s=round(staged_s, 4))
+        return PushResult(
+            version=header.version,
+            digest=digest,
+            stage_s=staged_s,
+            pause_s=times.pause_s,
+            load_s=times.load_s,
+            resume_s=times.resume_s,
+        )
+
+    def _pass_fence(self, header: PushHeader) -> None:
+        """Obey a learner of a higher epoch from its first word on, and end what an older one was sending."""
+        if not self._fence.admits(header):
+            raise Refused(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"this generator obeys learner {self._fence.learner} of epoch {self._fence.epoch}; this push is of "
+                f"learner {header.learner} of epoch {header.epoch}",
+            )
+        if header.epoch > self._fence.epoch:
+            self._fence = Fence(header.epoch, header.learner)
+            if self._staging:
+                self._staging.reschedule(asyncio.get_running_loop().time())
+
+    def _check_model(self, header: PushHeader) -> None:
+        config, num_bytes = self._service.config, self._staged.num_bytes
+        if header.run != config.name:
+            raise _precondition(f"this generator is of run {config.name}, not {header.run}")
+        if header.dtype != self._config.dtype:
+            raise _precondition(f"this generator serves {self._config.dtype}, not {header.dtype}")
+        if header.num_tensors != len(self._staged.places) or header.num_bytes != num_bytes:
+            raise _precondition(
+                f"the push has {header.num_tensors} tensors of {header.num_bytes} bytes, this model "
+                f"{len(self._staged.places)} of {num_bytes}"
+            )
+
+    def _check_base(self, header: PushHeader) -> None:
+        if header.base_digest and header.base_digest != self.digest:
+            raise _precondition(
+                f"the changes are to {header.base_digest[:12]} and {self.digest[:12]} is here; push every element"
+            )
+
+
+def _precondition(reason: str) -> Refused:
+    return Refused(grpc.StatusCode.FAILED_PRECONDITION, reason)
+
+
+async def _header(frames: AsyncIterator[WeightFrame]) -> PushHeader:
+    first = await anext(aiter(frames), None)
+    if first is None or first.WhichOneof("what") != "header":
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "a push begins with its header")
+    return first.header
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Work on the staged copy. A caller that goes away waits for its end: nobody else may touch the copy before."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    finally:
+        await asyncio.wait({task})

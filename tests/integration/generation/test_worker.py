@@ -1,0 +1,87 @@
+"""Workers on a real Redis, with a stand-in for the engine: who lacks the weights leaves the work to others."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout
+from services.common.keys import Keys
+from services.common.streams import append
+from services.generation import worker as worker_module
+from services.generation.worker import Worker
+from tests.integration.push_peers import StandInEngine, run_config, service_of
+from tests.service_process import make_run
+
+pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
+NUM_GROUPS = 6
+
+
+class StandInRollouts:
+    """Answers at once."""
+
+    def __init__(self, engine: StandInEngine) -> None:
+        self._engine = engine
+
+    async def generate(self, task: GroupTask, number: int) -> Rollout:
+        return Rollout(schema=1, group=task.group, number=number, version=[self._engine.version])
+
+
+def task(group: int, min_version: int) -> bytes:
+    prompt = Prompt(token_ids=[1])
+    return GroupTask(
+        schema=1, group=group, attempt=1, num_rollouts=4, prompt=prompt, min_version=min_version
+    ).SerializeToString()
+
+
+async def test_a_generator_without_the_weights_leaves_its_tasks_to_others_until_it_has_them(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_WEIGHTS_PATIENCE_S", 0.2)
+    config = run_config(tmp_path, make_run)
+    services = [service_of(f"generation-{n}", config, redis_url) for n in range(2)]
+    engines = [StandInEngine(), StandInEngine()]
+    old, new = (
+        Worker(service, engine, StandInRollouts(engine)) for service, engine in zip(services, engines, strict=True)
+    )
+    working = [asyncio.create_task(old.run())]
+    await append(redis, keys.prompts, [task(group, 1) for group in range(NUM_GROUPS)])
+    # Alone, it takes them, and puts them back: nobody holds a lease on them.
+    while services[0].activity.kind != "waiting" or old.num_running or await held(redis, keys):
+        await asyncio.sleep(0.02)
+    assert await redis.xlen(keys.prompts) == NUM_GROUPS
+    assert services[0].activity.describe()["detail"] == "newer than version 0"
+
+    engines[1].version = 1
+    working.append(asyncio.create_task(new.run()))
+    await rollouts(redis, keys, 4 * NUM_GROUPS)
+
+    engines[0].version = 1
+    old.weights_changed()
+    services[1].stopping.set()
+    await working[1]
+    await append(redis, keys.prompts, [task(group, 1) for group in range(10, 12)])
+    await rollouts(redis, keys, 8)
+    services[0].stopping.set()
+    await working[0]
+    for service in services:
+        await service.redis.aclose()
+
+
+async def held(redis: Redis, keys: Keys) -> int:
+    return int((await redis.xpending(keys.prompts, "generation"))["pending"])
+
+
+async def rollouts(redis: Redis, keys: Keys, num: int) -> None:
+    """Wait for so many rollouts under version 1, each once, and remove them."""
+    while await redis.xlen(keys.rollouts) < num:
+        await asyncio.sleep(0.02)
+    found = [Rollout.FromString(fields[b"d"]) for _, fields in await redis.xrange(keys.rollouts)]
+    assert len({(rollout.group, rollout.number) for rollout in found}) == len(found) == num
+    assert {version for rollout in found for version in rollout.version} == {1}
+    await redis.delete(keys.rollouts)
+    while await redis.xlen(keys.prompts):
+        await asyncio.sleep(0.02)

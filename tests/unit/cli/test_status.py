@@ -1,0 +1,42 @@
+"""What `gspo status` says of generators that pushes do not reach."""
+
+from __future__ import annotations
+
+import io
+import time
+
+from rich.console import Console
+
+from services.cli.status import _print_members, generators_in_trouble
+from services.common.members import Member
+
+
+def learner(**generator: object) -> Member:
+    current = {"name": "generation-0 (a:1)", "state": "current", "version": 7, "num_failures": 0, "problem": ""}
+    activity = {"kind": "busy", "what": "training", "detail": "step 8", "since_unix_s": time.time()}
+    facts = {"generators": [current | {"since_unix_s": None}, current | generator]}
+    return Member("learner", "learner-0", beat_unix_s=time.time(), activity=activity, facts=facts)
+
+
+def test_a_generator_that_is_out_is_named_with_reason_and_time() -> None:
+    out = {
+        "name": "generation-0 (b:1)",
+        "state": "out",
+        "version": 4,
+        "num_failures": 5,
+        "problem": "DATA_LOSS: version 7 has digest aa and bb came",
+        "since_unix_s": time.time() - 90,
+    }
+    expected = (
+        "generation-0 (b:1) is out for 1 min 30 s, serving version 4: 5 pushes failed, the last: "
+        "DATA_LOSS: version 7 has digest aa and bb came"
+    )
+    assert generators_in_trouble([Member("reward", "reward-0"), learner(**out)]) == [expected]
+    console = Console(file=io.StringIO(), width=400)
+    _print_members([learner(**out)], console)
+    assert expected in console.file.getvalue()
+
+
+def test_one_that_is_only_being_pushed_to_is_not_worth_a_line() -> None:
+    behind = {"name": "generation-0 (b:1)", "state": "behind", "problem": "", "since_unix_s": time.time()}
+    assert generators_in_trouble([learner(**behind)]) == []

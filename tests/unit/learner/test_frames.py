@@ -1,0 +1,98 @@
+"""The frames of a push: bounded, whole or of changes, packed once for all generators; they rebuild a policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from services.common import weights_digest
+from services.common.weights_changes import Packed
+from services.generation.staging import StagedWeights
+from services.learner import frames
+from services.learner.frames import Frames
+from services.learner.weights import Policy, policy_from
+
+SHAPES = {"a": (40, 30), "b": (7,), "c": (5, 5)}
+
+
+def policy(version: int, *, changed: dict[str, float] | None = None, dtype: torch.dtype = torch.bfloat16) -> Policy:
+    """Random weights; of the tensors in `changed` the given share of elements is a little larger."""
+    chance = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=chance) for name, shape in SHAPES.items()}
+    for name, share in (changed or {}).items():
+        tensors[name] *= torch.where(torch.rand(SHAPES[name], generator=chance) < share, 1.01, 1.0)
+    return policy_from(version, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+
+@pytest.fixture(autouse=True)
+def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "FRAME_BYTES", 512)
+
+
+async def staged_after(sent: Frames, base: StagedWeights | None, dtype: str) -> StagedWeights:
+    staged = base or StagedWeights(SHAPES, dtype)
+    staged.begin(changes=base is not None)
+    async for frame in sent:
+        if frame.HasField("changes"):
+            packed = Packed(frame.changes.num_listed, frame.changes.packed)
+            staged.change(frame.name, frame.offset, frame.num_elements, packed)
+        else:
+            staged.write(frame.name, frame.offset, frame.data)
+    staged.promote()
+    return staged
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+async def test_a_whole_push_and_then_changes_rebuild_the_policy(dtype: torch.dtype) -> None:
+    first, second = policy(1, dtype=dtype), policy(2, changed={"a": 0.1, "c": 1.0}, dtype=dtype)
+    assert first.digest != second.digest
+    staged = await staged_after(Frames(first), None, first.dtype)
+    assert staged.digest() == first.digest
+    assert (await staged_after(Frames(second, first), staged, second.dtype)).digest() == second.digest
+
+
+async def test_no_frame_is_larger_than_a_frame_may_be() -> None:
+    sent = [frame async for frame in Frames(policy(1))]
+    assert [(frame.name, frame.offset, frame.num_elements) for frame in sent] == [
+        ("a", start, min(256, 1200 - start)) for start in range(0, 1200, 256)
+    ] + [("b", 0, 7), ("c", 0, 25)]
+    assert max(len(frame.data) for frame in sent) == 512
+
+
+async def test_only_what_changed_is_sent_and_it_is_small() -> None:
+    sent = [frame async for frame in Frames(policy(2, changed={"a": 0.02}), policy(1))]
+    assert {frame.name for frame in sent} == {"a"}
+    assert all(frame.HasField("changes") and not frame.data for frame in sent)
+    assert sum(frame.ByteSize() for frame in sent) < 0.2 * 2 * 1200
+
+
+async def test_changes_that_would_be_larger_than_the_elements_are_sent_as_elements() -> None:
+    chance = torch.Generator().manual_seed(1)
+    others = {
+        name: torch.randint(-(2**15), 2**15, shape, generator=chance, dtype=torch.int16).view(torch.bfloat16)
+        for name, shape in SHAPES.items()
+    }
+    sent = [frame async for frame in Frames(policy_from(2, others), policy(1))]
+    assert all(frame.data and not frame.HasField("changes") for frame in sent)
+    assert max(len(frame.data) for frame in sent) == 512
+
+
+async def test_changes_are_packed_once_for_all_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+    pack = frames.pack_changes
+    monkeypatch.setattr(frames, "pack_changes", lambda new, old: packed.append(len(new)) or pack(new, old))
+    sent = Frames(policy(2, changed={"a": 0.1}), policy(1))
+    first, second = [f async for f in sent], [f async for f in sent]
+    assert first == second
+    assert sum(packed) == 1200 + 7 + 25
+
+
+async def test_a_policy_has_one_dtype() -> None:
+    with pytest.raises(ValueError, match="one inference dtype"):
+        policy_from(1, {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.bfloat16)})
+
+
+def test_the_digest_does_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = policy(1).digest
+    monkeypatch.setattr(weights_digest, "_MOST_THREADS", 1)
+    assert policy(1).digest == digest
