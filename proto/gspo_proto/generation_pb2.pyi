@@ -235,6 +235,7 @@ class GeneratorDescription(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     MAX_ROLLOUTS_FIELD_NUMBER: _builtins.int
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    LEARNER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     version: _builtins.int
@@ -242,9 +243,12 @@ class GeneratorDescription(_message.Message):
     dtype: _builtins.str
     model: _builtins.str
     epoch: _builtins.int
+    """of the learner whose pushes it takes"""
     max_rollouts: _builtins.int
     """at a time"""
     num_running: _builtins.int
+    learner: _builtins.str
+    """which learner that is"""
     def __init__(
         self,
         *,
@@ -257,10 +261,11 @@ class GeneratorDescription(_message.Message):
         epoch: _builtins.int = ...,
         max_rollouts: _builtins.int = ...,
         num_running: _builtins.int = ...,
+        learner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "digest", b"digest", "dtype", b"dtype", "epoch", b"epoch", "max_rollouts", b"max_rollouts", "model", b"model", "name", b"name", "num_running", b"num_running", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "digest", b"digest", "dtype", b"dtype", "epoch", b"epoch", "learner", b"learner", "max_rollouts", b"max_rollouts", "model", b"model", "name", b"name", "num_running", b"num_running", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,6 @@ It changes nothing. Neighbours: rundir.py knows whether a supervisor lives, memb
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -14,9 +13,10 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from rich.table import Table
 
+from services.cli.generators import in_trouble
 from services.cli.live import process_cells
 from services.cli.rundir import check_run_dir, is_held, supervisor_facts
-from services.cli.view import Phases, Process, View, duration, load_history, step_line
+from services.cli.view import Phases, Process, View, load_history, step_line
 from services.common.configfile import read_config
 from services.common.errors import InputError
 from services.common.keys import Keys
@@ -75,15 +75,5 @@ def _print_members(found: list[Member], console: Console) -> None:
         process = Process(member.name, member.beat_unix_s, member, ready=True)
         table.add_row(member.name, *process_cells(process), member.http, member.grpc, str(member.pid))
     console.print(table if found else "no service has registered: the run is starting, or nobody works on it")
-    for line in generators_in_trouble(found):
+    for line in in_trouble(found):
         console.print(line, style="yellow", highlight=False, markup=False)
-
-
-def generators_in_trouble(found: list[Member]) -> list[str]:
-    """A line for every generator that the learner's pushes do not reach: since when, and the reason of the last."""
-    told = [generator for member in found for generator in member.facts.get("generators", []) if generator["problem"]]
-    return [
-        f"{generator['name']} is {generator['state']} for {duration(time.time() - generator['since_unix_s'])}, serving "
-        f"version {generator['version']}: {generator['num_failures']} pushes failed, the last: {generator['problem']}"
-        for generator in told
-    ]

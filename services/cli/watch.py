@@ -13,6 +13,7 @@ from collections.abc import Callable
 import httpx
 from redis.asyncio import Redis
 
+from services.cli.generators import GeneratorNews
 from services.cli.view import Line, View
 from services.common.events import FROM_START, Events
 from services.common.keys import Keys
@@ -34,6 +35,7 @@ class Watcher:
         self._keys = Keys(view.config.name)
         self._events = Events(redis, self._keys, "cli")
         self._position = FROM_START
+        self._news = GeneratorNews()
 
     async def forget_last_session(self) -> None:
         """Look past what an earlier session left: its end would end this one, and its addresses lead nowhere."""
@@ -71,10 +73,13 @@ class Watcher:
             await asyncio.sleep(0.2)
 
     async def _read_members(self) -> None:
+        found = await members(self._redis, self._keys)
         # The newest of a name last: one that was killed is remembered for a while beside its successor.
-        found = {member.name: member for member in reversed(await members(self._redis, self._keys))}
+        newest = {member.name: member for member in reversed(found)}
         for process in self._view.processes.values():
-            process.member = found.get(process.name)
+            process.member = newest.get(process.name)
+        for line in self._news.lines(found):
+            self._say(line)
 
     async def _ask_ready(self, client: httpx.AsyncClient, name: str) -> None:
         process = self._view.processes[name]

@@ -50,7 +50,7 @@ class Door(generation_pb2_grpc.GenerationServicer):
             "version": self._engine.version,
             "digest": self._receiver.digest,
             "dtype": self._service.config.generation.dtype,
-            "epoch": self._receiver.epoch,
+            "epoch": self._receiver.fence.epoch,
             "max_rollouts": self._service.config.generation.max_rollouts,
             "num_running": self._worker.num_running,
         }
@@ -74,7 +74,7 @@ class Door(generation_pb2_grpc.GenerationServicer):
     async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Context) -> PushResult:
         """Take one version; old weights stay in place on any failure."""
         try:
-            result = await self._receiver.receive(request_iterator)
+            result = await self._receiver.receive(request_iterator, lambda: context.send_initial_metadata(()))
         except (Refused, StagingError, LoadFailedError, EngineBrokenError) as error:
             metrics.PUSHES_RECEIVED.labels("refused").inc()
             log.warning("push_refused", reason=str(error), serving=self._engine.version)
@@ -92,7 +92,8 @@ class Door(generation_pb2_grpc.GenerationServicer):
             digest=self._receiver.digest,
             dtype=config.generation.dtype,
             model=config.model.path,
-            epoch=self._receiver.epoch,
+            epoch=self._receiver.fence.epoch,
+            learner=self._receiver.fence.learner,
             max_rollouts=config.generation.max_rollouts,
             num_running=self._worker.num_running,
         )

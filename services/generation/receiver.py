@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from services.common import metrics
 from services.common.runtime import Service
 from services.common.weights_changes import Packed
 from services.generation.engine import Engine, EngineBrokenError
-from services.generation.staging import StagedWeights
+from services.generation.staging import StagedWeights, StagingError
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -55,25 +55,24 @@ class Receiver:
 
     Attributes:
         digest: Of the weights that serve.
+        fence: The learner that is obeyed.
         broken: Resolves with the reason once the engine cannot serve any more.
     """
 
     def __init__(self, service: Service, engine: Engine, staged: StagedWeights, on_loaded: Callable[[], None]) -> None:
         self._service, self._engine, self._staged, self._on_loaded = service, engine, staged, on_loaded
         self._config = service.config.generation
-        self._fence = Fence()
+        self.fence = Fence()
         self._turn = asyncio.Lock()
         self._staging: asyncio.Timeout | None = None
         self.digest = staged.digest()
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    @property
-    def epoch(self) -> int:
-        """Of the learner that is obeyed."""
-        return self._fence.epoch
-
-    async def receive(self, frames: AsyncIterator[WeightFrame]) -> PushResult:
+    async def receive(self, frames: AsyncIterator[WeightFrame], go_ahead: Callable[[], Awaitable[None]]) -> PushResult:
         """Take one version.
+
+        Args:
+            go_ahead: Awaited when the header is admitted and this push's turn has come.
 
         Raises:
             Refused: The push is not for this generator, late, of a learner that was replaced, or not what its
@@ -89,6 +88,7 @@ class Receiver:
         async with self._turn:
             self._pass_fence(header)
             self._check_base(header)
+            await go_ahead()
             digest = await self._stage(header, frames)
             staged_s = time.monotonic() - began
             return await _to_its_end(self._switch(header, digest, staged_s))
@@ -98,8 +98,7 @@ class Receiver:
         try:
             async with asyncio.timeout(self._config.push_timeout_s) as self._staging:
                 await _to_its_end(asyncio.to_thread(self._staged.begin, changes=bool(header.base_digest)))
-                async for frame in frames:
-                    await _to_its_end(asyncio.to_thread(self._write, frame.tensor))
+                await self._write_all(frames)
                 digest = await _to_its_end(asyncio.to_thread(self._staged.next_digest))
         except TimeoutError as error:
             self._pass_fence(header)
@@ -117,6 +116,16 @@ class Receiver:
                 f"version {header.version} has digest {header.digest[:12]} and {digest[:12]} came; nothing was loaded",
             )
         return digest
+
+    async def _write_all(self, frames: AsyncIterator[WeightFrame]) -> None:
+        try:
+            async for frame in frames:
+                await _to_its_end(asyncio.to_thread(self._write, frame.tensor))
+        except StagingError:
+            # A refusal that meets frames on their way is lost to "Internal error" at the sender.
+            async for _ in frames:
+                continue
+            raise
 
     def _write(self, frame: TensorFrame) -> None:
         if frame.HasField("changes"):
@@ -154,14 +163,14 @@ class Receiver:
 
     def _pass_fence(self, header: PushHeader) -> None:
         """Obey a learner of a higher epoch from its first word on, and end what an older one was sending."""
-        if not self._fence.admits(header):
+        if not self.fence.admits(header):
             raise Refused(
                 grpc.StatusCode.PERMISSION_DENIED,
-                f"this generator obeys learner {self._fence.learner} of epoch {self._fence.epoch}; this push is of "
+                f"this generator obeys learner {self.fence.learner} of epoch {self.fence.epoch}; this push is of "
                 f"learner {header.learner} of epoch {header.epoch}",
             )
-        if header.epoch > self._fence.epoch:
-            self._fence = Fence(header.epoch, header.learner)
+        if header.epoch > self.fence.epoch:
+            self.fence = Fence(header.epoch, header.learner)
             if self._staging:
                 self._staging.reschedule(asyncio.get_running_loop().time())
 

@@ -13,7 +13,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,67 +146,64 @@ class Publisher:
 
     async def _push(self, target: Target, policy: Policy) -> None:
         base = self._before if self._before and self._before.digest == target.digest else None
-        kind, began, sent = ("delta" if base else "full"), time.monotonic(), _Sent()
+        kind, began = ("delta" if base else "full"), time.monotonic()
         try:
-            result: PushResult = await GenerationStub(target.channel).PushWeights(
-                self._frames(policy, base, sent),
-                timeout=self._service.config.generation.push_timeout_s,
-                metadata=self._metadata,
-            )
+            result, num_bytes = await self._send(target, policy, base)
         except grpc.aio.AioRpcError as error:
             await self._note_failure(target, policy, base, error)
             return
-        except asyncio.CancelledError:
-            # gRPC cancels a call whose frames cannot be made.
-            if sent.failure:
-                raise sent.failure from None
-            raise
         target.version, target.digest = result.version, result.digest
         metrics.PUSH_SECONDS.labels(kind).observe(time.monotonic() - began)
-        metrics.PUSH_BYTES.labels(kind).inc(sent.num_bytes)
-        await self._announce(target, policy, result, sent.num_bytes)
+        metrics.PUSH_BYTES.labels(kind).inc(num_bytes)
+        await self._announce(target, policy, result, num_bytes)
 
-    async def _frames(self, policy: Policy, base: Policy | None, sent: _Sent) -> AsyncIterator[WeightFrame]:
-        """A header, then the whole policy, or its changes: made once, however many generators take them."""
-        yield WeightFrame(
-            header=PushHeader(
-                run=self._service.config.name,
-                epoch=self._epoch,
-                learner=self._learner,
-                version=policy.version,
-                digest=policy.digest,
-                base_digest=base.digest if base else "",
-                dtype=policy.dtype,
-                num_tensors=len(policy.bits),
-                num_bytes=policy.num_bytes,
-            )
+    async def _send(self, target: Target, policy: Policy, base: Policy | None) -> tuple[PushResult, int]:
+        """One call: the header, and once the generator has admitted it, the frames; its answer and their bytes."""
+        call = GenerationStub(target.channel).PushWeights(
+            timeout=self._service.config.generation.push_timeout_s, metadata=self._metadata
         )
-        if base is None:
-            frames = Frames(policy)
-        elif self._newest is policy:
-            frames = self._changes = self._changes or Frames(policy, base)
-        else:
-            frames = Frames(policy, base)
+        num_bytes = 0
         try:
-            async for frame in frames:
-                sent.num_bytes += frame.ByteSize()
-                yield WeightFrame(tensor=frame)
-        except Exception as error:
-            sent.failure = error
+            await call.write(WeightFrame(header=self._header(policy, base)))
+            # A refusal that met frames on their way would be lost to "Internal error".
+            await call.initial_metadata()
+            async for frame in self._frames(policy, base):
+                num_bytes += frame.ByteSize()
+                await call.write(WeightFrame(tensor=frame))
+            await call.done_writing()
+        except asyncio.InvalidStateError:
+            pass  # the call has ended, and its answer says why
+        except BaseException:
+            call.cancel()
             raise
+        return await call, num_bytes
+
+    def _header(self, policy: Policy, base: Policy | None) -> PushHeader:
+        return PushHeader(
+            run=self._service.config.name,
+            epoch=self._epoch,
+            learner=self._learner,
+            version=policy.version,
+            digest=policy.digest,
+            base_digest=base.digest if base else "",
+            dtype=policy.dtype,
+            num_tensors=len(policy.bits),
+            num_bytes=policy.num_bytes,
+        )
+
+    def _frames(self, policy: Policy, base: Policy | None) -> Frames:
+        """The whole policy, or its changes: packed once, however many generators take them."""
+        if base is None or self._newest is not policy:
+            return Frames(policy, base)
+        self._changes = self._changes or Frames(policy, base)
+        return self._changes
 
     async def _note_failure(
         self, target: Target, policy: Policy, base: Policy | None, error: grpc.aio.AioRpcError
     ) -> None:
         """Ask the generator what it holds: its answer may have been lost, or it is another than we thought."""
-        code, reason = error.code(), f"{error.code().name}: {error.details()}"
-        if code == grpc.StatusCode.PERMISSION_DENIED:
-            raise InputError(
-                "name",
-                f"another learner has taken over the run {self._service.config.name!r} ({error.details()})",
-                "Give each run a name of its own, or leave the run to the other learner",
-            ) from error
-        metrics.PUSH_FAILURES.labels(code.name.lower()).inc()
+        reason = f"{error.code().name}: {error.details()}"
+        metrics.PUSH_FAILURES.labels(error.code().name.lower()).inc()
         log.warning("push_failed", generator=target.name, version=policy.version, reason=reason)
         await self._ask(target)
         if target.digest == policy.digest:
@@ -217,6 +214,11 @@ class Publisher:
             log.error("generator_out", generator=target.name, num_failures=target.num_failures, reason=reason)
 
     async def _ask(self, target: Target) -> None:
+        """Take over what a generator says of itself.
+
+        Raises:
+            InputError: It obeys another learner.
+        """
         target.digest = ""
         try:
             held = await GenerationStub(target.channel).Describe(
@@ -224,8 +226,15 @@ class Publisher:
             )
         except grpc.aio.AioRpcError as error:
             log.warning("generator_silent", generator=target.name, status=error.code().name)
-        else:
-            target.version, target.digest = held.version, held.digest
+            return
+        if held.epoch > self._epoch or (held.epoch == self._epoch and held.learner != self._learner):
+            raise InputError(
+                "name",
+                f"another learner has taken over the run {self._service.config.name!r}: {target.name} obeys learner "
+                f"{held.learner} of epoch {held.epoch}, this is {self._learner} of epoch {self._epoch}",
+                "Give each run a name of its own, or leave the run to the other learner",
+            )
+        target.version, target.digest = held.version, held.digest
 
     async def _announce(self, target: Target, policy: Policy, result: PushResult, num_bytes: int) -> None:
         """A generator serves a version."""
@@ -241,11 +250,3 @@ class Publisher:
         found = Counter(target.state for target in self._targets.values())
         for state in STATES:
             metrics.GENERATORS.labels(state).set(found[state])
-
-
-@dataclass
-class _Sent:
-    """What one push has sent, and what kept it from sending more."""
-
-    num_bytes: int = 0
-    failure: Exception | None = None

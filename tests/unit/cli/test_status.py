@@ -7,7 +7,8 @@ import time
 
 from rich.console import Console
 
-from services.cli.status import _print_members, generators_in_trouble
+from services.cli.generators import GeneratorNews, in_trouble
+from services.cli.status import _print_members
 from services.common.members import Member
 
 
@@ -18,8 +19,8 @@ def learner(**generator: object) -> Member:
     return Member("learner", "learner-0", beat_unix_s=time.time(), activity=activity, facts=facts)
 
 
-def test_a_generator_that_is_out_is_named_with_reason_and_time() -> None:
-    out = {
+def out() -> dict[str, object]:
+    return {
         "name": "generation-0 (b:1)",
         "state": "out",
         "version": 4,
@@ -27,16 +28,31 @@ def test_a_generator_that_is_out_is_named_with_reason_and_time() -> None:
         "problem": "DATA_LOSS: version 7 has digest aa and bb came",
         "since_unix_s": time.time() - 90,
     }
+
+
+def test_a_generator_that_is_out_is_named_with_reason_and_time() -> None:
     expected = (
         "generation-0 (b:1) is out for 1 min 30 s, serving version 4: 5 pushes failed, the last: "
         "DATA_LOSS: version 7 has digest aa and bb came"
     )
-    assert generators_in_trouble([Member("reward", "reward-0"), learner(**out)]) == [expected]
+    assert in_trouble([Member("reward", "reward-0"), learner(**out())]) == [expected]
     console = Console(file=io.StringIO(), width=400)
-    _print_members([learner(**out)], console)
+    _print_members([learner(**out())], console)
     assert expected in console.file.getvalue()
 
 
 def test_one_that_is_only_being_pushed_to_is_not_worth_a_line() -> None:
     behind = {"name": "generation-0 (b:1)", "state": "behind", "problem": "", "since_unix_s": time.time()}
-    assert generators_in_trouble([learner(**behind)]) == []
+    assert in_trouble([learner(**behind)]) == []
+
+
+def test_departure_and_return_are_told_once_each_while_a_run_is_watched() -> None:
+    news = GeneratorNews()
+    back = {"name": "generation-0 (b:1)"}
+    told = [news.lines([learner(**generator)]) for generator in (back, out(), out(), back, back)]
+    assert [[line.kind for line in lines] for lines in told] == [[], ["warning"], [], ["note"], []]
+    assert told[1][0].text.startswith("generation-0 (b:1) is out for 1 min 30 s")
+    assert told[3][0].text == "generation-0 (b:1) has caught up"
+    # One that has left the run is not back.
+    news.lines([learner(**out())])
+    assert news.lines([]) == []
