@@ -111,7 +111,7 @@ def _policy(model: Qwen3ForCausalLM) -> dict[str, Tensor]:
 def _save_model(model: Qwen3ForCausalLM, folder: Path) -> None:
     folder.mkdir(parents=True)
     make_tokenizer().save_pretrained(folder)
-    model.config.dtype = torch.bfloat16
+    model.config.dtype, model.config.architectures = torch.bfloat16, [type(model).__name__]
     model.config.save_pretrained(folder)
     save_file(_policy(model), folder / "model.safetensors", metadata={"format": "pt"})
 

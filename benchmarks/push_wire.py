@@ -22,7 +22,7 @@ from benchmarks.children import serve
 from benchmarks.push_policies import policy
 from benchmarks.tables import middle
 from gspo_proto import generation_pb2_grpc
-from gspo_proto.generation_pb2 import PushResult, TensorFrame, WeightFrame
+from gspo_proto.generation_pb2 import PushResult, WeightFrame
 from services.common.rpc import GrpcServer, open_channel
 from services.learner.frames import FRAME_BYTES, Frames
 from services.learner.weights import Policy
@@ -55,17 +55,12 @@ async def _by_grpc(whole: Policy, changes: dict[str, Frames]) -> tuple[float, di
                 found = []
                 for _ in range(_ROUNDS):
                     began = time.monotonic()
-                    await stub.PushWeights(_wrapped(frames()), timeout=60)
+                    await stub.PushWeights(aiter(frames()), timeout=60)
                     found.append(time.monotonic() - began)
                 return middle(found[1:])
 
             whole_s = await seconds(lambda: Frames(whole))
             return whole_s, {rate: await seconds(lambda made=made: made) for rate, made in changes.items()}
-
-
-async def _wrapped(frames: AsyncIterator[TensorFrame] | Frames) -> AsyncIterator[WeightFrame]:
-    async for frame in frames:
-        yield WeightFrame(tensor=frame)
 
 
 def _by_tcp(whole: Policy) -> float:
@@ -85,22 +80,22 @@ def _by_tcp(whole: Policy) -> float:
 
 
 def _by_shared_memory(whole: Policy) -> float:
-    """The policy into a file in memory, and out of it into the receiver's own copy, one after the other."""
-    own, found = np.empty(whole.num_bytes, np.uint8), []
-    own[:] = 0
-    for _ in range(_ROUNDS):
-        file = os.memfd_create("push")
-        os.ftruncate(file, whole.num_bytes)
-        began = time.monotonic()
-        with mmap.mmap(file, whole.num_bytes) as written:
+    """The policy into a file in memory, which is kept, and out of it into the receiver's own copy."""
+    found = []
+    file = os.memfd_create("push")
+    os.ftruncate(file, whole.num_bytes)
+    with mmap.mmap(file, whole.num_bytes) as written, mmap.mmap(file, whole.num_bytes, access=mmap.ACCESS_READ) as read:
+        source, target = np.frombuffer(read, np.uint8), np.zeros(whole.num_bytes, np.uint8)
+        for _ in range(_ROUNDS):
+            began = time.monotonic()
             end = 0
             for bits in whole.bits.values():
                 written[end : end + bits.nbytes] = memoryview(bits).cast("B")
                 end += bits.nbytes
-        with mmap.mmap(file, whole.num_bytes, access=mmap.ACCESS_READ) as read:
-            memoryview(own)[:] = read
-        found.append(time.monotonic() - began)
-        os.close(file)
+            target[:] = source
+            found.append(time.monotonic() - began)
+        del source
+    os.close(file)
     return middle(found[1:])
 
 

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common.runtime import reachable_host
 
-# A frame of weights is at most 8 MiB; a group of long rollouts stays well below this.
+# A frame of weights is about 1 MiB; a group of long rollouts stays well below this.
 MAX_MESSAGE_BYTES = 64 * 2**20
 TOKEN_HEADER = "authorization"  # noqa: S105 - the name of a header
 _OPTIONS = [

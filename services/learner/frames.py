@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from gspo_proto.generation_pb2 import TensorFrame
+from gspo_proto.generation_pb2 import WeightFrame
 from services.common.weights_changes import pack_changes
 from services.learner.weights import Policy
 
-# Far below gRPC's limit for a message, and large enough that its cost per message does not count.
-FRAME_BYTES = 4 * 2**20
+# Far below gRPC's limit for a message. Larger ones are slower (4 MiB: a third of the rate): each copy of one is memory
+# that the allocator takes from the system anew.
+FRAME_BYTES = 2**20
 # Frames that are made before they are asked for.
 _AHEAD = 4
 
@@ -33,9 +34,9 @@ class Frames:
             for name, bits in policy.bits.items()
             for start in range(0, bits.size, FRAME_BYTES // bits.itemsize)
         ]
-        self._made: dict[int, asyncio.Future[TensorFrame]] = {}
+        self._made: dict[int, asyncio.Future[WeightFrame]] = {}
 
-    async def __aiter__(self) -> AsyncIterator[TensorFrame]:
+    async def __aiter__(self) -> AsyncIterator[WeightFrame]:
         for number in range(len(self._runs)):
             for ahead in range(number, min(number + _AHEAD, len(self._runs))):
                 if ahead not in self._made:
@@ -44,16 +45,19 @@ class Frames:
             frame = await asyncio.shield(self._made[number])
             if self._base is None:
                 self._made.pop(number, None)
-            if frame.data or frame.changes.num_listed:
+            if frame.tensor.data or frame.tensor.changes.num_listed:
                 yield frame
 
-    def _make(self, name: str, run: slice) -> TensorFrame:
+    def _make(self, name: str, run: slice) -> WeightFrame:
         new = self._policy.bits[name].reshape(-1)[run]
-        frame = TensorFrame(name=name, offset=run.start, num_elements=len(new))
+        # Filled in place: a message that is put into another is copied.
+        frame = WeightFrame()
+        tensor = frame.tensor
+        tensor.name, tensor.offset, tensor.num_elements = name, run.start, len(new)
         if self._base is not None:
             packed = pack_changes(new, self._base.bits[name].reshape(-1)[run])
             if len(packed.data) < new.nbytes:
-                frame.changes.num_listed, frame.changes.packed = packed
+                tensor.changes.num_listed, tensor.changes.packed = packed
                 return frame
-        frame.data = new.tobytes()
+        tensor.data = new.tobytes()
         return frame

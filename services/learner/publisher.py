@@ -169,7 +169,7 @@ class Publisher:
             await call.initial_metadata()
             async for frame in self._frames(policy, base):
                 num_bytes += frame.ByteSize()
-                await call.write(WeightFrame(tensor=frame))
+                await call.write(frame)
             await call.done_writing()
         except asyncio.InvalidStateError:
             pass  # the call has ended, and its answer says why

@@ -111,7 +111,7 @@ async def push(running: Running, policy: Policy, base: Policy | None = None, epo
         )
         yield WeightFrame(header=header)
         async for frame in Frames(policy, base):
-            yield WeightFrame(tensor=frame)
+            yield frame
 
     return await running.stub.PushWeights(sent(), timeout=60)
 
@@ -156,7 +156,9 @@ async def test_pushes_take_hold_or_change_nothing(running: Running) -> None:
     assert (await push(running, first)).digest == first.digest
 
     # Changes only; the tensors that did not change are not sent.
-    assert {frame.name async for frame in Frames(second, first)} == {name for name in second.bits if "norm" in name}
+    assert {frame.tensor.name async for frame in Frames(second, first)} == {
+        name for name in second.bits if "norm" in name
+    }
     assert (await push(running, second, base=first)).version == 2
 
     with pytest.raises(grpc.aio.AioRpcError) as wrong_base:

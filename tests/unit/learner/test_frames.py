@@ -32,7 +32,8 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 async def staged_after(sent: Frames, base: StagedWeights | None, dtype: str) -> StagedWeights:
     staged = base or StagedWeights(SHAPES, dtype)
     staged.begin(changes=base is not None)
-    async for frame in sent:
+    async for whole in sent:
+        frame = whole.tensor
         if frame.HasField("changes"):
             packed = Packed(frame.changes.num_listed, frame.changes.packed)
             staged.change(frame.name, frame.offset, frame.num_elements, packed)
@@ -52,7 +53,7 @@ async def test_a_whole_push_and_then_changes_rebuild_the_policy(dtype: torch.dty
 
 
 async def test_no_frame_is_larger_than_a_frame_may_be() -> None:
-    sent = [frame async for frame in Frames(policy(1))]
+    sent = [frame.tensor async for frame in Frames(policy(1))]
     assert [(frame.name, frame.offset, frame.num_elements) for frame in sent] == [
         ("a", start, min(256, 1200 - start)) for start in range(0, 1200, 256)
     ] + [("b", 0, 7), ("c", 0, 25)]
@@ -60,7 +61,7 @@ async def test_no_frame_is_larger_than_a_frame_may_be() -> None:
 
 
 async def test_only_what_changed_is_sent_and_it_is_small() -> None:
-    sent = [frame async for frame in Frames(policy(2, changed={"a": 0.02}), policy(1))]
+    sent = [frame.tensor async for frame in Frames(policy(2, changed={"a": 0.02}), policy(1))]
     assert {frame.name for frame in sent} == {"a"}
     assert all(frame.HasField("changes") and not frame.data for frame in sent)
     assert sum(frame.ByteSize() for frame in sent) < 0.2 * 2 * 1200
@@ -72,7 +73,7 @@ async def test_changes_that_would_be_larger_than_the_elements_are_sent_as_elemen
         name: torch.randint(-(2**15), 2**15, shape, generator=chance, dtype=torch.int16).view(torch.bfloat16)
         for name, shape in SHAPES.items()
     }
-    sent = [frame async for frame in Frames(policy_from(2, others), policy(1))]
+    sent = [frame.tensor async for frame in Frames(policy_from(2, others), policy(1))]
     assert all(frame.data and not frame.HasField("changes") for frame in sent)
     assert max(len(frame.data) for frame in sent) == 512
 
