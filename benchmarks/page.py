@@ -63,6 +63,7 @@ def _render(results: Results) -> str:
         system=_system(results, peer_s) if "system" in results else None,
         learning=rows.learning(results) if "learning" in results else "",
         reward=rows.reward(results) if "reward" in results else "",
+        logprobs=rows.logprobs(results) if "logprobs" in results else "",
         push=_push(results) if "push" in results else None,
         peer_again=bool(peer),
         peer_s=number(peer_s),

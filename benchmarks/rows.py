@@ -69,6 +69,26 @@ def learner(results: Results) -> str:
     return table(("", "s a step", "tokens/s", "weights out, ms"), rows)
 
 
+def logprobs(results: Results) -> str:
+    """Time and peak memory of the plain way and of ours, and what ours takes of the plain one's."""
+    header = ("", "s", "of plain", "peak, GiB", "of plain")
+    rows = []
+    for case in cases(results, "logprobs"):
+        plain = case["ways"]["plain"]
+        for name, label in (("plain", "plain"), ("chunked", "in chunks")):
+            way = case["ways"][name]
+            rows.append(
+                [
+                    f"{label}: V {case['vocabulary']:,}, {case['tokens']:,} tokens, D {case['width']:,}",
+                    number(way["seconds"]),
+                    number(way["seconds"] / plain["seconds"], 2),
+                    number(way["peak_bytes"] / 2**30, 2),
+                    number(way["peak_bytes"] / plain["peak_bytes"], 2),
+                ]
+            )
+    return table(header, rows)
+
+
 def alone(results: Results) -> dict[tuple[Lengths, Dtype], tuple[float, float]]:
     """(lengths, dtype) -> the fastest engine and the fastest learner alone, in seconds a step."""
     engines = [case for case in cases(results, "engine") if case["settings"] != SERVICE]

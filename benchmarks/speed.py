@@ -17,20 +17,38 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import part_engine, part_learner, part_learning, part_peer, part_push, part_reward, part_system
+from benchmarks import (
+    part_engine,
+    part_learner,
+    part_learning,
+    part_logprobs,
+    part_peer,
+    part_push,
+    part_reward,
+    part_system,
+)
 from benchmarks.cases import Case, PartResults, load_results
 from benchmarks.children import MeasurementError
 from benchmarks.page import write_page
 from benchmarks.shape import DOCS, RESULTS
 
 console = Console()
-PARTS = {"A": "engine", "B": "learner", "C": "system", "D": "learning", "R": "reward", "W": "push", "P": "peer"}
+PARTS = {
+    "A": "engine",
+    "B": "learner",
+    "C": "system",
+    "D": "learning",
+    "L": "logprobs",
+    "R": "reward",
+    "W": "push",
+    "P": "peer",
+}
 _PARTS_HELP = "Parts: " + ", ".join(f"{letter} {name}" for letter, name in PARTS.items())
 _BUSY_SHARE = 0.1
 
 
 def main(
-    only: Annotated[str, typer.Option(help=_PARTS_HELP)] = "A,B,C,D,R,W",
+    only: Annotated[str, typer.Option(help=_PARTS_HELP)] = "A,B,C,D,L,R,W",
     quick: Annotated[bool, typer.Option(help="Two rounds or steps of everything, to see that it works")] = False,
     steps: Annotated[int | None, typer.Option(min=4, help="Steps of each run in C (8) and in D (40)")] = None,
     peer: Annotated[bool, typer.Option(help="Measure the peer too; needs the trl package")] = False,
@@ -65,6 +83,7 @@ def _measure(parts: list[str], results: Path, *, quick: bool, steps: int | None)
         "B": lambda: part_learner.cases(quick=quick),
         "C": lambda: part_system.cases(quick=quick, steps=steps),
         "D": lambda: part_learning.cases(quick=quick, steps=steps),
+        "L": lambda: part_logprobs.cases(quick=quick),
         "R": lambda: part_reward.cases(quick=quick),
         "W": lambda: part_push.cases(quick=quick),
         "P": lambda: part_peer.cases(quick=quick),

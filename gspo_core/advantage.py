@@ -1,4 +1,4 @@
-"""Rewards to advantages: normalise per group, batch or run; place on tokens; return-to-go; whiten; clip.
+"""Rewards to advantages: lower for length; normalise per group, batch or run; place on tokens; whiten; clip.
 
 Not here: scoring, and which rollouts count. Rollouts to skip are absent from the rows (or have an empty mask).
 Neighbours: loss.py takes the result; the learner keeps RunningMoments in its checkpoint.
@@ -88,6 +88,24 @@ def groups_with_spread(rewards_B: Tensor, group_B: Tensor) -> Tensor:
     check_vector(rewards_B=rewards_B, group_B=group_B)
     _, index_B, count_G = torch.unique(group_B, return_inverse=True, return_counts=True)
     return _has_spread(rewards_B.to(torch.float64), index_B, len(count_G))
+
+
+def overlong_penalty(length_B: Tensor, *, response_length: int, buffer: int, penalty: float) -> Tensor:
+    """What an answer's reward is lowered by for its length: soft, linear within the buffer before response_length.
+
+        0                                                    where L <= response_length - buffer
+        penalty * (L - (response_length - buffer)) / buffer  beyond, at most `penalty`
+
+    `length_B` [B] in tokens; returns [B] in float64, from 0 to `penalty`. Source: DAPO, arXiv 2503.14476, eq. 13.
+    ValueError: a buffer below 1 or longer than response_length, a penalty that is negative.
+    """
+    check_vector(length_B=length_B)
+    if not 1 <= buffer <= response_length:
+        raise ValueError(f"buffer is {buffer}; it must be from 1 to response_length, {response_length}")
+    if not 0 <= penalty < math.inf:
+        raise ValueError(f"penalty is {penalty}; it must be finite and at least 0")
+    over_B = length_B.to(torch.float64) - (response_length - buffer)
+    return penalty * (over_B / buffer).clamp(0.0, 1.0)
 
 
 def token_advantages(

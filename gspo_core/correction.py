@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from gspo_core.loss import LOG_RATIO_LIMIT, sequence_log_ratio
+from gspo_core.shapes import at_least_float32, check_matrix
+from gspo_core.stats import Stats, mean_stats, moment_stats
+
+BEHAVIOR_LEVELS = ("sequence", "token")
 
 
 def behavior_weights(
@@ -18,31 +22,68 @@ def behavior_weights(
     mask_BT: Tensor,
     *,
     behavior_correction: str,
+    behavior_level: str = "sequence",
     bounds: tuple[float, float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """w_i = exp(sum_t m_it (old_it - behavior_it) / L_i), within `bounds` = (lowest, highest).
+    """w = old policy over behavior policy, within `bounds` = (lowest, highest), for every token.
 
-        none      w = 1 for every sequence
-        truncate  w clamped to the bounds, every sequence kept
-        mask      w as it is, only sequences inside the bounds kept
+        sequence  w_it = exp(sum_t m_it (old_it - behavior_it) / L_i), one for all tokens of a sequence
+        token     w_it = exp(old_it - behavior_it)
 
-    All tensors [B, T]; returns (weight_B, keep_B), detached: the weight multiplies the sequence's advantage, and
-    where keep is false the weight is 0 and the caller takes the sequence out of the mask, so that it leaves N.
-    ValueError: shapes, an unknown kind, bounds missing, beside "none", or not 0 <= lowest <= 1 <= highest.
+        none      w = 1, every token kept
+        truncate  w clamped to the bounds, every token kept
+        mask      w as it is, only tokens (with level sequence: whole sequences) inside the bounds kept
+
+    All tensors [B, T]; returns (weight_BT, keep_BT), detached: the weight multiplies the token's advantage. Where
+    keep is false the weight is 0 and the caller takes the token out of the mask, so that it leaves L_i, and with
+    its last token a sequence leaves N. Outside the mask the weight is that of its sequence, or 1.
+    ValueError: shapes, an unknown kind or level, bounds missing, beside "none", or not 0 <= lowest <= 1 <= highest.
     """
-    log_w_B = sequence_log_ratio(old_logp_BT.detach(), behavior_logp_BT.detach(), mask_BT)
-    w_B = torch.exp(log_w_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    all_B = torch.ones_like(w_B, dtype=torch.bool)
+    w_BT = _weights(old_logp_BT, behavior_logp_BT, mask_BT, behavior_level)
+    all_BT = torch.ones_like(w_BT, dtype=torch.bool)
     if behavior_correction == "none":
         if bounds is not None:
             raise ValueError(f"bounds is {bounds} and behavior_correction 'none'; leave the bounds out")
-        return (torch.ones_like(w_B), all_B)
+        return (torch.ones_like(w_BT), all_BT)
     if behavior_correction not in ("truncate", "mask"):
         raise ValueError(f"behavior_correction is {behavior_correction!r}; it must be 'none', 'truncate' or 'mask'")
+    lowest, highest = _checked(bounds)
+    if behavior_correction == "truncate":
+        return (w_BT.clamp(lowest, highest), all_BT)
+    keep_BT = (w_BT >= lowest) & (w_BT <= highest)
+    return (torch.where(keep_BT, w_BT, 0.0), keep_BT)
+
+
+def behavior_stats(
+    old_logp_BT: Tensor,
+    behavior_logp_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    behavior_level: str = "sequence",
+    bounds: tuple[float, float],
+) -> Stats:
+    """What the correction finds: `behavior_weight` (mean, std, max over tokens, before it is bounded), and
+    `behavior_outside`, the share of tokens whose weight is outside `bounds`. Inputs as for `behavior_weights`."""
+    lowest, highest = _checked(bounds)
+    w_BT = _weights(old_logp_BT, behavior_logp_BT, mask_BT, behavior_level)
+    outside_BT = (w_BT < lowest) | (w_BT > highest)
+    return {**moment_stats("behavior_weight", w_BT, mask_BT), **mean_stats("behavior_outside", outside_BT, mask_BT)}
+
+
+def _weights(old_logp_BT: Tensor, behavior_logp_BT: Tensor, mask_BT: Tensor, behavior_level: str) -> Tensor:
+    check_matrix(old_logp_BT=old_logp_BT, behavior_logp_BT=behavior_logp_BT, mask_BT=mask_BT)
+    old_BT, behavior_BT = old_logp_BT.detach(), behavior_logp_BT.detach()
+    if behavior_level == "sequence":
+        log_w_BT = sequence_log_ratio(old_BT, behavior_BT, mask_BT)[:, None].expand_as(old_BT)
+    elif behavior_level == "token":
+        dtype = at_least_float32(old_BT, behavior_BT)
+        log_w_BT = torch.where(mask_BT.bool(), old_BT.to(dtype) - behavior_BT.to(dtype), 0.0)
+    else:
+        raise ValueError(f"behavior_level is {behavior_level!r}; it must be one of {', '.join(BEHAVIOR_LEVELS)}")
+    return torch.exp(log_w_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def _checked(bounds: tuple[float, float] | None) -> tuple[float, float]:
     if bounds is None or not 0 <= bounds[0] <= 1 <= bounds[1] < math.inf:
         raise ValueError(f"bounds is {bounds}; it must be (lowest, highest) with 0 <= lowest <= 1 <= highest")
-    lowest, highest = bounds
-    if behavior_correction == "truncate":
-        return (w_B.clamp(lowest, highest), all_B)
-    keep_B = (w_B >= lowest) & (w_B <= highest)
-    return (torch.where(keep_B, w_B, 0.0), keep_B)
+    return bounds

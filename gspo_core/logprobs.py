@@ -13,6 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from gspo_core.shapes import at_least_float32
 
+# Numbers that softmax works on at a time, 16 MiB in float32: from pass to pass they stay in the processor's cache.
+BLOCK_NUMBERS = 2**22
+
 
 def token_logprobs(
     hidden_BTD: Tensor,
@@ -59,10 +62,11 @@ class _TokenLogprobs(torch.autograd.Function):
         logp_N = hidden_ND.new_empty(len(hidden_ND), dtype=dtype)
         entropy_N = torch.empty_like(logp_N)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for rows, _, z_RV, logp_RV in _chunks(hidden_ND, weight_VD.to(dtype), temperature, chunk_size):
-                logp_N[rows] = logp_RV.gather(1, target_N[rows, None])[:, 0]
-                p_RV = torch.exp(logp_RV, out=z_RV)
-                entropy_N[rows] = -logp_RV.mul_(p_RV).sum(-1)
+            for _, _, _, blocks in _chunks(hidden_ND, weight_VD.to(dtype), temperature, chunk_size):
+                for rows, z_SV, logp_SV in blocks:
+                    logp_N[rows] = logp_SV.gather(1, target_N[rows, None])[:, 0]
+                    p_SV = torch.exp(logp_SV, out=z_SV)
+                    entropy_N[rows] = -logp_SV.mul_(p_SV).sum(-1)
         ctx.save_for_backward(hidden_ND, weight_VD, target_N, entropy_N)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
         ctx.set_materialize_grads(False)
@@ -77,41 +81,60 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight_VD = torch.zeros_like(weight) if wants_weight else None
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for rows, h_RD, z_RV, logp_RV in _chunks(hidden_ND, weight, ctx.temperature, ctx.chunk_size):
-                g_R1 = 0.0 if g_N is None else g_N[rows, None]
-                p_RV = torch.exp(logp_RV, out=z_RV)
-                if e_N is None:
-                    dz_RV = p_RV.mul_(-g_R1)
-                else:
-                    dz_RV = p_RV.mul_(logp_RV.add_(entropy_N[rows, None]).mul_(-e_N[rows, None]).sub_(g_R1))
-                if g_N is not None:
-                    dz_RV.scatter_add_(1, target_N[rows, None], g_N[rows, None])
+            for chunk, h_RD, dz_RV, blocks in _chunks(hidden_ND, weight, ctx.temperature, ctx.chunk_size):
+                for rows, z_SV, logp_SV in blocks:
+                    g_S1 = None if g_N is None else g_N[rows, None]
+                    e_S1 = None if e_N is None else e_N[rows, None]
+                    _turn_into_gradient(z_SV, logp_SV, target_N[rows, None], entropy_N[rows, None], g_S1, e_S1)
                 if grad_hidden_ND is not None:
-                    grad_hidden_ND[rows] = (dz_RV @ weight / ctx.temperature).to(hidden_ND.dtype)
+                    grad_hidden_ND[chunk] = (dz_RV @ weight / ctx.temperature).to(hidden_ND.dtype)
                 if grad_weight_VD is not None:
                     grad_weight_VD.addmm_(dz_RV.T, h_RD)
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight, None, None, None
 
 
+def _turn_into_gradient(
+    z_SV: Tensor, logp_SV: Tensor, target_S1: Tensor, entropy_S1: Tensor, g_S1: Tensor | None, e_S1: Tensor | None
+) -> None:
+    """Write dz into z: the class above says which; None is a gradient of 0. logp is lost."""
+    p_SV = torch.exp(logp_SV, out=z_SV)
+    if e_S1 is None:
+        p_SV.mul_(0.0 if g_S1 is None else -g_S1)
+    else:
+        p_SV.mul_(logp_SV.add_(entropy_S1).mul_(-e_S1).sub_(0.0 if g_S1 is None else g_S1))
+    if g_S1 is not None:
+        p_SV.scatter_add_(1, target_S1, g_S1)
+
+
+Block = tuple[slice, Tensor, Tensor]
+
+
 def _chunks(
     hidden_ND: Tensor, weight_VD: Tensor, temperature: float, chunk_size: int
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield (rows, hidden / temperature, logits, log-probs), the last two in buffers that the next turn reuses.
+) -> Iterator[tuple[slice, Tensor, Tensor, Iterator[Block]]]:
+    """Yield (rows, hidden / temperature, logits, blocks), the logits in a buffer that the next turn reuses.
 
-    Two buffers stand at once, so a turn takes half of chunk_size rows. Made once, they also spare the CPU the
-    page faults of fresh memory in every turn.
+    Half of chunk_size is enough rows for a fast product, and leaves room for the log-probs of a block. One buffer,
+    made once, also spares the CPU the page faults of fresh memory in every turn.
     """
     num_rows, vocabulary = len(hidden_ND), len(weight_VD)
     step = min(max(1, chunk_size // 2), max(1, num_rows))
     z_buffer = weight_VD.new_empty(step, vocabulary)
-    logp_buffer = torch.empty_like(z_buffer)
+    logp_buffer = weight_VD.new_empty(min(step, max(1, BLOCK_NUMBERS // vocabulary)), vocabulary)
     for start in range(0, num_rows, step):
         rows = slice(start, min(start + step, num_rows))
         h_RD = hidden_ND[rows].to(weight_VD.dtype) / temperature
         z_RV = torch.mm(h_RD, weight_VD.T, out=z_buffer[: len(h_RD)])
-        logp_RV = torch.log_softmax(z_RV, -1, out=logp_buffer[: len(h_RD)])
-        yield rows, h_RD, z_RV, logp_RV
+        yield rows, h_RD, z_RV, _blocks(start, z_RV, logp_buffer)
+
+
+def _blocks(start: int, z_RV: Tensor, logp_buffer: Tensor) -> Iterator[Block]:
+    """Yield (rows, logits, log-probs) of a few rows of a chunk at a time; its first row is row `start` of all."""
+    for first in range(0, len(z_RV), len(logp_buffer)):
+        z_SV = z_RV[first : first + len(logp_buffer)]
+        logp_SV = torch.log_softmax(z_SV, -1, out=logp_buffer[: len(z_SV)])
+        yield slice(start + first, start + first + len(z_SV)), z_SV, logp_SV
 
 
 def _check(hidden: Tensor, weight_VD: Tensor, target: Tensor, temperature: float, chunk_size: int) -> None:

@@ -24,12 +24,14 @@ def advice(figures: Sequence[Mapping[str, float]], config: Config) -> dict[str, 
         "clipped_too_much": _clipped(figures, config),
         "clip_is_silent": _never(figures, config),
         "clip_is_noise": _noise(figures, config),
+        "batch_is_small": _small(figures, config),
     }
     return {name: text for name, text in found.items() if text}
 
 
 def _clipped(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
-    shares = _last(figures, "clipped_sequences", CLIPPED_STEPS)
+    unit = _unit(config)
+    shares = _last(figures, f"clipped_{unit}", CLIPPED_STEPS)
     if not shares or min(shares) <= CLIPPED_TOO_MUCH:
         return None
     remedies = ["a wider clip (algorithm.pg_clip_low, pg_clip_high)"]
@@ -38,18 +40,19 @@ def _clipped(figures: Sequence[Mapping[str, float]], config: Config) -> str | No
     if config.staleness.max_lag > 0:
         remedies.append(f"staleness.max_lag below {config.staleness.max_lag}")
     return (
-        f"clip: {shares[-1]:.0%} of sequences are clipped, over {CLIPPED_TOO_MUCH:.0%} for {CLIPPED_STEPS} steps; "
+        f"clip: {shares[-1]:.0%} of {unit} are clipped, over {CLIPPED_TOO_MUCH:.0%} for {CLIPPED_STEPS} steps; "
         f"most of the signal is thrown away. Try {' or '.join(remedies)}"
     )
 
 
 def _never(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
-    shares = _last(figures, "clipped_sequences", NEVER_CLIPPED_STEPS)
+    unit = _unit(config)
+    shares = _last(figures, f"clipped_{unit}", NEVER_CLIPPED_STEPS)
     if not shares or max(shares) > 0:
         return None
     low, high = config.algorithm.clip
     return (
-        f"clip: no sequence was clipped in {NEVER_CLIPPED_STEPS} steps at {low:g}/{high:g}; "
+        f"clip: none of the {unit} was clipped in {NEVER_CLIPPED_STEPS} steps at {low:g}/{high:g}; "
         "the objective is not bounded. Narrow algorithm.pg_clip_low and pg_clip_high if that is not meant"
     )
 
@@ -59,9 +62,27 @@ def _noise(figures: Sequence[Mapping[str, float]], config: Config) -> str | None
     if not shares or shares[0] <= NOISE_TOO_MUCH or config.algorithm.old_logprobs == "recompute":
         return None
     return (
-        f"clip: the engines' numerical mismatch alone puts {shares[0]:.0%} of sequences outside the clip, so clipping "
-        "is noise. Try algorithm.old_logprobs: recompute, generation.dtype: float32, or a wider clip"
+        f"clip: the engines' numerical mismatch alone puts {shares[0]:.0%} of {_unit(config)} outside the clip, so "
+        "clipping is noise. Try algorithm.old_logprobs: recompute, generation.dtype: float32, or a wider clip"
     )
+
+
+def _small(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
+    newest, algorithm = figures[-1], config.algorithm
+    dropped = newest.get("groups_filtered", 0.0) + newest.get("groups_failed", 0.0)
+    trained = newest.get("groups", 0.0)
+    if trained >= algorithm.rollout_batch_size or dropped < algorithm.max_refill * algorithm.rollout_batch_size:
+        return None
+    return (
+        f"batch: {trained:.0f} of {algorithm.rollout_batch_size} groups were trained, since {dropped:.0f} were "
+        f"filtered or failed meanwhile, as many as algorithm.max_refill {algorithm.max_refill} allows. Choose prompts "
+        "that the policy sometimes answers right, or raise algorithm.max_refill"
+    )
+
+
+def _unit(config: Config) -> str:
+    """What the clip looks at: the ratio is a token's under `token`, a sequence's otherwise."""
+    return "tokens" if config.algorithm.importance_sampling == "token" else "sequences"
 
 
 def _last(figures: Sequence[Mapping[str, float]], name: str, num: int) -> list[float]:

@@ -71,7 +71,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class AlgorithmConfig(BaseModel):
     """Group Sequence Policy Optimization and its relatives."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     preset: Literal["gspo", "roll-gspo", "grpo"] = Field(
         "gspo", description="Named set of the keys below; a key set beside it overrides it"
@@ -109,10 +109,13 @@ class AlgorithmConfig(BaseModel):
     )
     behavior_correction: Literal["none", "truncate", "mask"] = Field(
         "none",
-        description="Under recompute, weight each sequence by old over behavior: capped, or masked outside the bounds",
+        description="Under recompute, weight advantages by old over behavior: capped, or masked outside the bounds",
     )
-    behavior_low: PositiveFloat = Field(0.5, description="Lower bound of that weight (mask)")
-    behavior_high: PositiveFloat = Field(2.0, description="Upper bound of that weight (mask and truncate)")
+    behavior_level: Literal["sequence", "token"] = Field(
+        "sequence", description="One such weight a sequence, of its mean log-ratio, or one a token"
+    )
+    behavior_low: float = Field(0.5, ge=0, le=1, description="Lower bound of that weight (mask)")
+    behavior_high: float = Field(2.0, ge=1, description="Upper bound of that weight (mask and truncate)")
     use_kl_loss: bool = Field(False, description="Add a KL term to a frozen copy of the first policy to the loss")
     kl_loss_coef: NonNegativeFloat = Field(0.001, description="Factor of that term")
     kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that term")
@@ -126,12 +129,23 @@ class AlgorithmConfig(BaseModel):
     reward_shift: bool = Field(False, description="Only subtract the mean")
     reward_scale: bool = Field(False, description="Only divide by the standard deviation")
     reward_clip: PositiveFloat | None = Field(None, description="Bound of a normalised reward")
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount of the return-to-go")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount of the return-to-go; under reinforce alone")
     whiten_advantages: bool = Field(False, description="Normalise advantages over all tokens of the batch")
     advantage_clip: PositiveFloat | None = Field(None, description="Bound of an advantage")
     mask_truncated: bool = Field(False, description="Leave answers cut off at response_length out")
+    overlong_buffer: PositiveInt | None = Field(
+        None, description="Tokens before response_length over which an answer's reward is lowered; none is no penalty"
+    )
+    overlong_penalty: PositiveFloat = Field(
+        1.0, description="What is taken off at response_length; it grows linearly over the buffer"
+    )
+    filter_zero_spread: bool = Field(
+        False, description="Drop groups whose rewards are all equal, and fill the batch with others"
+    )
     max_refill: PositiveInt = Field(
-        10, description="Batches of groups that may all fail or be filtered before the run ends"
+        10,
+        description="Batches of groups that may fail or be filtered while one is filled: then a step is made of what "
+        "is there, and with nothing there the run ends",
     )
 
     @model_validator(mode="before")
@@ -139,58 +153,86 @@ class AlgorithmConfig(BaseModel):
     def _fill_from_preset(cls, given: Any) -> Any:
         if not isinstance(given, dict) or given.get("preset", "gspo") not in PRESETS:
             return given
-        merged = {**PRESETS[given.get("preset", "gspo")]}
-        if "pg_clip" in given:
-            merged.pop("pg_clip_low", None), merged.pop("pg_clip_high", None)
-        if {"pg_clip_low", "pg_clip_high"} & given.keys():
-            merged.pop("pg_clip", None)
-        if "importance_sampling" in given and "pg_clip" not in merged:
-            # The clip follows the ratio's kind: 3e-4 on token ratios would clip nearly everything.
-            merged.pop("pg_clip_low", None), merged.pop("pg_clip_high", None)
-        if "reward_norm" not in merged and given.get("adv_estimator", merged["adv_estimator"]) == "grpo":
-            merged["reward_norm"] = "group"
-        return {**merged, **given}
+        preset = PRESETS[given.get("preset", "gspo")]
+        return {
+            **{key: value for key, value in preset.items() if key not in _replaced(given, preset)},
+            **_implied(given, preset),
+            **given,
+        }
 
     @model_validator(mode="after")
-    def _no_contradiction(self) -> AlgorithmConfig:
+    def _clip_is_set_one_way(self) -> AlgorithmConfig:
         if self.pg_clip is not None and (self.pg_clip_low is not None or self.pg_clip_high is not None):
             raise ValueError(
                 f"algorithm.pg_clip: {self.pg_clip} sets both sides, and pg_clip_low or pg_clip_high is "
                 "set too. Keep one of the two ways"
             )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(
+                f"algorithm.dual_clip_loss: {self.dual_clip_loss} as c must be above 1. Set a larger one, true or false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_have_one_norm(self) -> AlgorithmConfig:
         if self.reward_shift and self.reward_scale:
             raise ValueError(
                 "algorithm.reward_shift: true with reward_scale: true is both 'only'. Leave both out to shift and scale"
+            )
+        if self.adv_estimator == "grpo" and self.reward_norm != "group":
+            raise ValueError(
+                f"algorithm.reward_norm: {self.reward_norm or 'null'} contradicts adv_estimator: grpo, which means "
+                "group. Leave reward_norm out, or set adv_estimator: reinforce"
             )
         if (self.reward_shift or self.reward_scale) and self.reward_norm is None:
             key = "reward_shift" if self.reward_shift else "reward_scale"
             raise ValueError(
                 f"algorithm.{key}: true needs moments, and reward_norm is null. Set it to group, batch or running"
             )
-        if self.adv_estimator == "grpo" and self.reward_norm != "group":
+        if self.adv_estimator == "grpo" and self.gamma != 1:
             raise ValueError(
-                f"algorithm.reward_norm: {self.reward_norm} contradicts adv_estimator: grpo, which means group. "
-                "Leave reward_norm out, or set adv_estimator: reinforce"
+                f"algorithm.gamma: {self.gamma} discounts the return of reinforce; under adv_estimator: grpo every "
+                "token has its answer's advantage. Leave gamma out, or set adv_estimator: reinforce"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> AlgorithmConfig:
+        if self.num_return_sequences_in_group > 1:
+            return self
+        if self.reward_norm == "group":
+            raise ValueError(
+                f"algorithm.num_return_sequences_in_group: {self.num_return_sequences_in_group} leaves nothing "
+                "to compare within a group: every advantage would be 0. Set at least 2, or adv_estimator: reinforce "
+                "with another reward_norm"
+            )
+        if self.filter_zero_spread:
+            raise ValueError(
+                "algorithm.filter_zero_spread: true drops every group where num_return_sequences_in_group is 1, since "
+                "one reward has no spread. Set at least 2, or leave filter_zero_spread out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _correction_has_something_to_correct(self) -> AlgorithmConfig:
         if self.behavior_correction != "none" and self.old_logprobs != "recompute":
             raise ValueError(
                 f"algorithm.behavior_correction: {self.behavior_correction} compares recomputed log-probs with the "
                 "engine's. Set old_logprobs: recompute, or behavior_correction: none"
             )
-        if self.behavior_low >= self.behavior_high:
-            raise ValueError(f"algorithm.behavior_low: {self.behavior_low} must be below behavior_high. Lower it")
-        if self.dual_clip is not None and self.dual_clip <= 1:
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> AlgorithmConfig:
+        if self.num_rollouts < self.num_mini_batches:
             raise ValueError(
-                f"algorithm.dual_clip_loss: {self.dual_clip_loss} as c must be above 1. Set a larger one, true or false"
+                f"algorithm.num_mini_batches: {self.num_mini_batches} is more than the {self.num_rollouts} rollouts "
+                "of a step, and each needs one. Lower it"
             )
-        if self.adv_estimator == "grpo" and self.num_return_sequences_in_group < 2:
+        if self.overlong_buffer is not None and self.overlong_buffer > self.response_length:
             raise ValueError(
-                f"algorithm.num_return_sequences_in_group: {self.num_return_sequences_in_group} leaves nothing "
-                "to compare within a group. Set at least 2, or adv_estimator: reinforce"
-            )
-        if self.rollout_batch_size * self.num_return_sequences_in_group < self.num_mini_batches:
-            raise ValueError(
-                f"algorithm.num_mini_batches: {self.num_mini_batches} is more than the rollouts of a step. Lower it"
+                f"algorithm.overlong_buffer: {self.overlong_buffer} is longer than response_length "
+                f"{self.response_length}, at whose end it lies. Lower it"
             )
         return self
 
@@ -218,3 +260,29 @@ class AlgorithmConfig(BaseModel):
     def num_rollouts(self) -> int:
         """Rollouts of a step."""
         return self.rollout_batch_size * self.num_return_sequences_in_group
+
+
+def _replaced(given: dict[str, Any], preset: dict[str, Any]) -> set[str]:
+    """Keys of a preset that another key of the user's stands for."""
+    replaced = set()
+    if "pg_clip" in given:
+        replaced |= {"pg_clip_low", "pg_clip_high"}
+    if {"pg_clip_low", "pg_clip_high"} & given.keys():
+        replaced.add("pg_clip")
+    if "importance_sampling" in given and "pg_clip" not in preset:
+        # The clip follows the ratio's kind: 3e-4 on token ratios would clip nearly everything.
+        replaced |= {"pg_clip_low", "pg_clip_high"}
+    if "adv_estimator" in given:
+        replaced.add("reward_norm")
+    return replaced
+
+
+def _implied(given: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:
+    """Keys whose value follows from another one's."""
+    implied: dict[str, Any] = {}
+    if given.get("adv_estimator", preset["adv_estimator"]) == "grpo":
+        implied["reward_norm"] = "group"
+    sides = {"pg_clip_low", "pg_clip_high"}
+    if "pg_clip" in preset and "pg_clip" not in given and sides & given.keys():
+        implied |= dict.fromkeys(sides, preset["pg_clip"])
+    return implied

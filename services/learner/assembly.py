@@ -57,7 +57,7 @@ class Exhausted:
 
 @dataclass(frozen=True)
 class Hopeless:
-    """No step: max_refill batches of groups in a row failed or were filtered. `reason` names the last one's."""
+    """No step: all groups of max_refill batches failed or were filtered. `reason` names the last one's."""
 
     reason: str
     settled: tuple[SettledGroup, ...]
@@ -96,9 +96,7 @@ class Assembler:
         if (ended := self._settlements.get(number)) is not None:
             is_logged = ended is Settlement.TRAINED and isinstance(entry, ScoredRollout)
             return Added.DUPLICATE if is_logged else Added.LATE
-        group = self._groups.get(number) or Group(
-            number, mask_truncated=self._algorithm.mask_truncated, fails_as_one=self._fails_as_one
-        )
+        group = self._groups.get(number) or Group(number, self._algorithm, fails_as_one=self._fails_as_one)
         if isinstance(entry, ScoredRollout) and entry.rollout.number in group:
             return Added.DUPLICATE
         if group.is_complete:
@@ -131,12 +129,13 @@ class Assembler:
         chosen = complete[:size]
         if missing := self._missing_old_groups(version, chosen, open_groups):
             detail = f"{len(chosen)} of {size} groups; {missing}"
-            return self._unless_hopeless(Waiting("old_groups", detail, settled))
-        if len(chosen) == size or (chosen and self._all_are_here(num_groups)):
+            return self._unless_hopeless(Waiting("old_groups", detail, settled), chosen)
+        is_last = self._all_are_here(num_groups) or self._has_refilled_enough()
+        if len(chosen) == size or (chosen and is_last):
             return self._make_batch(version, chosen, settled)
         if self._all_are_here(num_groups):
             return Exhausted(settled)
-        return self._unless_hopeless(Waiting("groups", f"{len(chosen)} of {size} groups", settled))
+        return self._unless_hopeless(Waiting("groups", f"{len(chosen)} of {size} groups", settled), chosen)
 
     def settle_unused(self, open_groups: Iterable[int], reason: str) -> tuple[SettledGroup, ...]:
         """End every group that is open or in hand: the run ends without it."""
@@ -222,9 +221,12 @@ class Assembler:
             return group.rows()
         return group.rows_without_old_tokens(version, self._staleness.token_age_limit)
 
-    def _unless_hopeless(self, waiting: Waiting) -> Waiting | Hopeless:
-        limit = self._algorithm.max_refill * self._algorithm.rollout_batch_size
-        if len(self._fruitless) < limit:
+    def _has_refilled_enough(self) -> bool:
+        """Whether max_refill batches of groups have ended without training since the last step."""
+        return len(self._fruitless) >= self._algorithm.max_refill * self._algorithm.rollout_batch_size
+
+    def _unless_hopeless(self, waiting: Waiting, chosen: Sequence[Group]) -> Waiting | Hopeless:
+        if chosen or not self._has_refilled_enough():
             return waiting
         last = self._fruitless[-1]
         reason = (

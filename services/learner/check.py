@@ -141,6 +141,8 @@ def _check_memory(config: Config, files: ModelFiles) -> None:
         return
     ranks_here = num_local_ranks() if is_launched() else num_ranks(config)
     needed = files.num_parameters * (on_device + on_host) * ranks_here
+    if config.staleness.max_lag:
+        needed += files.num_parameters * _FLOAT32_BYTES  # one version's weights, see probe.py
     available = psutil.virtual_memory().available
     if needed > available:
         raise InputError(

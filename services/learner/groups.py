@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
+from gspo_core.advantage import overlong_penalty
 from gspo_proto.rollout_pb2 import ScoredRollout
+from services.common.algorithm import AlgorithmConfig
 from services.common.config import StalenessConfig
-from services.learner.rows import Row, row_from_scored
+from services.learner.rows import Row, lowered, row_from_scored
 from services.learner.settlement import Settlement
 
 
@@ -17,18 +21,17 @@ class Group:
     """A group that is not settled yet; the first result of each rollout wins.
 
     Args:
-        mask_truncated: Leave answers cut off at response_length out.
         fails_as_one: One failed score fails the group.
     """
 
-    def __init__(self, number: int, *, mask_truncated: bool, fails_as_one: bool = False) -> None:
+    def __init__(self, number: int, algorithm: AlgorithmConfig, *, fails_as_one: bool = False) -> None:
         self.number = number
         self.given_up: str | None = None
         self.num_rollouts: int | None = None
         self.oldest: int | None = None  # version of the oldest token that counts
         self.newest: int | None = None
         self._rows: dict[int, Row] = {}
-        self._mask_truncated, self._fails_as_one = mask_truncated, fails_as_one
+        self._algorithm, self._fails_as_one = algorithm, fails_as_one
 
     def __contains__(self, number: int) -> bool:
         return number in self._rows
@@ -52,7 +55,7 @@ class Group:
                 f"rollout {row.group}-{row.number} of {row.num_rollouts} does not fit into a group of {size} rollouts"
             )
         self.num_rollouts = size
-        row = replace(row, skipped=self._why_skipped(row))
+        row = self._with_length_penalty(replace(row, skipped=self._why_skipped(row)))
         self._rows[row.number] = row
         versions = row.version[row.mask]
         if row.skipped is None and len(versions):
@@ -71,6 +74,8 @@ class Group:
             return Settlement.FAILED, f"{len(failures)} of its rollouts failed, the last one: {failures[-1]}"
         if all(row.skipped for row in self._rows.values()):
             return Settlement.FILTERED, f"no rollout counts: {len(failures)} failed, the others were truncated"
+        if self._algorithm.filter_zero_spread and len(rewards := self._rewards()) == 1:
+            return Settlement.FILTERED, f"zero spread: every reward is {rewards.pop():g}"
         # Masking leaves something while any token is young enough; otherwise one old token spoils the group.
         masks = staleness.on_stale == "mask"
         deciding, limit = (self.newest, staleness.token_age_limit) if masks else (self.oldest, staleness.max_lag)
@@ -89,7 +94,23 @@ class Group:
     def _why_skipped(self, row: Row) -> str | None:
         if row.failure is not None:
             return "failed"
-        return "truncated" if self._mask_truncated and row.outcome == "truncated" else None
+        return "truncated" if self._algorithm.mask_truncated and row.outcome == "truncated" else None
+
+    def _with_length_penalty(self, row: Row) -> Row:
+        buffer = self._algorithm.overlong_buffer
+        if buffer is None or row.reward is None:
+            return row
+        penalty_B = overlong_penalty(
+            torch.tensor([row.num_sampled]),
+            response_length=self._algorithm.response_length,
+            buffer=buffer,
+            penalty=self._algorithm.overlong_penalty,
+        )
+        return lowered(row, "overlong", penalty_B.item())
+
+    def _rewards(self) -> set[float | None]:
+        """The distinct rewards of the rollouts that count."""
+        return {row.reward for row in self._rows.values() if row.skipped is None}
 
 
 def _without_old_tokens(row: Row, oldest_allowed: int) -> Row:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -37,7 +38,7 @@ from services.learner.intake import Intake
 from services.learner.orders import Leader
 from services.learner.publisher import Live, Publisher
 from services.learner.rundir import RunDir
-from services.learner.settlement import SettledGroup
+from services.learner.settlement import SettledGroup, Settlement
 from services.learner.updates import NotFiniteError
 from services.learner.weights import Policy, policy_from
 
@@ -80,6 +81,7 @@ class Learner:
         self._events = Events(service.redis, service.keys, service.options.name)
         self._version, self._digest = version, ""
         self._in_training: tuple[int, ...] = ()
+        self._ended_untrained: Counter[Settlement] = Counter()
         self._recent: list[Mapping[str, float]] = []
         self._trained_s, self._waited_s = run_dir.trained_s, 0.0
         self._is_generated = False
@@ -252,6 +254,9 @@ class Learner:
             "step_s": published - began + self._waited_s,
         }
         figures["tokens_per_s"] = figures["tokens"] / figures["step_s"]
+        untrained = (Settlement.FILTERED, Settlement.STALE, Settlement.FAILED)
+        figures |= {f"groups_{ending}": float(self._ended_untrained[ending]) for ending in untrained}
+        self._ended_untrained.clear()
         # Generators wait for the weights, nobody for the record.
         self.publisher.publish(policy)
         await self._record(batch, figures)
@@ -281,6 +286,7 @@ class Learner:
         if not groups:
             return
         await asyncio.to_thread(self._run_dir.settle, groups)
+        self._ended_untrained.update(group.settlement for group in groups)
         await self.intake.acknowledge(group.group for group in groups)
         await self._announce(groups_settled=GroupsSettled(groups=[group.to_proto() for group in groups]))
         log.info("groups_settled", num=len(groups), last=groups[-1].settlement.value, reason=groups[-1].reason)

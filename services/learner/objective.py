@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gspo_core.advantage import token_advantages
-from gspo_core.correction import behavior_weights
+from gspo_core.correction import behavior_stats, behavior_weights
 from gspo_core.kl import kl_divergence
 from gspo_core.loss import aggregate_loss, policy_loss
 from gspo_core.stats import Stats, mean_stats
@@ -27,13 +27,15 @@ class Targets:
     Attributes:
         old_BT: Denominator of the ratio.
         reference_BT: Log-probs of the first policy, where the algorithm needs them.
-        mask_BT: The tokens that count, without sequences that the behavior correction took out.
+        mask_BT: The tokens that count, without those that the behavior correction took out.
+        stats: What that correction found, over the whole step; empty where there is none.
     """
 
     old_BT: Tensor
     reference_BT: Tensor | None
     advantage_BT: Tensor
     mask_BT: Tensor
+    stats: Stats
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class MicroBatchLoss:
 
 def step_targets(algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor, reference_BT: Tensor | None) -> Targets:
     """Correct for stale behavior, penalise by KL, and place the advantages, over the whole step."""
-    weight_B, keep_B = _behavior_weights(algorithm, batch, old_BT)
-    mask_BT = batch.mask_BT & keep_B[:, None]
+    weight_BT, keep_BT, stats = _behavior_weights(algorithm, batch, old_BT)
+    mask_BT = batch.mask_BT & keep_BT
     penalty_BT = None
     if algorithm.add_token_level_kl and reference_BT is not None:
         penalty_BT = algorithm.kl_coef * kl_divergence(old_BT, reference_BT, "k1")
@@ -59,7 +61,7 @@ def step_targets(algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor, r
         whiten_advantages=algorithm.whiten_advantages,
         advantage_clip=algorithm.advantage_clip,
     )
-    return Targets(old_BT, reference_BT, (advantage_BT * weight_B[:, None]).float(), mask_BT)
+    return Targets(old_BT, reference_BT, (advantage_BT * weight_BT).float(), mask_BT, stats)
 
 
 def has_gradient(algorithm: AlgorithmConfig, targets: Targets) -> Tensor:
@@ -96,23 +98,30 @@ def micro_batch_loss(
         num_tokens=num_tokens,
         max_response_length=algorithm.response_length,
     )
-    loss = policy.loss
-    if algorithm.use_kl_loss and targets.reference_BT is not None:
-        kl_RT = kl_divergence(logp_RT, micro.take(targets.reference_BT), algorithm.kl_kind)
-        loss = loss + algorithm.kl_loss_coef * aggregate_loss(
-            kl_RT,
-            mask_RT,
-            loss_agg_mode=algorithm.loss_agg_mode,
-            num_sequences=num_sequences,
-            num_tokens=num_tokens,
-            max_response_length=algorithm.response_length,
-        )
-    return MicroBatchLoss(loss, {**policy.stats, **mean_stats("entropy", entropy_RT, mask_RT)})
+    stats = {**policy.stats, **mean_stats("entropy", entropy_RT, mask_RT)}
+    if targets.reference_BT is None:
+        return MicroBatchLoss(policy.loss, stats)
+    kl_RT = kl_divergence(logp_RT, micro.take(targets.reference_BT), algorithm.kl_kind)
+    stats |= mean_stats("reference_kl", kl_RT, mask_RT)
+    if not algorithm.use_kl_loss:
+        return MicroBatchLoss(policy.loss, stats)
+    kl_loss = aggregate_loss(
+        kl_RT,
+        mask_RT,
+        loss_agg_mode=algorithm.loss_agg_mode,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        max_response_length=algorithm.response_length,
+    )
+    return MicroBatchLoss(policy.loss + algorithm.kl_loss_coef * kl_loss, stats)
 
 
-def _behavior_weights(algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor) -> tuple[Tensor, Tensor]:
-    kind = algorithm.behavior_correction
+def _behavior_weights(algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor) -> tuple[Tensor, Tensor, Stats]:
+    kind, level = algorithm.behavior_correction, algorithm.behavior_level
+    compared = old_BT, batch.behavior_BT, batch.mask_BT
+    if kind == "none":
+        return *behavior_weights(*compared, behavior_correction=kind), {}
     # Truncation only caps: a lower bound would raise the weight of what the policy has moved away from.
-    lowest = algorithm.behavior_low if kind == "mask" else 0.0
-    bounds = None if kind == "none" else (lowest, algorithm.behavior_high)
-    return behavior_weights(old_BT, batch.behavior_BT, batch.mask_BT, behavior_correction=kind, bounds=bounds)
+    bounds = (algorithm.behavior_low if kind == "mask" else 0.0, algorithm.behavior_high)
+    weight_BT, keep_BT = behavior_weights(*compared, behavior_correction=kind, behavior_level=level, bounds=bounds)
+    return weight_BT, keep_BT, behavior_stats(*compared, behavior_level=level, bounds=bounds)

@@ -20,6 +20,10 @@ from services.common.errors import InputError
 from services.learner.attention import attend_to, attention_name
 from services.learner.packed_line import PackedLine
 
+# 128 MiB of logits in float32: with a small vocabulary more rows at a time, and fewer of the fixed costs of a turn.
+_LOGITS_AT_A_TIME = 2**25
+_LEAST_ROWS = 1024
+
 
 class PolicyModel(nn.Module):
     """Log-probs and entropies at a temperature.
@@ -45,7 +49,9 @@ class PolicyModel(nn.Module):
         with torch.autocast(input_RS.device.type, dtype=self._dtype, enabled=lower):
             hidden_RSD = hidden_states(self.causal_lm, input_RS, line)
         hidden_ND = hidden_RSD.flatten(0, 1).index_select(0, state_N)
-        return token_logprobs(hidden_ND, self.head, target_N, temperature=self._temperature)
+        head_VD = self.head
+        rows = max(_LEAST_ROWS, _LOGITS_AT_A_TIME // len(head_VD))
+        return token_logprobs(hidden_ND, head_VD, target_N, temperature=self._temperature, chunk_size=rows)
 
     @property
     def head(self) -> nn.Parameter:

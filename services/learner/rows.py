@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Annotated, Any, get_type_hints
 
@@ -80,6 +80,11 @@ class Row:
     finished_unix_s: Number
     scored_unix_s: Number
 
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled, whether they count or not."""
+        return int((self.version >= 0).sum())
+
 
 def _schema() -> Any:
     columns = get_type_hints(Row, include_extras=True)
@@ -129,6 +134,14 @@ def row_from_scored(scored: ScoredRollout) -> Row:
         finished_unix_s=rollout.finished_unix_s,
         scored_unix_s=score.scored_unix_s,
     )
+
+
+def lowered(row: Row, name: str, penalty: float) -> Row:
+    """The row with its reward lowered by a penalty of ours, which becomes a part of that name beside the functions'."""
+    if row.reward is None or penalty == 0:
+        return row
+    part = {"name": name, "value": -penalty, "weight": 1.0, "version": ""}
+    return replace(row, reward=row.reward - penalty, parts_json=json.dumps([*json.loads(row.parts_json), part]))
 
 
 def _token_arrays(rollout: Rollout) -> dict[str, Any]:

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 
 import torch
 
-from gspo_core.figures import age_stats, noise_share, reward_stats
+from gspo_core.figures import age_stats, independent_sigma, noise_share, reward_stats
 from gspo_core.stats import Stats, figures
 from services.common.algorithm import AlgorithmConfig
 from services.learner.batch import StepBatch
+from services.learner.objective import Targets
 from services.learner.rows import Row
 
 SKIP_REASONS = ("failed", "truncated", "stale")
-_CLIPPED = ("clipped_low_sequences", "clipped_high_sequences", "clipped_low_tokens", "clipped_high_tokens")
+_SEEN = ("outside_clip_sequences", "dual_clipped_tokens", "k1", "k3", "reference_kl", "entropy")
+_MOMENTS = ("log_ratio", "token_log_ratio", "advantage")
 
 
 def row_figures(rows: Sequence[Row]) -> dict[str, float]:
@@ -28,6 +30,7 @@ def row_figures(rows: Sequence[Row]) -> dict[str, float]:
     lengths = [int(row.mask.sum()) for row in rows]
     counted = {
         **{f"skipped_{reason}": float(skipped[reason]) for reason in SKIP_REASONS},
+        **{f"skipped_tokens_{reason}": float(_skipped_tokens(rows, reason)) for reason in SKIP_REASONS},
         "response_tokens_mean": math.fsum(lengths) / max(1, len(rows)),
         "truncated_share": sum(row.outcome == "truncated" for row in rows) / max(1, len(rows)),
     }
@@ -36,8 +39,16 @@ def row_figures(rows: Sequence[Row]) -> dict[str, float]:
         return counted
     rewards_B = torch.tensor([row.reward for row in scored], dtype=torch.float64)
     reward = figures(reward_stats(rewards_B, torch.tensor([row.group for row in scored])))
-    del reward["reward_max"]
+    reward |= {"reward_min": float(rewards_B.min()), "reward_max": float(rewards_B.max())}
     return counted | reward
+
+
+def _skipped_tokens(rows: Sequence[Row], reason: str) -> int:
+    """Sampled tokens of rollouts that were left out, and under stale also those that left the mask of another."""
+    tokens = sum(row.num_sampled for row in rows if row.skipped == reason)
+    if reason == "stale":
+        tokens += sum(row.num_sampled - int(row.mask.sum()) for row in rows if row.skipped is None)
+    return tokens
 
 
 def batch_figures(batch: StepBatch, learner_version: int) -> dict[str, float]:
@@ -52,28 +63,51 @@ def batch_figures(batch: StepBatch, learner_version: int) -> dict[str, float]:
     }
 
 
-def objective_figures(stats: Stats) -> dict[str, float]:
-    """What the loss saw, over all optimizer steps of the step."""
-    seen = figures(stats)
-    clipped = {name: seen[name] for name in _CLIPPED}
+def correction_figures(batch: StepBatch, targets: Targets) -> dict[str, float]:
+    """What the behavior correction found, what it took out, and what is left; nothing where there is none."""
+    if not targets.stats:
+        return {}
+    seen = figures(targets.stats)
+    sequences, tokens = float(targets.mask_BT.any(-1).sum()), float(targets.mask_BT.sum())
     return {
-        "clipped_sequences": clipped["clipped_low_sequences"] + clipped["clipped_high_sequences"],
-        "clipped_sequences_low": clipped["clipped_low_sequences"],
-        "clipped_sequences_high": clipped["clipped_high_sequences"],
-        "clipped_tokens": clipped["clipped_low_tokens"] + clipped["clipped_high_tokens"],
-        **{name: seen[name] for name in ("log_ratio_mean", "log_ratio_std", "log_ratio_max")},
-        **{name: seen[name] for name in ("advantage_mean", "advantage_std", "k1", "k3", "entropy")},
+        **{name: seen[name] for name in ("behavior_weight_mean", "behavior_weight_std", "behavior_outside")},
+        "skipped_behavior": len(batch) - sequences,
+        "skipped_tokens_behavior": float(batch.mask_BT.sum()) - tokens,
+        "sequences": sequences,
+        "tokens": tokens,
     }
 
 
-def mismatch_figures(algorithm: AlgorithmConfig, stats: Stats) -> dict[str, float]:
-    """Noise between generator and learner at equal weights; nothing where no token is of the learner's version."""
+def objective_figures(stats: Stats) -> dict[str, float]:
+    """What the loss saw, over all optimizer steps of the step."""
+    seen = figures(stats)
+    clipped: dict[str, float] = {}
+    for unit in ("sequences", "tokens"):
+        low, high = seen[f"clipped_low_{unit}"], seen[f"clipped_high_{unit}"]
+        clipped |= {f"clipped_{unit}": low + high, f"clipped_{unit}_low": low, f"clipped_{unit}_high": high}
+    moments = {f"{name}_{part}": seen[f"{name}_{part}"] for name in _MOMENTS for part in ("mean", "std", "max")}
+    return clipped | moments | {name: seen[name] for name in _SEEN if name in seen}
+
+
+def mismatch_figures(algorithm: AlgorithmConfig, stats: Stats, length_B: torch.Tensor) -> dict[str, float]:
+    """Noise between generator and learner at equal weights; nothing where no token was compared.
+
+    Args:
+        length_B: Counted tokens of each sequence that is trained on.
+    """
     if not float(stats.get("mismatch.count", 0.0)):
         return {}
     seen = figures(stats)
     sigma_token, sigma_sequence = seen["mismatch_std"], seen["sequence_mismatch_std"]
-    # The ratio that the clip looks at is a token's under `token`, a sequence's under the others.
-    sigma = sigma_token if algorithm.importance_sampling == "token" else sigma_sequence
     low, high = algorithm.clip
-    share = noise_share(torch.tensor([sigma]), pg_clip_low=low, pg_clip_high=high)
-    return {"sigma_token": sigma_token, "sigma_sequence": sigma_sequence, "noise_share": float(share)}
+    # The ratio that the clip looks at is a token's under `token`, a sequence's under the others.
+    by_token = algorithm.importance_sampling == "token"
+    measured = torch.tensor([sigma_token if by_token else sigma_sequence])
+    independent_B = measured if by_token else independent_sigma(sigma_token, length_B)
+    return {
+        "sigma_token": sigma_token,
+        "sigma_sequence": sigma_sequence,
+        "mismatch_tokens": float(stats["mismatch.count"]),
+        "noise_share": float(noise_share(measured, pg_clip_low=low, pg_clip_high=high)),
+        "noise_share_independent": float(noise_share(independent_B, pg_clip_low=low, pg_clip_high=high)),
+    }

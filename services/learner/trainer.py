@@ -26,11 +26,18 @@ from services.learner.durable import fsync
 from services.learner.engine_config import engine_config
 from services.learner.export import export_model
 from services.learner.policy_model import PolicyModel, can_be_packed, checkpoint_tensors, load_policy_model
+from services.learner.probe import KeptWeights
 from services.learner.process_group import join, set_deadlines, sum_stats
 from services.learner.ranks import cores_of_a_rank, num_local_ranks
 from services.learner.rows import Row
 from services.learner.schedule import learning_rate
-from services.learner.step_figures import batch_figures, mismatch_figures, objective_figures, row_figures
+from services.learner.step_figures import (
+    batch_figures,
+    correction_figures,
+    mismatch_figures,
+    objective_figures,
+    row_figures,
+)
 from services.learner.updates import StepSums, Trained, Updates, mean
 
 _TAG = "engine"
@@ -55,7 +62,10 @@ class Trainer:
         packing = config.learner.packing and can_be_packed(self._model.causal_lm)
         self._engine = self._start_engine()
         set_deadlines(config.learner.rank_timeout_s)
-        self._updates = Updates(config, self._engine, self._reference, self._device, packing=packing, seed=seed)
+        kept = KeptWeights(
+            list(self._model.parameters()), lambda: self._whole_weights(changed_by=0), is_spread=self._is_spread
+        )
+        self._updates = Updates(config, self._engine, self._reference, self._device, kept, packing=packing, seed=seed)
 
     def train(self, step: int, rows: Sequence[Row], known: Collection[int] = ()) -> Trained:
         """Train the policy of version step - 1 on rows in training order.
@@ -74,12 +84,13 @@ class Trainer:
         report = {**row_figures(rows), **batch_figures(batch, step - 1), "learning_rate": rate}
         sums = self._updates.run(step, batch, known) if len(batch) else StepSums()
         report["mini_batches_not_applied"] = float(len(sums.not_applied))
-        if not sums.losses:
+        if sums.targets is None or not sums.losses:
             return Trained(report, tuple(sums.not_applied))
         stats = sum_stats(merge(sums.stats), self._device)
         report |= {
+            **correction_figures(batch, sums.targets),
             **objective_figures(stats),
-            **mismatch_figures(self._config.algorithm, stats),
+            **mismatch_figures(self._config.algorithm, stats, sums.targets.mask_BT.sum(-1)),
             "loss": mean(sums.losses),
             "grad_norm": mean(sums.grad_norms),
         }
@@ -159,11 +170,16 @@ class Trainer:
     def _frozen_copy(self) -> PolicyModel:
         return load_policy_model(self._folder, self._config).to(self._device).eval().requires_grad_(False)
 
+    @property
+    def _is_spread(self) -> bool:
+        """Under ZeRO 3 a rank holds a part of every weight."""
+        return self._config.learner.zero_stage == 3
+
     @contextmanager
-    def _whole_weights(self) -> Iterator[None]:
-        """Under ZeRO 3 a rank holds a part of every weight: gather them."""
-        sharded = self._config.learner.zero_stage == 3
-        with deepspeed.zero.GatheredParameters(list(self._model.parameters()), enabled=sharded):
+    def _whole_weights(self, changed_by: int | None = None) -> Iterator[None]:
+        """Gather weights that are spread over the ranks; what rank `changed_by` makes of them is everyone's then."""
+        parameters = list(self._model.parameters())
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=changed_by, enabled=self._is_spread):
             yield
 
 

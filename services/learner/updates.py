@@ -22,6 +22,7 @@ from gspo_core.stats import Stats, merge
 from services.common.config import Config
 from services.learner.batch import MicroBatch, StepBatch, rank_micro_batches
 from services.learner.objective import Targets, has_gradient, micro_batch_loss, step_targets
+from services.learner.probe import KeptWeights, rows_to_probe
 from services.learner.process_group import sum_over_ranks
 
 # So many in a row are no accident: what comes after would be trained on a policy that has come apart.
@@ -56,8 +57,13 @@ class Trained:
 
 @dataclass
 class StepSums:
-    """What the updates of one step leave: losses and norms of those applied, this rank's sums, and what was not."""
+    """What the updates of one step leave: losses and norms of those applied, this rank's sums, and what was not.
 
+    Attributes:
+        targets: What the step's log-probs were held against; None where nothing was trained on.
+    """
+
+    targets: Targets | None = None
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
@@ -70,6 +76,7 @@ class Updates:
     Args:
         engine: DeepSpeed's, over the policy model.
         reference: Frozen copy of the first policy, where the algorithm needs one.
+        kept: Weights of an earlier version, to measure the mismatch with the generators.
         packing: Whether rollouts are laid one after another.
         seed: The run's.
     """
@@ -80,12 +87,13 @@ class Updates:
         engine: Any,
         reference: torch.nn.Module | None,
         device: torch.device,
+        kept: KeptWeights,
         *,
         packing: bool,
         seed: int,
     ) -> None:
         self._config, self._algorithm, self._packing, self._seed = config, config.algorithm, packing, seed
-        self._engine, self._reference, self._device = engine, reference, device
+        self._engine, self._reference, self._device, self._kept = engine, reference, device, kept
         self._rank, self._num_ranks = distributed.get_rank(), distributed.get_world_size()
         self._not_finite_in_a_row = 0
 
@@ -99,7 +107,8 @@ class Updates:
         targets, mismatch = self._targets(step, batch)
         # Only forwards at the weights that sampled the newest tokens measure the mismatch with the generators.
         fresh_BT = None if mismatch else _fresh_tokens(step, batch)
-        sums.stats.append(mismatch)
+        sums.targets = targets
+        sums.stats += [mismatch, self._probe(step, batch)]
         mini_batches = sorted(set(batch.mini_batch_B.tolist()))
         cuts = {mini_batch: self._cut(batch, targets, mini_batch) for mini_batch in mini_batches}
         for update, mini_batch in enumerate(mini_batches * self._algorithm.ppo_epochs):
@@ -189,6 +198,22 @@ class Updates:
         mismatch = mismatch_stats(old_BT, batch.behavior_BT, _fresh_tokens(step, batch))
         # Every rank has the whole batch here, and the sums are added up over the ranks.
         return step_targets(algorithm, batch, old_BT, reference_BT), mismatch if self._rank == 0 else _zeros(mismatch)
+
+    def _probe(self, step: int, batch: StepBatch) -> Stats:
+        """Where no token is of the present version: the mismatch at the kept one, once its tokens have come."""
+        if bool(_fresh_tokens(step, batch).any()):
+            return {}
+        version, oldest = self._kept.version, int(batch.version_BT[batch.mask_BT].min())
+        if version is None or version < oldest:
+            self._kept.keep(step - 1)
+            return {}
+        rows, mask_BT = rows_to_probe(batch, version)
+        if not rows:
+            return {}
+        with self._kept.in_place(present=step - 1):
+            logp_BT = self._score(self._engine, batch, self._rank_cut(batch, rows))
+        found = mismatch_stats(logp_BT, batch.behavior_BT, mask_BT)
+        return found if self._rank == 0 else _zeros(found)
 
     @torch.no_grad()
     def _score(self, model: torch.nn.Module, batch: StepBatch, cut: Sequence[MicroBatch]) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.rows import alone, engine, learning, times
+from benchmarks.rows import alone, engine, learning, logprobs, times
 from benchmarks.tables import fastest, floor_s, number, percent, share_of_floor, shared_end, table, value_at
 from benchmarks.window import Look, between, idle_share
 
@@ -86,6 +86,14 @@ def test_a_step_is_held_against_the_fastest_engine_and_learner_and_the_peer() ->
     assert alone(RESULTS) == {("fixed", "float32"): (4.0, 3.0)}
     row = cells(times(RESULTS, 17.5).splitlines()[-1])
     assert row[1:8] == ["8.75", "8.5 to 9.0", "3,700", "7.00", "80%", "2.0", "1.10"]
+
+
+def test_our_log_probs_are_held_against_the_plain_ones() -> None:
+    ways = {"plain": {"seconds": 32.0, "peak_bytes": 7 * 2**30}, "chunked": {"seconds": 33.6, "peak_bytes": 2**30}}
+    case = {"vocabulary": 151_936, "tokens": 4096, "width": 1024, "ways": ways}
+    lines = logprobs({"logprobs": {"cases": [case]}}).splitlines()
+    assert cells(lines[2])[1:] == ["32.0", "1.00", "7.00", "1.00"]
+    assert cells(lines[3])[1:] == ["33.6", "1.05", "1.00", "0.14"]
 
 
 def test_accuracies_are_compared_at_equal_steps_and_at_equal_times() -> None:

@@ -61,8 +61,33 @@ def test_noise_that_clips_a_third_is_said_unless_log_probs_are_recomputed(given:
     assert advice(steps(1, noise_share=0.3), configured(given)) == {}
 
 
+def test_under_token_ratios_the_share_is_that_of_tokens(given: dict[str, Any]) -> None:
+    config = configured(given, algorithm={"preset": "grpo"})
+    # Nearly every long answer has a clipped token somewhere; that is no loss of signal.
+    assert advice(steps(20, clipped_sequences=0.99, clipped_tokens=0.01), config) == {}
+    found = advice(steps(20, clipped_sequences=0.99, clipped_tokens=0.5, noise_share=0.5), config)
+    assert list(found) == ["clipped_too_much", "clip_is_noise"]
+    assert all("50% of tokens" in text for text in found.values())
+    assert "none of the tokens" in advice(steps(20, clipped_tokens=0.0), config)["clip_is_silent"]
+
+
+def test_a_batch_that_could_not_be_filled_is_said(given: dict[str, Any]) -> None:
+    config = configured(given, algorithm={"rollout_batch_size": 4, "max_refill": 2, "filter_zero_spread": True})
+    text = advice(steps(1, groups=3, groups_filtered=7, groups_failed=1), config)["batch_is_small"]
+    assert "3 of 4 groups were trained, since 8 were filtered" in text
+    assert advice(steps(1, groups=4, groups_filtered=9), config) == {}
+    # The last batch before the prompts end may be small, whatever was filtered.
+    assert advice(steps(1, groups=3, groups_filtered=7), config) == {}
+
+
 @pytest.mark.parametrize(
-    "figures", [steps(10, clipped_sequences=0.9), steps(20, clipped_sequences=0.0), steps(1, noise_share=0.9)]
+    "figures",
+    [
+        steps(10, clipped_sequences=0.9),
+        steps(20, clipped_sequences=0.0),
+        steps(1, noise_share=0.9),
+        steps(1, groups_failed=640),
+    ],
 )
 def test_advice_names_keys_that_exist(config: Config, figures: list[dict[str, float]]) -> None:
     (text,) = advice(figures, config).values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def test_preset_grpo_is_the_baseline() -> None:
         ({"pg_clip_high": 0.1}, (3e-4, 0.1)),
         ({"preset": "grpo", "pg_clip_low": 0.1}, (0.1, 0.27)),
         ({"preset": "roll-gspo", "pg_clip_low": 0.1, "pg_clip_high": 0.3}, (0.1, 0.3)),
+        ({"preset": "roll-gspo", "pg_clip_low": 0.1}, (0.1, 0.2)),
         ({"preset": "roll-gspo", "importance_sampling": "token"}, (0.2, 0.2)),
     ],
 )
@@ -126,6 +128,20 @@ def test_a_key_beside_a_preset_overrides_it() -> None:
     assert (changed.use_kl_loss, changed.reward_norm, changed.advantage_clip) == (False, "batch", 2.0)
 
 
+def test_the_estimator_brings_its_norm_whatever_the_preset() -> None:
+    assert algorithm(preset="roll-gspo", adv_estimator="grpo").reward_norm == "group"
+    assert algorithm(preset="grpo", adv_estimator="reinforce").reward_norm is None
+    assert algorithm(preset="roll-gspo").reward_norm is None
+
+
+@pytest.mark.parametrize("preset", ["gspo", "roll-gspo", "grpo"])
+def test_every_key_written_out_loads_as_the_same(preset: str) -> None:
+    """The run directory holds every key with its value, and a resume reads that."""
+    for keys in ({}, {"pg_clip": 0.1}, {"pg_clip_low": 0.1}, {"importance_sampling": "token"}):
+        written = algorithm(preset=preset, **keys)
+        assert AlgorithmConfig.model_validate(written.model_dump(mode="json")) == written
+
+
 def test_reinforce_has_no_norm_of_its_own() -> None:
     assert algorithm(adv_estimator="reinforce").reward_norm is None
 
@@ -139,9 +155,20 @@ def test_reinforce_has_no_norm_of_its_own() -> None:
         ({"adv_estimator": "reinforce", "reward_shift": True}, "algorithm.reward_shift: true needs moments"),
         ({"adv_estimator": "reinforce", "reward_scale": True}, "algorithm.reward_scale: true needs moments"),
         ({"reward_norm": "batch"}, "algorithm.reward_norm: batch contradicts adv_estimator"),
-        ({"reward_norm": None}, "algorithm.reward_norm: None contradicts adv_estimator"),
+        ({"reward_norm": None}, "algorithm.reward_norm: null contradicts adv_estimator"),
         ({"behavior_correction": "mask"}, "algorithm.behavior_correction: mask"),
-        ({"behavior_low": 2.0}, "algorithm.behavior_low: 2.0"),
+        ({"behavior_correction": "truncate", "behavior_level": "token"}, "algorithm.behavior_correction: truncate"),
+        ({"gamma": 0.9}, "algorithm.gamma: 0.9"),
+        ({"overlong_buffer": 4097}, "algorithm.overlong_buffer: 4097"),
+        ({"response_length": 100, "overlong_buffer": 101}, "algorithm.overlong_buffer: 101"),
+        ({"adv_estimator": "reinforce", "num_return_sequences_in_group": 1, "filter_zero_spread": True},
+         "algorithm.filter_zero_spread: true"),
+        ({"adv_estimator": "reinforce", "reward_norm": "group", "num_return_sequences_in_group": 1},
+         "algorithm.num_return_sequences_in_group: 1"),
+        ({"pg_clip": 0.1, "pg_clip_high": 0.1}, "algorithm.pg_clip: 0.1"),
+        ({"preset": "roll-gspo", "pg_clip": 0.1, "pg_clip_high": 0.1}, "algorithm.pg_clip: 0.1"),
+        ({"dual_clip_loss": 0}, "algorithm.dual_clip_loss: 0"),
+        ({"dual_clip_loss": -3.0}, "algorithm.dual_clip_loss: -3.0"),
         ({"dual_clip_loss": 1.0}, "algorithm.dual_clip_loss: 1.0"),
         ({"num_return_sequences_in_group": 1}, "algorithm.num_return_sequences_in_group: 1"),
         ({"rollout_batch_size": 1, "num_return_sequences_in_group": 2, "num_mini_batches": 3},
@@ -166,10 +193,36 @@ def test_a_contradiction_names_key_value_and_fix(given: dict[str, Any], keys: di
         {"gamma": 1.1},
         {"rollout_batch_size": 0},
         {"kl_loss_coef": -1},
+        {"pg_clip_high": math.inf},
+        {"dual_clip_loss": math.inf},
+        {"reward_clip": math.nan},
+        {"behavior_low": 1.1},
+        {"behavior_high": 0.9},
+        {"overlong_buffer": 0},
+        {"overlong_penalty": 0},
+        {"max_refill": 0},
     ],
 )
 def test_a_value_out_of_bounds_names_its_key(given: dict[str, Any], keys: dict[str, Any]) -> None:
     given["algorithm"] = keys
     with pytest.raises(InputError) as error:
         parse_config(given, Path())
-    assert error.value.where == f"algorithm.{next(iter(keys))}"
+    assert error.value.where.startswith(f"algorithm.{next(iter(keys))}")
+
+
+@pytest.mark.parametrize(
+    ("unknown", "known"),
+    [
+        ("pg_clip_hi", "pg_clip_high"),
+        ("importance_samplin", "importance_sampling"),
+        ("loss_aggregation_mode", "loss_agg_mode"),
+        ("num_return_sequences", "num_return_sequences_in_group"),
+        ("whiten_advantage", "whiten_advantages"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(given: dict[str, Any], unknown: str, known: str) -> None:
+    given["algorithm"] = {unknown: 1}
+    with pytest.raises(InputError) as error:
+        parse_config(given, Path())
+    assert error.value.where == f"algorithm.{unknown}"
+    assert known in error.value.fix

@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_core.advantage import RunningMoments, groups_with_spread, normalize_rewards, token_advantages
+from gspo_core.advantage import (
+    RunningMoments,
+    groups_with_spread,
+    normalize_rewards,
+    overlong_penalty,
+    token_advantages,
+)
 
 REWARDS = torch.tensor([1.0, 4.0, 3.0, 8.0])
 GROUPS = torch.tensor([7, 2, 7, 2])  # group 7: 1 and 3, group 2: 4 and 8
@@ -105,6 +111,27 @@ def test_normalize_refusals():
     for bad in (math.nan, math.inf):
         with pytest.raises(ValueError, match="not finite"):
             normalize_rewards(torch.tensor([1.0, bad]), torch.tensor([0, 0]), reward_norm="group")
+
+
+def test_the_overlong_penalty_is_linear_in_the_buffer():
+    length_B = torch.tensor([1, 80, 81, 90, 100, 130])
+    penalty_B = overlong_penalty(length_B, response_length=100, buffer=20, penalty=0.5)
+    assert penalty_B.tolist() == pytest.approx([0, 0, 0.025, 0.25, 0.5, 0.5])
+    whole_B = overlong_penalty(torch.tensor([0, 25, 100]), response_length=100, buffer=100, penalty=1.0)
+    assert whole_B.tolist() == [0, 0.25, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"buffer": 0}, "buffer is 0"),
+        ({"buffer": 101}, "buffer is 101; it must be from 1 to response_length, 100"),
+        ({"penalty": -1.0}, r"penalty is -1\.0"),
+    ],
+)
+def test_overlong_refusals(change, message):
+    with pytest.raises(ValueError, match=message):
+        overlong_penalty(torch.tensor([3]), **{"response_length": 100, "buffer": 10, "penalty": 1.0} | change)
 
 
 MASK = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])

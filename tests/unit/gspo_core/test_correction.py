@@ -1,11 +1,12 @@
-"""Behavior correction: the weight of a sequence, capped or masked."""
+"""Behavior correction: the weight of a sequence or a token, capped or masked, and what is reported of it."""
 
 import math
 
 import pytest
 import torch
 
-from gspo_core.correction import behavior_weights
+from gspo_core.correction import behavior_stats, behavior_weights
+from gspo_core.stats import figures
 
 OLD = torch.tensor([[0.4, 0.0, 9.0], [-3.0, -1.0, -2.0], [5.0, 5.0, 5.0]])  # row means 0.2, -2, none
 BEHAVIOR = torch.zeros(3, 3)
@@ -22,27 +23,65 @@ MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
         ("mask", (0.1, 1.1), [0, math.exp(-2), 1], [False, True, True]),
     ],
 )
-def test_literals(kind, bounds, weights, kept):
-    weight_B, keep_B = behavior_weights(OLD, BEHAVIOR, MASK, behavior_correction=kind, bounds=bounds)
-    assert weight_B.tolist() == pytest.approx(weights)
-    assert keep_B.tolist() == kept
-
-
-def test_extreme_mismatch_stays_finite():
-    weight_B, keep_B = behavior_weights(OLD * 1e6, BEHAVIOR, MASK, behavior_correction="mask", bounds=(0.0, 5.0))
-    assert weight_B.tolist() == pytest.approx([0, 0, 1])
-    assert keep_B.tolist() == [False, True, True]
+def test_a_weight_for_each_sequence(kind, bounds, weights, kept):
+    weight_BT, keep_BT = behavior_weights(OLD, BEHAVIOR, MASK, behavior_correction=kind, bounds=bounds)
+    assert weight_BT.shape == keep_BT.shape == OLD.shape
+    for t in range(3):
+        assert weight_BT[:, t].tolist() == pytest.approx(weights)
+        assert keep_BT[:, t].tolist() == kept
 
 
 @pytest.mark.parametrize(
-    ("kind", "bounds", "message"),
+    ("kind", "weights", "kept"),
     [
-        ("clip", (0.5, 2.0), "behavior_correction is 'clip'"),
-        ("mask", None, "bounds is None"),
-        ("truncate", (1.5, 2.0), "0 <= lowest <= 1 <= highest"),
-        ("none", (0.5, 2.0), "leave the bounds out"),
+        ("truncate", [[1.4, 1, 1], [0.1, math.exp(-1), math.exp(-2)], [1, 1, 1]], [[True] * 3] * 3),
+        (
+            "mask",
+            [[0, 1, 1], [0, math.exp(-1), math.exp(-2)], [1, 1, 1]],
+            [[False, True, True], [False, True, True], [True] * 3],
+        ),
     ],
 )
-def test_refusals(kind, bounds, message):
+def test_a_weight_for_each_token(kind, weights, kept):
+    # exp(0.4) = 1.49 and exp(-3) = 0.05 are outside; what stands on padding, 9 and 5, has no weight of its own.
+    weight_BT, keep_BT = behavior_weights(
+        OLD, BEHAVIOR, MASK, behavior_correction=kind, behavior_level="token", bounds=(0.1, 1.4)
+    )
+    torch.testing.assert_close(weight_BT, torch.tensor(weights))
+    assert keep_BT.tolist() == kept
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_extreme_mismatch_stays_finite(level):
+    options = {"behavior_correction": "mask", "behavior_level": level, "bounds": (0.0, 5.0)}
+    weight_BT, keep_BT = behavior_weights(OLD * 1e6, BEHAVIOR, MASK, **options)
+    assert torch.isfinite(weight_BT).all()
+    assert (weight_BT[0, 0].item(), keep_BT[0, 0].item()) == (0.0, False)
+    assert weight_BT[1].tolist() == pytest.approx([0, 0, 0])
+    assert keep_BT[1:].all()
+
+
+def test_what_is_reported_is_counted_over_tokens_and_before_the_bounds():
+    reported = figures(behavior_stats(OLD, BEHAVIOR, MASK, bounds=(0.5, 2.0)))
+    assert reported["behavior_weight_mean"] == pytest.approx((2 * math.exp(0.2) + 3 * math.exp(-2)) / 5)
+    assert reported["behavior_weight_max"] == pytest.approx(math.exp(0.2))
+    assert reported["behavior_outside"] == pytest.approx(3 / 5)
+    by_token = figures(behavior_stats(OLD, BEHAVIOR, MASK, behavior_level="token", bounds=(0.1, 1.4)))
+    assert by_token["behavior_outside"] == pytest.approx(2 / 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"behavior_correction": "clip"}, "behavior_correction is 'clip'"),
+        ({"behavior_level": "word"}, "behavior_level is 'word'"),
+        ({"bounds": None}, "bounds is None"),
+        ({"bounds": (1.5, 2.0)}, "0 <= lowest <= 1 <= highest"),
+        ({"bounds": (0.5, math.inf)}, "0 <= lowest <= 1 <= highest"),
+        ({"behavior_correction": "none"}, "leave the bounds out"),
+    ],
+)
+def test_refusals(change, message):
+    options = {"behavior_correction": "mask", "bounds": (0.5, 2.0)} | change
     with pytest.raises(ValueError, match=message):
-        behavior_weights(OLD, BEHAVIOR, MASK, behavior_correction=kind, bounds=bounds)
+        behavior_weights(OLD, BEHAVIOR, MASK, **options)

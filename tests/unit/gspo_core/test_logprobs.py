@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gspo_core import logprobs
 from gspo_core.logprobs import token_logprobs
 
 
@@ -42,6 +43,19 @@ def test_equals_log_softmax_forward_and_backward(leading, chunk_size):
         loss = (outputs[0] * up_logp + outputs[1] * up_entropy).sum()
         results.append((*outputs, *torch.autograd.grad(loss, (hidden, weight))))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_within_a_chunk_change_nothing(monkeypatch):
+    """Chunks of 8 rows in blocks of 3, the last of each cut short."""
+    hidden, weight, target = case(21)
+    up_logp, up_entropy = torch.randn(21), torch.randn(21)
+    results = []
+    for numbers in (logprobs.BLOCK_NUMBERS, 3 * len(weight)):
+        monkeypatch.setattr(logprobs, "BLOCK_NUMBERS", numbers)
+        logp_N, entropy_N = token_logprobs(hidden, weight, target, chunk_size=16)
+        loss = (logp_N * up_logp + entropy_N * up_entropy).sum()
+        results.append((logp_N, entropy_N, *torch.autograd.grad(loss, (hidden, weight))))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)
 
 
 def test_finite_differences():

@@ -1,74 +1,73 @@
-"""The objective against a float64 NumPy reference written from the formulas, over shapes, masks and extremes."""
+"""The objective against the float64 reference: values, gradients, cuts, bf16, over shapes, masks and extremes."""
 
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gspo_core.correction import behavior_weights
+from gspo_core.kl import kl_divergence
 from gspo_core.loss import IMPORTANCE_SAMPLINGS, LOSS_AGG_MODES, policy_loss
-from gspo_core.stats import figures
+from gspo_core.stats import figures, merge
+from tests.unit.gspo_core import numpy_reference as reference
 
-
-def reference_loss(logp, old, advantage, mask, kind, low, high, dual_clip, mode, max_response_length):
-    per_sequence, total, num_tokens = [], 0.0, 0
-    for i in range(len(logp)):
-        steps = np.flatnonzero(mask[i])
-        if len(steps) == 0:
-            continue
-        delta = logp[i, steps] - old[i, steps]
-        ratio = np.exp(delta) if kind == "token" else np.full(len(steps), np.exp(delta.mean()))
-        A = advantage[i, steps]
-        loss = np.maximum(-ratio * A, -np.clip(ratio, 1 - low, 1 + high) * A)
-        if dual_clip is not None:
-            loss = np.where(A < 0, np.minimum(loss, -dual_clip * A), loss)
-        per_sequence.append(loss)
-        total += loss.sum()
-        num_tokens += len(steps)
-    if not per_sequence:
-        return 0.0
-    if mode == "token-mean":
-        return total / num_tokens
-    if mode == "seq-mean-token-mean":
-        return float(np.mean([loss.mean() for loss in per_sequence]))
-    scale = max_response_length if mode == "seq-mean-token-sum-norm" else 1
-    return total / len(per_sequence) / scale
+T_MAX = 16
 
 
 @st.composite
 def batches(draw, largest_delta):
-    B, T = draw(st.integers(1, 5)), draw(st.integers(1, 8))
+    """logp, old, advantage, mask [B, T]: no row, no token, single tokens and whole rows among them."""
+    B, T = draw(st.integers(0, 5)), draw(st.integers(0, 8))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     old = -rng.exponential(1.0, (B, T))
     logp = old + rng.normal(0, 1, (B, T)) * draw(st.sampled_from([0.0, 1e-4, 0.1, largest_delta]))
-    return logp, old, rng.normal(0, 1, (B, T)), rng.random((B, T)) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    advantage = rng.normal(0, 1, (B, draw(st.sampled_from([1, T])))) * np.ones((B, T))
+    mask = rng.random((B, T)) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    if draw(st.booleans()):
+        mask &= mask.cumsum(1) == 1  # sequences of a single token
+    return logp, old, advantage, mask
 
 
 options = st.fixed_dictionaries(
     {
         "kind": st.sampled_from(IMPORTANCE_SAMPLINGS),
         "mode": st.sampled_from(LOSS_AGG_MODES),
-        "clip": st.sampled_from([(3e-4, 4e-4), (0.2, 0.27), (0.0, 0.0)]),
+        "clip": st.sampled_from([(3e-4, 4e-4), (0.2, 0.27), (0.0, 0.0), (1.0, 5.0)]),
         "dual_clip": st.sampled_from([None, 1.4, 3.0]),
     }
 )
 
 
-def run(batch, option, dtype):
+def expected(batch, option, **counts):
+    clip, dual_clip = option["clip"], option["dual_clip"]
+    return reference.loss_and_gradient(*batch, option["kind"], *clip, dual_clip, option["mode"], T_MAX, **counts)
+
+
+def size(batch, option):
+    """Sum of what is added up, without signs: rounding is relative to it where terms cancel. At least 1."""
     logp, old, advantage, mask = batch
-    logp_BT = torch.tensor(logp, dtype=dtype).requires_grad_()
+    ratio = reference.ratios(logp, old, mask, option["kind"])
+    terms = reference.token_losses(ratio, advantage, *option["clip"], option["dual_clip"])
+    return max(1.0, float(np.abs(terms * reference.token_weights(mask, option["mode"], T_MAX)).sum()))
+
+
+def run(batch, option, dtype=torch.float64, **counts):
+    logp_BT, old_BT, A_BT = (torch.tensor(x, dtype=dtype) for x in batch[:3])
     result = policy_loss(
-        logp_BT,
-        torch.tensor(old, dtype=dtype),
-        torch.tensor(advantage, dtype=dtype),
-        torch.tensor(mask),
+        logp_BT.requires_grad_(),
+        old_BT,
+        A_BT,
+        torch.tensor(batch[3]),
         importance_sampling=option["kind"],
         pg_clip_low=option["clip"][0],
         pg_clip_high=option["clip"][1],
         dual_clip=option["dual_clip"],
         loss_agg_mode=option["mode"],
-        max_response_length=16,
+        max_response_length=T_MAX,
+        **counts,
     )
     result.loss.backward()
     return result, logp_BT.grad
@@ -76,10 +75,47 @@ def run(batch, option, dtype):
 
 @settings(max_examples=300, deadline=None)
 @given(batches(largest_delta=3.0), options)
-def test_value_equals_the_reference(batch, option):
-    expected = reference_loss(*batch, option["kind"], *option["clip"], option["dual_clip"], option["mode"], 16)
-    result, _ = run(batch, option, torch.float64)
-    assert math.isclose(result.loss.item(), expected, rel_tol=1e-10, abs_tol=1e-12)
+def test_value_and_gradient_equal_the_reference(batch, option):
+    result, grad_BT = run(batch, option)
+    loss, gradient = expected(batch, option)
+    allowed = 1e-12 * size(batch, option)
+    assert math.isclose(result.loss.item(), loss, rel_tol=1e-10, abs_tol=allowed)
+    np.testing.assert_allclose(grad_BT.numpy(), gradient, rtol=1e-9, atol=allowed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(largest_delta=1.0), options)
+def test_bf16_inputs_lose_nothing_but_their_own_rounding(batch, option):
+    *numbers, mask = batch
+    rounded = [torch.tensor(x, dtype=torch.bfloat16).double().numpy() for x in numbers]
+    result, grad_BT = run(batch, option, torch.bfloat16)
+    loss, gradient = expected((*rounded, mask), option)
+    allowed = 3e-6 * size((*rounded, mask), option)
+    assert math.isclose(result.loss.item(), loss, rel_tol=1e-5, abs_tol=allowed)
+    np.testing.assert_allclose(grad_BT.double().numpy(), gradient, rtol=1e-2, atol=allowed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(largest_delta=1.0), options, st.integers(0, 2**32 - 1))
+def test_any_cut_into_micro_batches_adds_up_to_the_whole(batch, option, seed):
+    """Rows in any order, any number a micro-batch, trimmed to its longest row; N and M are the step's."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(batch[0]))
+    cuts = np.split(order, np.sort(rng.integers(0, len(order) + 1, 2)))
+    counts = {"num_sequences": int(batch[3].any(1).sum()), "num_tokens": int(batch[3].sum())}
+    whole, whole_BT = run(batch, option)
+    loss, parts, grad_BT = 0.0, [], torch.zeros_like(whole_BT)
+    for rows in cuts:
+        used = batch[3][rows].any(0).nonzero()[0]
+        width = used[-1] + 1 if len(used) else 0
+        part, grad_RT = run(tuple(x[rows, :width] for x in batch), option, **counts)
+        loss += part.loss.item()
+        grad_BT[rows, :width] = grad_RT
+        parts.append(part.stats)
+    allowed = 1e-12 * size(batch, option)
+    assert math.isclose(loss, whole.loss.item(), rel_tol=1e-10, abs_tol=allowed)
+    torch.testing.assert_close(grad_BT, whole_BT, rtol=1e-10, atol=allowed)
+    assert figures(merge(parts)) == pytest.approx(figures(whole.stats), rel=1e-9, abs=1e-7)
 
 
 @settings(max_examples=200, deadline=None)
@@ -90,3 +126,42 @@ def test_extreme_ratios_stay_finite(batch, option, dtype):
     assert bool(torch.isfinite(grad_BT).all())
     assert not grad_BT[~torch.tensor(batch[3])].any()
     assert all(math.isfinite(value) for value in figures(result.stats).values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(largest_delta=3.0), options)
+def test_the_clipped_shares_are_those_of_the_reference(batch, option):
+    logp, old, advantage, mask = batch
+    reported = figures(run(batch, option)[0].stats)
+    ratio, (low, high) = reference.ratios(logp, old, mask, option["kind"]), option["clip"]
+    below, above = mask & (ratio < 1 - low), mask & (ratio > 1 + high)
+    lost = {"low": below & (advantage < 0), "high": above & (advantage > 0)}
+    num_sequences, num_tokens = max(1, mask.any(1).sum()), max(1, mask.sum())
+    for side, tokens in lost.items():
+        assert reported[f"clipped_{side}_tokens"] == pytest.approx(tokens.sum() / num_tokens)
+        assert reported[f"clipped_{side}_sequences"] == pytest.approx(tokens.any(1).sum() / num_sequences)
+    assert reported["outside_clip_sequences"] == pytest.approx((below | above).any(1).sum() / num_sequences)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(largest_delta=30.0), st.sampled_from(["k1", "k2", "k3"]))
+def test_kl_equals_the_reference(batch, kind):
+    logp, ref, _, _ = batch
+    found_BT = kl_divergence(torch.tensor(logp), torch.tensor(ref), kind)
+    np.testing.assert_allclose(found_BT.numpy(), reference.kl(logp, ref, kind), rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(largest_delta=2.0), st.sampled_from(["sequence", "token"]))
+def test_behavior_weights_equal_the_reference(batch, level):
+    old, behavior, _, mask = batch
+    compared = tuple(torch.tensor(x) for x in (old, behavior, mask))
+    expected_w = reference.behavior_weight(old, behavior, mask, level)
+    capped_BT, _ = behavior_weights(*compared, behavior_correction="truncate", behavior_level=level, bounds=(0.0, 2.0))
+    np.testing.assert_allclose(capped_BT.numpy(), np.minimum(expected_w, 2.0), rtol=1e-10)
+    weight_BT, keep_BT = behavior_weights(
+        *compared, behavior_correction="mask", behavior_level=level, bounds=(0.5, 2.0)
+    )
+    inside = (expected_w >= 0.5) & (expected_w <= 2.0)
+    np.testing.assert_allclose(weight_BT.numpy(), np.where(inside, expected_w, 0.0), rtol=1e-10)
+    assert (keep_BT.numpy() == inside).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -271,6 +272,57 @@ def test_max_refill_batches_without_a_trained_group_end_the_run(scored, fill) ->
         "4 groups in a row failed or were filtered, none was trained; the last one, group 23, was failed: hangs"
     )
     assert [settled.group for settled in hopeless.settled] == [23]
+
+
+def test_groups_without_spread_are_dropped_and_others_fill_the_batch(scored, fill) -> None:
+    a = assembler(filter_zero_spread=True)
+    for number in range(2):
+        a.add(scored(0, number, reward=0.1))
+    fill(a, 1)
+    expected = SettledGroup(0, Settlement.FILTERED, "zero spread: every reward is 0.1")
+    assert a.next_batch(0, {2: 0}) == Waiting("groups", "1 of 2 groups", (expected,))
+    fill(a, 2)
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    assert (batch.groups, batch.settled) == ((1, 2), ())
+
+
+def test_spread_is_that_of_the_rollouts_that_count(scored) -> None:
+    a = assembler(filter_zero_spread=True, mask_truncated=True)
+    a.add(scored(0, 0, reward=1.0, num_rollouts=4))
+    a.add(scored(0, 1, reward=None, num_rollouts=4))
+    a.add(scored(0, 2, reward=0.0, num_rollouts=4, outcome=OUTCOME_TRUNCATED))
+    a.add(scored(0, 3, reward=1.0, num_rollouts=4))
+    (settled,) = a.next_batch(0, {}).settled
+    assert (settled.settlement, settled.reason) == (Settlement.FILTERED, "zero spread: every reward is 1")
+
+
+def test_a_batch_that_max_refill_batches_could_not_fill_is_trained_as_it_is(scored, fill) -> None:
+    a = assembler(filter_zero_spread=True, max_refill=2)
+    fill(a, 0)
+    for group in range(1, 5):
+        assert isinstance(a.next_batch(0, {}), Waiting)
+        for number in range(2):
+            a.add(scored(group, number))
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    assert (batch.groups, [settled.group for settled in batch.settled]) == ((0,), [4])
+    fill(a, 6)
+    assert isinstance(a.next_batch(1, {}), Waiting)  # the count begins anew
+
+
+def test_a_long_answer_has_its_reward_lowered_and_the_log_says_so(scored) -> None:
+    a = assembler(rollout_batch_size=1, response_length=10, overlong_buffer=4, overlong_penalty=2.0)
+    a.add(scored(0, 0, version=[0] * 7, num_rollouts=3))
+    a.add(scored(0, 1, version=[0] * 6 + [-1] * 3, num_rollouts=3))  # what the policy did not sample costs nothing
+    a.add(scored(0, 2, version=[0] * 10, num_rollouts=3, reward=None))
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    rows = {row.number: row for row in batch.rows}
+    assert [rows[number].reward for number in range(3)] == [0.5, 1.0, None]
+    assert rows[0].advantage == pytest.approx(-rows[1].advantage)
+    parts = [{part["name"]: part["value"] for part in json.loads(rows[number].parts_json)} for number in range(3)]
+    assert parts == [{"exact": 1.0, "overlong": -0.5}, {"exact": 1.0}, {}]
 
 
 # Age

@@ -33,6 +33,7 @@ class Run:
             num_return_sequences_in_group=NUM_ROLLOUTS,
             num_mini_batches=2,
             mask_truncated=True,
+            filter_zero_spread=failing > 0,
             max_refill=NUM_GROUPS,
         )
         self.assembler = Assembler(algorithm, staleness, seed=1, settlements=Settlements(), moments=RunningMoments())
@@ -116,6 +117,9 @@ def test_each_group_is_settled_once_and_nothing_too_old_counts(
     for batch in run.batches:
         assert {row.group for row in batch.rows} == set(batch.groups)
         assert len(batch.rows) == NUM_ROLLOUTS * len(batch.groups)
+        if failing:
+            for group in batch.groups:
+                assert len({row.reward for row in batch.rows if row.group == group and row.skipped != "failed"}) == 2
         for row in batch.rows:
             if row.skipped is None and row.mask.any():
                 assert batch.step - 1 - row.version[row.mask].min() <= max_lag
