@@ -105,7 +105,7 @@ SIZE = [
         "sys.setrecursionlimit(10**9)\nf = lambda: [].sort(key=g) or [0].sort(key=g)\ng = lambda _: f()\nf()",
         "crash",
     ),
-    Attack("a million numbers", "global values\nreturn [1.0] * 1_000_000", None),
+    Attack("a million numbers", "return [1.0] * 1_000_000", "output_too_large"),
     Attack("a huge answer", "return [{'x' * 2**23: 1.0}]", "output_too_large"),
 ]
 END = [
@@ -225,16 +225,16 @@ REPLIES = [
     ),
     Attack(
         "a deep frame",
-        "frame = b'[' * 100_000\nos.write(3, len(frame).to_bytes(8, 'big') + frame)",
+        "frame = b'\\x91' * 100_000\nos.write(3, len(frame).to_bytes(8, 'big') + frame)",
         "forbidden",
     ),
     Attack("json changed", "json.dumps = json.JSONEncoder.encode = lambda *a, **k: '{}'", None),
     Attack(
         "the harness changed",
         "w = sys.modules['inside.worker']\nw.serve = w.list_values = w.Frames.read = w.plain_value = None",
-        "exception",
+        None,
     ),
-    Attack("builtins changed", "builtins.len = builtins.isinstance = lambda *a: 100", "crash"),
+    Attack("builtins changed", "builtins.len = builtins.isinstance = lambda *a: 100", "forbidden"),
 ]
 ALL = [*TIME, *SIZE, *END, *PROCESSES, *NETWORK, *FILES, *REPLIES]
 

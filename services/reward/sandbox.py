@@ -30,6 +30,8 @@ Neighbours: calls.py has the types, scorer.py and the doors call, crew.py has th
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import signal
 import time
 from collections import Counter
@@ -45,14 +47,12 @@ from services.reward.imports import packages_to_share
 from services.reward.start import Level
 from services.reward.supervisor_link import CannotStart
 from services.reward.values import failure_of
-from services.reward.worker_link import StaleAnswer, WorkerGone, WorkerLink
+from services.reward.worker_link import Spoiled, WorkerGone, WorkerLink
 
 # Packages are imported before by the supervisor: this is the user's own code at the top of its file.
 LOAD_TIMEOUT_S = 30.0
 FIRST_LOOK_S, LOOK_S = 0.05, 0.1
 _END_S = 1.0
-# After these the worker is as good as before; after any other kind it may be full, short of something, or gone.
-_HARMLESS = ("exception", "invalid_return")
 log = structlog.get_logger()
 
 
@@ -107,7 +107,7 @@ class Sandbox:
             CallFailed: The file raises, takes too long, or holds no function that can be called; `loading` is set.
         """
         async with self._free:
-            self._crew.keep(None, await self._new_worker())
+            self._crew.keep(None, await self._new_worker(None))
         return self.signature
 
     async def call(self, question: Question, *, session: str | None = "") -> Answer:
@@ -119,12 +119,19 @@ class Sandbox:
         Raises:
             CallFailed: There are no values; the next call finds a fresh worker where this one cannot be trusted.
         """
+        full = self._free.locked() and self.limits.cpu_s is None
+        if full and session is not None and (worker := self._crew.share(session)):
+            with contextlib.suppress(Spoiled):
+                return await self._call_shared(worker, question)
         async with self._free:
             try:
-                answer = await self._call_once(question, session)
-            except StaleAnswer:  # an earlier call spoiled the worker: not this one's fault
-                answer = await self._call_once(question, None)
-        return answer
+                return await self._call_once(question, session)
+            except Spoiled:  # by another call: not this one's fault
+                pass
+            try:
+                return await self._call_once(question, None)
+            except Spoiled as error:  # nobody else was there
+                raise CallFailed("forbidden", "its process wrote into the channel of results") from error
 
     async def close(self) -> None:
         """Wait for the calls under way, then end every process."""
@@ -135,38 +142,61 @@ class Sandbox:
             self._free.release()
 
     async def _call_once(self, question: Question, session: str | None) -> Answer:
-        worker = await self._crew.take(session) or await self._new_worker()
-        started, result, keep = time.perf_counter(), "cancelled", False
+        """A call by a worker that nobody else takes meanwhile; it is kept for the session, or ended."""
+        worker = await self._crew.take(session) or await self._new_worker(session)
+        keep = False
         try:
-            answer = await self._ask(worker, question, self.limits.timeout_s)
-            result = "ok"
-            keep = session is not None and not answer.get("threads_left")
-            return Answer(_values(answer), worker.output, time.perf_counter() - started)
+            answer = await self._counted(worker, question)
+            keep = True
+            return answer
         except CallFailed as error:
-            result = error.kind
-            keep = session is not None and bool(error.error_type) and error.kind in _HARMLESS
-            seen = {"traceback": error.traceback, "output": error.output}
-            log.warning("reward_call_failed", function=self.code.name, kind=error.kind, reason=str(error), **seen)
-            raise
-        except StaleAnswer:
-            result = "stale"
+            keep = _is_harmless(error)
             raise
         finally:
-            if result != "stale":
-                self.counts.add(result, time.perf_counter() - started)
-            if keep and session is not None:
+            if keep and session is not None and not worker.spoiled:
                 self._crew.keep(session, worker)
             else:
                 await asyncio.shield(self._crew.end(worker))
 
-    async def _new_worker(self) -> WorkerLink:
+    async def _call_shared(self, worker: WorkerLink, question: Question) -> Answer:
+        """A call that waits in the channel of a worker behind another's, whose caller keeps or ends it."""
+        try:
+            return await self._counted(worker, question)
+        except Spoiled:
+            raise
+        except BaseException as error:
+            if not (isinstance(error, CallFailed) and _is_harmless(error)):
+                await asyncio.shield(self._crew.discard(worker))
+            raise
+
+    async def _counted(self, worker: WorkerLink, question: Question) -> Answer:
+        started, result = time.perf_counter(), "cancelled"
+        try:
+            answer = await self._ask(worker, question, self.limits.timeout_s)
+            result = "ok"
+            if answer.get("threads_left"):
+                worker.spoiled = True
+            return Answer(_values(answer), answer["output"], time.perf_counter() - started)
+        except CallFailed as error:
+            result = error.kind
+            seen = {"traceback": error.traceback, "output": error.output}
+            log.warning("reward_call_failed", function=self.code.name, kind=error.kind, reason=str(error), **seen)
+            raise
+        except Spoiled:
+            result = ""
+            raise
+        finally:
+            if result:
+                self.counts.add(result, time.perf_counter() - started)
+
+    async def _new_worker(self, session: str | None) -> WorkerLink:
         """A worker with the code loaded.
 
         Raises:
             CallFailed: It cannot be loaded.
         """
         try:
-            worker = await self._crew.start()
+            worker = await self._crew.start(session)
         except (CannotStart, ConnectionError) as error:
             raise CallFailed("crash", f"the sandbox cannot be started: {error}", loading=True) from error
         question = {
@@ -184,7 +214,7 @@ class Sandbox:
             if isinstance(error, CallFailed):
                 error.loading, error.args = True, (f"cannot be loaded: {error}",)
                 raise
-            if isinstance(error, StaleAnswer | KeyError | TypeError):
+            if isinstance(error, Spoiled | KeyError | TypeError):
                 text = "cannot be loaded: its process wrote into the channel of results"
                 raise CallFailed("forbidden", text, loading=True) from error
             raise
@@ -205,9 +235,6 @@ class Sandbox:
         timer = asyncio.get_running_loop().call_later(FIRST_LOOK_S, watch)
         try:
             answer = await worker.ask(question, timeout_s)
-        except CallFailed as error:
-            error.output = worker.output
-            raise
         except WorkerGone:
             raise await self._why_gone(worker) from None
         finally:
@@ -215,7 +242,7 @@ class Sandbox:
             if watching:
                 watching.cancel()
         if "error" in answer:
-            raise _failure(answer["error"], worker.output)
+            raise _failure(answer["error"], answer["output"])
         return answer
 
     async def _watch(self, worker: WorkerLink, used_s: float) -> None:
@@ -235,7 +262,17 @@ class Sandbox:
         return CallFailed(kind, f"its process died ({_cause(code)}){_last(output)}", output=output)
 
 
+def _is_harmless(error: CallFailed) -> bool:
+    """Whether the worker is as good as before: after other failures it may be full, short of something, or gone."""
+    return error.kind in ("exception", "invalid_return") and bool(error.error_type)
+
+
 def _values(answer: dict[str, Any]) -> Any:
+    if isinstance(text := answer.get("values_json"), str):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CallFailed("invalid_return", f"returned something that is not JSON: {error}") from error
     if "values" not in answer:
         raise CallFailed("forbidden", "its process answered something else than values")
     return answer["values"]

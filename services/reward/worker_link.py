@@ -8,44 +8,59 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import math
 import os
 import secrets
 import socket
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from services.reward.calls import CallFailed, FailureKind
-from services.reward.inside.worker import HEAD_BYTES
+from services.reward.inside.frames import HEAD_BYTES, NoFrame, body_size, frame, read
 
 MAX_ANSWER_BYTES = 4 * 2**20
 MAX_OUTPUT_BYTES = 4 * 2**20
 OUTPUT_KEPT_BYTES = 16384
 _CHUNK = 65536
-_encode, _decode = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDecoder().decode
+# Behind a call that takes longer no other one waits in the channel.
+QUICK_S = 0.005
 
 
 class WorkerGone(Exception):  # noqa: N818 - a fact about a process
     """The worker closed its channel without an answer."""
 
 
-class StaleAnswer(Exception):  # noqa: N818 - a fact about a frame
-    """Something came that answers no question, or an earlier one again: an earlier call wrote into the channel."""
+class Spoiled(Exception):  # noqa: N818 - a fact about another call
+    """Another call made this worker useless: it wrote into the channel, or it was ended with it. Ask elsewhere."""
+
+
+@dataclass
+class _Call:
+    """A question under way."""
+
+    mark: str
+    timeout_s: float
+    answer: asyncio.Future[dict[str, Any]]
 
 
 class WorkerLink(asyncio.Protocol):
-    """One worker; one question at a time.
+    """One worker. It answers one question after another; a second one may wait in its channel meanwhile.
 
     Attributes:
         number: Its number with the supervisor.
+        spoiled: Whether it is to answer no further call.
     """
 
     def __init__(self, number: int, output: int) -> None:
-        self.number = number
+        self.number, self.spoiled = number, False
         self._output_fd = output
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
-        self._answer: asyncio.Future[dict[str, Any]] | None = None
-        self._mark = self._last_mark = ""
+        self._calls: deque[_Call] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._began, self._last_s = 0.0, math.inf
+        self._last_mark = ""
         self._tail, self._num_printed = b"", 0
 
     @classmethod
@@ -60,47 +75,52 @@ class WorkerLink(asyncio.Protocol):
         return link
 
     async def ask(self, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a question and wait for its answer.
+        """Send a question and wait for its answer; its time begins when those before it are answered.
 
         Raises:
             CallFailed: timeout, output_too_large, forbidden (a frame that is no answer), or what `fail` was given.
             WorkerGone: The process ended.
-            StaleAnswer: The answer is another question's; the worker cannot be used any more.
+            Spoiled: The worker cannot be used any more, and not because of this question.
         """
-        loop = asyncio.get_running_loop()
-        if self._transport is None:
-            raise WorkerGone
-        if self._buffer:  # said before it was asked
-            raise StaleAnswer
-        self._answer = loop.create_future()
-        self._last_mark, self._mark = self._mark, secrets.token_hex(8)
-        self._tail, self._num_printed = b"", 0
-        body = _encode(question | {"id": self._mark}).encode()
-        timer = loop.call_later(timeout_s, self.fail, "timeout", f"took longer than {timeout_s:g} s and was killed")
+        if self._transport is None or (self._buffer and not self._calls):  # what is there was said before it was asked
+            raise Spoiled
+        call = _Call(secrets.token_hex(8), timeout_s, asyncio.get_running_loop().create_future())
+        asked = frame(question | {"id": call.mark})
+        self._calls.append(call)
+        if len(self._calls) == 1:
+            self._begin(call)
+        self._transport.write(asked)
         try:
-            self._transport.write(len(body).to_bytes(HEAD_BYTES, "big") + body)
-            return await self._answer
+            return await call.answer
         finally:
-            timer.cancel()
-            self._answer = None
+            if call in self._calls:  # it was given up, and its answer would come for the next one
+                self.spoiled = True
 
     @property
     def alive(self) -> bool:
         """Whether its channel is open."""
         return self._transport is not None
 
+    @property
+    def takes_another(self) -> bool:
+        """Whether one more question may wait in its channel: its calls are quick, and none waits yet."""
+        return self.alive and not self.spoiled and len(self._calls) == 1 and self._last_s < QUICK_S
+
     def fail(self, kind: FailureKind, text: str) -> None:
         """End the call under way with a failure."""
-        self._end(CallFailed(kind, text))
+        error = CallFailed(kind, text)
+        error.output = self._tail.decode(errors="replace")
+        self._end(error)
 
     @property
     def output(self) -> str:
-        """The end of what was printed since the last question."""
+        """The end of what was printed since the call under way, or the last one, began."""
         self._read_output()
         return self._tail.decode(errors="replace")
 
     def close(self) -> None:
-        """Close the channel and the output."""
+        """Close the channel and the output; questions that wait are to be asked elsewhere."""
+        self._end(Spoiled())
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -120,6 +140,13 @@ class WorkerLink(asyncio.Protocol):
         self._transport = None
         self._end(WorkerGone())
 
+    def _begin(self, call: _Call) -> None:
+        loop = asyncio.get_running_loop()
+        text = f"took longer than {call.timeout_s:g} s and was killed"
+        self._timer = loop.call_later(call.timeout_s, self.fail, "timeout", text)
+        self._began = loop.time()
+        self._tail, self._num_printed = b"", 0
+
     def data_received(self, data: bytes) -> None:
         """Called by the loop."""
         self._buffer += data
@@ -128,37 +155,58 @@ class WorkerLink(asyncio.Protocol):
     def _read_frame(self) -> None:
         if len(self._buffer) < HEAD_BYTES:
             return
-        size = int.from_bytes(self._buffer[:HEAD_BYTES], "big")
+        size = body_size(self._buffer)
         if size > MAX_ANSWER_BYTES:
             # A size beyond any memory is no answer that grew too large but something else in the channel.
             kind: FailureKind = "output_too_large" if size < 2**40 else "forbidden"
             text = f"its answer has {size} bytes, and at most {MAX_ANSWER_BYTES} are read"
             self.fail(kind, text if kind == "output_too_large" else "its process wrote into the channel of results")
             return
-        if self._answer is None and len(self._buffer) > MAX_ANSWER_BYTES + HEAD_BYTES and self._transport:
+        if not self._calls and len(self._buffer) > MAX_ANSWER_BYTES + HEAD_BYTES and self._transport:
             self._transport.pause_reading()
-        if self._answer is None or len(self._buffer) < HEAD_BYTES + size:
+        if not self._calls or len(self._buffer) < HEAD_BYTES + size:
             return
-        body = bytes(self._buffer[HEAD_BYTES : HEAD_BYTES + size])
+        head, body = self._buffer[:HEAD_BYTES], bytes(self._buffer[HEAD_BYTES : HEAD_BYTES + size])
         del self._buffer[: HEAD_BYTES + size]
-        self._take(body)
-
-    def _take(self, body: bytes) -> None:
         try:
-            answer = _decode(body.decode())
-        except (ValueError, RecursionError):  # not UTF-8, not JSON, or too deep
+            answer = read(head, body)
+        except NoFrame:
             answer = None
+        self._take(answer)
+
+    def _take(self, answer: Any) -> None:
         mark = answer.get("id") if isinstance(answer, dict) else None
-        if mark == self._mark and self._answer and not self._answer.done():
-            self._answer.set_result(answer)
+        call = self._calls[0]
+        if mark == call.mark:
+            self._finish(call, answer)
         elif mark is not None and mark == self._last_mark:
-            self._end(StaleAnswer())
+            self._end(Spoiled())
         else:
             self.fail("forbidden", "its process wrote into the channel of results")
 
+    def _finish(self, call: _Call, answer: dict[str, Any]) -> None:
+        self._read_output()
+        answer["output"] = self._tail.decode(errors="replace")
+        self._calls.popleft()
+        if self._timer:
+            self._timer.cancel()
+        self._last_mark, self._last_s = call.mark, asyncio.get_running_loop().time() - self._began
+        if not call.answer.done():
+            call.answer.set_result(answer)
+        if self._calls:
+            self._begin(self._calls[0])
+            self._read_frame()
+
     def _end(self, error: Exception) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
+        """End the call under way with an error; those that wait are to be asked elsewhere."""
+        self.spoiled = True
+        if self._timer:
+            self._timer.cancel()
+        while self._calls:
+            call = self._calls.popleft()
+            if not call.answer.done():
+                call.answer.set_exception(error)
+            error = Spoiled()
 
     def _read_output(self) -> None:
         if self._output_fd < 0:

@@ -1,9 +1,9 @@
 """One worker: the process that user code runs in. It loads the code and answers questions on a socket of its own.
 
 It starts as a copy of the supervisor, already confined. User code shares this process and can do to it what it
-likes: what comes from here is the user's word and nothing more, and the parent treats it so. A frame is 8 bytes of
-length, big-endian, and JSON; an answer repeats the question's id, which is new for each question.
-Neighbours: supervisor.py forks it, services/reward/worker_link.py is the other end.
+likes: what comes from here is the user's word and nothing more, and the parent treats it so. An answer repeats the
+question's id, which is new for each question.
+Neighbours: supervisor.py forks it, frames.py, and services/reward/worker_link.py is the other end.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .frames import HEAD_BYTES, body_size, frame, read
 from .recognise import Unfit, find_environment, find_function
 from .results import InvalidReturn, describe_error, list_values, nameless_error, plain_value, type_name
 
-HEAD_BYTES = 8
 _CHUNK_BYTES = 2**18
 MODULE_PREFIX = "reward_file_"
 _TASKS = "/proc/self/task"
 # Bound before user code can put something else in their place.
-_encode, _decode = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDecoder().decode
+_frame, _read = frame, read
 
 
 def serve(channel: socket.socket) -> None:
@@ -39,8 +39,7 @@ def serve(channel: socket.socket) -> None:
         if (left := _num_threads() - num_threads) > 0:
             answer["threads_left"] = left
         _flush()
-        data = _bytes(answer, question["id"])
-        channel.sendall(len(data).to_bytes(HEAD_BYTES, "big") + data)
+        channel.sendall(_framed(answer, question["id"]))
 
 
 def _answer(worker: Worker, question: dict[str, Any]) -> dict[str, Any]:
@@ -53,12 +52,12 @@ def _answer(worker: Worker, question: dict[str, Any]) -> dict[str, Any]:
             return {"error": nameless_error(again)}
 
 
-def _bytes(answer: dict[str, Any], mark: str) -> bytes:
+def _framed(answer: dict[str, Any], mark: str) -> bytes:
     answer["id"] = mark
     try:
-        return _encode(answer).encode()
+        return _frame(answer)
     except (MemoryError, RecursionError, ValueError, TypeError) as error:
-        return _encode({"error": nameless_error(error), "id": mark}).encode()
+        return _frame({"error": nameless_error(error), "id": mark})
 
 
 def _num_threads() -> int:
@@ -87,12 +86,11 @@ class Frames:
         """The next question; None when the channel is closed."""
         if not self._fill(HEAD_BYTES):
             return None
-        end = HEAD_BYTES + int.from_bytes(self._buffer[:HEAD_BYTES], "big")
+        end = HEAD_BYTES + body_size(self._buffer)
         if not self._fill(end):
             return None
-        body = self._buffer[HEAD_BYTES:end].decode()
+        question: dict[str, Any] = _read(self._buffer[:HEAD_BYTES], bytes(self._buffer[HEAD_BYTES:end]))
         del self._buffer[:end]
-        question: dict[str, Any] = _decode(body)
         return question
 
     def _fill(self, size: int) -> bool:
@@ -119,7 +117,7 @@ class Worker:
             return {"signature": self._load(question)}
         if "function" in question:
             function = self._functions[question["function"]]
-            return {"values": _json_value(self._wait(function(**question["arguments"])))}
+            return {"values_json": _as_json(self._wait(function(**question["arguments"])))}
         if "rows" in question:
             return {"values": self._call_rows(question["rows"])}
         return {"values": list_values(self._wait(self._call(question["arguments"])))}
@@ -180,13 +178,12 @@ def _nothing_loaded(**_given: Any) -> Any:
     raise Unfit("is not loaded")
 
 
-def _json_value(value: Any) -> Any:
-    """The value, where JSON can carry it: tuples become lists, and nothing else changes."""
+def _as_json(value: Any) -> str:
+    """The value, where JSON can carry it: tuples become lists."""
     try:
-        text = json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidReturn(f"returned {type_name(value)} that JSON cannot carry: {error}") from error
-    return _decode(text)
 
 
 def load_module(path: str, source: str, folders: list[str]) -> types.ModuleType:

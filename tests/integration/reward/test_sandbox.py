@@ -96,19 +96,21 @@ async def test_a_thread_that_outlives_its_call_is_gone_before_the_next(level: An
 async def test_a_forged_answer_spoils_no_later_call(level: Any) -> None:
     """The harness's own question is found in memory and answered by the function: its own result, and no other's."""
     text = (
-        "import gc, json, os\n"
+        "import os, sys\n"
         "def reward(completions):\n"
-        "    if completions == ['forge']:\n"
-        "        ids = {d['id'] for d in gc.get_objects() if isinstance(d, dict) and 'arguments' in d and 'id' in d}\n"
-        "        for one in ids:\n"
-        "            frame = json.dumps({'id': one, 'values': [100.0]}).encode()\n"
-        "            os.write(3, len(frame).to_bytes(8, 'big') + frame)\n"
+        "    frame = sys._getframe()\n"
+        "    while completions == ['forge'] and frame:\n"
+        "        if 'question' in frame.f_locals:\n"
+        "            forged = {'id': frame.f_locals['question']['id'], 'values': [100.0]}\n"
+        "            os.write(3, sys.modules['inside.frames'].frame(forged))\n"
+        "            break\n"
+        "        frame = frame.f_back\n"
         "    return [1.0]\n"
     )
     async with sandbox_of(text, level) as sandbox:
         forged = (await ask(sandbox, "forge")).values
         after = [(await ask(sandbox, "x")).values for _ in range(3)]
-    assert forged in ([100.0], [1.0])
+    assert forged == [100.0]
     assert after == [[1.0]] * 3
 
 
@@ -237,9 +239,9 @@ async def test_slow_calls_do_not_hold_up_another_function(level: Any) -> None:
 
 async def test_no_supervisor_is_left_when_a_sandbox_is_closed(level: Any) -> None:
     async with sandbox_of("def reward(completions): return [1.0]", level) as sandbox:
-        assert sandbox._supervisor is not None
-        process = sandbox._supervisor._started.process
-        scratch = sandbox._supervisor._started.scratch
+        assert sandbox._crew._supervisor is not None
+        started = sandbox._crew._supervisor._started
+        process, scratch = started.process, started.scratch
         await ask(sandbox, "x")
     assert process.returncode is not None
     assert scratch is None or not scratch.exists()
@@ -273,6 +275,7 @@ for name in sys.argv[1].split():
 container.add_rule(
     pyseccomp.ERRNO(errno.EPERM), "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, 0x10000000, 0x10000000)
 )
+container.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
 container.load()
 try:
     print(asyncio.run(find_level("landlock")))
@@ -286,7 +289,7 @@ REFUSED = (
     r"reward.sandbox_minimum: is landlock, and this machine reaches rlimits: bubblewrap: a trial failed .*in a "
     r"container give it the security option.*; landlock: the kernel .* has no Landlock, or it is refused.*"
 )
-NO_NAMESPACES = "unshare mount setns pivot_root clone3"
+NO_NAMESPACES = "unshare mount setns pivot_root"
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def test_every_key_is_explained() -> None:
         ("staleness.on_stale", "wait | drop | mask", "wait", "", True),
         ("model.path", "text", "required", "", False),
         ("algorithm.pg_clip_low", "number | null", "null", "<= 1, > 0", False),
-        ("reward.functions", "list of {path, name, entry, weight}", "required", "at least 1", False),
+        ("reward.functions", "list of {path, name, entry, weight, reads}", "required", "at least 1", False),
         ("generation.engine", "mapping", "{}", "", True),
     ],
 )
