@@ -69,7 +69,9 @@ class ResetRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     TASK_JSON_FIELD_NUMBER: _builtins.int
     environment: _builtins.str
+    """a registered name"""
     version: _builtins.str
+    """content hash, or its beginning; empty is the active one"""
     task_json: _builtins.str
     def __init__(
         self,
@@ -96,6 +98,7 @@ class StepRequest(_message.Message):
     ACTION_FIELD_NUMBER: _builtins.int
     environment: _builtins.str
     version: _builtins.str
+    """the one that the reset's reply named, so that a rollout stays with one"""
     state_json: _builtins.str
     action: _builtins.str
     """what the policy wrote, without special tokens"""
@@ -116,6 +119,34 @@ class StepRequest(_message.Message):
 Global___StepRequest: _TypeAlias = StepRequest  # noqa: Y015
 
 @_typing.final
+class EnvironmentFailure(_message.Message):
+    """How the environment's own code failed: the reply then has nothing else but the version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TRACEBACK_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """timeout, memory, crash, forbidden, output_too_large, invalid_return, exception"""
+    text: _builtins.str
+    traceback: _builtins.str
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        text: _builtins.str = ...,
+        traceback: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text", "traceback", b"traceback"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnvironmentFailure: _TypeAlias = EnvironmentFailure  # noqa: Y015
+
+@_typing.final
 class EnvironmentReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -124,12 +155,15 @@ class EnvironmentReply(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     state_json: _builtins.str
     observation_json: _builtins.str
     """text or chat messages"""
     reward: _builtins.float
     done: _builtins.bool
     version: _builtins.str
+    @_builtins.property
+    def failure(self) -> Global___EnvironmentFailure: ...
     def __init__(
         self,
         *,
@@ -138,10 +172,11 @@ class EnvironmentReply(_message.Message):
         reward: _builtins.float = ...,
         done: _builtins.bool = ...,
         version: _builtins.str = ...,
+        failure: Global___EnvironmentFailure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "observation_json", b"observation_json", "reward", b"reward", "state_json", b"state_json", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "failure", b"failure", "observation_json", b"observation_json", "reward", b"reward", "state_json", b"state_json", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from services.cli.reward_commands import app as reward_app
+
 app = typer.Typer(
     name="gspo",
     help="Reinforcement learning for language models: GSPO with vLLM, DeepSpeed and services that survive a crash.",
@@ -21,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="New here? [bold]gspo init my-run --model PATH[/], then [bold]gspo run my-run/config.yaml[/].",
 )
+app.add_typer(reward_app, name="reward")
 Plain = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")]
 
 

@@ -69,7 +69,8 @@ def eval_config(question: Question, folder: Path) -> Config:
     Raises:
         InputError: Neither a reward file nor a base configuration was given, or a value is out of bounds.
     """
-    given: dict[str, Any] = read_config(question.base).model_dump(mode="json") if question.base else {}
+    base = read_config(question.base) if question.base else None
+    given: dict[str, Any] = base.model_dump(mode="json") if base else {}
     if not given and question.reward is None:
         raise InputError(
             "--reward", "is missing", "Give the reward file: --reward reward.py, or a --config that has one"
@@ -80,6 +81,8 @@ def eval_config(question: Question, folder: Path) -> Config:
     prompts = str(question.prompts.resolve())
     given["data"] = {**given.get("data", {}), "prompts": prompts}
     given["evaluation"] = {**given.get("evaluation", {}), "prompts": prompts}
+    if base is not None:  # the run directory is a temporary one, and holds no registered functions
+        given["reward"]["registry"] = str(base.registry_dir)
     if question.reward is not None:
         given["reward"] = {**given.get("reward", {}), "functions": [{"path": str(question.reward.resolve())}]}
     for section, key, value in (

@@ -83,7 +83,7 @@ async def run_session(job: Job, view: View, screen: Screen, interrupts: Interrup
         job.run_dir / SERVICES_DIR, services.max_restarts, lambda text: screen.say(Line(text, "warning"))
     ) as supervisor:
         interrupts.supervisor = supervisor
-        redis, redis_url = await _start_redis(job, supervisor)
+        redis, redis_url = await start_redis(job, supervisor)
         try:
             watcher = Watcher(redis, view, screen.say)
             await watcher.forget_last_session()
@@ -100,7 +100,7 @@ async def run_session(job: Job, view: View, screen: Screen, interrupts: Interrup
             await redis.aclose()
 
 
-async def _start_redis(job: Job, supervisor: Supervisor) -> tuple[Redis, str]:
+async def start_redis(job: Job, supervisor: Supervisor) -> tuple[Redis, str]:
     """A client of the Redis that the services will use, and its address; starts one where none is given."""
     given = job.config.services.redis_url
     if given:
@@ -138,10 +138,10 @@ async def _until_over(
     """Return when the run has finished or was stopped; raise what ends it otherwise."""
     background = [watcher.poll(), _refresh(view, screen), supervisor.watch(), _start_in_time(job, watcher)]
     ends = [watcher.follow(), _stop_when_asked(job, view, screen, interrupts)]
-    await _first_of(ends, background)
+    await first_of(ends, background)
 
 
-async def _first_of(ends: list[Coroutine[Any, Any, None]], background: list[Coroutine[Any, Any, None]]) -> None:
+async def first_of(ends: list[Coroutine[Any, Any, None]], background: list[Coroutine[Any, Any, None]]) -> None:
     """Wait until one of `ends` returns, or anything raises."""
     deciding = {asyncio.create_task(end) for end in ends}
     tasks = deciding | {asyncio.create_task(task) for task in background}

@@ -47,7 +47,7 @@ def status(run_dir: Path | None, console: Console) -> None:
     if not is_held(run_dir) and config.services.redis_url is None:
         console.print(f"not running. Go on with it: gspo run --resume {run_dir}", highlight=False)
         return
-    _print_members(asyncio.run(_members(redis_url, config.name)), console)
+    _print_members(asyncio.run(read_members(redis_url, config.name)), console)
 
 
 def _newest(folder: Path) -> Path:
@@ -57,7 +57,12 @@ def _newest(folder: Path) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime)
 
 
-async def _members(url: str, run: str) -> list[Member]:
+async def read_members(url: str, run: str) -> list[Member]:
+    """Everyone who is registered with a run.
+
+    Raises:
+        InputError: Redis does not answer.
+    """
     redis = Redis.from_url(url, protocol=2, socket_connect_timeout=_ANSWER_S, socket_timeout=_ANSWER_S)
     try:
         return await members(redis, Keys(run))

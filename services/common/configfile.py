@@ -19,7 +19,15 @@ from services.common.config import Config
 from services.common.errors import InputError, nearest
 
 # Paths in a file are relative to that file, so that a folder can be moved as a whole.
-PATH_KEYS = ("data.prompts", "evaluation.prompts", "run.directory", "services.token_file", "learner.deepspeed")
+PATH_KEYS = (
+    "data.prompts",
+    "evaluation.prompts",
+    "learner.deepspeed",
+    "reward.registry",
+    "reward.tokens",
+    "run.directory",
+    "services.token_file",
+)
 
 
 @dataclass(frozen=True)
@@ -192,7 +200,8 @@ def _resolve_paths(config: Config, base: Path) -> Config:
         if isinstance(update[section][name], Path):
             update[section][name] = base / update[section][name]
     for function in update["reward"]["functions"]:
-        function["path"] = base / function["path"]
+        if function["path"] is not None:
+            function["path"] = base / function["path"]
         function["reads"] = [base / place for place in function["reads"]]
     if (base / update["model"]["path"]).exists():
         update["model"]["path"] = str(base / update["model"]["path"])
@@ -215,6 +224,8 @@ def _explain(error: ValidationError) -> InputError:
     if first["type"] == "value_error":
         key, _, rule = str(first["ctx"]["error"]).partition(": ")
         rule, _, fix = rule.rpartition(". ")
+        if where and not key.startswith(where.split(".")[0]):  # said from within a list, which knows no place
+            key = f"{where}.{key}"
         return InputError(key, rule, fix + more)
     return InputError(where, f"{first['input']!r} is not allowed: {first['msg']}", f"It is: {_meaning(where)}." + more)
 

@@ -13,6 +13,8 @@ MEMBER_TTL_S = 6
 HEARTBEAT_S = 1.5
 # Events are read by position and acknowledged by nobody, so trimming them loses no pending entry.
 EVENTS_KEPT = 10_000
+# Each replica of the reward service also appends to a file, which is never cut.
+AUDIT_KEPT = 10_000
 # What `paused` holds where a user asked for it.
 BY_A_USER = b"1"
 
@@ -94,6 +96,44 @@ class Keys:
     def paused(self) -> str:
         """Present while the issue of new groups is paused: BY_A_USER, or why."""
         return self._key("paused")
+
+
+@dataclass(frozen=True)
+class RegistryKeys:
+    """The keys of the registered reward functions: of all runs in one Redis, in a slot of their own.
+
+    No run is called `@rewards`, so no key of a run is one of these.
+    """
+
+    prefix: str = "gspo:{@rewards}:"
+
+    @property
+    def names(self) -> str:
+        """Set of every name, retired ones too."""
+        return f"{self.prefix}names"
+
+    def name(self, name: str) -> str:
+        """Hash of one name: kind, active, retired, revision, and `v:VERSION` -> who submitted it and when."""
+        return f"{self.prefix}name:{name}"
+
+    @property
+    def content(self) -> str:
+        """Hash `version` -> source, entry, limits, test cases, signature; written once, never changed."""
+        return f"{self.prefix}content"
+
+    @property
+    def changes(self) -> str:
+        """Counts changes of the registry; absent or lower than before means that Redis has lost some."""
+        return f"{self.prefix}changes"
+
+    @property
+    def audit(self) -> str:
+        """List of who changed what, the newest last."""
+        return f"{self.prefix}audit"
+
+    def usage(self, name: str, version: str) -> str:
+        """Hash of one version's calls: counts by result, times by bucket, the last failure."""
+        return f"{self.prefix}usage:{name}:{version}"
 
 
 # Consumer group of each stream: the service that reads it.

@@ -26,11 +26,15 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Probes:
-    """Answers the probes itself and hands every other path to the service's own app, behind the shared token."""
+    """Answers the probes itself and hands every other path to the service's own app, behind the shared token.
 
-    def __init__(self, service: Service, app: App | None = None) -> None:
+    Args:
+        guards_itself: The app knows who may call it; the shared token is not asked for here.
+    """
+
+    def __init__(self, service: Service, app: App | None = None, *, guards_itself: bool = False) -> None:
         self._service, self._app = service, app
-        token = service.options.token
+        token = "" if guards_itself else service.options.token
         self._expected = f"Bearer {token}".encode() if token else b""
         self._metrics: App = make_asgi_app()
         metrics.BUILD_INFO.labels(service.options.service, version("gspo")).set(1)

@@ -57,6 +57,11 @@ def _sampling(config: Config, temperature: float) -> Sampling:
 
 def _rewards(config: Config) -> list[RewardUse]:
     return [
-        RewardUse(name=function.name or function.path.stem, weight=function.weight)
+        RewardUse(
+            name=function.label,
+            version=function.version or "",
+            weight=function.weight,
+            part_weights=function.part_weights,
+        )
         for function in config.reward.functions
     ]

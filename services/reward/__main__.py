@@ -1,6 +1,6 @@
 """The reward service: `python -m services.reward`.
 
-What it does is in worker.py and scorer.py, its faces are in door.py.
+What it does is in worker.py and scorer.py, its faces are in door/.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ import structlog
 from gspo_proto.reward_pb2_grpc import add_RewardServicer_to_server
 from services.common.events import Events
 from services.common.members import Member, Registration
-from services.common.probes import HttpServer, Probes
+from services.common.probes import App, HttpServer, Probes
 from services.common.rpc import GrpcServer
 from services.common.runtime import Service, parse_options, run_service
+from services.reward.admission import Admission
+from services.reward.callers import Callers, RateLimit
 from services.reward.check import check
-from services.reward.door import GRPC_SERVICE, RewardServicer, rest_app
+from services.reward.door.app import rest_app
+from services.reward.door.guard import Guard
+from services.reward.door.routes import Desk
+from services.reward.door.servicer import GRPC_SERVICE, RewardServicer
+from services.reward.registry import Registry
 from services.reward.scorer import Scorer, open_scorer
+from services.reward.usage import UsageCounter
 from services.reward.worker import Worker
 
 GRPC_GRACE_S = 5.0
@@ -26,21 +33,28 @@ log = structlog.get_logger()
 
 async def live(service: Service) -> None:
     """Load the functions, open both doors, score until the run ends or a signal comes."""
-    events = Events(service.redis, service.keys, service.options.name)
+    config, name = service.config, service.options.name
+    events = Events(service.redis, service.keys, name)
     position = await events.newest()
-    run = service.config.name
-    async with open_scorer(service.config.reward, name=service.options.name, session=run) as scorer:
-        if found := scorer.containment:
-            service.facts["sandbox"] = str(found)
-            log.info("sandbox", level=found.level.name, parts=found.parts, lacks=found.level.lacks)
-        await _serve(service, scorer, events, position)
+    registry = Registry(service.redis, config.registry_dir, replica=name)
+    usage = UsageCounter(service.redis)
+    opened = open_scorer(config.reward, name=name, session=config.name, registry=registry, usage=usage)
+    async with opened as scorer:
+        found = scorer.library.containment
+        service.facts["sandbox"] = str(found)
+        log.info("sandbox", level=found.level.name, parts=found.parts, lacks=found.level.lacks)
+        guard = Guard(Callers(service.options.token, config.reward.tokens), RateLimit(config.reward.calls_per_minute))
+        admission = Admission(scorer.library, config.reward.allowed_packages)
+        desk = Desk(scorer.library, registry, admission, usage, guard)
+        await _serve(service, scorer, desk, events, position)
 
 
-async def _serve(service: Service, scorer: Scorer, events: Events, position: bytes) -> None:
+async def _serve(service: Service, scorer: Scorer, desk: Desk, events: Events, position: bytes) -> None:
     options = service.options
-    http = HttpServer(Probes(service, rest_app(scorer)), options.host, options.http_port)
+    app: App = rest_app(desk)
+    http = HttpServer(Probes(service, app, guards_itself=True), options.host, options.http_port)
     grpc = GrpcServer(
-        lambda server: add_RewardServicer_to_server(RewardServicer(scorer), server),
+        lambda server: add_RewardServicer_to_server(RewardServicer(scorer, session=service.config.name), server),
         (GRPC_SERVICE,),
         host=options.host,
         port=options.grpc_port,
@@ -56,7 +70,13 @@ async def _serve(service: Service, scorer: Scorer, events: Events, position: byt
         service.stopping.set()
 
     service.problems.clear()
-    background = {"http": http.run(), "heartbeat": registration.run(), "finished": end_with_the_run()}
+    background = {
+        "http": http.run(),
+        "heartbeat": registration.run(),
+        "finished": end_with_the_run(),
+        "registry": desk.registry.run(),
+        "usage": desk.usage.run(),
+    }
     try:
         await service.run(Worker(service, scorer).run(), background)
     finally:

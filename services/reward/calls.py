@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+if TYPE_CHECKING:
+    from services.reward.functions import Signature
 
 CodeKind = Literal["reward", "environment"]
 Question = dict[str, Any]
@@ -106,3 +109,28 @@ class CallFailed(Exception):  # noqa: N818 - it carries a kind
         super().__init__(text)
         self.kind, self.error_type, self.traceback, self.output = kind, error_type, traceback, output
         self.loading, self.line = loading, line
+
+
+class Callee(Protocol):
+    """Whatever answers questions: a sandbox, or an HTTP server."""
+
+    @property
+    def signature(self) -> Signature:
+        """What it takes; known after `load`."""
+
+    async def load(self) -> Signature:
+        """Make it ready.
+
+        Raises:
+            CallFailed: It cannot be.
+        """
+
+    async def call(self, question: Question, *, session: str | None = "") -> Answer:
+        """Answer one question.
+
+        Raises:
+            CallFailed: It did not.
+        """
+
+    async def close(self) -> None:
+        """End what it has started."""

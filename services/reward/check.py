@@ -1,6 +1,6 @@
 """What `--check` finds in reward functions before anything starts: files, signatures, columns, one trial call.
 
-It starts the functions' own processes and nothing else. Neighbours: scorer.py loads them, first_rows.py reads the
+It starts the functions' own processes and nothing else. Neighbours: library.py loads them, first_rows.py reads the
 data set's head.
 """
 
@@ -9,18 +9,26 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+from redis.asyncio import Redis
+
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
-from services.common.config import Config
-from services.common.errors import InputError
+from services.common.config import Config, RewardFunction
+from services.common.errors import InputError, nearest
+from services.reward.callers import read_tokens
 from services.reward.calls import CallFailed
 from services.reward.first_rows import prompt_of, read_first_rows
 from services.reward.functions import arguments_for, check_columns
-from services.reward.scorer import Function, open_scorer
+from services.reward.library import Function
+from services.reward.registry import Registry, RegistryCopy
+from services.reward.scorer import open_scorer
 
 NUM_TRIALS = 2
 TRIAL_TEXT = "42"
+REDIS_TIMEOUT_S = 5.0
 # A function that raises one of these cannot work with any answer; others may come from the made-up one.
 _NEVER_THE_ANSWER = ("ImportError", "ModuleNotFoundError", "NameError", "Unfit", "InvalidReturn")
 
@@ -35,15 +43,31 @@ def check(config: Config) -> None:
 
 
 async def _check(config: Config) -> None:
-    async with open_scorer(config.reward, name="check") as scorer:
+    if config.reward.tokens is not None:
+        read_tokens(config.reward.tokens)
+    async with _registered(config) as registry, open_scorer(config.reward, name="check", registry=registry) as scorer:
         prompts = await asyncio.to_thread(_first_prompts, config)
         training = prompts["data.prompts"]
         trials = [_made_up(training[i % len(training)]) for i in range(NUM_TRIALS)]
-        for index, function in enumerate(scorer.functions.values()):
+        for index, wanted in enumerate(config.reward.functions):
+            function = await scorer.library.find(wanted.label, wanted.version or "")
             for key, found in prompts.items():
                 row = json.loads(found[0].columns_json)
-                check_columns(function.source, function.sandbox.signature, row, key)
-            await _try(function, f"reward.functions.{index}", trials)
+                check_columns(function.source, function.callee.signature, row, key)
+            await _try(function, wanted, f"reward.functions.{index}", trials)
+
+
+@asynccontextmanager
+async def _registered(config: Config) -> AsyncIterator[Registry | RegistryCopy]:
+    """What a run would find registered: in the Redis that it is given, else in this machine's copy alone."""
+    if config.services.redis_url is None:
+        yield RegistryCopy(config.registry_dir)
+        return
+    redis = Redis.from_url(config.services.redis_url, protocol=2, socket_connect_timeout=REDIS_TIMEOUT_S)
+    try:
+        yield Registry(redis, config.registry_dir, replica="check")
+    finally:
+        await redis.aclose()
 
 
 def _first_prompts(config: Config) -> dict[str, list[Prompt]]:
@@ -59,11 +83,11 @@ def _made_up(prompt: Prompt) -> Rollout:
     return Rollout(prompt=prompt, text=TRIAL_TEXT, token_ids=[0], outcome=OUTCOME_EOS)
 
 
-async def _try(function: Function, where: str, trials: list[Rollout]) -> None:
-    sandbox = function.sandbox
-    name = f"{sandbox.signature.entry} of {function.source.path}"
+async def _try(function: Function, wanted: RewardFunction, where: str, trials: list[Rollout]) -> None:
+    callee = function.callee
+    name = f"{callee.signature.entry} of {function.source.path}"
     try:
-        raw = (await sandbox.call(arguments_for(sandbox.signature, trials))).values
+        raw = (await callee.call(arguments_for(callee.signature, trials, function.source.args))).values
     except CallFailed as error:
         if error.error_type in _NEVER_THE_ANSWER:
             raise InputError(where, f"{name} {error}", "Mend the function") from error
@@ -77,6 +101,7 @@ async def _try(function: Function, where: str, trials: list[Rollout]) -> None:
         )
     for value in raw:
         _check_value(value, where, name)
+        _check_parts(value, wanted, where, name)
 
 
 def _check_value(value: Any, where: str, name: str) -> None:
@@ -91,6 +116,15 @@ def _check_value(value: Any, where: str, name: str) -> None:
             _check_value(part, where, name)
     elif isinstance(value, dict):
         raise InputError(where, f"{name} returned {value['type']} where a number belongs", "Return numbers")
+
+
+def _check_parts(value: Any, wanted: RewardFunction, where: str, name: str) -> None:
+    """Every part that has a weight is there; a value that failed tells nothing."""
+    parts = value.get("parts") if isinstance(value, dict) else {}
+    for part in wanted.part_weights:
+        if parts is not None and part not in parts:
+            rule = f"is no part of what {name} returned"
+            raise InputError(f"{where}.part_weights.{part}", rule, nearest(part, parts) if parts else "Leave it out")
 
 
 def _warn(text: str) -> None:

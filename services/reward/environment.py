@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from services.reward.calls import CallFailed
-from services.reward.sandbox import Sandbox
+from services.reward.calls import Callee, CallFailed
 
 
 @dataclass(frozen=True)
@@ -23,28 +22,29 @@ class Turn:
     observation_json: str
     reward: float
     done: bool
+    output: str = field(default="", compare=False)
 
 
-async def reset(sandbox: Sandbox, task_json: str, *, session: str) -> Turn:
+async def reset(callee: Callee, task_json: str, *, session: str | None) -> Turn:
     """`reset(task) -> state, observation`.
 
     Raises:
         CallFailed: It failed, or returned something else.
     """
     arguments = {"task": _read(task_json, "the task")}
-    found = await sandbox.call({"function": "reset", "arguments": arguments}, session=session)
+    found = await callee.call({"function": "reset", "arguments": arguments}, session=session)
     state, observation = _fields(found.values, 2, "reset returned {}, not (state, observation)")
-    return Turn(json.dumps(state), _observation(observation), 0.0, done=False)
+    return Turn(json.dumps(state), _observation(observation), 0.0, done=False, output=found.output)
 
 
-async def step(sandbox: Sandbox, state_json: str, action: str, *, session: str) -> Turn:
+async def step(callee: Callee, state_json: str, action: str, *, session: str | None) -> Turn:
     """`step(state, action) -> state, observation, reward, done`.
 
     Raises:
         CallFailed: It failed, or returned something else.
     """
     arguments = {"state": _read(state_json, "the state"), "action": action}
-    found = await sandbox.call({"function": "step", "arguments": arguments}, session=session)
+    found = await callee.call({"function": "step", "arguments": arguments}, session=session)
     state, observation, reward, done = _fields(
         found.values, 4, "step returned {}, not (state, observation, reward, done)"
     )
@@ -52,7 +52,7 @@ async def step(sandbox: Sandbox, state_json: str, action: str, *, session: str) 
         raise _invalid(f"step returned a reward that is no finite number: {json.dumps(reward)[:100]}")
     if not isinstance(done, bool):
         raise _invalid(f"step returned a done that is neither true nor false: {json.dumps(done)[:100]}")
-    return Turn(json.dumps(state), _observation(observation), float(reward), done)
+    return Turn(json.dumps(state), _observation(observation), float(reward), done, found.output)
 
 
 def _read(text: str, what: str) -> Any:

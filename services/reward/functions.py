@@ -1,7 +1,7 @@
-"""Reward functions as files: reading one, its version, and what its parameters are given.
+"""Reward functions of a configuration: reading one, its version, and what the parameters of any function are given.
 
-It runs no user code: the sandbox's process loads the file and tells its signature. Neighbours: sandbox.py calls,
-scorer.py sums.
+It runs no user code: the sandbox's process loads the source and tells its signature. Neighbours: library.py finds
+and loads, sandbox.py calls, scorer.py sums.
 
 A function by TRL's convention takes any of these by name, each a list with one item a completion:
   prompts         text, or chat messages where the prompt was given as messages
@@ -17,25 +17,34 @@ A function by verl's convention is called for each answer with
   ground_truth    the column ground_truth, else ground_truth within the column reward_model, else the column answer
   extra_info      the column, or {}
   any other name  the data set's column of that name
+A function by OpenRLHF's remote form takes, each a list with one item an answer
+  queries         the prompt's text and the answer's behind it
+  prompts         the prompt's text
+  labels          the right answer, by verl's rule; None where there is none
+Whatever a configuration gives as `args` stands above a column of that name.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout
 from services.common.config import RewardConfig, RewardFunction
 from services.common.errors import InputError, nearest
-from services.reward.calls import Code
+from services.reward.calls import Code, CodeKind
+from services.reward.submission import version_of
 
 TRL_GIVEN = ("prompts", "completions", "completion_ids", "outcomes", "stops", "truncated")
+OPENRLHF_GIVEN = ("queries", "prompts", "labels")
 VERL_GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
+GIVEN = {"trl": TRL_GIVEN, "verl": VERL_GIVEN, "openrlhf": OPENRLHF_GIVEN, "environment": ()}
+BUILTINS = Path(__file__).parent / "builtins"
+_FILES = {"code_tests": "code_runner.py"}
 GROUND_TRUTH_RULE = "column ground_truth, else reward_model.ground_truth, else column answer"
 
 
@@ -53,7 +62,14 @@ class MissingColumn(Unaskable):
 
 @dataclass(frozen=True)
 class Source:
-    """The text of one reward function's file. `version` is the SHA-256 of the file's bytes."""
+    """One reward function as text.
+
+    Attributes:
+        path: Of its file; of one that was registered or comes with gspo, a name to show.
+        version: `version_of` of the file's bytes, entry and args.
+        args: Further keyword arguments, from the configuration.
+        reads: Files and folders beside its own text that it may read and import from.
+    """
 
     name: str
     path: Path
@@ -61,12 +77,14 @@ class Source:
     version: str
     entry: str | None
     weight: float
+    args: dict[str, Any] = field(default_factory=dict)
+    kind: CodeKind = "reward"
     reads: tuple[Path, ...] = ()
 
     @property
     def code(self) -> Code:
         """What the sandbox loads."""
-        return Code(self.name, self.text, self.version, str(self.path), self.entry, reads=self.reads)
+        return Code(self.name, self.text, self.version, str(self.path), self.entry, self.kind, self.reads)
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,7 @@ class Signature:
     """What a loaded function takes, as its process told."""
 
     entry: str
-    convention: Literal["trl", "verl"]
+    convention: Literal["trl", "verl", "openrlhf", "environment"]
     takes: frozenset[str]
     required: tuple[str, ...]
     takes_any: bool
@@ -88,34 +106,46 @@ class Signature:
 
     def missing(self, columns: Collection[str]) -> list[str]:
         """Columns that the function cannot do without and that `columns` lacks."""
-        given = {*columns, *(TRL_GIVEN if self.convention == "trl" else VERL_GIVEN)}
+        given = {*columns, *GIVEN[self.convention]}
         return [name for name in self.required if name not in given]
 
 
 def read_sources(config: RewardConfig) -> list[Source]:
-    """Read every file of the configuration.
+    """Read every file and built-in of the configuration; addresses and registered names are not among them.
 
     Raises:
-        InputError: A file is missing or not Python, or two functions have one name.
+        InputError: A file is missing or not Python.
     """
-    sources = [read_source(function, f"reward.functions.{i}") for i, function in enumerate(config.functions)]
-    for index, source in enumerate(sources):
-        if source.name in {other.name for other in sources[:index]}:
+    return [
+        read_source(function, f"reward.functions.{index}")
+        for index, function in enumerate(config.functions)
+        if function.path or function.builtin
+    ]
+
+
+def check_names(config: RewardConfig) -> None:
+    """Refuse two functions of one name.
+
+    Raises:
+        InputError: Names the second one.
+    """
+    labels = [function.label for function in config.functions]
+    for index, label in enumerate(labels):
+        if label in labels[:index]:
             raise InputError(
                 f"reward.functions.{index}.name",
-                f"'{source.name}' names two functions",
+                f"'{label}' names two functions",
                 "Give each a name of its own with `name:`",
             )
-    return sources
 
 
 def read_source(function: RewardFunction, key: str) -> Source:
-    """Read one file; `key` is its place in the configuration.
+    """Read one file or built-in; `key` is its place in the configuration.
 
     Raises:
         InputError: It cannot be read, or is not Python: with line and column.
     """
-    path = function.path
+    path = function.path or BUILTINS / _FILES.get(function.builtin or "", f"{function.builtin}.py")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -128,9 +158,11 @@ def read_source(function: RewardFunction, key: str) -> Source:
         raise InputError(f"{key}.path", f"{where}: {error.msg}", "Mend that line") from error
     except ValueError as error:  # bytes that are no text
         raise InputError(f"{key}.path", f"{path} is not Python text: {error}", "Give a Python file") from error
-    version = hashlib.sha256(data).hexdigest()
+    version = version_of(data, entry=function.entry, args=function.args)
+    # A built-in's file lies among others of the same names as the libraries that they use.
+    shown = path if function.path else Path(f"{function.builtin}.py")
     reads = tuple(_existing(place, f"{key}.reads.{i}") for i, place in enumerate(function.reads))
-    return Source(function.label, path, text, version, function.entry, function.weight, reads)
+    return Source(function.label, shown, text, version, function.entry, function.weight, function.args, reads=reads)
 
 
 def _existing(place: Path, key: str) -> Path:
@@ -139,31 +171,63 @@ def _existing(place: Path, key: str) -> Path:
     return place.resolve()
 
 
-def arguments_for(signature: Signature, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+def arguments_for(
+    signature: Signature, rollouts: Sequence[Rollout], args: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The question to the function's process: `arguments` of one call, or `rows` for one call each.
+
+    Args:
+        args: Further keyword arguments, the same in every call.
 
     Raises:
         Unaskable: A column that it needs is not in the data set, or a rollout's columns are not JSON.
     """
     try:
-        return _arguments(signature, rollouts)
+        return _arguments(signature, rollouts, args or {})
     except ValueError as error:
         raise Unaskable(f"cannot be asked: {error}") from error
 
 
-def _arguments(signature: Signature, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+def _arguments(signature: Signature, rollouts: Sequence[Rollout], args: dict[str, Any]) -> dict[str, Any]:
     columns = [json.loads(rollout.prompt.columns_json or "{}") for rollout in rollouts]
-    if signature.convention == "verl":
-        return {"rows": [_verl_row(signature, *pair) for pair in zip(rollouts, columns, strict=True)]}
+    match signature.convention:
+        case "verl":
+            return {"rows": [_verl_row(signature, *pair, args) for pair in zip(rollouts, columns, strict=True)]}
+        case "openrlhf":
+            return {"arguments": _openrlhf_arguments(rollouts, columns) | args}
+        case "environment":
+            raise Unaskable("is an environment, which answers steps and scores no answers")
+    return {"arguments": _trl_arguments(signature, rollouts, columns, args) | args}
+
+
+def _openrlhf_arguments(rollouts: Sequence[Rollout], columns: list[dict[str, Any]]) -> dict[str, Any]:
+    prompts = [rollout.prompt.text for rollout in rollouts]
+    return {
+        "queries": [prompt + rollout.text for prompt, rollout in zip(prompts, rollouts, strict=True)],
+        "prompts": prompts,
+        "labels": [_label(row) for row in columns],
+    }
+
+
+def _label(columns: dict[str, Any]) -> Any:
+    try:
+        return ground_truth(columns)
+    except MissingColumn:
+        return None
+
+
+def _trl_arguments(
+    signature: Signature, rollouts: Sequence[Rollout], columns: list[dict[str, Any]], args: dict[str, Any]
+) -> dict[str, Any]:
     names = {name for row in columns for name in row}
-    if missing := signature.missing(names):
+    if missing := signature.missing({*names, *args}):
         raise MissingColumn(missing[0], names)
     wanted = names if signature.takes_any else names & signature.takes
     arguments: dict[str, Any] = {name: [row.get(name) for row in columns] for name in wanted}
     for name in TRL_GIVEN:
         if name in signature.takes or (signature.takes_any and name in ("prompts", "completions")):
             arguments[name] = [_trl_value(name, rollout) for rollout in rollouts]
-    return {"arguments": arguments}
+    return arguments
 
 
 def _trl_value(name: str, rollout: Rollout) -> Any:
@@ -183,8 +247,8 @@ def _trl_value(name: str, rollout: Rollout) -> Any:
             return rollout.outcome == OUTCOME_TRUNCATED
 
 
-def _verl_row(signature: Signature, rollout: Rollout, columns: dict[str, Any]) -> dict[str, Any]:
-    if missing := signature.missing(columns):
+def _verl_row(signature: Signature, rollout: Rollout, columns: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
+    if missing := signature.missing({*columns, *args}):
         raise MissingColumn(missing[0], columns)
     given = {
         "data_source": columns.get("data_source", ""),
@@ -192,7 +256,8 @@ def _verl_row(signature: Signature, rollout: Rollout, columns: dict[str, Any]) -
         "ground_truth": ground_truth(columns),
         "extra_info": columns.get("extra_info") or {},
     }
-    return {name: value for name, value in (columns | given).items() if signature.takes_any or name in signature.takes}
+    taken = {name: value for name, value in (columns | given).items() if signature.takes_any or name in signature.takes}
+    return taken | args
 
 
 def ground_truth(columns: dict[str, Any]) -> Any:
@@ -217,7 +282,7 @@ def check_columns(source: Source, signature: Signature, row: dict[str, Any], whe
     Raises:
         InputError: Names the column and the nearest one there is.
     """
-    missing = signature.missing(row)
+    missing = signature.missing({*row, *source.args})
     if signature.convention == "verl" and not missing:
         try:
             ground_truth(row)

@@ -1,6 +1,6 @@
 """Rollouts in, scores out: calls the functions that a rollout asks for and sums their weighted values.
 
-The stream, the gRPC door and the check all score here. It knows no Redis. Neighbours: sandbox.py runs a function,
+The stream, the gRPC door and the check all score here. It knows no Redis. Neighbours: library.py finds a function,
 values.py reads what it returned, worker.py feeds it from the streams.
 """
 
@@ -13,18 +13,17 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import structlog
 
 from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score, ScorePart
 from services.common import metrics
 from services.common.config import RewardConfig
-from services.common.errors import InputError
-from services.reward.calls import CallFailed, Limits
-from services.reward.functions import Source, Unaskable, arguments_for, read_sources
-from services.reward.levels import Found, find_level
-from services.reward.sandbox import Sandbox
+from services.reward.calls import CallFailed
+from services.reward.functions import Unaskable, arguments_for
+from services.reward.library import Function, Library, UnknownFunctionError, open_library
+from services.reward.registry import Registry, RegistryCopy
+from services.reward.usage import UsageCounter
 from services.reward.values import Failure, Value, read_value
 
 # After a batch failed, its answers are tried one at a time. When the first so many, of as many prompts as there are,
@@ -33,135 +32,158 @@ NUM_PROBES = 4
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
-class Function:
-    """A reward function of the run and the sandbox that has it loaded."""
-
-    source: Source
-    sandbox: Sandbox
+# A function and the version that a rollout asks for, which may be empty.
+Wanted = tuple[str, str]
 
 
 class Scorer:
     """Scores rollouts by the functions of a run.
 
     Args:
-        functions: The functions, loaded.
+        library: Where the functions are found.
+        uses: The functions of the run, for a rollout that names none.
         batch_size: Answers in one call, at most.
         name: Name of this process, written into every score.
         session: Whose calls these are, where score is not told: other sessions' calls share no process with them.
-        containment: How user code is contained.
     """
 
     def __init__(
-        self,
-        functions: Sequence[Function],
-        *,
-        batch_size: int,
-        name: str,
-        session: str = "",
-        containment: Found | None = None,
+        self, library: Library, uses: Sequence[RewardUse], *, batch_size: int, name: str, session: str = ""
     ) -> None:
-        self.containment = containment
-        self.functions = {function.source.name: function for function in functions}
-        self._batch_size, self._name, self._session = batch_size, name, session
-        self._all = [RewardUse(name=one.source.name, weight=one.source.weight) for one in functions]
+        self.library = library
+        self._batch_size, self._name, self._session, self._all = batch_size, name, session, list(uses)
+
+    @property
+    def functions(self) -> dict[str, Function]:
+        """The functions of the configuration."""
+        return self.library.configured
 
     async def score(self, rollouts: Sequence[Rollout], *, session: str | None = None) -> list[Score]:
-        """A score for each rollout, in their order; a rollout that names no function is scored by all of them."""
+        """A score for each rollout, in their order; a rollout that names no function is scored by all of the run's."""
         session = session or self._session
-        wanted: dict[str, list[int]] = {}
+        wanted: dict[Wanted, list[int]] = {}
         for index, rollout in enumerate(rollouts):
             for use in rollout.rewards or self._all:
-                if self._unknown(use) is None:
-                    wanted.setdefault(use.name, []).append(index)
-        found = await asyncio.gather(*(self._score_by(name, rollouts, wanted[name], session) for name in wanted))
-        results = dict(zip(wanted, found, strict=True))
-        return [self._sum(rollout, index, results) for index, rollout in enumerate(rollouts)]
+                wanted.setdefault((use.name, use.version), []).append(index)
+        found = dict(zip(wanted, await asyncio.gather(*(self._find(*one) for one in wanted)), strict=True))
+        known = {one: function for one, function in found.items() if isinstance(function, Function)}
+        values = await asyncio.gather(
+            *(self._score_by(function, rollouts, wanted[one], session) for one, function in known.items())
+        )
+        results = dict(zip(known, values, strict=True))
+        return [self._sum(rollout, index, found, results) for index, rollout in enumerate(rollouts)]
 
-    def _unknown(self, use: RewardUse) -> str | None:
-        """Why this process cannot score by `use`, if it cannot."""
-        if use.name not in self.functions:
-            return f"there is no reward function of this name; there are {', '.join(self.functions)}"
-        version = self.functions[use.name].source.version
-        if use.version not in ("", version):
-            return f"version {use.version[:12]} is asked for and {version[:12]} is loaded"
-        return None
+    async def _find(self, name: str, version: str) -> Function | str:
+        """The function, or why there is none."""
+        try:
+            return await self.library.find(name, version)
+        except UnknownFunctionError as error:
+            return str(error)
 
     async def _score_by(
-        self, name: str, rollouts: Sequence[Rollout], indices: list[int], session: str
+        self, function: Function, rollouts: Sequence[Rollout], indices: list[int], session: str
     ) -> dict[int, Value | Failure]:
         starts = range(0, len(indices), self._batch_size)
         batches = [indices[start : start + self._batch_size] for start in starts]
-        found = await asyncio.gather(
-            *(self._score_batch(name, [rollouts[i] for i in batch], session) for batch in batches)
-        )
+        function.calls_under_way += 1
+        try:
+            found = await asyncio.gather(
+                *(self._score_batch(function, [rollouts[i] for i in batch], session) for batch in batches)
+            )
+        finally:
+            function.calls_under_way -= 1
         return dict(zip(indices, itertools.chain(*found), strict=True))
 
-    async def _score_batch(self, name: str, batch: list[Rollout], session: str) -> list[Value | Failure]:
+    async def _score_batch(self, function: Function, batch: list[Rollout], session: str) -> list[Value | Failure]:
         try:
-            return await self._call(name, batch, session)
+            return await self._call(function, batch, session)
         except CallFailed as error:
             if len(batch) == 1:
                 return [Failure(str(error), error.kind)]
-            return await self._one_at_a_time(name, batch, session)
+            return await self._one_at_a_time(function, batch, session)
 
-    async def _one_at_a_time(self, name: str, batch: list[Rollout], session: str) -> list[Value | Failure]:
+    async def _one_at_a_time(self, function: Function, batch: list[Rollout], session: str) -> list[Value | Failure]:
         """Find the answers that make a batch fail: the others keep their scores."""
         values: dict[int, Value | Failure] = {}
         ended: list[CallFailed] = []
         for position, index in enumerate(spread_over_groups(batch)):
             if len(ended) == position == NUM_PROBES:
-                how = "timed out" if ended[-1].kind == "timeout" else f"ended its process ({ended[-1].kind})"
+                ways = {"timeout": "timed out", "exception": "got no answer"}
+                how = ways.get(ended[-1].kind, f"ended its process ({ended[-1].kind})")
                 reason = f"{how} on a batch of {len(batch)} and on each of {NUM_PROBES} answers alone; not tried"
                 return [values.get(i, Failure(reason, ended[-1].kind)) for i in range(len(batch))]
             try:
-                (values[index],) = await self._call(name, [batch[index]], session)
+                (values[index],) = await self._call(function, [batch[index]], session)
             except CallFailed as error:
                 values[index] = Failure(str(error), error.kind)
                 ended += [] if error.error_type else [error]
         return [values[i] for i in range(len(batch))]
 
-    async def _call(self, name: str, batch: list[Rollout], session: str) -> list[Value | Failure]:
+    async def _call(self, function: Function, batch: list[Rollout], session: str) -> list[Value | Failure]:
         """One call of a function.
 
         Raises:
             CallFailed: There is not a value for each rollout.
         """
-        sandbox, result, started = self.functions[name].sandbox, "ok", time.perf_counter()
+        callee, started, result = function.callee, time.perf_counter(), "ok"
         try:
-            raw = (await sandbox.call(arguments_for(sandbox.signature, batch), session=session)).values
+            question = arguments_for(callee.signature, batch, function.source.args)
+            raw = (await callee.call(question, session=session)).values
             if not isinstance(raw, list) or len(raw) != len(batch):
                 got = len(raw) if isinstance(raw, list) else "other"
                 text = f"returned {got} values for {len(batch)} completions"
                 raise CallFailed("invalid_return", text, error_type="InvalidReturn")
         except Unaskable as error:
             result = "not_asked"
+            self._count_failure(function, result, str(error))
             raise CallFailed("exception", str(error), error_type="Unaskable") from error
         except CallFailed as error:
             result = error.kind
+            self._count_failure(function, error.kind, str(error), error.traceback, error.output)
             raise
         finally:
-            metrics.REWARD_CALLS.labels(name, result).inc()
-            metrics.REWARD_SECONDS.labels(name).observe(time.perf_counter() - started)
-        return [read_value(value, sandbox.signature.convention) for value in raw]
+            self._count(function, len(batch), started, result)
+        values = [read_value(value, callee.signature.convention) for value in raw]
+        for value in values:
+            if isinstance(value, Failure):
+                self._count_failure(function, value.kind, value.reason, value.traceback)
+        return values
 
-    def _sum(self, rollout: Rollout, index: int, results: dict[str, dict[int, Value | Failure]]) -> Score:
+    def _count(self, function: Function, num_answers: int, started: float, result: str) -> None:
+        seconds, source = time.perf_counter() - started, function.source
+        metrics.REWARD_CALLS.labels(source.name, result).inc()
+        metrics.REWARD_SECONDS.labels(source.name).observe(seconds)
+        if self.library.usage is not None:
+            self.library.usage.add(source.name, source.version, answers=num_answers, seconds=seconds)
+
+    def _count_failure(self, function: Function, kind: str, text: str, traceback: str = "", output: str = "") -> None:
+        if self.library.usage is not None:
+            self.library.usage.fail(function.source.name, function.source.version, kind, text, traceback, output)
+
+    def _sum(
+        self,
+        rollout: Rollout,
+        index: int,
+        found: dict[Wanted, Function | str],
+        results: dict[Wanted, dict[int, Value | Failure]],
+    ) -> Score:
         score = Score(scorer=self._name, scored_unix_s=time.time())
         failures, kinds, versions, total = [], [], [], 0.0
         for use in rollout.rewards or self._all:
-            if (why := self._unknown(use)) is not None:
-                failures.append(f"{use.name}: {why}")
+            function = found[use.name, use.version]
+            if isinstance(function, str):
+                failures.append(f"{use.name}: {function}")
                 kinds.append("unknown_function")
                 continue
-            version = self.functions[use.name].source.version
-            versions.append(version)
-            value = results[use.name][index]
+            versions.append(function.source.version)
+            value = results[use.name, use.version][index]
             if isinstance(value, Failure):
                 failures.append(f"{use.name}: {value.reason}")
                 kinds.append(value.kind)
                 continue
-            score.parts.extend(_parts(use, value, version))
-            total += use.weight * value.reward
+            parts = _parts(use, value, function.source.version)
+            score.parts.extend(parts)
+            total += sum(part.weight * part.value for part in parts)
         score.version = ",".join(versions)
         if not failures and not math.isfinite(total):
             failures.append("the weighted sum is not finite")
@@ -174,12 +196,15 @@ class Scorer:
 
 
 def _parts(use: RewardUse, value: Value, version: str) -> list[ScorePart]:
-    """`function`, or `function/part` for named parts; what does not count has weight 0."""
-    counted = {f"{use.name}/{name}": part for name, part in value.parts.items()} or {use.name: value.reward}
-    parts = [ScorePart(name=name, value=part, weight=use.weight, version=version) for name, part in counted.items()]
-    extras = value.extras.items()
+    """`function`, or `function/part` for named parts, each with its weight; what does not count has weight 0."""
+    weights = {name: use.weight * use.part_weights.get(name, 1.0) for name in value.parts}
+    parts = [
+        ScorePart(name=f"{use.name}/{name}", value=part, weight=weights[name], version=version)
+        for name, part in value.parts.items()
+    ] or [ScorePart(name=use.name, value=value.reward, weight=use.weight, version=version)]
     return parts + [
-        ScorePart(name=f"{use.name}/{name}", value=part, weight=0, version=version) for name, part in extras
+        ScorePart(name=f"{use.name}/{name}", value=part, weight=0, version=version)
+        for name, part in value.extras.items()
     ]
 
 
@@ -194,36 +219,32 @@ def spread_over_groups(batch: Sequence[Rollout]) -> list[int]:
 
 
 @asynccontextmanager
-async def open_scorer(config: RewardConfig, *, name: str, session: str = "") -> AsyncIterator[Scorer]:
-    """A scorer with every function of the configuration loaded in a sandbox of its own.
+async def open_scorer(
+    config: RewardConfig,
+    *,
+    name: str,
+    session: str = "",
+    registry: Registry | RegistryCopy | None = None,
+    usage: UsageCounter | None = None,
+) -> AsyncIterator[Scorer]:
+    """A scorer with every function of the configuration loaded.
 
     Raises:
         InputError: A file cannot be read or loaded, or holds no function that can be called; or the machine gives less
             containment than reward.sandbox_minimum.
     """
-    sources = read_sources(config)
-    found = await find_level(config.sandbox_minimum)
-    limits = Limits(config.timeout_s, config.memory_mb, config.cpu_s)
-    functions = [
-        Function(source, Sandbox(source.code, limits, found.level, num_workers=config.workers)) for source in sources
+    async with open_library(config, registry=registry, usage=usage) as library:
+        yield Scorer(library, uses_of(config), batch_size=config.batch_size, name=name, session=session)
+
+
+def uses_of(config: RewardConfig) -> list[RewardUse]:
+    """The functions of a configuration as a rollout would name them."""
+    return [
+        RewardUse(
+            name=function.label,
+            version=function.version or "",
+            weight=function.weight,
+            part_weights=function.part_weights,
+        )
+        for function in config.functions
     ]
-    try:
-        for index, function in enumerate(functions):
-            try:
-                await function.sandbox.load()
-            except CallFailed as error:
-                where = f"reward.functions.{index}"
-                raise InputError(where, f"{function.source.path} {error}", _how_to_mend(error)) from error
-        yield Scorer(functions, batch_size=config.batch_size, name=name, session=session, containment=found)
-    finally:
-        await asyncio.gather(*(function.sandbox.close() for function in functions))
-
-
-def _how_to_mend(error: CallFailed) -> str:
-    if "several" in str(error):
-        return "Name one with `entry:`, or list the file once for each with `name:` and `entry:`"
-    if error.error_type == "Unfit":
-        return "Define reward(prompts, completions, **columns) or verl's compute_score, or name the function: `entry:`"
-    if error.error_type == "MemoryError":
-        return "Raise reward.memory_mb"
-    return "Mend the file; it must load in the Python of this service"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from services.reward.calls import FAILURE_KINDS, FailureKind
 
@@ -18,6 +18,7 @@ class Failure:
 
     reason: str
     kind: FailureKind
+    traceback: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,11 @@ class Value:
     extras: dict[str, float] = field(default_factory=dict)
 
 
-def read_value(raw: Any, convention: Literal["trl", "verl"]) -> Value | Failure:
+def read_value(raw: Any, convention: str) -> Value | Failure:
     """One value as inside/results.py encodes it; what came is the user's word, so its form is checked here.
 
-    A dict of a TRL function is summed; of a verl function its `score` counts and its other numbers are reported.
+    A dict of a TRL function is summed; of a verl or OpenRLHF function its `score` counts and its other numbers are
+    reported.
     """
     if isinstance(raw, dict) and isinstance(error := raw.get("error"), dict):
         return failure_of(error)
@@ -46,7 +48,7 @@ def read_value(raw: Any, convention: Literal["trl", "verl"]) -> Value | Failure:
         number = _number(raw)
         return number if isinstance(number, Failure) else Value(number)
     parts = {name: _number(part) for name, part in raw["parts"].items()}
-    if convention == "verl":
+    if convention in ("verl", "openrlhf"):
         return _verl_value(parts)
     numbers = {}
     for name, part in parts.items():
@@ -84,7 +86,8 @@ def _not_finite(raw: float) -> str:
 def failure_of(told: dict[str, Any]) -> Failure:
     """An exception of the user's code, in one line with its place in the file."""
     kind: Any = told.get("kind")
-    return Failure(describe(told), kind if kind in FAILURE_KINDS else "exception")
+    traceback = value if isinstance(value := told.get("traceback"), str) else ""
+    return Failure(describe(told), kind if kind in FAILURE_KINDS else "exception", traceback)
 
 
 def describe(told: dict[str, Any]) -> str:

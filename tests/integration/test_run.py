@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,10 @@ import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from services.cli.reward_door import find_door
+from services.reward.registry import Content, Name, Origin
+from services.reward.registry_disk import Disk
+from services.reward.submission import version_of
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
@@ -42,6 +47,7 @@ class Run:
     folder: Path
     run_dir: Path
     printed: str
+    versions: list[str]
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run_dir / "log" / name).read_text().splitlines()]
@@ -57,12 +63,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     for name, numbers in (("prompts.jsonl", range(20)), ("eval.jsonl", range(20, 26))):
         records = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "answer": str(2 * n)} for n in numbers]
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "reward.py").write_text(REWARD)
+    versions = keep_versions(folder / "runs" / ".rewards", REWARD, REWARD.replace("float(", "2.0 * float("))
     config = {
         "name": "whole",
         "model": {"path": "model"},
         "data": {"prompts": "prompts.jsonl"},
-        "reward": {"functions": [{"path": "reward.py"}]},
+        "reward": {"functions": [{"name": "half"}]},
         "algorithm": {
             "rollout_batch_size": GROUPS,
             "num_return_sequences_in_group": SIZE,
@@ -82,13 +88,43 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     command = [sys.executable, "-m", "services.cli", "run", str(folder / "config.yaml"), "--plain"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     try:
+        activate_after_a_step(process, folder / "runs" / "whole", versions[1])
         printed = process.communicate(timeout=500)[0].decode()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
     assert process.returncode == 0, printed
-    return Run(folder, folder / "runs" / "whole", printed)
+    return Run(folder, folder / "runs" / "whole", printed, versions)
+
+
+def keep_versions(folder: Path, *sources: str) -> list[str]:
+    """Versions of the function `half` as they were submitted before the run, the first one active."""
+    disk, versions = Disk(folder), [version_of(source.encode()) for source in sources]
+    for version, source in zip(versions, sources, strict=True):
+        content = Content(version=version, kind="reward", source=source, entry="")
+        disk.write_content(version, content.model_dump_json())
+    origins = {version: Origin(by="ann", unix_s=number) for number, version in enumerate(versions)}
+    kept = Name(name="half", kind="reward", active=versions[0], retired=False, revision=2, versions=origins)
+    disk.write_name("half", kept.model_dump_json())
+    return versions
+
+
+def activate_after_a_step(process: subprocess.Popen[bytes], run_dir: Path, version: str) -> None:
+    """Let another version score as soon as the first step is logged."""
+    while process.poll() is None:
+        if (run_dir / "log" / "step-000001.parquet").exists():
+            find_door(run_dir, None).call("POST", "/half/activate", json={"version": version})
+            return
+        time.sleep(0.02)
+
+
+def test_a_function_replaced_in_the_middle_is_in_the_log(run: Run) -> None:
+    first, second = run.versions
+    assert {row["reward_version"] for row in run.rows(1)} == {first}
+    assert {row["reward_version"] for row in run.rows(STEPS)} == {second}
+    assert {row["reward"] for row in run.rows(1)} <= {0.0, 1.0}
+    assert {row["reward"] for row in run.rows(STEPS)} <= {0.0, 2.0}
 
 
 def test_every_group_issued_is_settled_once(run: Run) -> None:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 # The names that a file may use without telling `entry`.
-TRL_NAME, VERL_NAME = "reward", "compute_score"
+TRL_NAME, VERL_NAME, OPENRLHF_NAME = "reward", "compute_score", "reward_func"
 # By these parameters a function is recognised; see functions.py for what each one is given.
 TRL_PARAMETERS = frozenset({"completions", "completion_ids"})
 VERL_PARAMETERS = frozenset({"solution_str", "ground_truth"})
+OPENRLHF_PARAMETERS = frozenset({"queries", "labels"})
 ENVIRONMENT_FUNCTIONS = {"reset": ("task",), "step": ("state", "action")}
 
 
@@ -25,8 +26,8 @@ class Unfit(Exception):  # noqa: N818 - it says what the file is
 def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function to call and its signature.
 
-    It is `entry` where given; else `reward` or `compute_score`; else the only public function of the file whose
-    parameters fit.
+    It is `entry` where given; else `reward`, `compute_score` or `reward_func`; else the only public function of the
+    file whose parameters fit.
 
     Raises:
         Unfit: There is none, or more than one.
@@ -40,7 +41,7 @@ def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable
         if not callable(function := getattr(module, entry, None)):
             raise Unfit(f"has no function '{entry}'; {_listed(defined)}")
         return function, describe_signature(entry, function)
-    named = [name for name in (TRL_NAME, VERL_NAME) if callable(getattr(module, name, None))]
+    named = [name for name in (TRL_NAME, VERL_NAME, OPENRLHF_NAME) if callable(getattr(module, name, None))]
     fitting = named or [name for name, value in defined.items() if _fits(name, value)]
     if len(fitting) > 1:
         raise Unfit(f"holds several reward functions: {', '.join(fitting)}")
@@ -77,6 +78,8 @@ def describe_signature(name: str, function: Callable[..., Any]) -> dict[str, Any
         raise Unfit(f"defines {name}{signature}, whose positional-only parameters cannot be given by name")
     if takes >= VERL_PARAMETERS:
         convention = "verl"
+    elif takes >= OPENRLHF_PARAMETERS:
+        convention = "openrlhf"
     elif takes & TRL_PARAMETERS:
         convention = "trl"
     elif takes_any and not takes:
@@ -85,7 +88,8 @@ def describe_signature(name: str, function: Callable[..., Any]) -> dict[str, Any
     else:
         raise Unfit(
             f"defines {name}{signature}, which is neither reward(prompts, completions, **columns) "
-            "nor compute_score(data_source, solution_str, ground_truth, extra_info)"
+            "nor compute_score(data_source, solution_str, ground_truth, extra_info), "
+            "nor reward_func(queries, prompts, labels)"
         )
     return {
         "entry": name,

@@ -32,11 +32,27 @@ class InvalidReturn(Exception):  # noqa: N818 - it says what came back
 
 def list_values(result: Any) -> list[Any]:
     """The values of a batch: a list, tuple, array or tensor of numbers, or of dicts of named parts."""
+    if isinstance(result, dict) and "rewards" in result:
+        return _openrlhf_values(result)
     if hasattr(result, "tolist"):
         result = result.tolist()
     if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
         raise InvalidReturn(f"returned {type_name(result)} where a list of numbers belongs, one for each completion")
     return [plain_value(value) for value in result]
+
+
+def _openrlhf_values(result: dict[str, Any]) -> list[Any]:
+    """The rewards of OpenRLHF's form, each with what `extra_logs` has for its row."""
+    rewards, given = list_values(result["rewards"]), result.get("extra_logs") or {}
+    extras = {str(name): list_values(values) for name, values in given.items()}
+    if not extras:
+        return rewards
+    if any(len(values) != len(rewards) for values in extras.values()):
+        raise InvalidReturn("returned extra_logs of another length than its rewards")
+    return [
+        {"parts": {"score": reward, **{name: values[i] for name, values in extras.items()}}}
+        for i, reward in enumerate(rewards)
+    ]
 
 
 def plain_value(value: Any) -> Any:

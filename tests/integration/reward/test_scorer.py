@@ -138,7 +138,7 @@ async def test_async_functions_and_verl_rows_score(tmp_path: Path) -> None:
     batch = [answer_of(text, answer="4") for text in ("4", "bad", "12")]
     async with open_scorer(config, name="reward-0") as scorer:
         scores = await scorer.score(batch)
-        calls = scorer.functions["r"].sandbox.counts.results
+        calls = scorer.functions["r"].callee.counts.results
     assert [outcome_of(score) for score in scores] == [2.0, "r: raised ValueError: bad (r.py line 4)", 0.0]
     assert [(part.name, part.value, part.weight) for part in scores[2].parts] == [
         ("r", 0.0, 2.0),
@@ -289,6 +289,6 @@ async def test_a_missing_column_is_a_failure(tmp_path: Path) -> None:
     async with open_scorer(config, name="reward-0") as scorer:
         scores = await scorer.score([answer_of("x", level=1)])
         with pytest.raises(CallFailed):
-            await scorer.functions["r"].sandbox.call({"arguments": {}})
+            await scorer.functions["r"].callee.call({"arguments": {}})
     assert outcome_of(scores[0]) == "r: needs the column 'answer', and the data set has level"
     assert RewardFunction(path=tmp_path / "r.py").label == "r"

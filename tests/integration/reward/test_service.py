@@ -19,10 +19,10 @@ from redis.asyncio import Redis
 
 from gspo_proto.reward_pb2 import ResetRequest, ScoreRequest, StepRequest
 from gspo_proto.reward_pb2_grpc import RewardStub
-from gspo_proto.rollout_pb2 import Event, Finished, Scored
+from gspo_proto.rollout_pb2 import Event, Finished, RewardUse, Scored
 from services.common.events import Events
 from services.common.keys import Keys
-from services.common.members import Member, wait_for_member
+from services.common.members import Member, members, wait_for_member
 from services.common.streams import append
 from tests.reward_case import answer_of, outcome_of
 from tests.service_process import log_events, make_run, service_process, wait_exit
@@ -42,6 +42,16 @@ def score(text):
 
 def reward(prompts, completions, **columns):
     return [score(text) for text in completions]
+"""
+
+
+ENVIRONMENT = """
+def reset(task):
+    return {"number": task["number"], "turns": 0}, "Guess."
+
+def step(state, action):
+    right = int(action) == state["number"]
+    return {**state, "turns": state["turns"] + 1}, "Right." if right else "No.", float(right), right
 """
 
 
@@ -105,8 +115,10 @@ async def _look_at_rest(url: str) -> None:
         assert (told["ready"], told["problems"]) == (True, {})
         assert told["sandbox"].startswith(("bubblewrap (", "landlock ("))
         (shown,) = (await client.get("/v1/rewards")).json()["rewards"]
-        assert (shown["name"], shown["kind"], shown["convention"], shown["entry"]) == ("r", "function", "trl", "reward")
-        assert (len(shown["version"]), shown["calls"] >= 3, shown["errors"]) == (64, True, {"exception": 2})
+        assert (shown["name"], shown["kind"], shown["convention"], shown["entry"]) == ("r", "reward", "trl", "reward")
+        (usage,) = (await client.get("/v1/rewards/r/usage")).json()["usage"]
+        assert (usage["version"], usage["calls"] >= 3, usage["errors"]) == (shown["active"], True, {"exception": 2})
+        assert usage["last_failure"]["text"] == "raised ValueError: no number (r.py line 6)"
         assert (await client.get("/v1/rewards/r")).json()["source"].endswith("r.py")
         missing = await client.get("/v1/rewards/rr")
         assert (missing.status_code, missing.json()["detail"]) == (
@@ -131,14 +143,78 @@ async def test_grpc_scores_as_the_stream_does(redis: Redis, redis_url: str, keys
                 2.0,
                 "r: raised ValueError: no number (r.py line 6)",
             ]
-            for call in (
-                stub.ResetEnvironment(ResetRequest(), timeout=5),
-                stub.StepEnvironment(StepRequest(), timeout=5),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as error:
-                    await call
-                assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
-                assert "environments are not served" in str(error.value.details())
+            await _play_an_environment(stub, f"http://{member.http}/v1/rewards")
+
+
+async def _play_an_environment(stub: RewardStub, url: str) -> None:
+    async with httpx.AsyncClient(timeout=20) as client:
+        body = {"name": "guess", "kind": "environment", "source": ENVIRONMENT}
+        version = (await client.post(url, json=body)).json()["version"]
+    reset = await stub.ResetEnvironment(ResetRequest(environment="guess", task_json='{"number": 7}'), timeout=20)
+    assert (reset.version, json.loads(reset.observation_json), reset.done) == (version, "Guess.", False)
+    turn = StepRequest(environment="guess", version=version[:16], state_json=reset.state_json, action="3")
+    wrong = await stub.StepEnvironment(turn, timeout=20)
+    assert (wrong.reward, wrong.done, json.loads(wrong.state_json)) == (0.0, False, {"number": 7, "turns": 1})
+    again = await stub.StepEnvironment(turn, timeout=20)
+    assert again == wrong  # a pure step: the caller keeps the state
+    turn.state_json, turn.action = wrong.state_json, "7"
+    right = await stub.StepEnvironment(turn, timeout=20)
+    assert (right.reward, right.done) == (1.0, True)
+    turn.action = "seven"
+    failed = await stub.StepEnvironment(turn, timeout=20)
+    assert (failed.failure.kind, failed.reward, failed.version) == ("exception", 0.0, version)
+    assert "invalid literal for int()" in failed.failure.text
+    for request, code in (
+        (ResetRequest(environment="gues", task_json="1"), grpc.StatusCode.NOT_FOUND),
+        (ResetRequest(environment="guess", task_json="{"), grpc.StatusCode.INVALID_ARGUMENT),
+        (ResetRequest(environment="r", task_json="1"), grpc.StatusCode.FAILED_PRECONDITION),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.ResetEnvironment(request, timeout=20)
+        assert error.value.code() is code
+
+
+async def test_a_function_is_replaced_while_rollouts_come(
+    redis: Redis, redis_url: str, keys: Keys, tmp_path: Path
+) -> None:
+    """Two replicas, one of them killed; every rollout is scored once, and its score names the version it is of."""
+    config = make_run(tmp_path, tmp_path / "model", services={"lease_s": 1.0})
+    source = "def reward(completions):\n    return [{} + 0 * len(text) for text in completions]\n"
+    with (
+        service_process("reward", config, redis_url, "--name", "reward-0", log=tmp_path / "log") as process,
+        service_process("reward", config, redis_url, "--name", "reward-1", log=tmp_path / "log"),
+    ):
+
+        async def both() -> Any:
+            found = await members(redis, keys, "reward")
+            return found if len(found) == 2 else None
+
+        one, two = [member.http for member in await until(both, 60)]
+        async with httpx.AsyncClient(timeout=30) as client:
+            old = (
+                await client.post(f"http://{one}/v1/rewards", json={"name": "it", "source": source.format(1.0)})
+            ).json()
+            await append(redis, keys.rollouts, [_asking("it", number) for number in range(200)])
+            new = (
+                await client.post(f"http://{two}/v1/rewards", json={"name": "it", "source": source.format(2.0)})
+            ).json()
+            assert (old["active"], new["active"]) == (True, False)
+            await client.post(f"http://{two}/v1/rewards/it/activate", json={"version": new["version"]})
+            process.kill()
+            await append(redis, keys.rollouts, [_asking("it", number) for number in range(200, 400)])
+        found = await scored(redis, keys.scored, 400)
+        assert {found[0, number] for number in range(200, 400)} == {2.0}
+        assert {found[0, number] for number in range(200)} <= {1.0, 2.0}
+        entries: Any = await redis.xrange(keys.scored)
+        scores = [Scored.FromString(fields[b"d"]).rollout.score for _, fields in entries]
+        versions = {1.0: old["version"], 2.0: new["version"]}
+        assert all(score.version == versions[score.reward] == score.parts[0].version for score in scores)
+
+
+def _asking(name: str, number: int) -> bytes:
+    rollout = answer_of("x", number=number)
+    rollout.rewards.append(RewardUse(name=name, weight=1.0))
+    return rollout.SerializeToString()
 
 
 async def test_a_token_guards_both_doors(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.config import Config
+from services.common.config import Config, RewardConfig
 from services.common.configfile import changed_keys, check_resume, explain, parse_config, read_config, write_config
 from services.common.errors import InputError
 
@@ -244,7 +244,14 @@ def test_every_key_is_explained() -> None:
         ("staleness.on_stale", "wait | drop | mask", "wait", "", True),
         ("model.path", "text", "required", "", False),
         ("algorithm.pg_clip_low", "number | null", "null", "<= 1, > 0", False),
-        ("reward.functions", "list of {path, name, entry, weight, reads}", "required", "at least 1", False),
+        ("data.shuffle", "true | false", "true", "", False),
+        (
+            "reward.allowed_packages",
+            "list of text",
+            str(RewardConfig.model_fields["allowed_packages"].default),
+            "",
+            True,
+        ),
         ("generation.engine", "mapping", "{}", "", True),
     ],
 )

@@ -17,6 +17,7 @@ from services.reward.functions import (
     Source,
     arguments_for,
     check_columns,
+    check_names,
     read_source,
     read_sources,
 )
@@ -175,7 +176,7 @@ def test_two_functions_of_one_name_are_refused(tmp_path: Path) -> None:
     file.write_text("def a(completions): ...\ndef b(completions): ...")
     twice = RewardConfig(functions=(RewardFunction(path=file, entry="a"), RewardFunction(path=file, entry="b")))
     with pytest.raises(InputError, match=r"reward.functions.1.name: 'r' names two functions"):
-        read_sources(twice)
+        check_names(twice)
     named = RewardConfig(
         functions=(RewardFunction(path=file, entry="a"), RewardFunction(path=file, entry="b", name="b"))
     )

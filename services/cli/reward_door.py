@@ -1,0 +1,131 @@
+"""Calls of a reward service's REST door, for `gspo reward`: where it is, which token to show, what it refused.
+
+It prints nothing. Neighbours: reward_commands.py, and services/reward/door on the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from services.cli.outcome import RunError
+from services.cli.rundir import check_run_dir, is_held, supervisor_facts
+from services.cli.status import read_members
+from services.common.config import Config
+from services.common.configfile import read_config
+from services.common.errors import InputError
+from services.common.runtime import CONFIG_NAME
+
+URL_VARIABLE, TOKEN_VARIABLE = "GSPO_REWARD_URL", "GSPO_REWARD_TOKEN"
+# A submission is loaded and tested before it is answered.
+TIMEOUT_S = 180.0
+# A refusal by these is about what the user gave.
+_BAD_INPUT = (400, 401, 403, 404, 409, 413, 415, 422)
+
+
+class RefusedCallError(InputError):
+    """The service refused; `problems` has each reason."""
+
+    def __init__(self, what: str, detail: str, problems: list[dict[str, Any]]) -> None:
+        super().__init__(what, detail, "Mend it and call again")
+        self.problems = problems
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.rule}"]
+        lines += [one["text"] for one in self.problems if one["text"] != self.rule]
+        for one in self.problems:
+            lines += [
+                text.rstrip() for text in (one["traceback"], one["output"] and f"it printed: {one['output']}") if text
+            ]
+        return "\n".join(lines)
+
+
+class RewardDoor:
+    """One service's door.
+
+    Args:
+        url: Its address, such as http://127.0.0.1:8081.
+        token: Empty where it asks for none.
+    """
+
+    def __init__(self, url: str, token: str) -> None:
+        self._url = url
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+
+    def call(self, method: str, path: str = "", **given: Any) -> Any:
+        """The JSON of an answer; `path` comes behind /v1/rewards.
+
+        Raises:
+            RefusedCallError: What was given cannot work.
+            RunError: The service cannot be reached, or failed.
+        """
+        try:
+            with httpx.Client(base_url=self._url, timeout=TIMEOUT_S, headers=self._headers, trust_env=False) as client:
+                reply = client.request(method, f"/v1/rewards{path}", **given)
+        except httpx.HTTPError as error:
+            raise RunError(f"the reward service at {self._url} does not answer ({error})") from error
+        if reply.is_success:
+            return reply.json()
+        try:
+            refusal = reply.json()
+        except ValueError:
+            refusal = {"detail": reply.text[:500]}
+        if reply.status_code in _BAD_INPUT:
+            raise RefusedCallError("refused", refusal["detail"], refusal.get("problems", []))
+        raise RunError(f"the reward service answered {reply.status_code}: {refusal['detail']}")
+
+
+def find_door(run: Path | None, url: str | None) -> RewardDoor:
+    """The door at `url`, else of a run's reward service: the given run, or the newest one under ./runs.
+
+    Raises:
+        InputError: There is no run, or it has no reward service now.
+    """
+    url = url or os.environ.get(URL_VARIABLE)
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if url and run is None:
+        return RewardDoor(url, token)
+    run_dir = run or _newest(Path("runs"))
+    check_run_dir(run_dir)
+    config = read_config(run_dir / CONFIG_NAME)
+    return RewardDoor(f"http://{_address(run_dir, config)}", token or shared_token(config))
+
+
+def _newest(folder: Path) -> Path:
+    """The newest run or `gspo reward serve` below a folder; one that is up before one that is not."""
+    found = [path.parent for form in ("*", ".rewards/service/*") for path in folder.glob(f"{form}/{CONFIG_NAME}")]
+    if not found:
+        raise InputError(str(folder), "holds no run directory", "Give one with --run, or an address with --url")
+    found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((path for path in found if is_held(path)), found[0])
+
+
+def shared_token(config: Config) -> str:
+    """The token that the services of a run share."""
+    file = config.services.token_file
+    return file.read_text().strip() if file else ""
+
+
+def _address(run_dir: Path, config: Config) -> str:
+    with _explained(run_dir):
+        redis_url = config.services.redis_url or str(supervisor_facts(run_dir)["redis_url"])
+        members = asyncio.run(read_members(redis_url, config.name))
+        return next(member.http for member in members if member.service == "reward")
+
+
+@contextmanager
+def _explained(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, StopIteration, InputError) as error:
+        raise InputError(
+            str(run_dir),
+            "has no reward service that runs",
+            "Start the run, or `gspo reward serve CONFIG`; or give the address: --url http://HOST:PORT",
+        ) from error

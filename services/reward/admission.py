@@ -1,0 +1,135 @@
+"""What a submission must pass before it is kept: it compiles, imports what is allowed, loads in the sandbox, is
+recognised, and gives what its test cases expect.
+
+Every refusal names its rule and, where a place in the source is at fault, line and column. Neighbours:
+source_check.py reads the source, trials.py runs the cases, registry.py keeps what was admitted.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from collections.abc import Collection
+
+from services.reward.calls import CallFailed
+from services.reward.library import Function, Library, source_of
+from services.reward.registry import Content
+from services.reward.source_check import MAX_PROBLEMS, Problem, RefusedError, check_source, place_of
+from services.reward.submission import Submission, TestCase
+from services.reward.trials import Failed, Trial, try_actions, try_rows
+
+# Each is a process that imports what the function needs; more at a time would take the cores from scoring.
+NUM_AT_A_TIME = 2
+# All test cases of a submission together; whoever submits waits for the answer.
+TESTS_TIMEOUT_S = 120.0
+_ENTRIES = {"reward": ("reward", "compute_score", "reward_func"), "environment": ("reset", "step")}
+
+
+class Admission:
+    """Checks submissions, a few at a time.
+
+    Args:
+        library: Whose limits hold where a submission names none.
+        allowed_packages: What may be imported besides the standard library.
+    """
+
+    def __init__(self, library: Library, allowed_packages: Collection[str]) -> None:
+        self._library, self._allowed = library, tuple(allowed_packages)
+        self._free = asyncio.Semaphore(NUM_AT_A_TIME)
+        self._running: dict[tuple[str, str], asyncio.Task[Content]] = {}
+
+    async def admit(self, submission: Submission) -> Content:
+        """The content that may be kept.
+
+        Raises:
+            RefusedError: It may not; with every reason found.
+        """
+        # Not in a thread: two at a time of CPython 3.11's ast.parse count their depth together, and one fails.
+        tree = check_source(submission.source, self._allowed)
+        content = Content(
+            version=submission.version,
+            kind=submission.kind,
+            source=submission.source,
+            entry=submission.entry or "",
+            limits=submission.limits,
+            tests=submission.tests,
+        )
+        # Whoever submits the same meanwhile waits for the same answer.
+        key = (content.version, content.model_dump_json(include={"tests"}))
+        if key not in self._running:
+            self._running[key] = asyncio.create_task(self._run(submission, content, tree))
+            self._running[key].add_done_callback(lambda _: self._running.pop(key, None))
+        return await asyncio.shield(self._running[key])
+
+    async def _run(self, submission: Submission, content: Content, tree: ast.Module) -> Content:
+        async with self._free:
+            return await self._run_now(submission, content, tree)
+
+    async def _run_now(self, submission: Submission, content: Content, tree: ast.Module) -> Content:
+        source = source_of(submission.name, content)
+        sandbox = self._library.sandbox(source.code, self._library.limits_of(content))
+        try:
+            signature = await sandbox.load()
+            async with asyncio.timeout(TESTS_TIMEOUT_S):
+                problems = await self._run_tests(Function(source, sandbox), submission.tests)
+        except TimeoutError as error:
+            text = f"tests: all of them together took longer than {TESTS_TIMEOUT_S:g} s"
+            raise RefusedError([Problem("test", text)]) from error
+        except CallFailed as error:
+            raise RefusedError([_load_problem(error, tree, submission)]) from error
+        finally:
+            await sandbox.close()
+        if problems:
+            raise RefusedError(problems[:MAX_PROBLEMS])
+        told = {
+            "entry": signature.entry,
+            "convention": signature.convention,
+            "takes": sorted(signature.takes),
+            "required": list(signature.required),
+            "takes_any": signature.takes_any,
+        }
+        return content.model_copy(update={"signature": told})
+
+    async def _run_tests(self, function: Function, tests: tuple[TestCase, ...]) -> list[Problem]:
+        problems = []
+        for index, test in enumerate(tests):
+            trial = await self._try(function, test)
+            if problem := _judge(index, test, trial):
+                problems.append(problem)
+        return problems
+
+    async def _try(self, function: Function, test: TestCase) -> Trial:
+        if function.source.kind == "reward":
+            return await try_rows(function, [test.input])
+        actions = test.input.get("actions", [])
+        actions = [str(action) for action in actions] if isinstance(actions, list) else []
+        return await try_actions(function, test.input.get("task"), actions)
+
+
+def _load_problem(error: CallFailed, tree: ast.Module, submission: Submission) -> Problem:
+    names = (submission.entry,) if submission.entry else _ENTRIES[submission.kind]
+    line, column = place_of(tree, names)
+    rule = "signature" if error.error_type == "Unfit" else "load"
+    if error.line is not None:
+        line, column = error.line, 1
+    text = f"line {line}, column {column}: {error}"
+    return Problem(rule, text, line, column, error.traceback, error.output)
+
+
+def _judge(index: int, test: TestCase, trial: Trial) -> Problem | None:
+    """What is wrong with a test's result, if something is."""
+    where = f"tests.{index}"
+    result = trial.results[0] if trial.results else trial.total
+    if isinstance(result, Failed):
+        return Problem("test", f"{where}: {result.text}", None, None, result.traceback, trial.output)
+    reward = result if isinstance(result, float | int) else result.reward
+    given = {} if isinstance(result, float | int) else {**result.parts, **result.extras}
+    expected = test.expected if isinstance(test.expected, dict) else {"": test.expected}
+    for name, number in expected.items():
+        value = given.get(name) if name else reward
+        if value is None:
+            return Problem("test", f"{where}: gave no part '{name}', and {number:g} is expected", output=trial.output)
+        if abs(value - number) > test.tolerance:
+            part = f" as '{name}'" if name else ""
+            return Problem("test", f"{where}: gave {value:g}{part}, and {number:g} is expected", output=trial.output)
+    return None

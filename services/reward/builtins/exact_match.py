@@ -1,0 +1,30 @@
+"""Built-in `exact_match`: 1 where the answer is the right one, letter for letter, else 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import regex
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, *, extract: str = "", strip: bool = True, ignore_case: bool = False
+) -> float:
+    """Compare text with text.
+
+    Args:
+        extract: A pattern; the answer is the first group (or all) of its last match, and without one it is wrong.
+        strip: White space around both does not count.
+        ignore_case: Upper and lower case are the same.
+    """
+    if extract:
+        found = list(regex.finditer(extract, solution_str))
+        if not found:
+            return 0.0
+        solution_str = found[-1][1 if found[-1].re.groups else 0] or ""
+    given, right = solution_str, str(ground_truth)
+    if strip:
+        given, right = given.strip(), right.strip()
+    if ignore_case:
+        given, right = given.casefold(), right.casefold()
+    return float(given == right)

@@ -1,0 +1,31 @@
+"""Built-in `math_equivalence`: 1 where the answer is mathematically the right one (1/2, 0.5, \\frac{1}{2}), else 0.
+
+math-verify finds the answer in the text (the last \\boxed{...}, LaTeX or expression) and compares. What takes too
+long is ended by the sandbox; its own time limits need signals and are off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from math_verify import parse, verify
+
+
+def compute_score(solution_str: str, ground_truth: Any, *, precision: int = 6) -> float:
+    """Compare expressions, sets, intervals and the like.
+
+    Args:
+        precision: Digits behind the point that must agree where both are decimal numbers.
+
+    Raises:
+        ValueError: The right answer is no mathematics that can be read.
+    """
+    right = str(ground_truth)
+    # Bare LaTeX is read only between dollars, a bare number or expression also without.
+    gold = parse(right, parsing_timeout=None) or parse(f"${right}$", parsing_timeout=None)
+    if "\\" in right and "$" not in right:
+        gold = parse(f"${right}$", parsing_timeout=None) or gold
+    if not gold:
+        raise ValueError(f"the right answer is no mathematics that can be read: {right!r:.100}")
+    answer = parse(solution_str, parsing_timeout=None)
+    return float(verify(gold, answer, float_rounding=precision, timeout_seconds=None))

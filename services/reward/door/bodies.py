@@ -1,0 +1,128 @@
+"""Reading a submission: JSON, or a form with the source as an uploaded file.
+
+Neighbours: routes.py, and services/reward/submission.py for what it must be.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import Any
+
+from fastapi import Request
+from pydantic import ValidationError
+from starlette.datastructures import UploadFile
+
+from services.reward.door.guard import MAX_BODY_BYTES, RefuseError, refusal_of
+from services.reward.door.views import ProblemView
+from services.reward.submission import Submission
+
+JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
+_JSON_FIELDS = ("limits", "tests", "activate")
+SOURCE = """def reward(completions, answer, **columns):
+    return [float(text.strip() == right) for text, right in zip(completions, answer)]
+"""
+ENVIRONMENT = """def reset(task):
+    return {"left": task["tries"], "number": task["number"]}, "Guess a number."
+
+def step(state, action):
+    state["left"] -= 1
+    right = action.strip() == str(state["number"])
+    return state, "Right." if right else "No.", float(right), right or state["left"] == 0
+"""
+EXAMPLES: dict[str, Any] = {
+    "a reward function with a test case": {
+        "value": {
+            "name": "exact",
+            "source": SOURCE,
+            "limits": {"timeout_s": 5.0},
+            "tests": [{"input": {"prompt": "2+2=", "completion": "4", "answer": "4"}, "expected": 1.0}],
+        }
+    },
+    "an environment": {
+        "value": {
+            "name": "guess",
+            "kind": "environment",
+            "source": ENVIRONMENT,
+            "tests": [{"input": {"task": {"number": 7, "tries": 2}, "actions": ["3", "7"]}, "expected": 1.0}],
+        }
+    },
+}
+
+
+async def read_submission(request: Request) -> Submission:
+    """The submission of a request.
+
+    Raises:
+        RefuseError: It is neither JSON nor a form, or a field is missing, unknown or wrong.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == JSON_TYPE:
+        text = await request.body()
+    elif kind == FORM_TYPE:
+        text = json.dumps(await _read_form(request)).encode()
+    else:
+        raise RefuseError(
+            415, f"send {JSON_TYPE}, or {FORM_TYPE} with the source as `file`; this is {kind or 'neither'}"
+        )
+    try:
+        return Submission.model_validate_json(text)
+    except ValidationError as error:
+        refusal = refusal_of(error.errors(include_url=False, include_context=False, include_input=False))
+        raise RefuseError(422, refusal.detail, refusal.problems) from error
+
+
+async def _read_form(request: Request) -> dict[str, Any]:
+    """The fields of a form; limits and tests are JSON in it."""
+    found: dict[str, Any] = {}
+    async with request.form(max_files=1, max_fields=16, max_part_size=MAX_BODY_BYTES) as form:
+        for name, value in form.multi_items():
+            if isinstance(value, str):
+                found[name] = _read_field(name, value)
+            elif name == "file":
+                found["source"] = await _read_source(value)
+            else:
+                raise _wrong(name, "is a file; the source is uploaded as `file`")
+    return found
+
+
+def _read_field(name: str, value: str) -> Any:
+    if name not in _JSON_FIELDS:
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(name, f"is not JSON ({error})") from error
+
+
+async def _read_source(file: UploadFile) -> str:
+    try:
+        return importlib.util.decode_source(await file.read())
+    except (SyntaxError, ValueError) as error:
+        raise _wrong("file", f"is not Python text ({error})") from error
+
+
+def _wrong(field: str, text: str) -> RefuseError:
+    return RefuseError(422, f"{field}: {text}", [ProblemView(rule="field", text=f"{field}: {text}", field=field)])
+
+
+def request_body() -> dict[str, Any]:
+    """What /docs says of the body of a submission."""
+    schema = Submission.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    form = {
+        "type": "object",
+        "required": ["name", "file"],
+        "additionalProperties": False,
+        "properties": {
+            "name": schema["properties"]["name"],
+            "file": {"type": "string", "format": "binary", "description": "The Python file"},
+            "kind": schema["properties"]["kind"],
+            "entry": {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,99}$"},
+            "limits": {"type": "string", "description": "As JSON", "examples": ['{"timeout_s": 5}']},
+            "tests": {"type": "string", "description": "As JSON", "examples": ["[]"]},
+            "activate": {"type": "string", "enum": ["true", "false"]},
+        },
+    }
+    content = {JSON_TYPE: {"schema": schema, "examples": EXAMPLES}, FORM_TYPE: {"schema": form}}
+    return {"requestBody": {"required": True, "content": content}}

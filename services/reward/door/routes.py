@@ -1,0 +1,249 @@
+"""The calls of REST: submit, look, try, activate, retire.
+
+Each is a few lines: what they mean is in registry.py, admission.py and trials.py. Neighbours: guard.py knows who
+calls, views.py what is answered, app.py puts it together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+
+from services.common.errors import nearest
+from services.reward.admission import Admission
+from services.reward.callers import Caller
+from services.reward.calls import CallFailed
+from services.reward.door.bodies import read_submission, request_body
+from services.reward.door.guard import Guard, RefuseError
+from services.reward.door.views import (
+    ActivateBody,
+    AuditList,
+    Moved,
+    ProblemView,
+    Refusal,
+    RewardList,
+    RewardView,
+    SourceView,
+    Submitted,
+    Tried,
+    TryBody,
+    UsageList,
+    VersionList,
+    VersionView,
+    configured_view,
+    registered_view,
+    tried,
+    version_view,
+)
+from services.reward.library import Function, Library
+from services.reward.registry import Content, Name, NotRegisteredError, Registry
+from services.reward.submission import Name as NameText
+from services.reward.submission import Version
+from services.reward.trials import try_actions, try_rows
+from services.reward.usage import UsageCounter
+
+NamePath = Annotated[NameText, Path(description="What runs call it by", examples=["exact"])]
+VersionPath = Annotated[Version, Path(description="Whole, or its first 8 or more characters")]
+VersionQuery = Annotated[Version | None, Query(description="The active one where left out")]
+_MEANINGS = {
+    400: "The request cannot be read",
+    401: "The token is missing or wrong",
+    403: "The token is one to read",
+    404: "There is no such name or version",
+    409: "What is registered does not allow it",
+    413: "The body is too large",
+    415: "The body is neither JSON nor a form",
+    422: "Refused: each problem with its rule, and line and column of the source where it has them",
+    429: "Too many calls; Retry-After says when to come back",
+}
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What the routes work with."""
+
+    library: Library
+    registry: Registry
+    admission: Admission
+    usage: UsageCounter
+    guard: Guard
+
+
+def make_router(desk: Desk) -> APIRouter:
+    """Every call, each with what it may answer."""
+    calls, router = _Calls(desk), APIRouter(prefix="/v1/rewards", tags=["reward functions"])
+    read, submit = desk.guard.may_read, desk.guard.may_submit
+
+    def add(path: str, endpoint: Callable[..., Any], method: str, may: Callable[..., Any], **more: Any) -> None:
+        router.add_api_route(path, endpoint, methods=[method], dependencies=[Depends(may)], **more)
+
+    one, body, change = (401, 404, 422), (400, 413), (403, 429)
+    add("", calls.list_rewards, "GET", read, responses=_refusals(401))
+    add(
+        "", calls.submit_reward, "POST", submit, status_code=201, description=_SUBMIT, openapi_extra=request_body(),
+        responses=_refusals(401, 409, 415, 422, *body, *change),
+    )  # fmt: skip
+    add("/{name}", calls.get_reward, "GET", read, responses=_refusals(*one))
+    add("/{name}", calls.retire, "DELETE", submit, responses=_refusals(*one, *change))
+    add("/{name}/versions", calls.list_versions, "GET", read, responses=_refusals(*one))
+    add("/{name}/versions/{version}", calls.get_version, "GET", read, responses=_refusals(*one))
+    add("/{name}/source", calls.get_source, "GET", read, responses=_refusals(*one))
+    add("/{name}/usage", calls.get_usage, "GET", read, responses=_refusals(*one))
+    add("/{name}/log", calls.get_log, "GET", read, responses=_refusals(*one))
+    add("/{name}/try", calls.try_reward, "POST", submit, responses=_refusals(*one, *body, *change))
+    add("/{name}/activate", calls.activate, "POST", submit, responses=_refusals(409, *one, *body, *change))
+    return router
+
+
+_SUBMIT = """Hand in a reward function or an environment. It is compiled, its imports are compared with
+`reward.allowed_packages`, it is loaded in the sandbox, its signature is recognised, and its test cases are run;
+only then is it kept. The version is the content's hash: the same content again is the same version.
+
+With a file: `curl -F name=exact -F file=@reward.py http://127.0.0.1:PORT/v1/rewards`"""
+
+
+def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": Refusal, "description": _MEANINGS[status]} for status in sorted(set(statuses))}
+
+
+class _Calls:
+    def __init__(self, desk: Desk) -> None:
+        self._desk, self._registry = desk, desk.registry
+
+    async def submit_reward(self, request: Request) -> Submitted:
+        submission = await read_submission(request)
+        if submission.name in self._desk.library.configured:
+            raise RefuseError(409, f"the run's configuration has a function '{submission.name}'. Give it another name")
+        content = await self._known(submission.version) if not submission.tests else None
+        content = content or await self._desk.admission.admit(submission)
+        name, new = await self._registry.submit(submission, content, who=_who(request))
+        view = version_view(name, content, name.versions[content.version])
+        return Submitted(**view.model_dump(), new=new)
+
+    async def _known(self, version: str) -> Content | None:
+        """What was admitted before need not be checked again."""
+        try:
+            return await self._registry.content(version)
+        except NotRegisteredError:
+            return None
+
+    async def list_rewards(self) -> RewardList:
+        """Every name: those of the run's configuration, and those that were submitted."""
+        configured = [configured_view(function) for function in self._desk.library.configured.values()]
+        names = [one for one in await self._registry.names() if one.name not in self._desk.library.configured]
+        return RewardList(rewards=configured + [registered_view(one, await self._shown(one)) for one in names])
+
+    async def get_reward(self, name: NamePath) -> RewardView:
+        """One name."""
+        if function := self._configured(name):
+            return configured_view(function)
+        found = await self._found(name)
+        return registered_view(found, await self._shown(found))
+
+    async def _shown(self, name: Name) -> Content:
+        """Its active version, else its newest."""
+        return await self._registry.content(name.active or list(name.versions)[-1])
+
+    async def list_versions(self, name: NamePath) -> VersionList:
+        """Every version of a submitted function, the oldest first."""
+        found = await self._found(name)
+        contents = [await self._registry.content(version) for version in found.versions]
+        return VersionList(versions=[version_view(found, one, found.versions[one.version]) for one in contents])
+
+    async def get_version(self, name: NamePath, version: VersionPath) -> VersionView:
+        """One version of a submitted function."""
+        found = await self._found(name)
+        content = await self._registry.content(found.find(version))
+        return version_view(found, content, found.versions[content.version])
+
+    async def get_source(self, name: NamePath, version: VersionQuery = None) -> SourceView:
+        """The source of a version."""
+        if function := self._configured(name):
+            return SourceView(name=name, version=function.source.version, source=function.source.text)
+        content = await self._content(name, version)
+        return SourceView(name=name, version=content.version, source=content.source)
+
+    async def _content(self, name: str, version: str | None) -> Content:
+        found = await self._found(name)
+        return await self._registry.content(found.find(version)) if version else await self._shown(found)
+
+    async def get_usage(self, name: NamePath, version: VersionQuery = None) -> UsageList:
+        """Calls, failures by kind, times and the last failure, over all replicas; of every version by default."""
+        if function := self._configured(name):
+            versions: Sequence[str] = [function.source.version]
+        else:
+            found = await self._found(name)
+            newest_first = list(found.versions)[::-1]
+            versions = [found.find(version)] if version else sorted(newest_first, key=lambda one: one != found.active)
+        return UsageList(usage=[await self._desk.usage.read(name, one) for one in versions])
+
+    async def get_log(self, name: NamePath, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> AuditList:
+        """Who submitted, activated and retired what, and when; the newest first."""
+        await self._found(name)
+        return AuditList(lines=await self._registry.audit(name, limit))
+
+    async def try_reward(self, name: NamePath, body: TryBody) -> Tried:
+        """Score rows, or play an environment's turns: scores, time and what it printed. Nothing of it is kept."""
+        function = await self._function(name, body.version)
+        wrong = "rows" if function.source.kind == "environment" else "actions"
+        if getattr(body, wrong) or (wrong == "rows" and body.task is None):
+            text = f"{name} is of kind {function.source.kind}: send {_TRY_FIELDS[function.source.kind]}"
+            raise RefuseError(422, text, [ProblemView(rule="field", text=text, field=wrong)])
+        if function.source.kind == "environment":
+            trial = await try_actions(function, body.task, body.actions)
+        else:
+            trial = await try_rows(function, [row.model_dump() for row in body.rows])
+        return tried(name, function.source.version, trial)
+
+    async def _function(self, name: str, version: str | None) -> Function:
+        if function := self._configured(name):
+            return function
+        content = await self._content(name, version)
+        try:
+            return await self._desk.library.load(name, content)
+        except CallFailed as error:
+            text = f"version {content.version[:12]} cannot be loaded: {error}"
+            problem = ProblemView(rule="load", text=text, traceback=error.traceback, output=error.output)
+            raise RefuseError(422, text, [problem]) from error
+
+    async def activate(self, request: Request, name: NamePath, body: ActivateBody) -> Moved:
+        """Make a version the active one, a newer or an older; calls under way finish on theirs."""
+        await self._found(name)
+        who = _who(request)
+        found, was = await self._registry.activate(name, body.version, who=who, if_active=body.if_active)
+        return Moved(name=name, active=found.active or None, was=was or None, revision=found.revision)
+
+    async def retire(self, request: Request, name: NamePath) -> Moved:
+        """Leave the name without an active version. A run that pins a version still gets it."""
+        await self._found(name)
+        found, was = await self._registry.retire(name, who=_who(request))
+        return Moved(name=name, active=found.active or None, was=was or None, revision=found.revision)
+
+    async def _found(self, name: str) -> Name:
+        """A submitted name.
+
+        Raises:
+            RefuseError: There is none; with the nearest one that there is.
+        """
+        configured = self._desk.library.configured
+        if name in configured:
+            raise RefuseError(404, f"'{name}' is of the run's configuration: it has one version, which stays")
+        try:
+            return await self._registry.name(name)
+        except NotRegisteredError:
+            known = [*configured, *(one.name for one in await self._registry.names())]
+            raise RefuseError(404, f"there is no reward function '{name}'. {nearest(name, known)}") from None
+
+    def _configured(self, name: str) -> Function | None:
+        return self._desk.library.configured.get(name)
+
+
+def _who(request: Request) -> str:
+    caller: Caller = request.state.caller
+    return caller.name
+
+
+_TRY_FIELDS = {"reward": "`rows`", "environment": "`task` and `actions`"}

@@ -1,0 +1,254 @@
+"""The functions that score, by name and version: those of the run's configuration, and those registered over REST.
+
+Each is loaded when it is first asked for, and stays loaded while it is among the MAX_LOADED last used. A call keeps
+the function it began with, so moving a name to another version disturbs nothing that is under way. Neighbours:
+functions.py reads what is configured, registry.py says what is active, sandbox.py, remote.py and judge.py call,
+scorer.py asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from services.common.config import RewardConfig, RewardFunction
+from services.common.errors import InputError, nearest
+from services.reward.calls import Callee, CallFailed, Code, Limits
+from services.reward.classifier import Classifier, read_classifier
+from services.reward.code_tests import CodeTests
+from services.reward.functions import Source, check_names, read_source
+from services.reward.judge import Judge, read_judge
+from services.reward.levels import Found, find_level
+from services.reward.registry import Content, NotRegisteredError, Registry, RegistryCopy
+from services.reward.remote import Remote, read_remote
+from services.reward.sandbox import Sandbox
+from services.reward.usage import UsageCounter
+
+# Each holds a process or more; a run uses a handful.
+MAX_LOADED = 32
+HOW_TO_REGISTER = (
+    "Submit it first (`gspo reward serve`, then `gspo reward submit FILE`), or name a file with `path:` or a `builtin:`"
+)
+
+
+@dataclass
+class Function:
+    """One version of a function, and what has it loaded."""
+
+    source: Source
+    callee: Callee
+    calls_under_way: int = field(default=0, compare=False)
+
+
+class UnknownFunctionError(Exception):
+    """There is no function of this name and version, or it cannot be loaded; the message says why."""
+
+
+class Library:
+    """Finds functions.
+
+    Args:
+        configured: Those of the run's configuration, loaded; more may be put in while it opens.
+        limits: What a call may take where a registered function says nothing itself.
+        containment: How user code is contained.
+        num_workers: Calls of one function that are answered at once.
+        registry: None where nothing is registered, as in a check.
+        usage: Counts calls; None counts none.
+    """
+
+    def __init__(
+        self,
+        configured: Sequence[Function],
+        limits: Limits,
+        *,
+        containment: Found,
+        num_workers: int = 1,
+        registry: Registry | RegistryCopy | None = None,
+        usage: UsageCounter | None = None,
+    ) -> None:
+        self.containment, self._num_workers = containment, num_workers
+        self.configured = {function.source.name: function for function in configured}
+        self.usage = usage
+        self._limits, self._registry = limits, registry
+        self._loaded: OrderedDict[tuple[str, str], Function] = OrderedDict()
+        self._loading: dict[tuple[str, str], asyncio.Task[Function]] = {}
+
+    async def find(self, name: str, version: str = "") -> Function:
+        """The function, loaded: of the configuration, else the registered one's active or given version.
+
+        Raises:
+            UnknownFunctionError: There is none, or it cannot be loaded.
+        """
+        if name in self.configured:
+            return self._configured(name, version)
+        if self._registry is None:
+            raise UnknownFunctionError(
+                f"there is no reward function of this name; there are {', '.join(self.configured)}"
+            )
+        try:
+            content = await self._registry.resolve(name, version)
+        except NotRegisteredError as error:
+            raise UnknownFunctionError(str(error)) from error
+        try:
+            return await self.load(name, content)
+        except CallFailed as error:
+            raise UnknownFunctionError(f"version {content.version[:12]} cannot be loaded: {error}") from error
+
+    def _configured(self, name: str, version: str) -> Function:
+        function = self.configured[name]
+        if not function.source.version.startswith(version):
+            held = function.source.version[:12]
+            raise UnknownFunctionError(f"version {version[:12]} is asked for and {held} is loaded")
+        return function
+
+    async def load(self, name: str, content: Content) -> Function:
+        """A registered version, loaded once however many ask at a time.
+
+        Raises:
+            CallFailed: It cannot be loaded.
+        """
+        key = (name, content.version)
+        if key not in self._loaded:
+            if key not in self._loading:
+                self._loading[key] = asyncio.create_task(self._load(name, content), name=f"load {name}")
+                self._loading[key].add_done_callback(lambda _: self._loading.pop(key, None))
+            # One of several that wait may be cancelled; the others still get it.
+            function = await asyncio.shield(self._loading[key])
+            self._loaded[key] = function
+            await self._forget_oldest()
+        self._loaded.move_to_end(key)
+        return self._loaded[key]
+
+    async def _load(self, name: str, content: Content) -> Function:
+        source = source_of(name, content)
+        function = Function(source, self.sandbox(source.code, self.limits_of(content)))
+        try:
+            await function.callee.load()
+        except CallFailed:
+            await function.callee.close()
+            raise
+        return function
+
+    def sandbox(self, code: Code, limits: Limits) -> Sandbox:
+        """Where a submitted or registered function runs."""
+        return Sandbox(code, limits, self.containment.level, num_workers=self._num_workers)
+
+    def limits_of(self, content: Content) -> Limits:
+        """What one call of a version may take."""
+        own = content.limits
+        return Limits(
+            timeout_s=own.timeout_s or self._limits.timeout_s,
+            memory_mb=own.memory_mb or self._limits.memory_mb,
+            cpu_s=own.cpu_s or self._limits.cpu_s,
+        )
+
+    async def _forget_oldest(self) -> None:
+        """End the processes of what was not used for longest; never of what is being called."""
+        idle = [key for key, function in self._loaded.items() if not function.calls_under_way]
+        for key in idle[: max(0, len(self._loaded) - MAX_LOADED)]:
+            await self._loaded.pop(key).callee.close()
+
+    async def close(self) -> None:
+        """End every process."""
+        for task in self._loading.values():
+            task.cancel()
+        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+        functions = [*self.configured.values(), *self._loaded.values()]
+        await asyncio.gather(*(function.callee.close() for function in functions))
+
+
+def source_of(name: str, content: Content) -> Source:
+    """A registered version as the sandbox loads it."""
+    return Source(
+        name, Path(f"{name}.py"), content.source, content.version, content.entry or None, 1.0, kind=content.kind
+    )
+
+
+@asynccontextmanager
+async def open_library(
+    config: RewardConfig, *, registry: Registry | RegistryCopy | None = None, usage: UsageCounter | None = None
+) -> AsyncIterator[Library]:
+    """The library of a run, with every function of its configuration loaded.
+
+    Raises:
+        InputError: One cannot be read or loaded, takes other arguments than it is given, or is not registered.
+    """
+    check_names(config)
+    found = await find_level(config.sandbox_minimum)
+    limits = Limits(config.timeout_s, config.memory_mb, config.cpu_s)
+    keys = [f"reward.functions.{index}" for index in range(len(config.functions))]
+    named = dict(zip(keys, config.functions, strict=True))
+    library = Library([], limits, containment=found, num_workers=config.workers, registry=registry, usage=usage)
+    configured = {
+        key: open_function(function, key, limits, library) for key, function in named.items() if not function.registered
+    }
+    library.configured.update((function.source.name, function) for function in configured.values())
+    try:
+        for key, function in configured.items():
+            await _load_configured(function, key)
+        if registry is not None:
+            for key, wanted in named.items():
+                if wanted.registered:
+                    await _load_registered(library, wanted, key)
+        yield library
+    finally:
+        await library.close()
+
+
+def open_function(function: RewardFunction, key: str, limits: Limits, library: Library) -> Function:
+    """A function of the configuration, not loaded yet; `key` is its place in there.
+
+    Raises:
+        InputError: It cannot be read, or an argument of it is wrong.
+    """
+    own = Limits(function.timeout_s or limits.timeout_s, function.memory_mb or limits.memory_mb, limits.cpu_s)
+    if function.url is not None:
+        source = read_remote(function)
+        return Function(source, Remote(function.url, timeout_s=own.timeout_s, fields=function.args))
+    if function.builtin == "llm_judge":
+        source, judging = read_judge(function, key)
+        return Function(source, Judge(judging, timeout_s=own.timeout_s))
+    if function.builtin == "reward_model":
+        source, options = read_classifier(function, key)
+        return Function(source, Classifier(options, timeout_s=own.timeout_s))
+    source = read_source(function, key)
+    if function.builtin == "code_tests":
+        return Function(source, CodeTests(library.sandbox(replace(source.code, kind="environment"), own)))
+    return Function(source, library.sandbox(source.code, own))
+
+
+async def _load_configured(function: Function, key: str) -> None:
+    source = function.source
+    try:
+        signature = await function.callee.load()
+    except CallFailed as error:
+        raise InputError(key, f"{source.path} {error}", _how_to_mend(error)) from error
+    for name in source.args:
+        if name not in signature.takes and not signature.takes_any:
+            raise InputError(
+                f"{key}.args.{name}",
+                f"is no parameter of {signature.entry} of {source.path}",
+                nearest(name, signature.takes),
+            )
+
+
+async def _load_registered(library: Library, wanted: RewardFunction, key: str) -> None:
+    """Find a registered function before the run needs it."""
+    try:
+        await library.find(wanted.label, wanted.version or "")
+    except UnknownFunctionError as error:
+        raise InputError(f"{key}.name", str(error), HOW_TO_REGISTER) from error
+
+
+def _how_to_mend(error: CallFailed) -> str:
+    if "several" in str(error):
+        return "Name one with `entry:`, or list the file once for each with `name:` and `entry:`"
+    if error.error_type == "Unfit":
+        return "Define reward(prompts, completions, **columns) or verl's compute_score, or name the function: `entry:`"
+    if error.error_type == "MemoryError":
+        return "Raise reward.memory_mb"
+    return "Mend the file; it must load in the Python of this service"

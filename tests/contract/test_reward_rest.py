@@ -1,0 +1,82 @@
+"""The REST door against its own description: what schemathesis makes of /openapi.json is answered as it says.
+
+What it is not: a test of what the calls do; tests/integration/reward/test_rest.py is. Bounded to well under a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from services.common.keys import Keys
+from services.common.members import wait_for_member
+from services.common.runtime import connect_redis
+from tests.service_process import make_run, service_process
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+SOURCE = "def reward(completions):\n    return [0.0] * len(completions)\n"
+
+
+@pytest.fixture(scope="module")
+def door_url(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A reward service with two functions, one of them submitted."""
+    folder: Path = tmp_path_factory.mktemp("rest")
+    limits = {"calls_per_minute": 1_000_000, "timeout_s": 2.0}
+    config = make_run(folder, folder / "model", name="described", reward=limits)
+    with service_process("reward", config, redis_url, log=folder / "log"):
+        url = f"http://{asyncio.run(_address(redis_url, config.name))}"
+        httpx.post(f"{url}/v1/rewards", json={"name": "known", "source": SOURCE}, timeout=30).raise_for_status()
+        yield url
+
+
+async def _address(redis_url: str, run: str) -> str:
+    redis = connect_redis(redis_url)
+    try:
+        return (await wait_for_member(redis, Keys(run), "reward", 60)).http
+    finally:
+        await redis.aclose()
+
+
+@pytest.mark.parametrize("name", [None, "known"])
+def test_every_call_answers_as_described(door_url: str, name: str | None) -> None:
+    """Generated calls of every operation; once more about a name that is there."""
+    description = schemathesis.openapi.from_url(f"{door_url}/openapi.json")
+    operations = [found.ok() for found in description.get_all_operations()]
+    for operation in operations:
+        if name is None or "{name}" in operation.path:
+            call_it(operation, name)
+    assert len(operations) == 11
+
+
+def call_it(operation: schemathesis.APIOperation, name: str | None) -> None:
+    @given(case=operation.as_strategy())
+    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+    def check(case: schemathesis.Case) -> None:
+        if name is not None:
+            case.path_parameters = {**(case.path_parameters or {}), "name": name}
+        case.call_and_validate(checks=CHECKS, timeout=30)
+
+    check()
+
+
+def test_the_description_has_worked_examples(door_url: str) -> None:
+    found = httpx.get(f"{door_url}/openapi.json", timeout=30).json()
+    content = found["paths"]["/v1/rewards"]["post"]["requestBody"]["content"]
+    assert set(content) == {"application/json", "multipart/form-data"}
+    for example in content["application/json"]["examples"].values():
+        reply = httpx.post(f"{door_url}/v1/rewards", json=example["value"], timeout=60)
+        assert reply.status_code == 201, reply.text
+    assert "/docs" not in found["paths"]
+    assert "swagger" in httpx.get(f"{door_url}/docs", timeout=30).text

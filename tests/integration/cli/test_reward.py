@@ -1,0 +1,105 @@
+"""`gspo reward` as a user calls it: serve without a run, submit, look, try, activate, retire; and a run that then
+finds what was submitted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.config import Config
+from services.common.configfile import parse_config, write_config
+from services.common.errors import InputError
+from services.reward.check import check
+from tests.service_process import make_run, wait_exit
+
+SOURCE = """def reward(completions, answer):
+    print('scored')
+    return [{} * (given == right) for given, right in zip(completions, answer)]
+"""
+START_S = 60.0
+
+
+def gspo(*words: object, url: str, code: int = 0) -> str:
+    """What a command prints, or says on standard error where it fails."""
+    environment = {**os.environ, "GSPO_REWARD_URL": url, "COLUMNS": "200"}
+    command = [sys.executable, "-m", "services.cli", "reward", *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr if code else done.stdout
+
+
+def until_said(path: Path, pattern: str) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if found := re.search(pattern, path.read_text()):
+            return found[1]
+        time.sleep(0.1)
+    raise TimeoutError(path.read_text())
+
+
+def with_functions(config: Config, functions: list[dict[str, Any]]) -> Config:
+    given = config.model_dump(mode="json")
+    return parse_config({**given, "reward": {**given["reward"], "functions": functions}}, Path.cwd())
+
+
+def test_a_function_is_submitted_without_a_run_and_found_by_the_next(tmp_path: Path) -> None:
+    config = with_functions(make_run(tmp_path, tmp_path / "model"), [{"name": "exact"}])
+    with pytest.raises(
+        InputError, match=r"functions.0.name: there is no reward function 'exact' in .*gspo reward serve"
+    ):
+        check(config)
+    file, said = tmp_path / "config.yaml", tmp_path / "said"
+    write_config(config, file)
+    with said.open("wb") as out:
+        command = [sys.executable, "-m", "services.cli", "reward", "serve", str(file)]
+        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "COLUMNS": "200"})
+    try:
+        _use(tmp_path, until_said(said, r"reward functions at (\S+),"))
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert wait_exit(process, 40) == 0, said.read_text()
+    with pytest.raises(InputError, match="exact was retired, and no version of it is asked for"):
+        check(config)
+    check(with_functions(config, [{"name": "exact", "version": _version(tmp_path, 1)}]))
+
+
+def _version(folder: Path, number: int) -> str:
+    (name,) = (folder / ".rewards/names").glob("exact.json")
+    return list(json.loads(name.read_text())["versions"])[number][:12]
+
+
+def _use(folder: Path, url: str) -> None:
+    good, better, bad = (folder / name for name in ("exact.py", "better.py", "bad.py"))
+    good.write_text(SOURCE.format(1.0))
+    better.write_text(SOURCE.format(2.0))
+    bad.write_text("import requests\n" + SOURCE.format(1.0))
+    (folder / "tests.json").write_text(json.dumps([{"input": {"completion": "4", "answer": "4"}, "expected": 1.0}]))
+    (folder / "rows.jsonl").write_text('{"completion": "4", "answer": "4"}\n{"completion": "5", "answer": "4"}\n')
+    assert "scores now" in gspo("submit", good, "--tests", folder / "tests.json", url=url)
+    assert "known before" in gspo("submit", good, url=url)
+    assert "line 1, column 1: imports 'requests'" in gspo("submit", bad, url=url, code=2)
+    assert "gave 2, and 1 is expected" in gspo(
+        "submit", better, "--name", "exact", "--tests", folder / "tests.json", url=url, code=2
+    )
+    waits = gspo("submit", better, "--name", "exact", url=url)
+    version = re.search(r"exact ([0-9a-f]{64})\nwaits: gspo reward activate exact", waits)[1]  # type: ignore[index]
+    listed = gspo("list", url=url)
+    assert "exact_match" in listed and "submitted" in listed
+    tried = gspo("try", "exact", folder / "rows.jsonl", "--version", version[:8], url=url)
+    assert "it printed:\nscored" in tried and re.search(r"^ *0 +2 ", tried, re.MULTILINE)
+    assert version[:12] in gspo("activate", "exact", version[:8], url=url)
+    assert gspo("show", "exact", "--source", url=url) == better.read_text()
+    assert version[:12] in gspo("show", "exact", url=url)
+    assert "activate" in gspo("logs", "exact", url=url)
+    assert "retired" in gspo("retire", "exact", url=url)
+    assert "there is no reward function 'exacd'. Did you mean 'exact'?" in gspo("show", "exacd", url=url, code=2)

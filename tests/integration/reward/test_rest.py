@@ -1,0 +1,188 @@
+"""REST as a user meets it: what is taken, what is refused and why, trying, activating, retiring, who may."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo_proto.rollout_pb2 import RewardUse
+from tests.integration.reward.desk import NEWER, SOURCE, open_desk
+from tests.reward_case import answer_of, outcome_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+
+CASE = {"input": {"prompt": "2+2=", "completion": "4", "answer": "4"}, "expected": 1.0}
+ENVIRONMENT = """
+def reset(task):
+    return {"left": task["tries"], "number": task["number"]}, "Guess."
+
+def step(state, action):
+    state["left"] -= 1
+    right = action == str(state["number"])
+    if action == "break":
+        raise ValueError("broken")
+    return state, "Right." if right else "No.", float(right), right or state["left"] == 0
+"""
+
+
+async def test_a_function_is_submitted_tried_replaced_and_retired(redis: Redis, tmp_path: Path) -> None:
+    async with open_desk(tmp_path, redis) as (client, scorer, _):
+        first = await client.post("", json={"name": "exact", "source": SOURCE, "tests": [CASE]})
+        told = first.json()
+        assert (first.status_code, told["active"], told["new"], told["tests"]) == (201, True, True, 1)
+        assert told["version"] == hashlib.sha256(SOURCE.encode()).hexdigest()
+        again = await client.post("", files={"file": ("exact.py", SOURCE)}, data={"name": "exact"})
+        assert (again.status_code, again.json()["version"], again.json()["new"]) == (201, told["version"], False)
+        one, two = told["version"], (await client.post("", json={"name": "exact", "source": NEWER})).json()["version"]
+
+        rollout = answer_of("4", answer="4")
+        rollout.rewards.append(RewardUse(name="exact", weight=1.0))
+        pinned = answer_of("4", answer="4")
+        pinned.rewards.append(RewardUse(name="exact", version=one[:12], weight=1.0))
+
+        async def scored() -> list[tuple[Any, str]]:
+            return [(outcome_of(score), score.version) for score in await scorer.score([rollout, pinned])]
+
+        assert await scored() == [(1.0, one), (1.0, one)]
+        moved = (await client.post("/exact/activate", json={"version": two[:8]})).json()
+        assert (moved["active"], moved["was"]) == (two, one)
+        assert await scored() == [(2.0, two), (1.0, one)]
+        stale = await client.post("/exact/activate", json={"version": two, "if_active": one})
+        assert (stale.status_code, "Look and try again" in stale.json()["detail"]) == (409, True)
+        assert (await client.post("/exact/activate", json={"version": one})).json()["was"] == two
+        assert await scored() == [(1.0, one), (1.0, one)]
+
+        assert (await client.delete("/exact")).json()["active"] is None
+        (refused, _), kept = await scored()
+        assert str(refused).startswith("exact: exact was retired, and no version of it is asked for")
+        assert kept == (1.0, one)
+        shown = (await client.get("/exact")).json()
+        assert (shown["retired"], shown["active"], shown["versions"]) == (True, None, 2)
+        await _look_back(client, one, two)
+
+
+async def _look_back(client: Any, one: str, two: str) -> None:
+    versions = (await client.get("/exact/versions")).json()["versions"]
+    assert [(version["version"], version["submitted_by"]) for version in versions] == [
+        (one, "anonymous"),
+        (two, "anonymous"),
+    ]
+    assert (await client.get("/exact/source", params={"version": two})).json()["source"] == NEWER
+    assert (await client.get(f"/exact/versions/{two[:10]}")).json()["version"] == two
+    usage = {used["version"]: used for used in (await client.get("/exact/usage")).json()["usage"]}
+    assert (usage[one]["calls"], usage[two]["calls"], usage[one]["errors"]) == (6, 1, {})
+    assert 0 < usage[one]["latency_s"]["p50"] <= usage[one]["latency_s"]["longest"]
+    lines = (await client.get("/exact/log")).json()["lines"]
+    assert [line["action"] for line in lines] == ["retire", "activate", "activate", "submit", "submit", "submit"]
+    assert {line["who"] for line in lines} == {"anonymous"}
+    listed = {reward["name"]: reward["origin"] for reward in (await client.get("")).json()["rewards"]}
+    assert listed == {"r": "configured", "exact": "registered"}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "rule", "place", "said"),
+    [
+        ({"source": "x = 1\ndef reward(completions:\n"}, 422, "syntax", (2, 11), "'(' was never closed"),
+        ({"source": "import os\nimport requests\n" + SOURCE}, 422, "import", (2, 1), "imports 'requests'"),
+        ({"source": SOURCE + "  import torch.nn\n"}, 422, "syntax", (3, None), "unindent"),
+        ({"source": SOURCE + "def f():\n  import torch.nn\n"}, 422, "import", (4, 3), "imports 'torch'"),
+        ({"source": "def score(a): ...\n"}, 422, "signature", (1, 1), "holds no reward function"),
+        ({"source": SOURCE + "1 / 0\n"}, 422, "load", (3, 1), "ZeroDivisionError"),
+        ({"source": SOURCE, "entry": "other"}, 422, "signature", (1, 1), "has no function 'other'"),
+        ({"tests": [{**CASE, "expected": 0.5}]}, 422, "test", (None, None), "tests.0: gave 1, and 0.5 is expected"),
+        ({"tests": [{"input": {"completion": "4"}, "expected": 1}]}, 422, "test", (None, None), "needs the column"),
+        ({"tests": [{"input": {"a": float("nan")}, "expected": 1}]}, 422, "field", (None, None), "JSON"),
+        ({"limits": {"timeout_s": 0}}, 422, "field", (None, None), "limits.timeout_s"),
+        ({"limits": {"timeout": 1}}, 422, "field", (None, None), "limits.timeout"),
+        ({"name": "../etc"}, 422, "field", (None, None), "name"),
+        ({"kind": "environment"}, 422, "signature", (None, None), "reset"),
+        ({"name": "r"}, 409, None, None, "the run's configuration has a function 'r'"),
+    ],
+)
+async def test_what_is_refused_and_where(
+    redis: Redis, tmp_path: Path, change: dict[str, Any], status: int, rule: str | None, place: Any, said: str
+) -> None:
+    async with open_desk(tmp_path, redis) as (client, _, registry):
+        body = json.dumps({"name": "exact", "source": SOURCE, **change})
+        reply = await client.post("", content=body, headers={"content-type": "application/json"})
+        told = reply.json()
+        assert (reply.status_code, said in told["detail"]) == (status, True), told
+        if rule is not None:
+            (problem,) = told["problems"]
+            assert problem["rule"] == rule
+            found = (problem["line"], problem["column"])
+            assert all(wanted in (None, given) for wanted, given in zip(place, found, strict=True))
+        assert await registry.names() == []
+
+
+async def test_a_trial_shows_scores_output_and_the_functions_own_traceback(redis: Redis, tmp_path: Path) -> None:
+    body = "print('seen', completions)\n    return [{'a': float(c), 'b': 1} for c in completions]"
+    source = f"def reward(completions):\n    {body}\n"
+    async with open_desk(tmp_path, redis) as (client, _, _):
+        await client.post("", json={"name": "parts", "source": source})
+        good = (await client.post("/parts/try", json={"rows": [{"completion": "2"}]})).json()
+        (result,) = good["results"]
+        assert (result["reward"], result["parts"], result["failure"]) == (3.0, {"a": 2.0, "b": 1.0}, None)
+        assert (good["output"], good["seconds"] > 0) == ("seen ['2']\n", True)
+        (bad,) = (await client.post("/parts/try", json={"rows": [{"completion": "x"}]})).json()["results"]
+        assert (bad["reward"], bad["failure"]["kind"]) == (None, "exception")
+        assert "could not convert string to float: 'x'" in bad["failure"]["text"]
+        assert "line 3, in <listcomp>" in bad["failure"]["traceback"]
+        # Nothing of a trial is counted as a call of a run.
+        assert (await client.get("/parts/usage")).json()["usage"][0]["calls"] == 0
+        refused = await client.post("/parts/try", json={"actions": ["a"]})
+        assert (refused.status_code, "send `rows`" in refused.json()["detail"]) == (422, True)
+
+
+async def test_an_environment_is_tried_turn_by_turn(redis: Redis, tmp_path: Path) -> None:
+    case = {"input": {"task": {"tries": 2, "number": 7}, "actions": ["3", "7"]}, "expected": 1.0}
+    body = {"name": "guess", "kind": "environment", "source": ENVIRONMENT, "tests": [case]}
+    async with open_desk(tmp_path, redis) as (client, _, _):
+        assert (await client.post("", json=body)).status_code == 201
+        trial = {"task": {"tries": 3, "number": 7}, "actions": ["3", "break", "7"]}
+        results = (await client.post("/guess/try", json=trial)).json()["results"]
+        assert [(turn["observation"], turn["reward"], turn["done"]) for turn in results] == [
+            ("Guess.", 0.0, False),
+            ("No.", 0.0, False),
+            (None, None, None),
+        ]
+        assert results[-1]["failure"]["kind"] == "exception"
+        wrong = await client.post("", json={**body, "tests": [{**case, "expected": 2.0}]})
+        assert wrong.json()["detail"] == "tests.0: gave 1, and 2 is expected"
+
+
+async def test_tokens_have_roles_and_callers_a_rate(redis: Redis, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("# people\nann submit ann-secret-0123456789\nbob read bob-secret-0123456789\n")
+    ann, bob = ({"authorization": f"Bearer {name}-secret-0123456789"} for name in ("ann", "bob"))
+    body = {"name": "exact", "source": SOURCE}
+    async with open_desk(tmp_path, redis, tokens=tokens, calls_per_minute=2) as (client, _, _):
+        assert (await client.get("")).status_code == 401
+        assert (await client.get("", headers={"authorization": "Bearer nobody"})).status_code == 401
+        assert (await client.get("", headers=bob)).status_code == 200
+        refused = await client.post("", json=body, headers=bob)
+        assert (refused.status_code, refused.json()["detail"].startswith("bob has a token to read")) == (403, True)
+        assert (await client.post("", json=body, headers=ann)).json()["submitted_by"] == "ann"
+        assert (await client.delete("/exact", headers=ann)).status_code == 200
+        late = await client.post("", json=body, headers=ann)
+        assert (late.status_code, int(late.headers["retry-after"]) >= 1) == (429, True)
+        tokens.write_text("bob submit bob-secret-0123456789\n")
+        assert (await client.get("", headers=ann)).status_code == 401
+        assert (await client.post("", json=body, headers=bob)).status_code == 201
+
+
+async def test_a_body_that_is_too_large_or_of_another_form_is_refused(redis: Redis, tmp_path: Path) -> None:
+    async with open_desk(tmp_path, redis) as (client, _, _):
+        huge = await client.post("", json={"name": "a", "source": "#" * (5 * 2**20)})
+        assert (huge.status_code, "bytes" in huge.json()["detail"]) == (413, True)
+        long = await client.post("", json={"name": "a", "source": "#" * (300 * 2**10)})
+        assert (long.status_code, long.json()["problems"][0]["field"]) == (422, "source")
+        other = await client.post("", content="x", headers={"content-type": "text/plain"})
+        assert (other.status_code, "multipart/form-data" in other.json()["detail"]) == (415, True)
+        binary = await client.post("", files={"file": ("a.py", b"\xff\xfe\x00")}, data={"name": "a"})
+        assert (binary.status_code, binary.json()["problems"][0]["field"]) == (422, "file")

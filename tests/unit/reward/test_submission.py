@@ -1,0 +1,170 @@
+"""What a submission is and what is seen of it without running it: version, imports, places; tokens; usage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from services.common.config import RewardFunction
+from services.common.errors import InputError
+from services.reward.callers import Caller, Callers, RateLimit, read_tokens
+from services.reward.code_tests import UnreadableTestError, code_of, read_tests, same
+from services.reward.source_check import RefusedError, check_source, place_of
+from services.reward.submission import Limits, Submission, version_of
+from services.reward.usage import bucket_of, percentiles
+
+ALLOWED = ("numpy", "math-verify")
+SOURCE = "def reward(completions): return [1.0]\n"
+
+
+def test_a_version_is_the_hash_of_what_decides_the_value() -> None:
+    plain = Submission(name="a", source=SOURCE)
+    assert plain.version == hashlib.sha256(SOURCE.encode()).hexdigest()
+    same_content = Submission(name="b", source=SOURCE, activate=True)
+    assert same_content.version == plain.version
+    others = {
+        version_of(SOURCE.encode(), entry="reward"),
+        version_of(SOURCE.encode(), kind="environment"),
+        version_of(SOURCE.encode(), limits=Limits(timeout_s=5.0)),
+        version_of(SOURCE.encode(), args={"a": 1}),
+        version_of(SOURCE.encode() + b"#"),
+    }
+    assert len(others | {plain.version}) == 6
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "column", "said"),
+    [
+        ("import requests", 1, 1, "imports 'requests'"),
+        ("import os, numpy.linalg, torch", 1, 1, "imports 'torch'"),
+        ("def f():\n    from flask import Flask", 2, 5, "imports 'flask'"),
+        ("from . import other", 1, 1, "a submission is one file"),
+        ("x = __import__('requests')", 1, 5, "imports 'requests'"),
+        ("import importlib\nimportlib.import_module('aiohttp')", 2, 1, "imports 'aiohttp'"),
+        ("def f(:", 1, 7, "invalid syntax"),
+        ("x = 1\n  y = 2", 2, 2, "unexpected indent"),
+        ("x = '\0'", 1, 1, "null bytes"),
+        ("(" * 300, 1, 201, "too many nested parentheses"),
+    ],
+)
+def test_a_source_is_refused_with_its_place(source: str, line: int, column: int, said: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        check_source(source, ALLOWED)
+    (problem,) = refused.value.problems
+    assert (problem.line, problem.column) == (line, column)
+    assert said in problem.text
+
+
+def test_every_forbidden_import_is_named_at_once() -> None:
+    with pytest.raises(RefusedError) as refused:
+        check_source("import requests\nimport json\nimport flask", ALLOWED)
+    assert [problem.line for problem in refused.value.problems] == [1, 3]
+
+
+def test_what_is_allowed_is_parsed() -> None:
+    tree = check_source(
+        "import json, math_verify\nfrom numpy.linalg import norm\n\ndef reward(completions): ...", ALLOWED
+    )
+    assert place_of(tree, ("reward",)) == (4, 1)
+    assert place_of(tree, ("other",)) == (4, 1)
+
+
+def test_tokens_are_read_line_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("# who\n\nann submit 0123456789abcdef\nbob read fedcba9876543210\n")
+    callers = Callers("shared-secret", file)
+    assert callers.find("0123456789abcdef") == Caller("ann", "submit")
+    assert callers.find("fedcba9876543210") == Caller("bob", "read")
+    assert callers.find("shared-secret") == Caller("service", "submit")
+    assert callers.find("") is callers.find("Fedcba9876543210") is None
+    nobody = Callers("", None)
+    assert nobody.open_to_all and nobody.find("") == Caller("anonymous", "submit")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("ann submit", "line 1: has 2 words"),
+        ("ann admin 0123456789abcdef", "line 1: 'admin' is no role"),
+        ("ann read short", "at least 16 characters"),
+        ("a read 0123456789abcdef\nb read 0123456789abcdef", "line 2: a token is there twice"),
+    ],
+)
+def test_a_wrong_tokens_file_is_refused_and_no_token_is_shown(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "tokens").write_text(line)
+    with pytest.raises(InputError) as refused:
+        read_tokens(tmp_path / "tokens")
+    assert said in str(refused.value)
+    assert "0123456789abcdef" not in str(refused.value)
+
+
+def test_a_caller_has_so_many_calls_a_minute() -> None:
+    rate = RateLimit(3)
+    assert [rate.wait_s("ann") for _ in range(3)] == [0.0, 0.0, 0.0]
+    assert 0 < rate.wait_s("ann") <= 20
+    assert rate.wait_s("bob") == 0.0
+
+
+def test_percentiles_are_bounds_of_their_buckets() -> None:
+    assert percentiles({}) == {}
+    found = percentiles({bucket_of(0.01): 98, bucket_of(0.5): 1, bucket_of(2.0): 1})
+    for name, seconds in (("p50", 0.01), ("p90", 0.01), ("p99", 0.5), ("longest", 2.0)):
+        assert seconds <= found[name] <= seconds * 1.1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "path: is missing"),
+        ({"path": "a.py", "builtin": "regex"}, "builtin: stands beside path"),
+        ({"builtin": "regex", "version": "0123456789"}, "has no registered version"),
+        ({"name": "a", "entry": "b"}, "entry: belongs to a file"),
+        ({"url": "ftp://a"}, "String should match"),
+        ({"builtin": "magic"}, "Input should be"),
+    ],
+)
+def test_a_function_of_a_configuration_is_one_thing(given: dict[str, str], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        RewardFunction.model_validate(given)
+
+
+def test_a_function_has_a_label() -> None:
+    labels = [
+        RewardFunction.model_validate(given).label
+        for given in ({"path": "a/b.py"}, {"builtin": "regex"}, {"url": "http://h:1/x"}, {"name": "n"})
+    ]
+    assert labels == ["b", "regex", "h-1", "n"]
+
+
+@pytest.mark.parametrize(
+    ("given", "run", "expected"),
+    [
+        ("assert add(1, 2) == 3", {"call": "add(1, 2)"}, 3),
+        ("assert [1] == f('a')", {"call": "f('a')"}, [1]),
+        ({"call": "f()", "expected": None}, {"call": "f()"}, None),
+        ({"stdin": "1", "expected": "2"}, {"stdin": "1"}, "2"),
+    ],
+)
+def test_the_forms_of_a_code_test(given: object, run: dict[str, str], expected: object) -> None:
+    for tests in ([given], json.dumps([given])):
+        (test,) = read_tests(tests)
+        assert (test.run, test.expected) == (run, expected)
+
+
+@pytest.mark.parametrize("given", [[], "x", None, ["assert f() > 1"], ["f() == 1"], [{"call": "f()"}], [1]])
+def test_other_code_tests_cannot_be_read(given: object) -> None:
+    with pytest.raises(UnreadableTestError):
+        read_tests(given)
+
+
+def test_results_of_code_are_compared_by_kind_too() -> None:
+    assert same({"a": [1, 2.0]}, {"a": [1, 2]})
+    assert not same(True, 1)
+    assert not same([1], (1,))
+    assert not same([1], [1, 2])
+    assert code_of("a\n```python\nx = 1\n```\n```\ny\n```") == "y\n"
+    assert code_of("x = 1") == "x = 1"
