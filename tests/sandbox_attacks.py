@@ -92,6 +92,7 @@ SIZE = [
         "for n in itertools.count():\n    open(str(n), 'wb').write(bytes(2**24))\n    time.sleep(0.01)",
         "output_too_large",
     ),
+    Attack("empty files without end", "for n in itertools.count(): open(str(n), 'w').close()", "output_too_large"),
     Attack("100,000 open files", "x = [open('/dev/null') for _ in range(100_000)]", "forbidden"),
     Attack("100,000 pipes", "x = [os.pipe() for _ in range(100_000)]", "forbidden"),
     Attack(

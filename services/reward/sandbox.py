@@ -86,7 +86,9 @@ class Sandbox:
         packages = packages_to_share(code.text, self._folders)
         memory_mb = limits.memory_mb
         self._crew = Crew(code.name, level, code.reads, packages, memory_mb=memory_mb, num_workers=num_workers)
-        self._num_workers, self._free = num_workers, asyncio.Semaphore(num_workers)
+        # A call holds a worker, or a seat in the channel of a quick one.
+        self._num_workers = num_workers
+        self._free, self._seats = asyncio.Semaphore(num_workers), asyncio.Semaphore(num_workers)
 
     @property
     def signature(self) -> Signature:
@@ -122,7 +124,8 @@ class Sandbox:
         full = self._free.locked() and self.limits.cpu_s is None
         if full and session is not None and (worker := self._crew.share(session)):
             with contextlib.suppress(Spoiled):
-                return await self._call_shared(worker, question)
+                async with self._seats:
+                    return await self._call_shared(worker, question)
         async with self._free:
             try:
                 return await self._call_once(question, session)
@@ -135,11 +138,12 @@ class Sandbox:
 
     async def close(self) -> None:
         """Wait for the calls under way, then end every process."""
-        for _ in range(self._num_workers):
-            await self._free.acquire()
+        places = [self._seats] * self._num_workers + [self._free] * self._num_workers
+        for place in places:
+            await place.acquire()
         await self._crew.close()
-        for _ in range(self._num_workers):
-            self._free.release()
+        for place in places:
+            place.release()
 
     async def _call_once(self, question: Question, session: str | None) -> Answer:
         """A call by a worker that nobody else takes meanwhile; it is kept for the session, or ended."""

@@ -120,7 +120,8 @@ class SupervisorLink:
             except ConnectionError:
                 del self._looks[number]
                 return None
-        return await asyncio.shield(future)
+        done, _ = await asyncio.wait({future}, timeout=END_TIMEOUT_S)
+        return future.result() if done else None
 
     async def wait_end(self, number: int, timeout_s: float) -> int | None:
         """Exit code of a worker, negative for a signal; None where it lives on, or nobody can tell."""

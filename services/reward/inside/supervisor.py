@@ -30,6 +30,8 @@ from . import confine, worker
 PACKET_BYTES = 65536
 # A worker's descriptors: standard input, output, error, and its channel.
 _CHANNEL_FD = 3
+# What a file without content takes of the file system's tables, roundly.
+_ENTRY_BYTES = 4096
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -222,14 +224,14 @@ def _exists(place: Path) -> bool:
 
 
 def _size(folder: Path) -> int:
-    """Bytes on disk below a folder; links are not followed."""
+    """Bytes on disk below a folder, and _ENTRY_BYTES for each entry; links are not followed."""
     total = 0
     folders = [folder]
     while folders:
         with suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:
                 with suppress(OSError):
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                    total += _ENTRY_BYTES + entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(Path(entry.path))
     return total

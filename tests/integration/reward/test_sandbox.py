@@ -225,6 +225,25 @@ async def test_a_cancelled_call_leaves_nothing_running(level: Any) -> None:
         assert (await ask(sandbox, "0")).values == [5.0]
 
 
+async def test_calls_side_by_side_get_their_own_answers_whatever_the_others_do(level: Any) -> None:
+    text = (
+        "import os, threading, time\ndef reward(completions):\n    (c,) = completions\n"
+        "    if c == 'crash': os._exit(1)\n    if c == 'timeout': time.sleep(60)\n    if c == 'exception': 1 / 0\n"
+        "    if c == 'forbidden': os.write(3, b'x' * 100)\n"
+        "    if c == '7': threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "    print(c)\n    return [float(c)]\n"
+    )
+    bad = {10: "crash", 20: "exception", 21: "timeout", 30: "forbidden", 31: "crash", 45: "exception"}
+    asked = [bad.get(number, str(number)) for number in range(60)]
+    async with sandbox_of(text, level, num_workers=2, timeout_s=0.5) as sandbox:
+        found = await asyncio.gather(*(ask(sandbox, one) for one in asked), return_exceptions=True)
+        assert (await ask(sandbox, "1")).output == "1\n"
+    kinds = {number: one.kind for number, one in enumerate(found) if isinstance(one, CallFailed)}
+    assert kinds == bad
+    values = {number: one.values for number, one in enumerate(found) if isinstance(one, Answer)}
+    assert values == {number: [float(number)] for number in range(60) if number not in bad}
+
+
 async def test_slow_calls_do_not_hold_up_another_function(level: Any) -> None:
     slow_text = "import time\ndef reward(completions):\n    time.sleep(0.2)\n    return [1.0]"
     fast_text = "def reward(completions): return [2.0]"
