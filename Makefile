@@ -34,7 +34,7 @@ lock: setup ## Resolve the dependencies anew
 	$(BIN)/uv pip compile -q --universal --python-version 3.11 --no-annotate --no-header pyproject.toml \
 	  -o deploy/requirements.lock
 	$(BIN)/uv pip compile -q --universal --python-version 3.11 --no-annotate --no-header pyproject.toml \
-	  --extra cpu --extra dev --overrides deploy/overrides.txt --no-emit-package torch \
+	  --extra cpu --extra tensorboard --extra wandb --extra dev --overrides deploy/overrides.txt --no-emit-package torch \
 	  -o deploy/requirements-cpu.lock
 
 clean: ## Remove the virtual environment and caches; runs stay

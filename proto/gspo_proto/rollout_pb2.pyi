@@ -680,6 +680,8 @@ Global___VersionLive: _TypeAlias = VersionLive  # noqa: Y015
 
 @_typing.final
 class EvaluationDone(_message.Message):
+    """One version measured on one file of held-out prompts."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -706,9 +708,16 @@ class EvaluationDone(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     FIGURES_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     evaluation: _builtins.str
+    """label: v20, or v20/NAME where the files have names"""
     version: _builtins.int
     step: _builtins.int
+    file: _builtins.str
+    """its name; empty where there is one without"""
+    score: _builtins.float
+    """what evaluation.keep_best compares, over the prompts that every evaluation asks"""
     @_builtins.property
     def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -718,12 +727,16 @@ class EvaluationDone(_message.Message):
         version: _builtins.int = ...,
         step: _builtins.int = ...,
         figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        file: _builtins.str = ...,
+        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "figures", b"figures", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "evaluation", b"evaluation", "figures", b"figures", "file", b"file", "score", b"score", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___EvaluationDone: _TypeAlias = EvaluationDone  # noqa: Y015
 

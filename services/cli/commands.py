@@ -86,14 +86,21 @@ def config(
 def export(
     run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
+    best: Annotated[
+        bool, typer.Option("--best", help="The version that measured best, under evaluation.keep_best.")
+    ] = False,
 ) -> None:
-    """Copy the newest policy of a run out, in the Hugging Face format.
+    """Copy the newest policy of a run out, or the best one, in the Hugging Face format.
 
     Example: [bold]gspo export runs/my-run my-model[/]
+
+    Example: [bold]gspo export --best runs/my-run my-model[/]
     """
     from services.cli.export import export as copy_out
 
-    Console().print(f"{copy_out(run_dir, out)}: load it with AutoModelForCausalLM.from_pretrained", highlight=False)
+    Console().print(
+        f"{copy_out(run_dir, out, best=best)}: load it with AutoModelForCausalLM.from_pretrained", highlight=False
+    )
 
 
 @app.command()
@@ -147,7 +154,10 @@ def doctor(
 @app.command(name="eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="Model folder, or its name on a hub.", show_default=False)],
-    prompts: Annotated[Path, typer.Argument(help="Prompts, in the form of data.prompts.", show_default=False)],
+    prompts: Annotated[
+        list[Path],
+        typer.Argument(help="One or more files of prompts, in the form of data.prompts.", show_default=False),
+    ],
     reward: Annotated[
         Path | None, typer.Option(help="Python file with the reward function.", show_default=False)
     ] = None,
@@ -167,7 +177,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Write the figures there, as JSON.", show_default=False)] = None,
     plain: Plain = False,
 ) -> None:
-    """Measure a model on prompts: mean reward, sampled and greedy, each with its standard error.
+    """Measure a model on prompts: mean reward, sampled and greedy, pass@k, each with its standard error.
 
     Example: [bold]gspo eval runs/my-run/export eval.jsonl --config runs/my-run/config.yaml[/]
 
@@ -177,6 +187,6 @@ def evaluate(
     from services.cli.evaluate import evaluate as measure
 
     question = Question(
-        model, prompts, config, reward, answers, temperature, prompt_length, response_length, limit, seed
+        model, tuple(prompts), config, reward, answers, temperature, prompt_length, response_length, limit, seed
     )
     raise typer.Exit(measure(question, out, plain=plain, console=Console()))

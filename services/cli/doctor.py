@@ -55,6 +55,7 @@ def _machine() -> Iterator[Finding]:
     yield findings.disk(Path(), None)
     yield findings.shared_memory(None)
     yield findings.compiler()
+    yield findings.numa()
     yield findings.redis()
 
 
@@ -70,6 +71,7 @@ def _run(config: Config, config_file: Path) -> Iterator[Finding]:
     yield findings.disk(config.run.directory, _disk_gib(config, num_parameters))
     yield findings.shared_memory(_staged_gib(config, num_parameters))
     yield findings.compiler()
+    yield findings.numa()
     yield _redis(config)
     yield _ports(config)
     for service in SERVICES:
@@ -120,10 +122,12 @@ def _staged_gib(config: Config, num_parameters: int | None) -> float | None:
 
 
 def _disk_gib(config: Config, num_parameters: int | None) -> float | None:
-    """Checkpoints (weights and two moments in fp32), one more while it is written, the export, and room for the log."""
+    """Checkpoints (weights and two moments in fp32), one more while it is written, exports, and room for the log."""
     if num_parameters is None:
         return None
-    return 1.0 + num_parameters * (12 * (config.run.keep_checkpoints + 1) + 4) / GIB
+    # The best version, and one that is not measured yet.
+    exports = 3 if config.evaluation.keep_best else 1
+    return 1.0 + num_parameters * (12 * (config.run.keep_checkpoints + 1) + 4 * exports) / GIB
 
 
 def _redis(config: Config) -> Finding:

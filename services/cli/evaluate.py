@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from services.cli.lineup import Job
-from services.cli.outcome import InterruptedRunError, RunError
+from services.cli.outcome import InterruptedRunError, RefusedError, RunError
 from services.cli.run import check_all, open_screen, until_interrupted
 from services.cli.rundir import SERVICES_DIR, Plan, prepare
 from services.cli.session import Interrupts, new_view, run_session
@@ -27,6 +31,20 @@ from services.common.errors import InputError
 from services.common.runtime import CONFIG_NAME
 
 _SERVICES = ("coordinator", "generation", "reward")
+Measured = dict[str, dict[str, float]]
+# Keys of a configuration -> what a user of this command gives in their place.
+_OPTIONS = (
+    ("algorithm.prompt_length", "--prompt-length"),
+    ("algorithm.response_length", "--response-length"),
+    ("prompt_length", "--prompt-length"),
+    ("response_length", "--response-length"),
+    ("sampling.temperature", "--temperature"),
+    ("evaluation.num_answers", "--answers"),
+    ("evaluation.limit", "--limit"),
+    ("evaluation.prompts", "PROMPTS"),
+    ("data.prompts", "PROMPTS"),
+    ("model.path", "MODEL"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +52,7 @@ class Question:
     """What to measure; None leaves the base configuration's value, or the default."""
 
     model: str
-    prompts: Path
+    prompts: tuple[Path, ...]
     base: Path | None = None
     reward: Path | None = None
     num_answers: int | None = None
@@ -52,15 +70,22 @@ def evaluate(question: Question, out: Path | None, *, plain: bool, console: Cons
         InputError: The input cannot work.
         RunError: The evaluation could not be done.
     """
-    with tempfile.TemporaryDirectory(prefix="gspo-eval-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gspo-eval-") as folder, in_words_of_the_options():
         config = eval_config(question, Path(folder))
-        figures = asyncio.run(_evaluate(config, console, plain=plain))
-    _print(figures, console)
+        measured = asyncio.run(_evaluate(config, console, plain=plain))
+    _print(measured, console)
     if out is not None:
-        result = {"model": question.model, "prompts": str(question.prompts), **figures}
-        out.write_text(json.dumps(result, indent=2) + "\n")
+        out.write_text(json.dumps(_result(question, measured), indent=2) + "\n")
         console.print(f"written to {out}", highlight=False)
     return 0
+
+
+def _result(question: Question, measured: Measured) -> dict[str, Any]:
+    """What `--out` holds: the figures of a single file, or of each by its name."""
+    if len(question.prompts) == 1:
+        return {"model": question.model, "prompts": str(question.prompts[0]), **measured[""]}
+    files = {name: {"prompts": str(path), **measured[name]} for name, path in _named(question.prompts).items()}
+    return {"model": question.model, "files": files}
 
 
 def eval_config(question: Question, folder: Path) -> Config:
@@ -78,9 +103,11 @@ def eval_config(question: Question, folder: Path) -> Config:
     given["name"], given["run"] = "eval", {"directory": str(folder), "total_steps": 1}
     given.setdefault("learner", {})["schedule"] = "constant"
     given["model"] = {**given.get("model", {}), "path": question.model}
-    prompts = str(question.prompts.resolve())
-    given["data"] = {**given.get("data", {}), "prompts": prompts}
-    given["evaluation"] = {**given.get("evaluation", {}), "prompts": prompts}
+    files = {name: str(path.resolve()) for name, path in _named(question.prompts).items()}
+    given["data"] = {**given.get("data", {}), "prompts": next(iter(files.values()))}
+    # Of a single version there is no best.
+    asked = {"prompts": files.get("", files), "keep_best": None}
+    given["evaluation"] = {**given.get("evaluation", {}), **asked}
     if base is not None:  # the run directory is a temporary one, and holds no registered functions
         given["reward"]["registry"] = str(base.registry_dir)
     if question.reward is not None:
@@ -99,7 +126,41 @@ def eval_config(question: Question, folder: Path) -> Config:
     return parse_config(given, base=Path.cwd())
 
 
-async def _evaluate(config: Config, console: Console, *, plain: bool) -> dict[str, float]:
+def _named(paths: tuple[Path, ...]) -> dict[str, Path]:
+    """Several files by their names without ending; a single one has an empty name.
+
+    Raises:
+        InputError: Two of them have the same name.
+    """
+    if len(paths) == 1:
+        return {"": paths[0]}
+    named: dict[str, Path] = {}
+    for path in paths:
+        if path.stem in named:
+            fix = "Rename one; the figures are told apart by the files' names"
+            raise InputError(str(path), f"has the name of {named[path.stem]}", fix)
+        named[path.stem] = path
+    return named
+
+
+@contextmanager
+def in_words_of_the_options() -> Iterator[None]:
+    """Name the options of `gspo eval` where a check names configuration keys: the user may have no such file."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(*(_with_options(text) for text in (error.where, error.rule, error.fix))) from error
+    except RefusedError as error:
+        raise RefusedError(_with_options(str(error))) from error
+
+
+def _with_options(text: str) -> str:
+    for key, option in _OPTIONS:
+        text = re.sub(rf"\b{re.escape(key)}(?![\w-])", option, text)
+    return text
+
+
+async def _evaluate(config: Config, console: Console, *, plain: bool) -> Measured:
     phases, interrupts = Phases(), Interrupts()
     interrupts.install()
     plan = Plan(config, config.run_dir, resume=False)
@@ -118,23 +179,41 @@ async def _evaluate(config: Config, console: Console, *, plain: bool) -> dict[st
     return _figures(view)
 
 
-def _figures(view: View) -> dict[str, float]:
+def _figures(view: View) -> Measured:
     finished = view.finished
     if finished is not None and finished.failed:
         raise RunError(f"the evaluation failed: {finished.reason}")
-    if "sampled_mean" not in view.evaluation:
-        raise RunError("the evaluation ended without one scored answer")
-    return view.evaluation
+    measured = {file: records[-1][1] for file, records in view.held_out.items()}
+    for file in view.config.evaluation.files:
+        if "sampled_mean" not in measured.get(file, {}):
+            raise RunError(f"the evaluation ended without one scored answer{f' to {file}' if file else ''}")
+    return measured
 
 
-def _print(figures: dict[str, float], console: Console) -> None:
+def _print(measured: Measured, console: Console) -> None:
+    """A column for each file; the file's name above it where there are several."""
     table = Table.grid(padding=(0, 2))
-    for label in ("sampled", "greedy"):
-        if f"{label}_mean" in figures:
-            error = figures.get(f"{label}_stderr")
-            more = f" ± {error:.4f}" if error is not None else ""
-            table.add_row(f"{label} mean reward", f"[bold]{figures[f'{label}_mean']:.4f}[/]{more}")
-    for name in ("pass_at_k", "response_tokens_mean", "truncated_share", "num_prompts", "num_answers", "num_failed"):
-        if name in figures:
-            table.add_row(name.replace("_", " "), f"{figures[name]:g}")
+    if len(measured) > 1:
+        table.add_row("", *(Text(name, "bold") for name in measured))
+    names = dict.fromkeys(name for figures in measured.values() for name in figures if not name.endswith("_stderr"))
+    for name in names:
+        table.add_row(_label(name), *(_value(figures, name) for figures in measured.values()))
     console.print(table)
+
+
+def _label(name: str) -> str:
+    if name in ("sampled_mean", "greedy_mean"):
+        return name.replace("_", " ") + " reward"
+    for kind in ("pass", "best"):
+        if name.startswith(f"{kind}_at_"):
+            return name.replace("_at_", "@")
+    return name.replace("_", " ")
+
+
+def _value(figures: dict[str, float], name: str) -> str:
+    if name not in figures:
+        return ""
+    error = figures.get(f"{name.removesuffix('_mean')}_stderr")
+    if error is None:
+        return f"{figures[name]:.4g}"
+    return f"[bold]{figures[name]:.4f}[/] ± {error:.4f}"

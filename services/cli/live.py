@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.screen import STYLES
-from services.cli.view import Line, Process, View, duration
+from services.cli.view import Line, Process, View, duration, held_out_line
 
 # Waiting longer than this is worth a look.
 LONG_WAIT_S = 5.0
@@ -52,7 +52,7 @@ def draw(view: View) -> RenderableType:
     title = f"[bold]gspo[/] {view.config.name} · {view.phases.current.replace('_', ' ')} "
     title += duration(view.phases.elapsed_s)
     return Panel(
-        Group(_progress(view), _figures(view), Text(), _processes(view)),
+        Group(_progress(view), _figures(view), _held_out(view), Text(), _processes(view)),
         title=title,
         subtitle="Ctrl-C stops at a checkpoint",
         title_align="left",
@@ -77,7 +77,6 @@ def _figures(view: View) -> RenderableType:
     figures = view.figures
     reward = f"{figures['reward_mean']:.3f}" if "reward_mean" in figures else "-"
     table.add_row("reward", f"[bold]{reward}[/]", f"[green]{sparkline(view.rewards)}[/]", "")
-    table.add_row("held-out accuracy", f"[bold]{_last_held_out(view)}[/]", _first_held_out(view), "")
     age = f"{figures['age_mean']:.2f} / {figures['age_max']:.0f}" if {"age_mean", "age_max"} <= figures.keys() else "-"
     table.add_row("token age, mean / max", age, "clipped", _share(figures.get("clipped_sequences")))
     live = f" (generators have {view.live_version})" if view.live_version not in (None, view.version) else ""
@@ -86,15 +85,29 @@ def _figures(view: View) -> RenderableType:
     return table
 
 
-def _last_held_out(view: View) -> str:
-    return f"{view.held_out[-1][1]:.3f}" if view.held_out else "-"
+def _held_out(view: View) -> RenderableType:
+    """Each held-out file in a line."""
+    table = Table.grid(padding=(0, 3))
+    table.add_column(no_wrap=True)
+    for file in view.config.evaluation.files:
+        table.add_row(f"held-out, {file}" if file else "held-out reward", _held_out_text(view, file))
+    return table
 
 
-def _first_held_out(view: View) -> str:
-    if len(view.held_out) < 2:
-        return ""
-    (first_version, first), (last_version, _) = view.held_out[0], view.held_out[-1]
-    return f"at version {last_version}; {first:.3f} at version {first_version}"
+def _held_out_text(view: View, file: str) -> str:
+    """Its newest mean, what it was at first, the other figures, and which version is the best."""
+    measured = [(version, figures) for version, figures in view.held_out.get(file, []) if "sampled_mean" in figures]
+    if not measured:
+        return "[bold]-[/]"
+    (first_version, first), (version, last) = measured[0], measured[-1]
+    parts = [f"[bold]{last['sampled_mean']:.3f}[/] at version {version}"]
+    if len(measured) > 1:
+        parts[0] += f" (was {first['sampled_mean']:.3f} at {first_version})"
+    parts += held_out_line(last).split(", ")[1:]
+    wanted = view.config.best_figure
+    if view.best is not None and wanted is not None and wanted.file == file:
+        parts.append(f"best: version {view.best[0]}")
+    return "  ".join(parts)
 
 
 def _share(value: float | None) -> str:

@@ -77,7 +77,7 @@ class RunLog:
     Attributes:
         config: None where it cannot be read.
         metrics: A record a trained step, in order.
-        evaluations: A record each, by policy version.
+        evaluations: A record each, by policy version, of every held-out file.
         versions: The newest record of each policy version, in order.
         step_files: Logged steps that are still on the disk, in order.
         rollouts: By step, how many were trained and skipped.
@@ -111,6 +111,27 @@ class RunLog:
         return max((int(record["step"]) for record in (*self.versions[-1:], *self.metrics[-1:])), default=0)
 
     @cached_property
+    def held_out(self) -> dict[str, list[dict[str, Any]]]:
+        """The evaluations of each held-out file, in the user's order; the first is the headline's."""
+        names = dict.fromkeys([*(self.config.evaluation.files if self.config else ()), *map(file_of, self.evaluations)])
+        found = {name: [record for record in self.evaluations if file_of(record) == name] for name in names}
+        return {name: records for name, records in found.items() if records}
+
+    @property
+    def headline(self) -> list[dict[str, Any]]:
+        """The evaluations of the first held-out file."""
+        return next(iter(self.held_out.values()), [])
+
+    @cached_property
+    def best(self) -> tuple[int, float] | None:
+        """(version, score) of the best version by evaluation.keep_best; a version's first score counts."""
+        scores: dict[int, float] = {}
+        for record in self.evaluations:
+            if record.get("score") is not None:
+                scores.setdefault(int(record["version"]), float(record["score"]))
+        return max(scores.items(), key=lambda item: (item[1], -item[0]), default=None)
+
+    @cached_property
     def steps(self) -> NDArray[np.int64]:
         """The steps that have figures."""
         return np.array([record["step"] for record in self.metrics], dtype=np.int64)
@@ -123,6 +144,11 @@ class RunLog:
     def series(self, name: str) -> NDArray[np.float64]:
         """A figure over `steps`; NaN where a step has none."""
         return np.array([figures.get(name, np.nan) for figures in self.figures], dtype=np.float64)
+
+
+def file_of(record: dict[str, Any]) -> str:
+    """The held-out file of an evaluation; empty where it has no name."""
+    return str(record.get("file", ""))
 
 
 def known(figures: dict[str, float | None]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from services.cli.report_held_out import held_out_tables
 from services.cli.report_log import SETTLEMENTS, RunLog
 from services.cli.report_plots import Plot
 from services.cli.report_samples import read_samples
@@ -28,6 +29,7 @@ _TIME_NAMES = {
     "wait_s": "waiting for rollouts",
     "train_s": "training",
     "publish_s": "publishing the version",
+    "hold_s": "holding it back for an evaluation",
     "log_s": "logging the step",
 }
 _MEANINGS = {
@@ -75,8 +77,10 @@ def render(log: RunLog, summary: dict[str, Any], plots: list[Plot], folder: Path
         environment=log.environment,
         run_dir=log.run_dir.resolve(),
         quoted=shlex.quote(str(log.run_dir.resolve())),
+        held_out=held_out_tables(log),
         exported=(log.run_dir / "export" / "config.json").is_file(),
-        evaluation=shlex.quote(str(log.config.evaluation.prompts))
+        kept_best=(log.run_dir / "best" / "config.json").is_file(),
+        evaluation=" ".join(shlex.quote(str(path)) for path in log.config.evaluation.files.values())
         if log.config and log.evaluations
         else "PROMPTS.jsonl",
     )
@@ -108,11 +112,12 @@ def _advice(log: RunLog) -> list[Advice]:
 def _what_ran(config: Config) -> dict[str, Any]:
     algorithm, staleness, learner = config.algorithm, config.staleness, config.learner
     low, high = algorithm.clip
+    held_out = config.evaluation.files.items()
     rewards = "; ".join(f"{f.label} ({f.path}), weight {f.weight:g}" for f in config.reward.functions)
     return {
         "model": config.model.path,
         "prompts": config.data.prompts,
-        "held-out prompts": config.evaluation.prompts or "none",
+        "held-out prompts": ", ".join(f"{name}: {path}" if name else str(path) for name, path in held_out) or "none",
         "reward": rewards,
         "preset": algorithm.preset,
         "ratio": f"{algorithm.importance_sampling}, clip {low:g} below and {high:g} above 1, "

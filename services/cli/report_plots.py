@@ -16,7 +16,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from services.cli.report_log import SETTLEMENTS, RunLog, known
+from services.cli.report_held_out import draw_pass, draw_reward
+from services.cli.report_log import SETTLEMENTS, RunLog
 from services.cli.report_panels import (
     BLUE,
     GREEN,
@@ -65,35 +66,6 @@ def _write(plot: Plot, log: RunLog, path: Path) -> bool:
         figure.suptitle(plot.question, x=0.015, horizontalalignment="left", fontsize=11.5, fontweight="bold")
         figure.savefig(path)
     return True
-
-
-def _reward(figure: Any, log: RunLog) -> bool:
-    (panel,) = panels(figure, ["mean reward"])
-    drawn = line(panel, log, "reward_mean", SKY, "training rollouts of the step")
-    for name, colour, marker, label in (
-        ("sampled", BLUE, "o", "held-out prompts, sampled (± standard error)"),
-        ("greedy", RED, "D", "held-out prompts, greedy"),
-    ):
-        measured = [(record["version"], known(record["figures"])) for record in log.evaluations]
-        found = [(version, figures) for version, figures in measured if f"{name}_mean" in figures]
-        if not found:
-            continue
-        errors = [figures.get(f"{name}_stderr", 0.0) if name == "sampled" else 0.0 for _, figures in found]
-        panel.errorbar(
-            [version for version, _ in found],
-            [figures[f"{name}_mean"] for _, figures in found],
-            yerr=errors if any(errors) else None,
-            color=colour,
-            marker=marker,
-            markersize=5,
-            capsize=3,
-            linewidth=1.2,
-            linestyle="-" if name == "sampled" else ":",
-            label=label,
-        )
-        drawn = True
-    legend(panel)
-    return drawn
 
 
 def _clip(figure: Any, log: RunLog) -> bool:
@@ -191,6 +163,7 @@ def _time(figure: Any, log: RunLog) -> bool:
         ("wait_s", "waiting for rollouts", GREY, None),
         ("train_s", "training", BLUE, None),
         ("publish_s", "publishing", ORANGE, "///"),
+        ("hold_s", "held for an evaluation", PURPLE, "xxx"),
         ("log_s", "logging", GREEN, "..."),
     ]
     layers = [(label, log.series(name), colour, hatch) for name, label, colour, hatch in names]
@@ -225,7 +198,14 @@ PLOTS = (
         "Is the policy getting better?",
         "Held-out points compare: they are of the same prompts (the first of them, under evaluation.limit_between). "
         "Training rollouts are of other prompts at every step, so their line jumps.",
-        _reward,
+        draw_reward,
+    ),
+    Plot(
+        "pass",
+        "Does it solve more, or the same more surely?",
+        "pass@k: the chance that the best of k sampled answers has at least evaluation.pass_reward. Where pass@1 rises "
+        "and pass@k with a large k does not, the policy finds more surely what it could find before.",
+        draw_pass,
     ),
     Plot(
         "spread",

@@ -10,8 +10,9 @@ from collections import Counter
 from typing import Any
 
 from services.cli.report_log import SETTLEMENTS, SKIPS, TRAINED, RunLog, known
+from services.cli.view import largest_pass
 
-TIMES = ("wait_s", "train_s", "publish_s", "log_s")
+TIMES = ("wait_s", "train_s", "publish_s", "hold_s", "log_s")
 
 
 def summarise(log: RunLog, wall_s: dict[str, float] | None, finished: dict[str, Any] | None) -> dict[str, Any]:
@@ -31,6 +32,8 @@ def summarise(log: RunLog, wall_s: dict[str, float] | None, finished: dict[str, 
         "end_reason": end.get("reason"),
         "failed": end.get("failed"),
         **_accuracies(log),
+        "held_out": _held_out(log),
+        "best": _best(log),
         "steps": log.step,
         "policy_version": log.version,
         "digest": log.versions[-1]["digest"] if log.versions else None,
@@ -46,9 +49,8 @@ def summarise(log: RunLog, wall_s: dict[str, float] | None, finished: dict[str, 
 
 
 def _accuracies(log: RunLog) -> dict[str, Any]:
-    """Of the first and the last evaluation; one alone is the first."""
-    first = log.evaluations[0] if log.evaluations else None
-    last = log.evaluations[-1] if len(log.evaluations) > 1 else None
+    """Of the first and the last evaluation of the first held-out file; one alone is the first."""
+    first, last = first_and_last(log.headline)
     found: dict[str, Any] = {}
     for when, record in (("before", first), ("after", last)):
         figures = known(record["figures"]) if record else {}
@@ -57,11 +59,36 @@ def _accuracies(log: RunLog) -> dict[str, Any]:
             (f"accuracy_{when}_stderr", "sampled_stderr"),
             (f"greedy_{when}", "greedy_mean"),
             (f"greedy_{when}_stderr", "greedy_stderr"),
-            (f"pass_at_k_{when}", "pass_at_k"),
+            (f"pass_at_k_{when}", f"pass_at_{largest_pass(figures)}"),
         ):
             found[name] = figures.get(figure)
         found[f"accuracy_{when}_version"] = int(record["version"]) if record else None
     return found
+
+
+def first_and_last(records: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The first and the last evaluation of a held-out file; one alone is the first."""
+    return (records[0] if records else None), (records[-1] if len(records) > 1 else None)
+
+
+def _held_out(log: RunLog) -> dict[str, Any]:
+    """All figures of the first and the last evaluation of every held-out file."""
+    found: dict[str, Any] = {}
+    for name, records in log.held_out.items():
+        first, last = first_and_last(records)
+        found[name] = {
+            when: {"version": int(record["version"]), **known(record["figures"])} if record else None
+            for when, record in (("before", first), ("after", last))
+        }
+    return found
+
+
+def _best(log: RunLog) -> dict[str, Any] | None:
+    """The version in `best/`, and by what it is the best; None where none is kept."""
+    if log.best is None:
+        return None
+    figure = log.config.evaluation.keep_best if log.config else None
+    return {"version": log.best[0], "figure": figure, "score": log.best[1]}
 
 
 def _groups(log: RunLog) -> dict[str, int]:
@@ -87,12 +114,12 @@ def notes(log: RunLog, summary: dict[str, Any]) -> list[str]:
 
 
 def _accuracy_notes(log: RunLog, summary: dict[str, Any]) -> list[str]:
-    if not log.evaluations:
+    if not log.headline:
         return ["No held-out evaluation: the training reward is of other prompts at every step, and no measurement."]
-    if len(log.evaluations) == 1:
+    if len(log.headline) == 1:
         return [f"There is one evaluation, of version {summary['accuracy_before_version']}: no before and after."]
     found = []
-    first, last = (known(record["figures"]) for record in (log.evaluations[0], log.evaluations[-1]))
+    first, last = (known(record["figures"]) for record in (log.headline[0], log.headline[-1]))
     if summary["accuracy_after_version"] != log.version:
         found.append(
             f"The last evaluation is of version {summary['accuracy_after_version']}; the newest policy is version "
@@ -105,6 +132,9 @@ def _accuracy_notes(log: RunLog, summary: dict[str, Any]) -> list[str]:
         )
     if failed := first.get("num_failed", 0) + last.get("num_failed", 0):
         found.append(f"{failed:g} answers of the first and last evaluation have no score and are in no mean.")
+    if mixed := [int(r["version"]) for r in log.evaluations if "newest_version" in known(r["figures"])]:
+        shown = ", ".join(map(str, dict.fromkeys(mixed)))
+        found.append(f"While version {shown} was measured newer weights came in: a part of the answers is of those.")
     change = difference(summary, "accuracy")
     if change is not None and change[1] is not None and abs(change[0]) < 2 * change[1]:
         found.append("The change of held-out accuracy is less than two standard errors: it may be chance.")

@@ -127,6 +127,8 @@ def print_summary(summary: dict[str, Any], run_dir: Path, view: View, console: C
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     if before is not None and after is not None:
         table.add_row("held-out accuracy", f"[bold]{before:.3f} -> {after:.3f}[/]")
+    if best := summary.get("best"):
+        table.add_row("best version", f"{best['version']} ({best['figure']} {best['score']:.3f})")
     table.add_row(
         "steps, policy version", f"{summary.get('steps', view.step)}, {summary.get('policy_version', view.version)}"
     )
@@ -136,7 +138,13 @@ def print_summary(summary: dict[str, Any], run_dir: Path, view: View, console: C
         "time", ", ".join(f"{name.replace('_', ' ')} {duration(s)}" for name, s in view.phases.wall_s.items())
     )
     table.add_row("run directory", str(run_dir))
-    for label, name in (("report", "report.html"), ("model", "export")):
+    for label, name in (
+        ("report", "report.html"),
+        ("model", "export"),
+        ("best model", "best"),
+        ("TensorBoard", "tensorboard"),
+        ("Weights & Biases", "wandb"),
+    ):
         if (run_dir / name).exists():
             table.add_row(label, str(run_dir / name))
     console.print(table)

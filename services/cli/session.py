@@ -26,11 +26,13 @@ from services.cli.screen import Screen
 from services.cli.supervisor import Supervisor
 from services.cli.view import Line, Phases, Process, View, load_history
 from services.cli.watch import Watcher
-from services.common.runtime import REDIS_PATIENCE_S, connect_redis
+from services.common.runtime import REDIS_PATIENCE_S, connect_redis, end_tasks
 
 REFRESH_S = 0.25
 # Services end by themselves on Finished; an engine takes some seconds to leave.
 SELF_END_S = 10.0
+# Between SIGTERM and SIGKILL: of services that are ready, and where some are still starting.
+DRAIN_S, STARTING_END_S = 15.0, 4.0
 _REDIS_START_S = 15.0
 _STOP_CALL_S = 10.0
 
@@ -96,7 +98,9 @@ async def run_session(job: Job, view: View, screen: Screen, interrupts: Interrup
             raise RunError(f"Redis did not answer for {REDIS_PATIENCE_S} s ({error})") from error
         finally:
             view.phases.enter("stop")
-            await supervisor.end(SELF_END_S if view.finished else 0.0, last=REDIS)
+            # What is still starting has nothing to drain, and many seconds of loading before it would look up.
+            terminate_s = STARTING_END_S if view.waiting_to_start else DRAIN_S
+            await supervisor.end(SELF_END_S if view.finished else 0.0, terminate_s=terminate_s, last=REDIS)
             await redis.aclose()
 
 
@@ -154,9 +158,7 @@ async def first_of(ends: list[Coroutine[Any, Any, None]], background: list[Corou
             if done & deciding:
                 return
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
 
 async def _refresh(view: View, screen: Screen) -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 from services.cli.generators import in_trouble
 from services.cli.live import process_cells
 from services.cli.rundir import check_run_dir, is_held, supervisor_facts
-from services.cli.view import Phases, Process, View, load_history, step_line
+from services.cli.view import Phases, Process, View, held_out_line, load_history, step_line
 from services.common.configfile import read_config
 from services.common.errors import InputError
 from services.common.keys import Keys
@@ -39,9 +39,11 @@ def status(run_dir: Path | None, console: Console) -> None:
     load_history(view)
     console.print(f"[bold]{run_dir}[/]", highlight=False)
     console.print(step_line(view) if view.step else "no step trained yet", highlight=False)
-    if view.held_out:
-        told = ", ".join(f"{accuracy:.3f} at version {version}" for version, accuracy in view.held_out[-3:])
-        console.print(f"held-out accuracy: {told}", highlight=False)
+    for file, measured in view.held_out.items():
+        version, figures = measured[-1]
+        console.print(f"{file or 'held-out prompts'} at version {version}: {held_out_line(figures)}", highlight=False)
+    if view.best is not None:
+        console.print(f"best by {config.evaluation.keep_best}: version {view.best[0]}", highlight=False)
     facts = supervisor_facts(run_dir)
     redis_url = config.services.redis_url or str(facts.get("redis_url", ""))
     if not is_held(run_dir) and config.services.redis_url is None:

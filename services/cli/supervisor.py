@@ -26,6 +26,8 @@ from services.common.errors import EXIT_BAD_INPUT
 STEADY_S = 600.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _TERMINATE_S, _KILL_S, _SWEEP_S = 15.0, 5.0, 10.0
+# An end that takes longer is told, for nothing else moves on the screen meanwhile.
+_QUIET_S = 2.0
 
 
 class Supervisor:
@@ -76,32 +78,38 @@ class Supervisor:
                 keeper.result()
         await self._ending.wait()
 
-    async def end(self, patience_s: float, last: str = "redis") -> None:
+    async def end(self, patience_s: float, *, terminate_s: float = _TERMINATE_S, last: str = "redis") -> None:
         """End everything: wait `patience_s` for processes that end by themselves, then SIGTERM, then SIGKILL.
 
         Args:
+            terminate_s: From SIGTERM to SIGKILL.
             last: Name of the program that the others need until they are gone.
         """
         self._ending.set()
         others = [child for child in self.children.values() if child.name != last]
-        await self._end_all(others, patience_s)
-        await self._end_all([child for child in self.children.values() if child.name == last], 0.0)
+        await self._end_all(others, patience_s, terminate_s)
+        await self._end_all([child for child in self.children.values() if child.name == last], 0.0, terminate_s)
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await asyncio.to_thread(self._sweep)
 
-    async def _end_all(self, children: list[Child], patience_s: float) -> None:
+    async def _end_all(self, children: list[Child], patience_s: float, terminate_s: float) -> None:
         """SIGTERM after `patience_s` to what has not ended by itself, SIGKILL to what does not obey."""
         if await _gone(children, patience_s):
             return
         for child in children:
             child.terminate()
-        if await _gone(children, _TERMINATE_S):
+        if await _gone(children, min(_QUIET_S, terminate_s)):
+            return
+        left_s = max(0.0, terminate_s - _QUIET_S)
+        names = ", ".join(child.name for child in children if child.pid is not None)
+        self._say(f"waiting up to {left_s:g} s for {names} to end")
+        if await _gone(children, left_s):
             return
         for child in children:
             if child.pid is not None:
-                self._say(f"{child.name} did not end within {_TERMINATE_S:g} s of SIGTERM; killing it")
+                self._say(f"{child.name} did not end within {terminate_s:g} s of SIGTERM; killing it")
                 child.signal_group(signal.SIGKILL)
         await _gone(children, _KILL_S)
 
@@ -117,7 +125,10 @@ class Supervisor:
         guard, self._guard = self._guard, None
         if guard and guard.stdin:
             guard.stdin.close()
-            guard.wait(timeout=_SWEEP_S)
+            try:
+                guard.wait(timeout=_SWEEP_S)
+            except subprocess.TimeoutExpired:
+                self._say(f"the guard (process {guard.pid}) is still looking for what is left of the run")
 
     def _tell_guard(self, session: int) -> None:
         if self._guard and self._guard.stdin:

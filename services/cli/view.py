@@ -80,8 +80,8 @@ class View:
     """Everything that a screen shows.
 
     Attributes:
-        held_out: (policy version, mean reward of the sampled answers) of every evaluation.
-        evaluation: Figures of the last evaluation.
+        held_out: By held-out file, (policy version, figures) of every evaluation; a single file has an empty name.
+        best: (policy version, score) of the best version by evaluation.keep_best.
         settled: Groups by how they ended, trained ones included.
         failures: Failed groups by reason.
     """
@@ -96,8 +96,8 @@ class View:
     steps: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=NEVER_CLIPPED_STEPS))
     rewards: list[float] = field(default_factory=list)
     step_unix_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_ETA + 1))
-    held_out: list[tuple[int, float]] = field(default_factory=list)
-    evaluation: dict[str, float] = field(default_factory=dict)
+    held_out: dict[str, list[tuple[int, dict[str, float]]]] = field(default_factory=dict)
+    best: tuple[int, float] | None = None
     settled: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     warned: set[str] = field(default_factory=set)
@@ -167,18 +167,24 @@ class View:
         return []
 
     def _take_evaluation_done(self, done: Any, _unix_s: float) -> list[Line]:
-        sampled, greedy = done.figures.get("sampled_mean"), done.figures.get("greedy_mean")
-        if sampled is not None:
-            self.held_out.append((done.version, sampled))
-        self.evaluation = dict(done.figures)
-        if self.phases.current == "evaluation_before":
+        figures = dict(done.figures)
+        self.measured(done.file, done.version, figures, done.score if done.HasField("score") else None)
+        if self.phases.current == "evaluation_before" and len(self.held_out) >= len(self.config.evaluation.files):
             self.phases.enter("training")
-        means = [
-            f"{name} {value:.3f}" for name, value in (("sampled", sampled), ("greedy", greedy)) if value is not None
-        ]
-        failed = done.figures.get("num_failed", 0)
+        what = done.file or "held-out prompts"
+        failed = figures.get("num_failed", 0)
         more = f"; {failed:.0f} answers could not be scored" if failed else ""
-        return [Line(f"held-out prompts at version {done.version}: {', '.join(means) or 'nothing scored'}{more}")]
+        best = f"; the best by {self.config.evaluation.keep_best}" if self._is_best(done) else ""
+        return [Line(f"{what} at version {done.version}: {held_out_line(figures) or 'nothing scored'}{more}{best}")]
+
+    def measured(self, file: str, version: int, figures: dict[str, float], score: float | None) -> None:
+        """Take the figures of an evaluation in."""
+        self.held_out.setdefault(file, []).append((version, figures))
+        if score is not None and (self.best is None or score > self.best[1]):
+            self.best = (version, score)
+
+    def _is_best(self, done: Any) -> bool:
+        return bool(done.HasField("score")) and self.best == (done.version, done.score)
 
     def _take_checkpoint_done(self, done: Any, _unix_s: float) -> list[Line]:
         return [Line(f"checkpoint of step {done.step}: {done.path}")]
@@ -209,8 +215,8 @@ def load_history(view: View) -> None:
         view.steps.append(record["figures"])
         view.rewards += [record["figures"]["reward_mean"]] if "reward_mean" in record["figures"] else []
     for record in _records(view.run_dir / "log" / "evaluations.jsonl"):
-        if (sampled := record["figures"].get("sampled_mean")) is not None:
-            view.held_out.append((int(record["version"]), sampled))
+        figures = {name: value for name, value in record["figures"].items() if value is not None}
+        view.measured(record.get("file", ""), int(record["version"]), figures, record.get("score"))
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -219,6 +225,20 @@ def _records(path: Path) -> list[dict[str, Any]]:
         return []
     whole, _, _unfinished = path.read_text().rpartition("\n")
     return [json.loads(line) for line in whole.splitlines() if line]
+
+
+def held_out_line(figures: dict[str, float]) -> str:
+    """The figures of an evaluation that matter, in one line."""
+    shown = [(name, figures[f"{name}_mean"]) for name in ("sampled", "greedy") if f"{name}_mean" in figures]
+    if (largest := largest_pass(figures)) > 1:
+        shown.append((f"pass@{largest}", figures[f"pass_at_{largest}"]))
+    return ", ".join(f"{name} {value:.3f}" for name, value in shown)
+
+
+def largest_pass(figures: dict[str, float]) -> int:
+    """The largest k for which there is a pass@k; 0 where there is none."""
+    found = (name.removeprefix("pass_at_") for name in figures if name.startswith("pass_at_"))
+    return max((int(k) for k in found if k.isdecimal()), default=0)
 
 
 def step_line(view: View) -> str:

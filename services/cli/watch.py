@@ -97,6 +97,6 @@ class Watcher:
         view = self._view
         if view.phases.current != "start" or view.waiting_to_start:
             return
-        waits_for_evaluation = view.config.evaluation.prompts is not None and not view.held_out
+        waits_for_evaluation = bool(view.config.evaluation.files) and not view.held_out
         view.phases.enter("evaluation_before" if waits_for_evaluation else "training")
         self._say(Line(f"all services are ready after {view.phases.wall_s['start']:.1f} s"))

@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from services.common.config import Config
 from services.common.errors import InputError, nearest
@@ -197,8 +198,7 @@ def _resolve_paths(config: Config, base: Path) -> Config:
     update = config.model_dump()
     for key in PATH_KEYS:
         section, name = key.split(".")
-        if isinstance(update[section][name], Path):
-            update[section][name] = base / update[section][name]
+        update[section][name] = _from_base(base, update[section][name])
     for function in update["reward"]["functions"]:
         if function["path"] is not None:
             function["path"] = base / function["path"]
@@ -208,10 +208,18 @@ def _resolve_paths(config: Config, base: Path) -> Config:
     return Config.model_validate(update)
 
 
+def _from_base(base: Path, value: Any) -> Any:
+    """A path of the file, or each of its named paths, taken from `base`; anything else as it is."""
+    if isinstance(value, dict):
+        return {name: _from_base(base, one) for name, one in value.items()}
+    return base / value if isinstance(value, Path) else value
+
+
 def _explain(error: ValidationError) -> InputError:
-    first = error.errors()[0]
+    problems = _without_consequences(error.errors())
+    first = problems[0]
     where = ".".join(str(part) for part in first["loc"])
-    more = f" ({error.error_count() - 1} more problem(s) after this one.)" if error.error_count() > 1 else ""
+    more = f" ({len(problems) - 1} more problem(s) after this one.)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
         parent = ".".join(str(part) for part in first["loc"][:-1])
         return InputError(
@@ -228,6 +236,19 @@ def _explain(error: ValidationError) -> InputError:
             key = f"{where}.{key}"
         return InputError(key, rule, fix + more)
     return InputError(where, f"{first['input']!r} is not allowed: {first['msg']}", f"It is: {_meaning(where)}." + more)
+
+
+def _without_consequences(problems: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Without a list that is too short only because one of its items has a problem of its own."""
+    places = [problem["loc"] for problem in problems]
+    return [
+        problem
+        for problem in problems
+        if problem["type"] != "too_short"
+        or not any(
+            len(place) > len(problem["loc"]) and place[: len(problem["loc"])] == problem["loc"] for place in places
+        )
+    ]
 
 
 def _names_at(prefix: str) -> list[str]:

@@ -155,3 +155,8 @@ def consumer_groups(keys: Keys) -> dict[str, str]:
 def rollout_id(group: int, number: int) -> str:
     """A rollout's id, made once and used everywhere: group and number in it."""
     return f"{group}-{number}"
+
+
+def evaluation_label(version: int, file: str = "") -> str:
+    """The name of an evaluation of a version on a held-out file."""
+    return f"v{version}/{file}" if file else f"v{version}"

@@ -21,7 +21,10 @@ GROUPS_REISSUED = Counter("gspo_groups_reissued", "Groups issued again, by reaso
 GROUPS_OPEN = Gauge("gspo_groups_open", "Groups issued and not settled")
 SLOTS = Gauge("gspo_slots", "Groups that may be open at a time")
 GROUPS_SETTLED = Counter("gspo_groups_settled", "Groups by how they ended", ["settlement"])
-EVALUATION_SCORE = Gauge("gspo_evaluation_score", "Mean reward on the held-out prompts", ["sampling"])
+EVALUATION_FIGURE = Gauge(
+    "gspo_evaluation_figure", "Figures of the last evaluation on a held-out file, as in its record", ["file", "figure"]
+)
+EVALUATION_VERSION = Gauge("gspo_evaluation_version", "Policy version of the last evaluation", ["file"])
 STREAM_ENTRIES = Gauge("gspo_stream_entries", "Entries in a Redis stream", ["stream"])
 
 # Generation
@@ -55,3 +58,4 @@ PUSH_BYTES = Counter("gspo_push_bytes", "Bytes of weights sent", ["kind"])
 PUSH_FAILURES = Counter("gspo_push_failures", "Weight pushes that failed, by gRPC status", ["status"])
 GENERATORS = Gauge("gspo_generators", "Registered generators by state: current, behind, out", ["state"])
 CHECKPOINT_SECONDS = Histogram("gspo_checkpoint_seconds", "Time to write a checkpoint", buckets=_LATENCY)
+TRACKER_UP = Gauge("gspo_tracker_up", "1 while the process that feeds a tracker runs", ["tracker"])

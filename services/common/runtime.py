@@ -187,12 +187,12 @@ class Service:
                 for task in done:
                     task.result()
         finally:
-            await _end_tasks({main_task, *tasks})
+            await end_tasks({main_task, *tasks})
             await self.redis.aclose()
 
 
-async def _end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
-    """Cancel tasks until they are done: a client in the middle of a read can swallow a cancellation."""
+async def end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel tasks until they are done, CANCEL_PATIENCE_S at most: a client that reads can swallow a cancellation."""
     deadline = time.monotonic() + CANCEL_PATIENCE_S
     while tasks and time.monotonic() < deadline:
         for task in tasks:

@@ -23,16 +23,16 @@ def check(config: Config) -> None:
     if training.num_skipped:
         _warn(f"data.prompts: {training.num_skipped} of {training.num_rows} prompts are too long and skipped")
     held_out = held_out_prompts(config, tokenizer)
-    if held_out is not None:
-        _warn_of_overlap(training, held_out)
+    known = {hash(text) for text in training.texts()} if held_out else set()
+    for name, prompts in held_out.items():
+        _warn_of_overlap(config.evaluation.key_of(name), known, prompts)
 
 
-def _warn_of_overlap(training: PromptSet, held_out: PromptSet) -> None:
-    known = {hash(text) for text in held_out.texts()}
-    common = known & {hash(text) for text in training.texts()}
+def _warn_of_overlap(key: str, trained_on: set[int], held_out: PromptSet) -> None:
+    common = trained_on & {hash(text) for text in held_out.texts()}
     if common:
         _warn(
-            f"evaluation.prompts: {len(common)} of {len(held_out)} held-out prompts are also training prompts; "
+            f"{key}: {len(common)} of {len(held_out)} held-out prompts are also training prompts; "
             "the evaluation then measures what was trained on. Take them out of one of the two files"
         )
 

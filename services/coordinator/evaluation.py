@@ -16,11 +16,11 @@ from redis.asyncio import Redis
 from gspo_proto.rollout_pb2 import GroupTask, Scored
 from services.common import metrics
 from services.common.config import Config
-from services.common.keys import COORDINATOR, GENERATION, Keys, rollout_id
+from services.common.keys import COORDINATOR, GENERATION, Keys, evaluation_label, rollout_id
 from services.common.streams import Delivery, Inbox, append, new_consumer
 from services.coordinator.entries import all_entries
 from services.coordinator.prompts import PromptSet
-from services.coordinator.tally import Tally
+from services.coordinator.tally import NEWEST_VERSION, Tally
 from services.coordinator.tasks import evaluation_tasks
 
 _TAKE = 256
@@ -32,12 +32,20 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Measured:
-    """One evaluation that has ended; `problem` says why answers are missing or failed, empty where none is."""
+    """One evaluation that has ended.
+
+    Attributes:
+        file: Name of the held-out file; empty where there is one without.
+        problem: Why answers are missing or failed; empty where none is.
+        score: What evaluation.keep_best compares; None where this file is not the one it names, or nothing is scored.
+    """
 
     label: str
     version: int
+    file: str
     figures: dict[str, float]
     problem: str
+    score: float | None
 
 
 class Evaluator:
@@ -45,11 +53,11 @@ class Evaluator:
 
     Args:
         redis: Client with binary replies.
-        prompts: The held-out prompts.
+        files: The held-out prompts of each file, by its name.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, config: Config, prompts: PromptSet) -> None:
-        self._redis, self._keys, self._config, self._prompts = redis, keys, config, prompts
+    def __init__(self, redis: Redis, keys: Keys, config: Config, files: dict[str, PromptSet]) -> None:
+        self._redis, self._keys, self._config, self.files = redis, keys, config, files
         self._inbox = Inbox(
             redis, keys, keys.eval_scored, consumer=new_consumer(COORDINATOR), lease_s=config.services.lease_s
         )
@@ -63,27 +71,38 @@ class Evaluator:
         tally = self._tally
         return f"{tally.label}: {len(tally)} of {tally.num_expected} answers scored" if tally else ""
 
-    async def measure(self, version: int, limit: int | None) -> Measured:
-        """Measure `version` on the first `limit` prompts (all for None) and return the figures."""
-        num_prompts = min(limit or len(self._prompts), len(self._prompts))
-        wanted = self._config.evaluation
-        tally = Tally(label_of(version), num_prompts=num_prompts, num_answers=wanted.num_answers, greedy=wanted.greedy)
+    async def measure(self, version: int, file: str, limit: int | None) -> Measured:
+        """Measure `version` on the first `limit` prompts of a file (all for None) and return the figures."""
+        prompts = self.files[file]
+        num_prompts = min(limit or len(prompts), len(prompts))
+        tally = Tally(evaluation_label(version, file), version, num_prompts, self._config.evaluation)
         self._tally = tally
         await self._remove_traces(tally)
         try:
-            problem = await self._collect(tally, version)
+            problem = await self._collect(tally, prompts)
         finally:
             self._tally, self._under_way = None, {}
             await self._remove_traces(tally)
-        measured = Measured(tally.label, version, tally.figures(), problem)
+        measured = Measured(tally.label, version, file, tally.figures(), problem, self._score(tally, file))
         _publish(measured)
         return measured
+
+    def _score(self, tally: Tally, file: str) -> float | None:
+        """The figure of evaluation.keep_best, of the prompts that an evaluation between two steps asks too.
+
+        None where newer weights took part: a learner that was started again did not hold them back.
+        """
+        best = self._config.best_figure
+        if best is None or best.file != file:
+            return None
+        figures = tally.figures(first=self._config.evaluation.limit_between)
+        return None if NEWEST_VERSION in figures else figures.get(best.figure)
 
     async def send_again(self) -> None:
         """Send every task under way again: Redis lost them."""
         await append(self._redis, self._keys.eval_prompts, [t.SerializeToString() for t in self._under_way.values()])
 
-    async def _collect(self, tally: Tally, version: int) -> str:
+    async def _collect(self, tally: Tally, prompts: PromptSet) -> str:
         """Feed tasks and take answers until all are in or time is up; returns what went wrong."""
         lease_s, limit_s = self._config.services.lease_s, self._config.evaluation.timeout_s
         deadline, next_reclaim = time.monotonic() + limit_s, time.monotonic() + lease_s
@@ -91,7 +110,7 @@ class Evaluator:
         while not tally.complete:
             if time.monotonic() > deadline:
                 return f"given up after {limit_s:g} s (evaluation.timeout_s) with answers missing"
-            next_row = await self._feed(tally, next_row, version)
+            next_row = await self._feed(tally, prompts, next_row)
             deliveries = await self._inbox.take(_TAKE, _BLOCK_S)
             if time.monotonic() > next_reclaim:
                 deliveries += await self._inbox.reclaim(_TAKE)
@@ -99,15 +118,14 @@ class Evaluator:
             await self._absorb(tally, deliveries)
         return tally.failure
 
-    async def _feed(self, tally: Tally, next_row: int, version: int) -> int:
+    async def _feed(self, tally: Tally, prompts: PromptSet, next_row: int) -> int:
         """Send tasks until the window is full or none is left; returns the first row not sent."""
         while next_row < tally.num_prompts and self._num_under_way() < self._window:
             rows = range(next_row, min(next_row + _PROMPTS_AT_ONCE, tally.num_prompts))
-            prompts = await asyncio.to_thread(self._prompts.prompts, rows)
             tasks = [
                 task
-                for row, prompt in zip(rows, prompts, strict=True)
-                for task in evaluation_tasks(self._config, row, prompt, label=tally.label, version=version)
+                for row, prompt in zip(rows, await asyncio.to_thread(prompts.prompts, rows), strict=True)
+                for task in evaluation_tasks(self._config, row, prompt, label=tally.label, version=tally.version)
             ]
             await append(self._redis, self._keys.eval_prompts, [self._sent(task) for task in tasks])
             next_row = rows.stop
@@ -144,14 +162,9 @@ class Evaluator:
             await pipe.execute()
 
 
-def label_of(version: int) -> str:
-    """The label of an evaluation of `version`."""
-    return f"v{version}"
-
-
 def _publish(measured: Measured) -> None:
-    for sampling in ("sampled", "greedy"):
-        if f"{sampling}_mean" in measured.figures:
-            metrics.EVALUATION_SCORE.labels(sampling).set(measured.figures[f"{sampling}_mean"])
+    metrics.EVALUATION_VERSION.labels(measured.file).set(measured.version)
+    for name, value in measured.figures.items():
+        metrics.EVALUATION_FIGURE.labels(measured.file, name).set(value)
     write = log.warning if measured.problem else log.info
     write("evaluated", evaluation=measured.label, problem=measured.problem, **measured.figures)

@@ -102,7 +102,7 @@ async def _evaluate(service: Service, face: _Face) -> None:
     Raises:
         InputError: There are no held-out prompts.
     """
-    if service.config.evaluation.prompts is None:
+    if not service.config.evaluation.files:
         raise InputError("evaluation.prompts", "is not set, and it is what --evaluate measures on", "Set it")
     _, held_out = await asyncio.to_thread(_read_prompts, service)
     measuring = _measuring(service, held_out)
@@ -110,14 +110,14 @@ async def _evaluate(service: Service, face: _Face) -> None:
     await measure_once(service, measuring)
 
 
-def _measuring(service: Service, held_out: PromptSet | None) -> Measuring:
+def _measuring(service: Service, held_out: dict[str, PromptSet]) -> Measuring:
     redis, keys, config = service.redis, service.keys, service.config
-    evaluator = Evaluator(redis, keys, config, held_out) if held_out is not None else None
+    evaluator = Evaluator(redis, keys, config, held_out) if held_out else None
     return Measuring(redis, keys, config, evaluator)
 
 
-def _read_prompts(service: Service) -> tuple[PromptSet | None, PromptSet | None]:
-    """Training prompts, unless this is only an evaluation, and held-out ones; runs in a thread."""
+def _read_prompts(service: Service) -> tuple[PromptSet | None, dict[str, PromptSet]]:
+    """Training prompts, unless this is only an evaluation, and held-out ones by file; runs in a thread."""
 
     def progress(done: int, total: int) -> None:
         service.activity.set("busy", "prompts", f"{done} of {total} checked")

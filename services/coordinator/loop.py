@@ -92,7 +92,7 @@ class Coordinator:
         await self._issuer.read_open()
         self._take_over(reply)
         self._told_epoch = reply.epoch
-        self.measuring.start(reply.version, list(reply.evaluations))
+        self.measuring.start(reply.version, reply.live_version, list(reply.evaluations))
         self._sweep = True
         self._service.problems.pop("starting", None)
         log.info("started", version=reply.version, open=len(self.slots.open), settled=len(self.slots.settled))
@@ -175,6 +175,7 @@ class Coordinator:
         self._sweep |= bool(closed)
         self.epoch = max(self.epoch, reply.epoch)
         self._recorded = frozenset(reply.evaluations)
+        self.measuring.catch_up(reply.version, reply.live_version, self._recorded)
         if reply.done:
             self.ending.on_training_done(reply.version, reply.done_reason)
 
@@ -207,6 +208,8 @@ class Coordinator:
         if not self.ending.over:
             await self._issuer.reissue_open()
         await self.measuring.send_again()
+        for event in self.measuring.unrecorded(self._recorded):
+            await self._events.send(event)
         if self.paused:
             await self._redis.set(self._keys.paused, self.paused_because or BY_A_USER)
         if self.ending.stop_reason:

@@ -1,20 +1,32 @@
-"""When the policy is measured: before training, every so many steps, and at the end; never two at a time.
+"""When the policy is measured: before training, every so many steps, and at the end; one held-out file at a time.
 
-How is evaluation.py's. Neighbour: loop.py asks at every turn.
+How is evaluation.py's. Neighbours: loop.py asks at every turn; the learner keeps the weights that are due as they are
+until it hears the figures (evaluation.hold_weights).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
 from gspo_proto.rollout_pb2 import EvaluationDone, Event
 from services.common.config import Config
-from services.common.keys import GENERATION, Keys
+from services.common.keys import GENERATION, Keys, evaluation_label
 from services.common.members import wait_for_member
-from services.coordinator.evaluation import Evaluator, Measured, label_of
+from services.coordinator.evaluation import Evaluator, Measured
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """One file to measure a version on; its first `limit` prompts, or all."""
+
+    version: int
+    file: str
+    limit: int | None
 
 
 class Measuring:
@@ -27,27 +39,37 @@ class Measuring:
     def __init__(self, redis: Redis, keys: Keys, config: Config, evaluator: Evaluator | None) -> None:
         self._redis, self._keys, self._config, self._evaluator = redis, keys, config, evaluator
         self._task: asyncio.Task[Measured] | None = None
+        self._wishes: deque[_Wish] = deque()
         self._due: int | None = None
+        self._asked: set[int] = set()
         self._in_full: set[str] = set()
         self.before_training = False
         self.records: list[Measured] = []
 
     @property
     def busy(self) -> bool:
-        """Whether an evaluation is under way."""
-        return self._task is not None
+        """Whether an evaluation is under way or about to be."""
+        return self._task is not None or bool(self._wishes)
 
-    def start(self, version: int, recorded: list[str]) -> None:
+    def start(self, version: int, live_version: int, recorded: Collection[str]) -> None:
         """Take over what was measured in an earlier life; version 0 is measured before any group is issued."""
         # One between two steps may have seen only a part of the prompts, and its label does not tell.
-        self._in_full = set(recorded) if self._config.evaluation.limit_between is None else {label_of(0)} & {*recorded}
-        if version == 0 and label_of(0) not in self._in_full:
+        first = {evaluation_label(0, file) for file in self._files}
+        self._in_full = {*recorded} if self._config.evaluation.limit_between is None else first & {*recorded}
+        if version == 0:
             self.before_training = self.measure(0)
+        self.catch_up(version, live_version, recorded)
+
+    def catch_up(self, version: int, live_version: int, recorded: Collection[str]) -> None:
+        """What came due while nobody said so is due now: the learner may wait for its figures."""
+        for made in (version, live_version):
+            labels = {evaluation_label(made, file) for file in self._files}
+            if made not in self._asked and self._is_due(made) and labels - {*recorded}:
+                self._due = made
 
     def on_step(self, step: int, version: int) -> None:
         """A step is done; its version is due where `evaluation.every` says so. The end measures the last one."""
-        every = self._config.evaluation.every
-        if every and step % every == 0 and step != self._config.run.total_steps:
+        if version not in self._asked and self._is_due(step):
             self._due = version
 
     def turn(self, live_version: int, *, over: bool) -> Event | None:
@@ -56,26 +78,31 @@ class Measuring:
         Raises:
             Exception: Whatever ended the evaluation under way.
         """
+        event = None
         if self._task is not None and self._task.done():
             measured, self._task = self._task.result(), None
-            self.before_training = False
-            return self._record(measured)
+            self.records.append(measured)
+            event = _event(measured)
         if self._due is not None and self._due <= live_version and not over and not self.busy:
+            self._asked.add(self._due)
             self._due = None
             self.measure(live_version, limit=self._config.evaluation.limit_between)
-        return None
+        if self._task is None and self._wishes and self._evaluator is not None:
+            self._task = asyncio.create_task(self._measure(self._evaluator, self._wishes.popleft()), name="evaluation")
+        self.before_training &= self.busy
+        return event
 
     def measure(self, version: int, limit: int | None = None) -> bool:
-        """Start measuring a version; False where it was measured in full already, or there is nothing to ask."""
-        if self._evaluator is None or label_of(version) in self._in_full:
-            return False
-        self._task = asyncio.create_task(self._measure(self._evaluator, version, limit), name="evaluation")
+        """Measure a version on every file; False where all were asked in full already, or there is none."""
+        files = [file for file in self._files if evaluation_label(version, file) not in self._in_full]
+        self._wishes.extend(_Wish(version, file, limit) for file in files)
         if limit is None:
-            self._in_full.add(label_of(version))
-        return True
+            self._in_full |= {evaluation_label(version, file) for file in self._files}
+        return bool(files)
 
     async def cancel(self) -> None:
-        """Drop the evaluation under way."""
+        """Drop the evaluation under way, and those to come."""
+        self._wishes.clear()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -83,7 +110,7 @@ class Measuring:
 
     async def send_again(self) -> None:
         """Redis was wiped: send the tasks under way again."""
-        if self._evaluator is not None and self.busy:
+        if self._evaluator is not None and self._task is not None:
             await self._evaluator.send_again()
 
     def describe(self) -> str:
@@ -92,22 +119,30 @@ class Measuring:
             return ""
         return self._evaluator.describe() or "a generator to join"
 
-    async def _measure(self, evaluator: Evaluator, version: int, limit: int | None) -> Measured:
-        await wait_for_member(self._redis, self._keys, GENERATION, self._config.run.start_timeout_s)
-        return await evaluator.measure(version, limit)
-
     def unrecorded(self, recorded: Collection[str]) -> list[Event]:
         """The events of what was measured in this life and is not among the labels that the learner has recorded."""
         return [_event(measured) for measured in self.records if measured.label not in recorded]
 
-    def _record(self, measured: Measured) -> Event:
-        self.records.append(measured)
-        return _event(measured)
+    @property
+    def _files(self) -> list[str]:
+        return list(self._evaluator.files) if self._evaluator is not None else []
+
+    def _is_due(self, step: int) -> bool:
+        return bool(self._files) and self._config.is_measured(step)
+
+    async def _measure(self, evaluator: Evaluator, wish: _Wish) -> Measured:
+        await wait_for_member(self._redis, self._keys, GENERATION, self._config.run.start_timeout_s)
+        return await evaluator.measure(wish.version, wish.file, wish.limit)
 
 
 def _event(measured: Measured) -> Event:
     # Step s makes version s, so the two are the same number.
     done = EvaluationDone(
-        evaluation=measured.label, version=measured.version, step=measured.version, figures=measured.figures
+        evaluation=measured.label,
+        version=measured.version,
+        step=measured.version,
+        figures=measured.figures,
+        file=measured.file,
+        score=measured.score,
     )
     return Event(evaluation_done=done)

@@ -16,25 +16,25 @@ _BLOCK_S = 0.2
 
 
 async def measure_once(service: Service, measuring: Measuring) -> None:
-    """Measure version 0, announce the figures and the end; a stop or SIGTERM ends it early, as failed."""
+    """Measure version 0 on every file, announce the figures and the end; a stop or SIGTERM ends it early, as failed."""
     memory = RedisMemory(service.redis, service.keys)
     events = Events(service.redis, service.keys, service.options.name)
     await memory.open()
     position = await newest_position(service.redis, service.keys.events)
     service.problems.pop("starting", None)
     measuring.measure(0)
-    done = None
-    while done is None and not service.stopping.is_set():
+    done = False
+    while not done and not service.stopping.is_set():
         for entry, event in await events.read(position, _BLOCK_S):
             position = entry
             if event.WhichOneof("what") in ("stop_requested", "finished"):
                 service.stopping.set()
         if await memory.was_wiped():
             await measuring.send_again()
-        done = measuring.turn(0, over=False)
+        if ended := measuring.turn(0, over=False):
+            await events.send(ended)
+        done = not measuring.busy
         service.activity.set("waiting", "evaluation", measuring.describe())
     await measuring.cancel()
-    if done is not None:
-        await events.send(done)
-    reason = "the evaluation is done" if done is not None else "stopped before the evaluation was done"
-    await events.send(Event(finished=Finished(reason=reason, failed=done is None)))
+    reason = "the evaluation is done" if done else "stopped before the evaluation was done"
+    await events.send(Event(finished=Finished(reason=reason, failed=not done)))

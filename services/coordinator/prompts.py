@@ -206,12 +206,13 @@ def training_prompts(
 
 def held_out_prompts(
     config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress = lambda _done, _total: None
-) -> PromptSet | None:
-    """The prompts of evaluation.prompts; None where the run has none."""
+) -> dict[str, PromptSet]:
+    """The prompts of each file of evaluation.prompts, by its name; empty where the run has none."""
     wanted = config.evaluation
-    if wanted.prompts is None:
-        return None
-    return _from_config("evaluation.prompts", wanted.prompts, wanted.limit, config, tokenizer, progress)
+    return {
+        name: _from_config(wanted.key_of(name), path, wanted.limit, config, tokenizer, progress)
+        for name, path in wanted.files.items()
+    }
 
 
 def _from_config(

@@ -1,23 +1,18 @@
-"""The answers of one evaluation and the figures made of them.
+"""The answers of one evaluation: which are in, which are missing.
 
-Pure bookkeeping, no Redis. A failed score is left out and counted, never a number. Neighbour: evaluation.py.
+Pure bookkeeping, no Redis. A failed score is left out and counted, never a number. Neighbours: evaluation.py feeds it,
+held_out_figures.py does the arithmetic.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from statistics import fmean, stdev
 
-from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Scored
+from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Scored, ScoredRollout
+from services.common.config import EvaluationConfig
+from services.coordinator.held_out_figures import Answer, greedy_figures, sampled_figures
 
-
-@dataclass(frozen=True)
-class _Answer:
-    reward: float | None
-    num_tokens: int
-    truncated: bool
+NEWEST_VERSION = "newest_version"
 
 
 class Tally:
@@ -25,15 +20,16 @@ class Tally:
 
     Args:
         label: The evaluation's label; answers of another are passed over.
-        num_prompts: Prompts asked.
-        num_answers: Sampled answers to each (group 2 * i).
-        greedy: Whether each prompt has a greedy answer too (group 2 * i + 1).
+        version: The version that is measured.
+        num_prompts: Prompts asked. Group 2 * i holds the sampled answers to prompt i, group 2 * i + 1 the greedy one.
+        wanted: How many answers, greedy or not, and what passes.
     """
 
-    def __init__(self, label: str, *, num_prompts: int, num_answers: int, greedy: bool) -> None:
-        self.label, self.num_prompts, self.num_answers, self._greedy = label, num_prompts, num_answers, greedy
-        self.num_expected = num_prompts * (num_answers + int(greedy))
-        self._answers: dict[tuple[int, int], _Answer] = {}
+    def __init__(self, label: str, version: int, num_prompts: int, wanted: EvaluationConfig) -> None:
+        self.label, self.version, self.num_prompts, self._wanted = label, version, num_prompts, wanted
+        self.num_expected = num_prompts * (wanted.num_answers + int(wanted.greedy))
+        self._answers: dict[tuple[int, int], Answer] = {}
+        self._newest_version = version
         self.failure = ""
 
     def __len__(self) -> int:
@@ -46,11 +42,11 @@ class Tally:
 
     def group_size(self, group: int) -> int:
         """Answers that a group has."""
-        return 1 if group % 2 else self.num_answers
+        return 1 if group % 2 else self._wanted.num_answers
 
     def expected(self) -> Iterator[tuple[int, int]]:
         """(group, number) of every answer asked for."""
-        for group in range(0, 2 * self.num_prompts, 1 if self._greedy else 2):
+        for group in range(0, 2 * self.num_prompts, 1 if self._wanted.greedy else 2):
             for number in range(self.group_size(group)):
                 yield group, number
 
@@ -65,9 +61,8 @@ class Tally:
             return
         if score.HasField("failure"):
             self.failure = score.failure
-        reward = score.reward if score.HasField("reward") else None
-        answer = _Answer(reward, sum(rollout.mask), rollout.outcome == OUTCOME_TRUNCATED)
-        self._answers.setdefault((rollout.group, rollout.number), answer)
+        self._newest_version = max(self._newest_version, *rollout.version, self.version)
+        self._answers.setdefault((rollout.group, rollout.number), _answer(scored.rollout))
 
     def incomplete_groups(self, groups: Iterable[int]) -> list[int]:
         """Those of `groups` with an answer still missing."""
@@ -77,50 +72,48 @@ class Tally:
             if any((group, number) not in self._answers for number in range(self.group_size(group)))
         ]
 
-    def figures(self) -> dict[str, float]:
-        """The figures of EvaluationDone; one without a single scored answer behind it is left out.
+    def figures(self, first: int | None = None) -> dict[str, float]:
+        """The figures of EvaluationDone, as held_out_figures.py explains them; of the `first` prompts alone if given.
 
-        sampled_mean and greedy_mean are mean rewards, sampled_stderr and greedy_stderr their standard errors over
-        prompts, since answers to one prompt are not independent; pass_at_k is the mean over prompts of the best
-        reward among their sampled answers, which is pass@k where rewards are 0 or 1; num_failed counts answers
-        without a score.
+        num_failed counts answers without a score. newest_version is there where newer weights than those measured
+        sampled a part of the answers.
         """
-        sampled = {id_: answer for id_, answer in self._answers.items() if id_[0] % 2 == 0}
-        greedy = [answer for (group, _), answer in self._answers.items() if group % 2]
-        by_prompt: dict[int, list[float]] = {}
-        for (group, _), answer in self._answers.items():
-            if answer.reward is not None:
-                by_prompt.setdefault(group, []).append(answer.reward)
-        best = [max(rewards) for group, rewards in by_prompt.items() if group % 2 == 0]
-        came = [answer for answer in sampled.values() if answer.num_tokens]
-        failed = sum(answer.reward is None for answer in self._answers.values())
+        num_prompts = min(first or self.num_prompts, self.num_prompts)
+        prompts = range(num_prompts)
+        sampled = [self._answers_of(2 * prompt) for prompt in prompts]
+        greedy = [answer for prompt in prompts for answer in self._answers_of(2 * prompt + 1)]
+        scored = sum(answer.reward is not None for answers in (*sampled, greedy) for answer in answers)
+        num_expected = num_prompts * (self._wanted.num_answers + int(self._wanted.greedy))
         figures = {
-            "num_prompts": float(self.num_prompts),
-            "num_answers": float(self.num_answers),
-            "num_failed": float(self.num_expected - len(self) + failed),
+            "num_prompts": float(num_prompts),
+            "num_answers": float(self._wanted.num_answers),
+            "num_failed": float(num_expected - scored),
         }
-        figures |= _mean("sampled_mean", [a.reward for a in sampled.values() if a.reward is not None])
-        figures |= _mean("greedy_mean", [a.reward for a in greedy if a.reward is not None])
-        figures |= _stderr("sampled_stderr", [fmean(rewards) for group, rewards in by_prompt.items() if group % 2 == 0])
-        figures |= _stderr("greedy_stderr", [fmean(rewards) for group, rewards in by_prompt.items() if group % 2])
-        figures |= _mean("pass_at_k", best)
-        figures |= _mean("response_tokens_mean", [a.num_tokens for a in came])
-        return figures | _mean("truncated_share", [float(a.truncated) for a in came])
+        figures |= sampled_figures(sampled, self._wanted.pass_ks, self._wanted.pass_reward) | greedy_figures(greedy)
+        if self._newest_version > self.version:
+            figures[NEWEST_VERSION] = float(self._newest_version)
+        return figures
+
+    def _answers_of(self, group: int) -> list[Answer]:
+        found = (self._answers.get((group, number)) for number in range(self.group_size(group)))
+        return [answer for answer in found if answer is not None]
 
     def _expects(self, group: int, number: int) -> bool:
-        known = group < 2 * self.num_prompts and (self._greedy or group % 2 == 0)
+        known = group < 2 * self.num_prompts and (self._wanted.greedy or group % 2 == 0)
         return known and number < self.group_size(group)
 
     def _fail_rest_of(self, group: int) -> None:
         for number in range(self.group_size(group)):
             if self._expects(group, number):
-                self._answers.setdefault((group, number), _Answer(None, 0, False))
+                self._answers.setdefault((group, number), Answer(None, 0, truncated=False))
 
 
-def _mean(name: str, values: list[float] | list[int]) -> dict[str, float]:
-    return {name: fmean(values)} if values else {}
-
-
-def _stderr(name: str, values: list[float]) -> dict[str, float]:
-    """Standard error of the mean; nothing from fewer than two values."""
-    return {name: stdev(values) / math.sqrt(len(values))} if len(values) > 1 else {}
+def _answer(scored: ScoredRollout) -> Answer:
+    rollout, score = scored.rollout, scored.score
+    parts = {part.name: part.value for part in score.parts} if len(score.parts) > 1 else {}
+    return Answer(
+        reward=score.reward if score.HasField("reward") else None,
+        num_tokens=sum(rollout.mask),
+        truncated=rollout.outcome == OUTCOME_TRUNCATED,
+        parts=parts,
+    )

@@ -18,6 +18,7 @@ from services.learner.engine_config import engine_config
 from services.learner.gpu_memory import check_gpu_share, visible_gpus
 from services.learner.model_files import ModelFiles, causal_model_types, read_model_files
 from services.learner.ranks import is_launched, num_local_ranks, num_ranks
+from services.learner.trackers import check_trackers
 
 _FLOAT32_BYTES = 4
 _GIB = 1 << 30
@@ -30,6 +31,7 @@ def check(config: Config) -> None:
         InputError: A key contradicts another, the model folder is not whole, or the machine lacks what it needs.
     """
     engine_config(config)
+    check_trackers(config.tracking)
     _check_lengths(config)
     _check_ranks(config)
     folder = Path(config.model.path)

@@ -22,6 +22,7 @@ from services.learner.loop import Learner
 from services.learner.orders import follow
 from services.learner.recovery import recover
 from services.learner.rundir import RunDir
+from services.learner.trackers import Trackers
 
 
 async def live(service: Service) -> None:
@@ -72,6 +73,7 @@ async def _serve(service: Service, learner: Learner, http_address: str) -> None:
     await grpc_server.start()
     member = Member(LEARNER, options.name, http=http_address, grpc=grpc_server.address, pid=os.getpid())
     facts = learner.facts
+    trackers = Trackers(service.config.tracking, options.run_dir)
     try:
         await service.run(
             learner.run(),
@@ -80,12 +82,13 @@ async def _serve(service: Service, learner: Learner, http_address: str) -> None:
                 "intake": learner.intake.run(),
                 "publisher": learner.publisher.run(),
                 "events": learner.watch_events(position),
+                "trackers": trackers.run(),
                 "stop": _stop_on_request(service, learner),
                 "ranks": learner.watch_ranks(),
             },
         )
     finally:
-        await grpc_server.stop(grace_s=1.0)
+        await asyncio.gather(grpc_server.stop(grace_s=1.0), trackers.finish())
 
 
 async def _stop_on_request(service: Service, learner: Learner) -> None:

@@ -34,6 +34,7 @@ from services.common.advice import NEVER_CLIPPED_STEPS, advice
 from services.common.events import Events
 from services.common.runtime import Service
 from services.learner.assembly import Assembler, Batch, Exhausted, Hopeless, Waiting
+from services.learner.held_out import HeldOut
 from services.learner.intake import Intake
 from services.learner.orders import Leader
 from services.learner.publisher import Live, Publisher
@@ -78,6 +79,7 @@ class Learner:
         self._trainer, self._assembler, self._thread = trainer, assembler, thread
         self.intake = Intake(service, assembler)
         self.publisher = Publisher(service, run_dir.epoch, self._on_live)
+        self._held_out = HeldOut(self._config, run_dir, service.activity)
         self._events = Events(service.redis, service.keys, service.options.name)
         self._version, self._digest = version, ""
         self._in_training: tuple[int, ...] = ()
@@ -111,8 +113,7 @@ class Learner:
         async for event in self._events.follow(position):
             what = event.WhichOneof("what")
             if what == "evaluation_done":
-                done = event.evaluation_done
-                self._run_dir.append_evaluation(done.evaluation, done.version, done.step, done.figures)
+                await self._held_out.record(event.evaluation_done)
             elif what == "stop_requested":
                 self._stop_reason = f"stopped: {event.stop_requested.reason}"
             elif what == "prompts_exhausted":
@@ -175,6 +176,7 @@ class Learner:
         policy = await self._in_thread(self._make_policy)
         await asyncio.to_thread(self._run_dir.append_version, policy.version, policy.digest, policy.version)
         self._set_version(policy)
+        await self._put_aside()
         self.publisher.publish(policy)
         self._service.problems.clear()
         log.info("learner_ready", version=policy.version, digest=policy.digest[:12], epoch=self._run_dir.epoch)
@@ -246,12 +248,14 @@ class Learner:
             await asyncio.to_thread(self._run_dir.append_version, policy.version, policy.digest, batch.step)
         self._set_version(policy)
         published = time.monotonic()
+        held_s = await self._held_out.wait(batch.step - 1, lambda: bool(self._stop_reason))
         figures = done.figures | {
             "wait_s": self._waited_s,
             "log_s": logged - began,
             "train_s": trained - logged,
             "publish_s": published - trained,
-            "step_s": published - began + self._waited_s,
+            "hold_s": held_s,
+            "step_s": published - began + self._waited_s + held_s,
         }
         figures["tokens_per_s"] = figures["tokens"] / figures["step_s"]
         untrained = (Settlement.FILTERED, Settlement.STALE, Settlement.FAILED)
@@ -260,6 +264,7 @@ class Learner:
         # Generators wait for the weights, nobody for the record.
         self.publisher.publish(policy)
         await self._record(batch, figures)
+        await self._put_aside()
 
     async def _record(self, batch: Batch, figures: dict[str, float]) -> None:
         """The step's figures: on disk, in the metrics, on the events stream."""
@@ -335,17 +340,23 @@ class Learner:
         await self._checkpoint()
         with self._service.activity.doing("exporting", f"version {self._version}"):
             await self._in_thread(self._trainer.export, self._run_dir.path / _EXPORT)
+            if not self._stop_reason:
+                await self._put_aside(last=True)
         await self._announce(
             training_done=TrainingDone(step=self._version, version=self._version, digest=self._digest, reason=reason)
         )
         log.info("training_done", step=self._version, reason=reason)
         self._service.activity.set("waiting", "coordinator", "the last evaluation")
-        patience_s = self._config.evaluation.timeout_s + self._config.generation.push_timeout_s
+        patience_s = self._held_out.patience_s + self._config.generation.push_timeout_s
         try:
             async with asyncio.timeout(patience_s):
                 await self._finished.wait()
         except TimeoutError as error:
             raise RunFailedError(f"the coordinator did not finish the run within {patience_s:g} s") from error
+
+    async def _put_aside(self, *, last: bool = False) -> None:
+        """Where the best version is kept: this one stays on the disk until it is measured, if it will be."""
+        await self._in_thread(lambda: self._held_out.put_aside(self._version, self._trainer.export, last=last))
 
     async def _on_live(self, live: Live) -> None:
         version_live = VersionLive(
@@ -378,7 +389,7 @@ def _show(figures: Mapping[str, float], step: int) -> None:
     """The step's figures in the metrics."""
     for name, value in figures.items():
         metrics.STEP_FIGURE.labels(name).set(value)
-    for phase in ("wait", "log", "train", "publish"):
+    for phase in ("wait", "log", "train", "publish", "hold"):
         metrics.STEP_SECONDS.labels(phase).observe(figures[f"{phase}_s"])
     metrics.TOKENS_TRAINED.inc(figures["tokens"])
     metrics.ROLLOUTS_TRAINED.inc(figures["sequences"])

@@ -70,7 +70,10 @@ class RunDir:
             self._measured_steps = {r["step"] for r in steps}
             self.trained_s = sum(r["figures"].get("step_s") or 0.0 for r in steps)
             self._not_applied = {(r["step"], r["update"]) for r in self._not_applied_lines.records()}
-            self._evaluations = {r["label"]: _num_prompts(r["figures"]) for r in self._evaluation_lines.records()}
+            evaluations = self._evaluation_lines.records()
+            self._evaluations = {r["label"]: _num_prompts(r["figures"]) for r in evaluations}
+            # A version's first score counts: what was kept or removed by it is not there to be judged again.
+            self._scores = {r["version"]: r["score"] for r in reversed(evaluations) if r.get("score") is not None}
             self._held = held.pop_all()
 
     def __enter__(self) -> Self:
@@ -169,22 +172,41 @@ class RunDir:
         self._measured_steps.add(step)
         return True
 
-    def append_evaluation(self, label: str, version: int, step: int, figures: Mapping[str, float]) -> bool:
+    def append_evaluation(
+        self,
+        label: str,
+        version: int,
+        step: int,
+        figures: Mapping[str, float],
+        *,
+        file: str = "",
+        score: float | None = None,
+    ) -> bool:
         """Record an evaluation, once a label, unless it is of more prompts than the one that is recorded.
+
+        Args:
+            file: Name of the held-out file.
+            score: What evaluation.keep_best compares.
 
         Returns False, and writes nothing, where it is recorded.
         """
         num_prompts = _num_prompts(figures)
         if label in self._evaluations and num_prompts <= self._evaluations[label]:
             return False
-        record = {"label": label, "version": version, "step": step, "unix_s": time.time()}
+        record = {"label": label, "version": version, "step": step, "unix_s": time.time(), "file": file, "score": score}
         self._evaluation_lines.append([{**record, "figures": finite_or_null(figures)}])
         self._evaluations[label] = num_prompts
+        if score is not None:
+            self._scores.setdefault(version, score)
         return True
 
     def evaluations(self) -> list[str]:
         """The labels of the recorded evaluations, in the order of recording."""
         return list(self._evaluations)
+
+    def scores(self) -> dict[int, float]:
+        """Version -> what evaluation.keep_best compares, of the versions that have it."""
+        return dict(self._scores)
 
     def prune(self, *, keep_checkpoints: int, keep_log_steps: int | None) -> None:
         """Remove checkpoints and step files beyond those to be kept.

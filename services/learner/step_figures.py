@@ -6,6 +6,7 @@ the arithmetic, trainer.py gathers the sums.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from services.learner.batch import StepBatch
 from services.learner.objective import Targets
 from services.learner.rows import Row
 
+# Their names come from the user's functions.
+_MOST_PARTS = 32
 SKIP_REASONS = ("failed", "truncated", "stale")
 _SEEN = ("outside_clip_sequences", "dual_clipped_tokens", "k1", "k3", "reference_kl", "entropy")
 _MOMENTS = ("log_ratio", "token_log_ratio", "advantage")
@@ -40,7 +43,18 @@ def row_figures(rows: Sequence[Row]) -> dict[str, float]:
     rewards_B = torch.tensor([row.reward for row in scored], dtype=torch.float64)
     reward = figures(reward_stats(rewards_B, torch.tensor([row.group for row in scored])))
     reward |= {"reward_min": float(rewards_B.min()), "reward_max": float(rewards_B.max())}
-    return counted | reward
+    return counted | reward | _part_means(scored)
+
+
+def _part_means(scored: Sequence[Row]) -> dict[str, float]:
+    """Means of the reward's parts by name, where it has several; as many as an evaluation has."""
+    values: dict[str, list[float]] = {}
+    for row in scored:
+        parts = json.loads(row.parts_json)
+        for part in parts if len(parts) > 1 else []:
+            if part["value"] is not None:
+                values.setdefault(part["name"], []).append(part["value"])
+    return {f"part_{name}_mean": math.fsum(found) / len(found) for name, found in list(values.items())[:_MOST_PARTS]}
 
 
 def _skipped_tokens(rows: Sequence[Row], reason: str) -> int:

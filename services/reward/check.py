@@ -72,10 +72,10 @@ async def _registered(config: Config) -> AsyncIterator[Registry | RegistryCopy]:
 
 def _first_prompts(config: Config) -> dict[str, list[Prompt]]:
     found = {}
-    for key, path in (("data.prompts", config.data.prompts), ("evaluation.prompts", config.evaluation.prompts)):
-        if path is not None:
-            rows = read_first_rows(path, NUM_TRIALS, key)
-            found[key] = [prompt_of(row, config.data.prompt_column, str(path)) for row in rows]
+    held_out = {config.evaluation.key_of(name): path for name, path in config.evaluation.files.items()}
+    for key, path in {"data.prompts": config.data.prompts, **held_out}.items():
+        rows = read_first_rows(path, NUM_TRIALS, key)
+        found[key] = [prompt_of(row, config.data.prompt_column, str(path)) for row in rows]
     return found
 
 

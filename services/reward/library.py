@@ -251,4 +251,6 @@ def _how_to_mend(error: CallFailed) -> str:
         return "Define reward(prompts, completions, **columns) or verl's compute_score, or name the function: `entry:`"
     if error.error_type == "MemoryError":
         return "Raise reward.memory_mb"
+    if error.kind == "timeout":
+        return "Do less at the top of the file: it is run before the first answer is scored"
     return "Mend the file; it must load in the Python of this service"

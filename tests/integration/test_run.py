@@ -21,10 +21,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from safetensors.numpy import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from services.cli.reward_door import find_door
+from services.common.weights_digest import policy_digest
 from services.reward.registry import Content, Name, Origin
 from services.reward.registry_disk import Disk
 from services.reward.submission import version_of
@@ -81,7 +84,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "staleness": {"max_lag": 0},
         "generation": {"kv_cache_gb": 0.25, "max_rollouts": 64},
         "learner": {"learning_rate": LEARNING_RATE, "threads": 1},
-        "evaluation": {"prompts": "eval.jsonl", "num_answers": 2, "every": 0},
+        "evaluation": {"prompts": "eval.jsonl", "num_answers": 2, "every": 1, "keep_best": "sampled_mean"},
+        "tracking": {"tensorboard": True},
         "run": {"total_steps": STEPS},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -204,13 +208,34 @@ def test_the_run_leaves_what_it_promises(run: Run) -> None:
     assert [path.name for path in (run.run_dir / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["policy_version"]) == (STEPS, STEPS)
-    before, after = run.lines("evaluations.jsonl")
+    before, *_, after = run.lines("evaluations.jsonl")
     assert (before["version"], after["version"]) == (0, STEPS)
     assert summary["accuracy_before"] == before["figures"]["sampled_mean"]
     assert summary["accuracy_after"] == after["figures"]["sampled_mean"]
     versions = run.lines("policy.jsonl")
     assert [line["version"] for line in versions] == list(range(STEPS + 1))
     assert len({line["digest"] for line in versions}) == STEPS + 1
+
+
+def test_every_version_was_measured_by_itself_and_the_best_is_kept(run: Run) -> None:
+    measured = run.lines("evaluations.jsonl")
+    assert [line["version"] for line in measured] == list(range(STEPS + 1))
+    assert not [line for line in measured if "newest_version" in line["figures"]]
+    best = max(measured, key=lambda line: line["figures"]["sampled_mean"])
+    facts = json.loads((run.run_dir / "best" / "best.json").read_text())
+    assert (facts["version"], facts["score"]) == (best["version"], best["figures"]["sampled_mean"])
+    weights: dict[str, Any] = load_file(run.run_dir / "best" / "model.safetensors")
+    digest = policy_digest((name, "float32", tuple(t.shape), t) for name, t in weights.items())
+    assert digest == run.lines("policy.jsonl")[best["version"]]["digest"]
+    assert not list((run.run_dir / "candidates").iterdir())
+
+
+def test_tensorboard_shows_the_run(run: Run) -> None:
+    shown = EventAccumulator(str(run.run_dir / "tensorboard"))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("train/reward_mean")] == list(range(1, STEPS + 1))
+    logged = [line["figures"]["sampled_mean"] for line in run.lines("evaluations.jsonl")]
+    assert [event.value for event in shown.Scalars("eval/sampled_mean")] == pytest.approx(logged)
 
 
 def test_nothing_is_left_running(run: Run) -> None:

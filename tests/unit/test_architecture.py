@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SERVICES = ("coordinator", "generation", "learner", "reward")
+SERVICES = ("coordinator", "generation", "learner", "reward", "tracking")
 # The one file that may import DeepSpeed.
 DEEPSPEED_FILE = "services/learner/trainer.py"
 # A program that the reward service starts where a reward model is asked for; nothing imports it.
 TORCH_PROGRAM = "services/reward/builtins/reward_model.py"
-WITHOUT_TORCH = ("services/common", "services/coordinator", "services/reward", "services/cli")
+WITHOUT_TORCH = ("services/common", "services/coordinator", "services/reward", "services/tracking", "services/cli")
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 
@@ -77,6 +77,8 @@ def _foreign_engines(path: str, imported: set[str]) -> Iterator[str]:
         yield "imports vllm outside services/generation"
     if "deepspeed" in tops and path != DEEPSPEED_FILE:
         yield f"imports deepspeed outside {DEEPSPEED_FILE}"
+    if tops & {"tensorboardX", "wandb"} and not path.startswith("services/tracking/"):
+        yield "imports a tracker's library outside services/tracking"
     if tops & {"fastapi", "starlette"} and not path.endswith("/door.py") and "/door/" not in path:
         yield "imports the web framework outside a door"
     text_rooms = ("services/common", "services/cli", "services/reward")
@@ -150,6 +152,8 @@ def test_exactly_one_file_imports_deepspeed() -> None:
         ("services/reward/scorer.py", "from gspo_core import loss", "imports gspo_core"),
         ("services/learner/weights.py", "from vllm import LLM", "imports vllm outside"),
         ("services/learner/loop.py", "import deepspeed", "imports deepspeed outside"),
+        ("services/learner/trackers.py", "import wandb", "outside services/tracking"),
+        ("services/tracking/follower.py", "import torch", "imports torch"),
         ("services/coordinator/loop.py", "from fastapi import FastAPI", "outside a door"),
         ("services/reward/scorer.py", "from transformers import AutoTokenizer", "imports transformers"),
         ("services/common/streams.py", "import pickle", "never pickle"),

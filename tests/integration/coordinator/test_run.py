@@ -30,9 +30,15 @@ FIGURES = {
     "greedy_mean": 0.5,
     "sampled_stderr": 0.0,
     "greedy_stderr": 0.0,
-    "pass_at_k": 1.0,
+    "pass_at_1": 0.5,
+    "pass_at_1_stderr": 0.0,
+    "pass_at_2": 1.0,
+    "pass_at_2_stderr": 0.0,
+    "best_at_2": 1.0,
     "response_tokens_mean": 2.0,
     "truncated_share": 0.0,
+    "greedy_response_tokens_mean": 2.0,
+    "greedy_truncated_share": 0.0,
 }
 
 
@@ -99,6 +105,7 @@ async def test_measured_before_between_and_after(
     between = (await heard(redis, keys, "evaluation_done"))[1]
     assert (between.evaluation, between.version, between.step) == ("v2", 2, 2)
     assert between.figures["num_prompts"] == 1.0
+    assert not between.HasField("score")
     assert {task.min_version for task in found if task.evaluation == "v2"} == {2}
 
     await learner.training_done("2 steps are done")
@@ -112,6 +119,51 @@ async def test_measured_before_between_and_after(
     assert await redis.hlen(keys.partial) == 0
     assert await redis.xlen(keys.eval_prompts) == 0
     assert await redis.xlen(keys.eval_scored) == 0
+
+
+async def test_several_files_are_measured_one_by_one_and_the_best_is_scored_on_equal_prompts(
+    redis: Redis,
+    keys: Keys,
+    configure: Configure,
+    coordinator: Coordinator,
+    learner: LearnerPeer,
+    generator: GeneratorPeer,
+    until: Until,
+) -> None:
+    files = {"easy": "easy.jsonl", "hard": "hard.jsonl"}
+    wanted = {"prompts": files, "limit_between": 1, "every": 1, "keep_best": "hard/best_at_2"}
+    run_dir = configure(evaluation=wanted)
+    (run_dir / "easy.jsonl").write_text('{"prompt": "1+2="}\n')
+    (run_dir / "hard.jsonl").write_text('{"prompt": "9+9="}\n{"prompt": "8+9="}\n')
+    coordinator.start(run_dir)
+    found: list[Any] = []
+    await until(answers(generator, found, redis, keys, 2), "both evaluations before training")
+    easy, hard = await heard(redis, keys, "evaluation_done")
+    assert [(e.evaluation, e.file, e.figures["num_prompts"]) for e in (easy, hard)] == [
+        ("v0/easy", "easy", 1.0),
+        ("v0/hard", "hard", 2.0),
+    ]
+    assert not easy.HasField("score")
+    assert hard.score == 1.0
+
+    async def all_issued() -> bool:
+        return await redis.hlen(keys.open) == 4
+
+    await until(all_issued, "training groups after both")
+    # A learner that died between its step and saying so: its successor waits for the figures of version 1.
+    await learner.trained([0, 1], silent=True)
+    learner.progress.epoch = 2
+    await learner.live(1)
+    await until(answers(generator, found, redis, keys, 4), "what came due while nobody said so")
+    again = (await heard(redis, keys, "evaluation_done"))[2:]
+    assert [(e.evaluation, e.version, e.figures["num_prompts"]) for e in again] == [
+        ("v1/easy", 1, 1.0),
+        ("v1/hard", 1, 1.0),
+    ]
+    async with httpx.AsyncClient(base_url=await door_of(redis, keys)) as door:
+        text = (await door.get("/metrics")).text
+    assert 'gspo_evaluation_figure{figure="pass_at_2",file="hard"} 1.0' in text
+    assert 'gspo_evaluation_version{file="easy"} 1.0' in text
 
 
 async def test_an_evaluation_that_gets_no_answers_is_given_up_and_training_begins(

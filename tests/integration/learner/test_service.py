@@ -6,6 +6,8 @@ No generator is needed: what it publishes is checked by the digests in its log.
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -15,9 +17,10 @@ from redis.asyncio import Redis
 
 from gspo_proto.learner_pb2 import CheckpointRequest, ProgressRequest
 from gspo_proto.learner_pb2_grpc import LearnerStub
-from gspo_proto.rollout_pb2 import Event, Finished, GroupFailure, Scored, StopRequested
+from gspo_proto.rollout_pb2 import EvaluationDone, Event, Finished, GroupFailure, Scored, StopRequested
 from services.common.events import Events
 from services.common.keys import Keys
+from services.common.members import members
 from services.common.rpc import open_channel
 from services.common.streams import append
 from tests.integration.learner.feeder import NUM_ROLLOUTS, Feeder, lines, run_of, scored
@@ -120,6 +123,68 @@ async def test_a_reward_that_always_fails_ends_the_run_with_its_reason(
         finished = (await feeder.event("finished")).finished
         assert finished.failed and "ZeroDivisionError: division by zero" in finished.reason
         assert await asyncio.to_thread(wait_exit, process, 20) == 0
+
+
+async def test_newer_weights_wait_for_an_evaluation_and_the_best_version_is_kept(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "e.jsonl").write_text('{"prompt": "1+1="}\n')
+    evaluation = {"prompts": str(tmp_path / "e.jsonl"), "every": 1, "keep_best": "sampled_mean"}
+    config = run_of(tmp_path, evaluation=evaluation, run={"total_steps": 3})
+    feeder, coordinator = Feeder(redis, keys), Events(redis, keys, "coordinator")
+
+    async def measured(version: int, score: float) -> None:
+        done = EvaluationDone(evaluation=f"v{version}", version=version, step=version, score=score)
+        await coordinator.send(Event(evaluation_done=done))
+
+    async def made(version: int) -> None:
+        async with asyncio.timeout(120):
+            while lines(config, "policy.jsonl")[-1]["version"] < version:
+                await asyncio.sleep(0.05)
+
+    async def doing() -> tuple[str, str, str]:
+        (member,) = await members(redis, keys, "learner")
+        return member.activity["kind"], member.activity["what"], member.activity["detail"]
+
+    def best() -> int:
+        return int(json.loads((config.run_dir / "best" / "best.json").read_text())["version"])
+
+    with service_process("learner", config, redis_url) as process:
+        await registered(process, redis, keys, "learner")
+        await measured(0, 0.25)
+        await feeder.feed(range(4), 0)
+        await feeder.event("step_done")
+        await feeder.feed(range(4, 8), 1)
+        await made(2)
+        async with asyncio.timeout(60):
+            while await doing() != ("waiting", "evaluation", "v1"):
+                await asyncio.sleep(0.1)
+        assert [line["step"] for line in lines(config, "metrics.jsonl")] == [1], "version 2 waits for the figures of 1"
+        assert best() == 0
+        await measured(1, 0.75)
+        await feeder.event("step_done", num=2)
+        assert lines(config, "metrics.jsonl")[1]["figures"]["hold_s"] > 0.0
+        assert best() == 1
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+
+    # Killed while version 2 waits to be measured: it is still there, and the scores are read back.
+    shutil.rmtree(config.run_dir / "candidates" / "step-000002", ignore_errors=True)
+    with service_process("learner", config, redis_url, "--resume") as process:
+        await feeder.feed(range(8, 12), 2)
+        await made(3)
+        assert (config.run_dir / "candidates" / "step-000002" / "model.safetensors").is_file()
+        await measured(2, 0.5)
+        await feeder.event("training_done", timeout_s=120)
+        assert best() == 1
+        await measured(3, 0.875)
+        await coordinator.send(Event(finished=Finished(reason="done")))
+        assert await asyncio.to_thread(wait_exit, process, 20) == 0
+    assert best() == 3
+    assert (config.run_dir / "best" / "model.safetensors").read_bytes() == (
+        config.run_dir / "export" / "model.safetensors"
+    ).read_bytes()
+    assert [line["score"] for line in lines(config, "evaluations.jsonl")] == [0.25, 0.75, 0.5, 0.875]
 
 
 async def test_progress_counts_a_group_as_settled_only_with_the_version_made_of_it(

@@ -16,6 +16,7 @@ import pytest
 from services.common.config import Config
 from services.common.errors import InputError
 from services.common.runtime import CONFIG_NAME
+from services.reward import sandbox
 from services.reward.check import check
 from tests.service_process import make_run
 
@@ -64,6 +65,13 @@ def test_a_good_function_passes(tmp_path: Path, capfd: pytest.CaptureFixture[str
 def test_a_function_that_cannot_work_is_an_input_error(tmp_path: Path, source: str, why: str) -> None:
     with pytest.raises(InputError, match=why):
         check(run_with(tmp_path, source))
+
+
+def test_a_file_that_hangs_at_its_import_is_ended_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "LOAD_TIMEOUT_S", 0.5)
+    why = "cannot be loaded: took longer than 0.5 s and was killed. Do less at the top of the file"
+    with pytest.raises(InputError, match=why):
+        check(run_with(tmp_path, f"import time\ntime.sleep(60)\n{GOOD}"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from services.cli import findings
 from services.cli.__main__ import main
 from services.cli.checks import check_redis, check_unused, without_password
 from services.cli.commands import app
-from services.cli.evaluate import Question, eval_config
+from services.cli.evaluate import Question, eval_config, in_words_of_the_options
+from services.cli.outcome import RefusedError
 from services.cli.rundir import hold
 from services.common.config import Config
 from services.common.configfile import explain, read_config, write_config
@@ -236,6 +237,7 @@ def test_doctor_finds_what_is_missing(gspo: Call, monkeypatch: pytest.MonkeyPatc
         "disk",
         "shared memory",
         "C++ compiler",
+        "libnuma",
         "Redis",
     }
     assert names == shown.keys()
@@ -246,15 +248,17 @@ def test_doctor_finds_what_is_missing(gspo: Call, monkeypatch: pytest.MonkeyPatc
     assert code == 0
     assert "warning" in output and "apt install g++" in output
     monkeypatch.setattr(findings, "PROCESSES_GIB", 1e6)
+    monkeypatch.setattr(findings, "_NUMA", "libnuma-is-not-here.so")
     code, output, _ = gspo("doctor")
     assert code == 1
     assert "about 1000000.0 GiB needed" in output
+    assert "apt install libnuma1" in output
 
 
 def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, given: dict[str, Any]) -> None:
     question = Question(
         model=str(tmp_path),
-        prompts=tmp_path / "e.jsonl",
+        prompts=(tmp_path / "e.jsonl",),
         reward=tmp_path / "r.py",
         num_answers=2,
         temperature=0.5,
@@ -267,6 +271,33 @@ def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, 
 
     base = tmp_path / "base.yaml"
     base.write_text(yaml.safe_dump({**given, "seed": 5, "generation": {"max_rollouts": 32}}))
-    config = eval_config(Question(model="other", prompts=tmp_path / "e.jsonl", base=base), tmp_path)
+    config = eval_config(Question(model="other", prompts=(tmp_path / "e.jsonl",), base=base), tmp_path)
     assert (config.seed, config.generation.max_rollouts, config.model.path) == (5, 32, "other")
     assert config.reward.functions[0].path == tmp_path / "r.py"
+
+
+def test_eval_takes_several_files_by_their_names(tmp_path: Path) -> None:
+    paths = (tmp_path / "easy.jsonl", tmp_path / "hard.jsonl")
+    config = eval_config(Question(model="m", prompts=paths, reward=tmp_path / "r.py"), tmp_path)
+    assert config.evaluation.files == {"easy": paths[0], "hard": paths[1]}
+    again = (tmp_path / "easy.jsonl", tmp_path / "other" / "easy.jsonl")
+    with pytest.raises(InputError, match=r"has the name of .*easy.jsonl. Rename one"):
+        eval_config(Question(model="m", prompts=again, reward=tmp_path / "r.py"), tmp_path)
+
+
+def test_eval_speaks_of_its_own_options() -> None:
+    with pytest.raises(InputError) as raised, in_words_of_the_options():
+        raise InputError(
+            "algorithm.response_length",
+            "prompt_length + response_length is 4096, and the model has 64 positions",
+            "Lower prompt_length or response_length",
+        )
+    assert str(raised.value) == (
+        "--response-length: --prompt-length + --response-length is 4096, and the model has 64 positions. "
+        "Lower --prompt-length or --response-length"
+    )
+    with (
+        pytest.raises(RefusedError, match=r"^PROMPTS: /data/prompt_lengths.jsonl has no rows$"),
+        in_words_of_the_options(),
+    ):
+        raise RefusedError("evaluation.prompts: /data/prompt_lengths.jsonl has no rows")

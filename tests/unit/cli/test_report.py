@@ -119,10 +119,11 @@ def train(run_dir: RunDir, first: int, last: int, **figures: float) -> None:
         run_dir.append_metrics(step, step, step_figures(step, **figures))
 
 
-def evaluate(run_dir: RunDir, version: int, sampled: float, **given: float) -> None:
-    """An evaluation of 50 prompts."""
+def evaluate(run_dir: RunDir, version: int, sampled: float, file: str = "", **given: float) -> None:
+    """An evaluation of 50 prompts, with the sampled mean as its score."""
     figures = {"sampled_mean": sampled, "sampled_stderr": 0.03, "greedy_mean": sampled + 0.1, "greedy_stderr": 0.04}
-    run_dir.append_evaluation(f"v{version}", version, version, {**figures, "num_prompts": 50.0, **given})
+    figures |= {"pass_at_1": sampled, "pass_at_4": sampled + 0.125, "num_prompts": 50.0, **given}
+    run_dir.append_evaluation(f"v{version}{file}", version, version, figures, file=file, score=sampled)
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def test_the_summary_of_a_run_that_ended(ended: Path) -> None:
     assert summary["rollouts"] == {"trained": 160, "skipped_failed": 0, "skipped_truncated": 0, "skipped_stale": 0}
     assert (summary["tokens"], summary["tokens_per_s"]) == (480, 6.0)
     assert summary["wall_s"] == wall_s
-    assert summary["steps_s"] == {"wait_s": 20.0, "train_s": 50.0, "publish_s": 5.0, "log_s": 5.0}
+    assert summary["steps_s"] == {"wait_s": 20.0, "train_s": 50.0, "publish_s": 5.0, "hold_s": 0.0, "log_s": 5.0}
     assert summary["reward_first"] == step_figures(1)["reward_mean"]
     assert summary["reward_last"] == step_figures(20)["reward_mean"]
 
@@ -208,6 +209,28 @@ def test_the_page_shows_the_headline_and_stands_alone(ended: Path) -> None:
     assert 'src="http' not in text
     assert "<script" not in text
     assert "reward raised &lt;b&gt;KeyError&lt;/b&gt; (1)" in text
+
+
+def test_several_files_and_the_best_version_are_told_apart(path: Path) -> None:
+    with RunDir(path) as run_dir:
+        for version, easy, hard in ((0, 0.5, 0.125), (10, 0.875, 0.25), (20, 0.75, 0.375)):
+            evaluate(run_dir, version, easy, "easy")
+            evaluate(run_dir, version, hard, "hard<b>", newest_version=version + 1.0)
+        train(run_dir, 1, 2)
+    # The headline is of the file that the run's configuration names first.
+    config = (path / CONFIG_NAME).read_text().replace("  prompts: null", "  prompts: {easy: e.jsonl, hard: h.jsonl}")
+    (path / CONFIG_NAME).write_text(config.replace("keep_best: null", "keep_best: sampled_mean"))
+    summary, text = report(path)
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.5, 0.75)
+    assert (summary["pass_at_k_before"], summary["pass_at_k_after"]) == (0.625, 0.875)
+    assert summary["best"] == {"version": 10, "figure": "sampled_mean", "score": 0.875}
+    assert summary["held_out"]["hard<b>"]["before"]["sampled_mean"] == 0.125
+    assert summary["held_out"]["easy"]["after"]["version"] == 20
+    tables = text.split("Held-out evaluations")[1]
+    assert tables.index("<h3>easy</h3>") < tables.index("<h3>hard&lt;b&gt;</h3>")
+    assert "<th>10 (best)</th>" in tables and "<th>20 (best)</th>" not in tables
+    assert '<th class="num">pass@4</th>' in tables and "0.875 ± 0.030" in tables
+    assert "While version 0, 10, 20 was measured newer weights came in" in text
 
 
 def test_text_of_a_rollout_is_shown_and_never_run(path: Path) -> None:

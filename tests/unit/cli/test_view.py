@@ -32,6 +32,8 @@ from services.common.members import Member
 @pytest.fixture
 def view(config: Config, tmp_path: Path) -> View:
     """A view of a run that has just begun."""
+    evaluation = config.evaluation.model_copy(update={"prompts": tmp_path / "e.jsonl", "keep_best": "sampled_mean"})
+    config = config.model_copy(update={"evaluation": evaluation})
     return View(config, tmp_path, {name: Process(name, time.time()) for name in ("learner-0", "reward-0")}, Phases())
 
 
@@ -111,13 +113,16 @@ def test_history_of_a_resumed_run_is_read_and_a_half_line_left_out(view: View) -
     evaluation = {"label": "v0", "version": 0, "step": 0, "unix_s": 1.0, "figures": {"sampled_mean": 0.25}}
     (log / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
     load_history(view)
-    assert (view.step, view.rewards, view.held_out) == (1, [0.5], [(0, 0.25)])
+    assert (view.step, view.rewards, view.held_out) == (1, [0.5], {"": [(0, {"sampled_mean": 0.25})]})
+    assert view.best is None
 
 
 def test_the_panel_shows_what_matters(view: View) -> None:
     view.apply(step(1, reward_mean=0.25, clipped_sequences=0.125, age_mean=0.5, age_max=1, tokens_per_s=2000))
-    view.apply(Event(evaluation_done=EvaluationDone(version=0, figures={"sampled_mean": 0.25})))
-    view.apply(Event(evaluation_done=EvaluationDone(version=1, figures={"sampled_mean": 0.75})))
+    view.apply(Event(evaluation_done=EvaluationDone(version=0, figures={"sampled_mean": 0.25}, score=0.25)))
+    figures = {"sampled_mean": 0.75, "pass_at_1": 0.5, "pass_at_4": 0.875}
+    (line,) = view.apply(Event(evaluation_done=EvaluationDone(version=1, figures=figures, score=0.75)))
+    assert line.text == "held-out prompts at version 1: sampled 0.750, pass@4 0.875; the best by sampled_mean"
     view.apply(Event(version_live=VersionLive(version=0)))
     activity = {"kind": "waiting", "what": "rewards", "detail": "of 3 groups", "since_unix_s": time.time() - 7}
     view.processes["learner-0"].member = Member("learner", "learner-0", activity=activity)
@@ -125,7 +130,7 @@ def test_the_panel_shows_what_matters(view: View) -> None:
     for shown in (
         "step 1 of 10",
         "0.750",
-        "0.250 at version 0",
+        "held-out reward   0.750 at version 1 (was 0.250 at 0)  pass@4 0.875  best: version 1",
         "0.50 / 1",
         "12%",
         "2,000",

@@ -69,6 +69,12 @@ def test_further_problems_are_counted(given: dict[str, Any]) -> None:
     assert refusal(given).fix.endswith("(1 more problem(s) after this one.)")
 
 
+def test_an_unknown_key_in_a_list_is_one_problem(given: dict[str, Any]) -> None:
+    given["reward"]["functions"][0]["wieght"] = 2
+    error = refusal(given)
+    assert (error.where, error.fix) == ("reward.functions.0.wieght", "Did you mean 'weight'?")
+
+
 @pytest.mark.parametrize(
     ("section", "keys", "where"),
     [

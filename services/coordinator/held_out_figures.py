@@ -1,0 +1,90 @@
+"""The figures of an evaluation, from its answers: means with their errors, pass@k, lengths, parts of the reward.
+
+Pure arithmetic, no Redis and no protobuf. An answer without a score is in no mean. Neighbour: tally.py collects the
+answers and names those that are missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+
+# Their names come from the user's functions: a figure each, and no more of them than a page shows.
+_MOST_PARTS = 32
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer to a held-out prompt.
+
+    Attributes:
+        reward: None where it has no score.
+        num_tokens: What the policy sampled; 0 where the answer never came.
+        parts: Values of the reward functions by name, where there are several.
+    """
+
+    reward: float | None
+    num_tokens: int
+    truncated: bool
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def sampled_figures(
+    prompts: Sequence[Sequence[Answer]], pass_ks: Iterable[int], pass_reward: float
+) -> dict[str, float]:
+    """Figures of the sampled answers; one without a scored answer behind it is left out.
+
+    sampled_mean is the mean reward of all answers (mean@k, k being their number). pass_at_K is the chance that the
+    best of K answers has at least `pass_reward`, best_at_K (for the largest K) the expected reward of the best, both
+    over the prompts that have K scored answers. Standard errors are over prompts: answers to one are not independent.
+
+    Args:
+        prompts: The answers to each prompt.
+    """
+    rewards = [[answer.reward for answer in answers if answer.reward is not None] for answers in prompts]
+    came = [answer for answers in prompts for answer in answers if answer.num_tokens]
+    found = _mean("sampled_mean", [reward for of_prompt in rewards for reward in of_prompt])
+    found |= _error("sampled_stderr", [fmean(of_prompt) for of_prompt in rewards if of_prompt])
+    passed = [[float(reward >= pass_reward) for reward in of_prompt] for of_prompt in rewards]
+    for k in pass_ks:
+        chances = [best_of(values, k) for values in passed if len(values) >= k]
+        found |= _mean(f"pass_at_{k}", chances) | _error(f"pass_at_{k}_stderr", chances)
+    largest = max(pass_ks)
+    found |= _mean(f"best_at_{largest}", [best_of(values, largest) for values in rewards if len(values) >= largest])
+    found |= _mean("response_tokens_mean", [answer.num_tokens for answer in came])
+    found |= _mean("truncated_share", [float(answer.truncated) for answer in came])
+    names = dict.fromkeys(name for answer in came for name in answer.parts)
+    for name in list(names)[:_MOST_PARTS]:
+        found |= _mean(f"part_{name}_mean", [answer.parts[name] for answer in came if name in answer.parts])
+    return found
+
+
+def greedy_figures(answers: Sequence[Answer]) -> dict[str, float]:
+    """Figures of the greedy answers, one a prompt."""
+    rewards = [answer.reward for answer in answers if answer.reward is not None]
+    came = [answer for answer in answers if answer.num_tokens]
+    found = _mean("greedy_mean", rewards) | _error("greedy_stderr", rewards)
+    found |= _mean("greedy_response_tokens_mean", [answer.num_tokens for answer in came])
+    return found | _mean("greedy_truncated_share", [float(answer.truncated) for answer in came])
+
+
+def best_of(values: Sequence[float], k: int) -> float:
+    """The expected maximum of k values drawn without replacement from n, unbiased for any k <= n.
+
+    sum_i C(i - 1, k - 1) / C(n, k) * v_(i), the values in ascending order. Of values 0 and 1 with c ones it is
+    1 - C(n - c, k) / C(n, k), the pass@k of Chen et al., arXiv 2107.03374.
+    """
+    ordered = sorted(values)
+    all_draws = math.comb(len(ordered), k)
+    return math.fsum(value * (math.comb(place - 1, k - 1) / all_draws) for place, value in enumerate(ordered, start=1))
+
+
+def _mean(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {name: fmean(values)} if values else {}
+
+
+def _error(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Standard error of the mean; nothing from fewer than two values."""
+    return {name: stdev(values) / math.sqrt(len(values))} if len(values) > 1 else {}
