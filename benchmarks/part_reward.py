@@ -88,6 +88,8 @@ def _rate(num_workers: int, num_calls: int) -> dict[str, Any]:
         batches = [_ARGUMENTS] * num_calls
         pool.map(_in_pool, batches[: 10 * num_workers], chunksize=1)
         pool_s = _timed(lambda: list(pool.imap_unordered(_in_pool, batches, chunksize=1)))
+        pool.close()
+        pool.join()  # before the block ends them by SIGTERM, of which they would complain
     sandbox_s = asyncio.run(_sandbox_rate(num_workers, num_calls))
     rates = {"pool_per_s": num_calls * BATCH / pool_s, "sandbox_per_s": num_calls * BATCH / sandbox_s}
     return {"what": "rate", "num_workers": num_workers, **rates}

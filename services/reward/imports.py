@@ -1,4 +1,4 @@
-"""Which packages a source text imports, found without running it, to be imported once for all its workers.
+"""Where a text's imports come from: packages that are shared by all its workers, and files beside its own.
 
 Neighbours: sandbox.py asks, the supervisor imports.
 """
@@ -17,14 +17,31 @@ _KNOWN = """
 KNOWN = frozenset(_KNOWN.split())
 
 
-def packages_to_share(text: str, folders: Sequence[Path]) -> list[str]:
-    """Known packages that a text imports anywhere, in their order, but for those that one of `folders` shadows."""
+class Importable:
+    """What can be imported of the places that a function may read.
+
+    Attributes:
+        folders: Folders of modules.
+        modules: Name -> file of single modules, and of packages.
+    """
+
+    def __init__(self, reads: Sequence[Path]) -> None:
+        packages = {path.name: path / "__init__.py" for path in reads if (path / "__init__.py").is_file()}
+        self.folders = [path for path in reads if path.is_dir() and path.name not in packages]
+        self.modules = packages | {path.stem: path for path in reads if path.suffix == ".py"}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.modules or any(_holds(folder, name) for folder in self.folders)
+
+
+def packages_to_share(text: str, importable: Importable) -> list[str]:
+    """Known packages that a text imports anywhere, in their order, but for those that its own files shadow."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     found = dict.fromkeys(name for name in _imported(tree) if name.partition(".")[0] in KNOWN)
-    return [name for name in found if not any(_holds(folder, name.partition(".")[0]) for folder in folders)]
+    return [name for name in found if name.partition(".")[0] not in importable]
 
 
 def _holds(folder: Path, name: str) -> bool:

@@ -34,8 +34,6 @@ import contextlib
 import json
 import signal
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -43,7 +41,7 @@ import structlog
 from services.reward.calls import Answer, CallFailed, Code, FailureKind, Limits, Question
 from services.reward.crew import Crew, excess
 from services.reward.functions import Signature
-from services.reward.imports import packages_to_share
+from services.reward.imports import Importable, packages_to_share
 from services.reward.start import Level
 from services.reward.supervisor_link import CannotStart
 from services.reward.values import failure_of
@@ -56,21 +54,6 @@ _END_S = 1.0
 log = structlog.get_logger()
 
 
-@dataclass
-class CallCounts:
-    """Calls of one function since the service's start."""
-
-    results: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    slowest_s: float = 0.0
-
-    def add(self, result: str, seconds: float) -> None:
-        """Count one call."""
-        self.results[result] += 1
-        self.seconds += seconds
-        self.slowest_s = max(self.slowest_s, seconds)
-
-
 class Sandbox:
     """One version of a user's code, loaded and warm.
 
@@ -80,10 +63,10 @@ class Sandbox:
     """
 
     def __init__(self, code: Code, limits: Limits, level: Level, *, num_workers: int = 1) -> None:
-        self.code, self.limits, self.level, self.counts = code, limits, level, CallCounts()
+        self.code, self.limits, self.level = code, limits, level
         self._signature: Signature | None = None
-        self._folders = [path if path.is_dir() else path.parent for path in code.reads]
-        packages = packages_to_share(code.text, self._folders)
+        self._importable = Importable(code.reads)
+        packages = packages_to_share(code.text, self._importable)
         memory_mb = limits.memory_mb
         self._crew = Crew(code.name, level, code.reads, packages, memory_mb=memory_mb, num_workers=num_workers)
         # A call holds a worker, or a seat in the channel of a quick one.
@@ -150,7 +133,7 @@ class Sandbox:
         worker = await self._crew.take(session) or await self._new_worker(session)
         keep = False
         try:
-            answer = await self._counted(worker, question)
+            answer = await self._answer(worker, question)
             keep = True
             return answer
         except CallFailed as error:
@@ -165,7 +148,7 @@ class Sandbox:
     async def _call_shared(self, worker: WorkerLink, question: Question) -> Answer:
         """A call that waits in the channel of a worker behind another's, whose caller keeps or ends it."""
         try:
-            return await self._counted(worker, question)
+            return await self._answer(worker, question)
         except Spoiled:
             raise
         except BaseException as error:
@@ -173,25 +156,16 @@ class Sandbox:
                 await asyncio.shield(self._crew.discard(worker))
             raise
 
-    async def _counted(self, worker: WorkerLink, question: Question) -> Answer:
-        started, result = time.perf_counter(), "cancelled"
+    async def _answer(self, worker: WorkerLink, question: Question) -> Answer:
+        started = time.perf_counter()
         try:
             answer = await self._ask(worker, question, self.limits.timeout_s)
-            result = "ok"
-            if answer.get("threads_left"):
-                worker.spoiled = True
+            worker.spoiled |= bool(answer.get("threads_left"))
             return Answer(_values(answer), answer["output"], time.perf_counter() - started)
         except CallFailed as error:
-            result = error.kind
             seen = {"traceback": error.traceback, "output": error.output}
             log.warning("reward_call_failed", function=self.code.name, kind=error.kind, reason=str(error), **seen)
             raise
-        except Spoiled:
-            result = ""
-            raise
-        finally:
-            if result:
-                self.counts.add(result, time.perf_counter() - started)
 
     async def _new_worker(self, session: str | None) -> WorkerLink:
         """A worker with the code loaded.
@@ -208,7 +182,8 @@ class Sandbox:
             "path": self.code.filename,
             "entry": self.code.entry,
             "kind": self.code.kind,
-            "folders": [str(folder) for folder in self._folders],
+            "folders": [str(folder) for folder in self._importable.folders],
+            "modules": {name: str(path) for name, path in self._importable.modules.items()},
         }
         try:
             answer = await self._ask(worker, question, LOAD_TIMEOUT_S)

@@ -17,6 +17,9 @@ import socket
 import sys
 import types
 from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +104,18 @@ class Frames:
         return True
 
 
+class NamedModules(MetaPathFinder):
+    """Finds modules and packages by the very files that may be read: the folders that these lie in may not be."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self._files = files
+
+    def find_spec(self, fullname: str, _path: Any, _target: Any = None) -> ModuleSpec | None:
+        """Called by import."""
+        file = self._files.get(fullname)
+        return spec_from_file_location(fullname, file) if file else None
+
+
 class Worker:
     """Holds the loaded code."""
 
@@ -123,6 +138,7 @@ class Worker:
         return {"values": list_values(self._wait(self._call(question["arguments"])))}
 
     def _load(self, question: dict[str, Any]) -> dict[str, Any]:
+        sys.meta_path.insert(0, NamedModules(question.get("modules", {})))
         module = load_module(self.path, question["source"], question["folders"])
         if question["kind"] == "environment":
             self._functions, entry = find_environment(module, question["entry"])

@@ -127,6 +127,22 @@ async def test_files_named_in_reads_are_read_and_imported(level: Any, tmp_path: 
     assert (failed.value.loading, failed.value.kind, failed.value.line) == (True, "exception", 1)
 
 
+async def test_single_files_and_packages_named_in_reads_are_imported(level: Any, tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("A = 1.0\n")
+    (tmp_path / "hidden.py").write_text("B = 1.0\n")
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("from pack.part import C\n")
+    (tmp_path / "pack" / "part.py").write_text("C = 2.0\n")
+    text = (
+        "import one, pack\n"
+        "def reward(completions):\n    if completions == ['x']: import hidden\n    return [one.A + pack.C]"
+    )
+    async with sandbox_of(text, level, reads=(tmp_path / "one.py", tmp_path / "pack")) as sandbox:
+        assert (await ask(sandbox, "y")).values == [3.0]
+        with pytest.raises(CallFailed, match="No module named 'hidden'"):
+            await ask(sandbox, "x")
+
+
 async def test_packages_are_shared_with_the_workers(level: Any) -> None:
     text = (
         "def reward(completions):\n    import numpy, sympy\n"
