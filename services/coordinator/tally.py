@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Scored, ScoredRollout
-from services.common.config import EvaluationConfig
+from services.common.measuring_config import EvaluationConfig
 from services.coordinator.held_out_figures import Answer, greedy_figures, sampled_figures
 
 NEWEST_VERSION = "newest_version"

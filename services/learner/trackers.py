@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import structlog
 
 from services.common import metrics
-from services.common.config import TrackingConfig
 from services.common.errors import InputError
+from services.common.measuring_config import TrackingConfig
 
 MAX_RESTARTS = 5
 _FIRST_PAUSE_S = 2.0

@@ -17,8 +17,9 @@ from typing import Any
 
 from pydantic import PositiveInt, ValidationError
 
-from services.common.config import RewardFunction, Section
+from services.common.config import RewardFunction
 from services.common.errors import InputError, nearest
+from services.common.section import Section
 from services.reward.calls import Answer, CallFailed, Question
 from services.reward.functions import BUILTINS, Signature, Source
 from services.reward.submission import version_of

@@ -17,8 +17,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
-from services.common.config import RewardFunction, Section
+from services.common.config import RewardFunction
 from services.common.errors import InputError, nearest
+from services.common.section import Section
 from services.reward.calls import Answer, CallFailed, Question
 from services.reward.functions import Signature, Source, ground_truth
 from services.reward.remote import TEXT_CHARS, HttpCaller

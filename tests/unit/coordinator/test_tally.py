@@ -14,7 +14,7 @@ from gspo_proto.rollout_pb2 import (
     ScoredRollout,
     ScorePart,
 )
-from services.common.config import EvaluationConfig
+from services.common.measuring_config import EvaluationConfig
 from services.coordinator.tally import Tally
 
 

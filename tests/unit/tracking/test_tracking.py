@@ -15,9 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
 
-from services.common.config import Config, TrackingConfig
+from services.common.config import Config
 from services.common.configfile import parse_config, write_config
 from services.common.errors import InputError
+from services.common.measuring_config import TrackingConfig
 from services.common.runtime import CONFIG_NAME
 from services.learner import trackers
 from services.learner.trackers import Trackers, check_trackers
