@@ -49,7 +49,6 @@ from services.reward.worker_link import Spoiled, WorkerGone, WorkerLink
 
 # Packages are imported before by the supervisor: this is the user's own code at the top of its file.
 LOAD_TIMEOUT_S = 30.0
-FIRST_LOOK_S, LOOK_S = 0.05, 0.1
 _END_S = 1.0
 log = structlog.get_logger()
 
@@ -69,6 +68,7 @@ class Sandbox:
         packages = packages_to_share(code.text, self._importable)
         memory_mb = limits.memory_mb
         self._crew = Crew(code.name, level, code.reads, packages, memory_mb=memory_mb, num_workers=num_workers)
+        self._looking: set[asyncio.Task[None]] = set()
         # A call holds a worker, or a seat in the channel of a quick one.
         self._num_workers = num_workers
         self._free, self._seats = asyncio.Semaphore(num_workers), asyncio.Semaphore(num_workers)
@@ -177,6 +177,7 @@ class Sandbox:
             worker = await self._crew.start(session)
         except (CannotStart, ConnectionError) as error:
             raise CallFailed("crash", f"the sandbox cannot be started: {error}", loading=True) from error
+        worker.on_slow = lambda mark: self._look_at(worker, mark)
         question = {
             "source": self.code.text,
             "path": self.code.filename,
@@ -202,37 +203,30 @@ class Sandbox:
 
     async def _ask(self, worker: WorkerLink, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """One question to a worker, which is looked at while it takes long."""
-        used_s = 0.0
         if self.limits.cpu_s is not None and (look := await self._crew.look(worker)):
-            used_s = look.cpu_s
-        watching: asyncio.Task[None] | None = None
-
-        def watch() -> None:
-            nonlocal watching
-            watching = asyncio.create_task(self._watch(worker, used_s))
-
-        timer = asyncio.get_running_loop().call_later(FIRST_LOOK_S, watch)
+            worker.used_s = look.cpu_s
         try:
             answer = await worker.ask(question, timeout_s)
         except WorkerGone:
             raise await self._why_gone(worker) from None
-        finally:
-            timer.cancel()
-            if watching:
-                watching.cancel()
         if "error" in answer:
             raise _failure(answer["error"], answer["output"])
         return answer
 
-    async def _watch(self, worker: WorkerLink, used_s: float) -> None:
+    def _look_at(self, worker: WorkerLink, mark: str) -> None:
+        task = asyncio.create_task(self._judge(worker, mark), name=f"look-{self.code.name}")
+        self._looking.add(task)
+        task.add_done_callback(self._looking.discard)
+
+    async def _judge(self, worker: WorkerLink, mark: str) -> None:
         """Hold a call that takes long to what it may use."""
-        cpu_s = self.limits.cpu_s
-        while look := await self._crew.look(worker):
-            if cpu_s is not None and look.cpu_s - used_s > cpu_s:
-                worker.fail("timeout", f"used more than {cpu_s:g} s of processor time and was killed")
-            elif much := excess(look):
-                worker.fail(*much)
-            await asyncio.sleep(LOOK_S)
+        look, cpu_s = await self._crew.look(worker), self.limits.cpu_s
+        if look is None:
+            return
+        if cpu_s is not None and look.cpu_s - worker.used_s > cpu_s:
+            worker.fail("timeout", f"used more than {cpu_s:g} s of processor time and was killed", mark)
+        elif much := excess(look):
+            worker.fail(*much, mark)
 
     async def _why_gone(self, worker: WorkerLink) -> CallFailed:
         code = await self._crew.wait_end(worker, _END_S)

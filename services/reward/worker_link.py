@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ OUTPUT_KEPT_BYTES = 16384
 _CHUNK = 65536
 # Behind a call that takes longer no other one waits in the channel.
 QUICK_S = 0.005
+# A call that takes longer is looked at, first after this time and then again and again.
+FIRST_LOOK_S, LOOK_S = 0.05, 0.1
 
 
 class WorkerGone(Exception):  # noqa: N818 - a fact about a process
@@ -50,6 +53,8 @@ class WorkerLink(asyncio.Protocol):
     Attributes:
         number: Its number with the supervisor.
         spoiled: Whether it is to answer no further call.
+        used_s: Processor time it had used before the call under way, where the caller asked.
+        on_slow: Called with a call's mark while it takes long, again and again.
     """
 
     def __init__(self, number: int, output: int) -> None:
@@ -59,8 +64,10 @@ class WorkerLink(asyncio.Protocol):
         self._buffer = bytearray()
         self._calls: deque[_Call] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        self._began, self._last_s = 0.0, math.inf
+        self._began, self._deadline, self._last_s = 0.0, 0.0, math.inf
+        self.on_slow: Callable[[str], None] | None = None
         self._last_mark = ""
+        self.used_s = 0.0
         self._tail, self._num_printed = b"", 0
 
     @classmethod
@@ -106,8 +113,10 @@ class WorkerLink(asyncio.Protocol):
         """Whether one more question may wait in its channel: its calls are quick, and none waits yet."""
         return self.alive and not self.spoiled and len(self._calls) == 1 and self._last_s < QUICK_S
 
-    def fail(self, kind: FailureKind, text: str) -> None:
-        """End the call under way with a failure."""
+    def fail(self, kind: FailureKind, text: str, mark: str | None = None) -> None:
+        """End the call under way with a failure; with a mark, only if it is that call."""
+        if mark is not None and not (self._calls and self._calls[0].mark == mark):
+            return
         error = CallFailed(kind, text)
         error.output = self._tail.decode(errors="replace")
         self._end(error)
@@ -142,9 +151,10 @@ class WorkerLink(asyncio.Protocol):
 
     def _begin(self, call: _Call) -> None:
         loop = asyncio.get_running_loop()
-        text = f"took longer than {call.timeout_s:g} s and was killed"
-        self._timer = loop.call_later(call.timeout_s, self.fail, "timeout", text)
         self._began = loop.time()
+        self._deadline = self._began + call.timeout_s
+        if self._timer is None:  # one timer serves many quick calls
+            self._timer = loop.call_later(min(FIRST_LOOK_S, call.timeout_s), self._tick)
         self._tail, self._num_printed = b"", 0
 
     def data_received(self, data: bytes) -> None:
@@ -188,8 +198,6 @@ class WorkerLink(asyncio.Protocol):
         self._read_output()
         answer["output"] = self._tail.decode(errors="replace")
         self._calls.popleft()
-        if self._timer:
-            self._timer.cancel()
         self._last_mark, self._last_s = call.mark, asyncio.get_running_loop().time() - self._began
         if not call.answer.done():
             call.answer.set_result(answer)
@@ -197,11 +205,26 @@ class WorkerLink(asyncio.Protocol):
             self._begin(self._calls[0])
             self._read_frame()
 
+    def _tick(self) -> None:
+        """The call under way is late, or slow, or neither."""
+        loop = asyncio.get_running_loop()
+        self._timer, now = None, loop.time()
+        if not self._calls:
+            return
+        call = self._calls[0]
+        if now >= self._deadline:
+            self.fail("timeout", f"took longer than {call.timeout_s:g} s and was killed")
+            return
+        if self.on_slow and now - self._began >= FIRST_LOOK_S / 2:
+            self.on_slow(call.mark)
+        self._timer = loop.call_at(min(now + LOOK_S, self._deadline), self._tick)
+
     def _end(self, error: Exception) -> None:
         """End the call under way with an error; those that wait are to be asked elsewhere."""
         self.spoiled = True
         if self._timer:
             self._timer.cancel()
+            self._timer = None
         while self._calls:
             call = self._calls.popleft()
             if not call.answer.done():
