@@ -43,8 +43,8 @@ command -v bwrap >/dev/null || MISSING=bubblewrap
 "$PYTHON" -c 'import ctypes; ctypes.CDLL("libseccomp.so.2")' 2>/dev/null || MISSING="$MISSING libseccomp2"
 # shellcheck disable=SC2086
 if [ -n "$MISSING" ]; then
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then install_missing $MISSING
-  else say "missing: $MISSING. Reward functions run with less around them; 'reward' logs the level it found"; fi
+  { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && (install_missing $MISSING); } ||
+    say "missing: $MISSING. Reward functions run with less around them; the reward service logs how much"
 fi
 
 [ "$(id -u)" != 0 ] || command -v ip >/dev/null || install_missing iproute2
