@@ -3,7 +3,9 @@
 A call of ALLOWED works; one of REFUSED fails with EPERM, which reaches people as `forbidden`; any other, also one that
 a later kernel brings, fails with ENOSYS, as if the kernel did not have it. No process is made and no program started:
 what user code is, is one process with threads. No socket is opened; a connected pair of stream sockets is, because
-event loops wake themselves with one. Neighbours: levels.py asks for the filter, inside/confine.py loads it.
+event loops wake themselves with one. Refused is also what Landlock leaves open to the owner of a file by its path
+alone: mode, times, attributes, watching, and on older kernels its length.
+Neighbours: levels.py asks for the filter, inside/confine.py loads it.
 """
 
 from __future__ import annotations
@@ -21,13 +23,11 @@ _SOCKET_TYPE = 0xF  # without SOCK_CLOEXEC and SOCK_NONBLOCK
 
 ALLOWED = """
     read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek close close_range dup dup2 dup3
-    pipe pipe2 fcntl ioctl fsync fdatasync ftruncate truncate fallocate fadvise64 readahead sync_file_range sendfile
-    splice tee vmsplice copy_file_range
+    pipe pipe2 fcntl ioctl fsync fdatasync ftruncate fallocate fadvise64 readahead sync_file_range sendfile
+    copy_file_range
     open openat openat2 creat access faccessat faccessat2 stat lstat fstat newfstatat statx statfs fstatfs
     getdents getdents64 getcwd chdir fchdir readlink readlinkat mkdir mkdirat rmdir unlink unlinkat rename renameat
-    renameat2 link linkat symlink symlinkat chmod fchmod fchmodat umask utime utimes utimensat futimesat flock
-    getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
-    inotify_init inotify_init1 inotify_add_watch inotify_rm_watch
+    renameat2 link linkat symlink symlinkat umask flock
     mmap munmap mremap mprotect madvise msync mincore brk mlock mlock2 munlock mlockall munlockall membarrier
     get_mempolicy set_mempolicy pkey_alloc pkey_free pkey_mprotect cachestat
     poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2
@@ -54,6 +54,9 @@ REFUSED = """
     io_uring_setup io_uring_enter io_uring_register io_setup io_submit io_getevents io_destroy io_cancel
     bpf perf_event_open userfaultfd add_key request_key keyctl fanotify_init fanotify_mark
     name_to_handle_at open_by_handle_at mknod mknodat chown fchown lchown fchownat
+    truncate chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat
+    getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
+    inotify_init inotify_init1 inotify_add_watch inotify_rm_watch splice tee vmsplice
     setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
     setuid setgid setreuid setregid setresuid setresgid setgroups setfsuid setfsgid capset personality
     setpgid setsid setpriority ioprio_set sched_setaffinity sched_setparam sched_setscheduler sched_setattr
