@@ -215,10 +215,13 @@ async def test_a_mini_batch_that_is_not_finite_is_in_the_log_and_a_replay_leaves
     feeder = Feeder(redis, keys)
     with service_process("learner", config, redis_url) as process:
         await registered(process, redis, keys, "learner")
+        # Until an engine serves, and none does here, nobody could have trained: run.total_hours does not count it.
+        await asyncio.sleep(2)
         # One reward so large that its loss is beyond float32.
         await feeder.feed(range(4), 0, rewards={(0, 0): 1e300})
         done = (await feeder.event("step_done")).step_done
         assert done.figures["mini_batches_not_applied"] == 1
+        assert done.figures["wait_s"] < 2
         process.send_signal(signal.SIGKILL)
         process.wait(10)
     (record,) = lines(config, "not_applied.jsonl")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from services.learner.attention import short_causal_attention
+from services.learner.attention import attend_to, attention_name, short_causal_attention
 from services.learner.packed_line import PackedLine
+from services.learner.policy_model import hidden_states
 
 
 @pytest.mark.parametrize(("num_heads", "num_key_heads"), [(4, 4), (4, 2), (6, 1)])
@@ -43,6 +45,39 @@ def test_a_packed_line_is_laid_side_by_side_and_back() -> None:
     assert back_S.tolist() == values_S.tolist()
     (back_S * torch.arange(1.0, 10.0)).sum().backward()
     assert values_S.grad is not None and values_S.grad.tolist() == list(range(1, 10))
+
+
+def test_packed_rollouts_keep_a_layer_s_sliding_window() -> None:
+    """Layers that look back 4 positions, beside one that sees all; transformers' own masks say what is right."""
+    config = Qwen3Config(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=1,
+        initializer_range=0.5,
+    )
+    config._attn_implementation = attention_name()
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).eval()
+    assert config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
+    rollouts = [torch.randint(0, 50, (length,)) for length in (11, 9, 3)]
+    with torch.no_grad():
+        apart = [hidden_states(model, token_S[None], None)[0] for token_S in rollouts]
+        line = PackedLine.of([11, 9, 3], 22)
+        packed = hidden_states(model, torch.cat(rollouts)[None], line)[0]
+        torch.testing.assert_close(packed, torch.cat(apart), rtol=1e-4, atol=1e-4)
+        for layer in model.model.layers:
+            layer.self_attn.sliding_window = None
+        wide = hidden_states(model, torch.cat(rollouts)[None], line)[0]
+        attend_to(None)
+    # The window shows in positions that are further back than it, and in no others.
+    assert torch.allclose(wide[:4], packed[:4], atol=1e-4) and not torch.allclose(wide[10], packed[10], atol=1e-2)
 
 
 def test_a_long_rollout_among_short_ones_is_a_block_of_its_own() -> None:

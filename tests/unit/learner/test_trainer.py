@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.weights_digest import policy_digest
+from services.learner.attention import short_causal_attention
 from services.learner.policy_model import can_be_packed, load_policy_model
 from services.learner.rows import Row
 from services.learner.trainer import Trainer
@@ -190,6 +191,23 @@ def test_the_gradient_is_the_same_packed_and_padded_however_it_is_cut(folder: Pa
         assert (vector - expected).norm() < 1e-5 * expected.norm(), case
         for name in ("loss", "grad_norm", "k3", "entropy", "log_ratio_max", "sigma_token"):
             assert others[name] == pytest.approx(figures[name], rel=1e-4, abs=1e-7), (case, name)
+
+
+def test_a_packed_line_is_never_attended_to_as_a_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mask, and the scores, would be the square of all rollouts' tokens."""
+    rows = make_rows(folder)
+    trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"micro_batch_tokens": 2048}), folder, seed=0)
+    widths = []
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
+        widths.append(q.shape[2])
+        return short_causal_attention(q, k, v, scaling)
+
+    monkeypatch.setattr("services.learner.attention.short_causal_attention", attention)
+    monkeypatch.setattr("services.learner.attention.sdpa_mask", None)
+    trainer.train(1, rows)
+    # The longest rollout is 11 tokens of prompt and 39 of an answer.
+    assert 0 < max(widths) <= 50
 
 
 def test_a_model_that_would_mix_packed_rollouts_is_padded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
