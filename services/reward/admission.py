@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from services.reward.calls import CallFailed
 from services.reward.library import Function, Library, source_of
-from services.reward.registry import Content
+from services.reward.registered import Content
 from services.reward.source_check import MAX_PROBLEMS, Problem, RefusedError, check_source, place_of
 from services.reward.submission import Submission, TestCase
 from services.reward.trials import Failed, Trial, try_actions, try_rows

@@ -23,7 +23,8 @@ from services.reward.code_tests import CodeTests
 from services.reward.functions import Source, check_names, read_source
 from services.reward.judge import Judge, read_judge
 from services.reward.levels import Found, find_level
-from services.reward.registry import Content, NotRegisteredError, Registry, RegistryCopy
+from services.reward.registered import Content, NotRegisteredError
+from services.reward.registry import Registry, RegistryCopy
 from services.reward.remote import Remote, read_remote
 from services.reward.sandbox import Sandbox
 from services.reward.usage import UsageCounter

@@ -2,158 +2,32 @@
 
 Every change is one script in Redis, with its audit line, so that no two changes overwrite each other. Each replica
 keeps a copy on disk (registry_disk.py), written before a change is answered, and puts back what Redis has lost: of
-one name the higher revision decides, and versions are only ever added. It runs nothing. Neighbours: submission.py
-for what is kept, library.py loads it, door/ changes it.
+one name the higher revision decides, and versions are only ever added. It runs nothing. Neighbours: registered.py
+has the types, registry_scripts.py the changes, library.py loads what is kept, door/ changes it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field
 from redis.asyncio import Redis
 
 from services.common.errors import nearest
 from services.common.keys import AUDIT_KEPT, RegistryKeys
+from services.reward.registered import AuditLine, ConflictError, Content, Name, NotRegisteredError, Origin, read_name
 from services.reward.registry_disk import Disk
-from services.reward.submission import Kind, Limits, Submission, TestCase
+from services.reward.registry_scripts import JUMP, MOVE, RESTORE, SUBMIT
+from services.reward.submission import Submission
 
 # A replica learns what another has changed within this; scoring asks Redis itself and is not late.
 SYNC_S = 1.0
 RETIRED = "{name} was retired, and no version of it is asked for. Activate one, or pin one in the configuration"
 log = structlog.get_logger()
-
-# KEYS: name, names, content, audit, changes. ARGV: the name, version, content, who and when, kind, activate, audit
-# line, lines kept. A name without an active version takes this one. Says whether the version is new to the name.
-_SUBMIT = """
-local kind = redis.call('HGET', KEYS[1], 'kind')
-if kind and kind ~= ARGV[5] then return {'kind', kind, 0} end
-redis.call('HSETNX', KEYS[3], ARGV[2], ARGV[3])
-local new = redis.call('HSETNX', KEYS[1], 'v:' .. ARGV[2], ARGV[4])
-local active = redis.call('HGET', KEYS[1], 'active') or ''
-local moved = active ~= ARGV[2] and (active == '' or ARGV[6] == '1')
-if moved then redis.call('HSET', KEYS[1], 'active', ARGV[2], 'retired', '0') end
-if new == 1 or moved then
-  redis.call('SADD', KEYS[2], ARGV[1])
-  redis.call('HSET', KEYS[1], 'kind', ARGV[5])
-  redis.call('HINCRBY', KEYS[1], 'revision', 1)
-  redis.call('INCR', KEYS[5])
-end
-redis.call('RPUSH', KEYS[4], ARGV[7])
-redis.call('LTRIM', KEYS[4], -tonumber(ARGV[8]), -1)
-return {'ok', new, tonumber(redis.call('GET', KEYS[5]) or '0')}
-"""
-
-# KEYS: name, audit, changes. ARGV: version (empty retires), the version that must be active or '*', audit line,
-# lines kept. Says what was active.
-_MOVE = """
-local active = redis.call('HGET', KEYS[1], 'active')
-if not active then return {'missing', '', 0} end
-if ARGV[1] ~= '' and redis.call('HEXISTS', KEYS[1], 'v:' .. ARGV[1]) == 0 then return {'missing', active, 0} end
-if ARGV[2] ~= '*' and ARGV[2] ~= active then return {'other', active, 0} end
-redis.call('HSET', KEYS[1], 'active', ARGV[1], 'retired', ARGV[1] == '' and '1' or '0')
-redis.call('HINCRBY', KEYS[1], 'revision', 1)
-redis.call('RPUSH', KEYS[2], (string.gsub(ARGV[3], '"was":""', '"was":"' .. active .. '"', 1)))
-redis.call('LTRIM', KEYS[2], -tonumber(ARGV[4]), -1)
-return {'ok', active, redis.call('INCR', KEYS[3])}
-"""
-
-# KEYS: name, names. ARGV: the name, revision, kind, active, retired, then pairs of version field and value.
-# Versions that are missing are added; the rest only where this copy is newer.
-_RESTORE = """
-for i = 6, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
-if tonumber(redis.call('HGET', KEYS[1], 'revision') or '0') < tonumber(ARGV[2]) then
-  redis.call('HSET', KEYS[1], 'revision', ARGV[2], 'kind', ARGV[3], 'active', ARGV[4], 'retired', ARGV[5])
-end
-redis.call('SADD', KEYS[2], ARGV[1])
-return 1
-"""
-
-
-# KEYS: changes. ARGV: the time in milliseconds. What was put back is a state that nobody has seen: a count of changes
-# that was reached before would pass for the one that is known.
-_JUMP = """
-local count = math.max(tonumber(redis.call('GET', KEYS[1]) or '0') + 1, tonumber(ARGV[1]))
-redis.call('SET', KEYS[1], string.format('%.0f', count))
-"""
-
-
-class NotRegisteredError(Exception):
-    """There is no such name, or no such version of it; the message says which there are."""
-
-
-class ConflictError(Exception):
-    """A change that what is registered does not allow; the message says why."""
-
-
-class Stored(BaseModel):
-    """What is kept, and in a file."""
-
-    model_config = ConfigDict(frozen=True)
-
-
-class Content(Stored):
-    """One version: everything that decides what it computes, and the test cases it passed."""
-
-    version: str
-    kind: Kind
-    source: str
-    entry: str = Field(description="Name of the function; empty for an environment")
-    limits: Limits = Limits()
-    tests: tuple[TestCase, ...] = ()
-    signature: dict[str, Any] = Field(default_factory=dict, description="As its process told it")
-
-
-class Origin(Stored):
-    """Who handed a version in under a name, and when first."""
-
-    by: str
-    unix_s: float
-
-
-class Name(Stored):
-    """One name with its versions."""
-
-    name: str
-    kind: Kind
-    active: str = Field(description="Version; empty where the name is retired")
-    retired: bool
-    revision: int = Field(description="Counts changes of the name")
-    versions: dict[str, Origin] = Field(description="The oldest first")
-
-    def lacks(self, other: Name) -> bool:
-        """Whether `other` knows something of this name that is not in here."""
-        return self.revision < other.revision or not set(other.versions) <= set(self.versions)
-
-    def find(self, version: str) -> str:
-        """The whole version that begins with `version`.
-
-        Raises:
-            NotRegisteredError: There is none, or more than one.
-        """
-        found = [known for known in self.versions if known.startswith(version)]
-        if len(found) != 1:
-            known = ", ".join(one[:12] for one in list(self.versions)[-5:])
-            number = "several versions" if found else "no version"
-            raise NotRegisteredError(f"{self.name} has {number} {version[:12]}; its newest are {known}")
-        return found[0]
-
-
-class AuditLine(Stored):
-    """One change: who did what to which name, and when."""
-
-    unix_s: float
-    who: str
-    action: Literal["submit", "activate", "retire"]
-    name: str
-    version: str = Field(description="Empty for a retirement")
-    was: str = Field("", description="Version that was active before an activation or retirement")
-    replica: str
 
 
 class Registry:
@@ -173,8 +47,8 @@ class Registry:
         # What was alike at the last look: changes counted by Redis, and the stamp of the copy on disk.
         self._seen = (-1, -1)
         self._syncing, self._wrote = asyncio.Lock(), False
-        self._submit, self._move = redis.register_script(_SUBMIT), redis.register_script(_MOVE)
-        self._restore, self._jump = redis.register_script(_RESTORE), redis.register_script(_JUMP)
+        self._submit, self._move = redis.register_script(SUBMIT), redis.register_script(MOVE)
+        self._restore, self._jump = redis.register_script(RESTORE), redis.register_script(JUMP)
 
     async def run(self) -> None:
         """Keep Redis and the copy on disk alike until cancelled."""
@@ -389,7 +263,7 @@ class Registry:
             for name in names:
                 pipe.hgetall(self._keys.name(name))
             found = await pipe.execute()
-        return [_name(name, fields) for name, fields in zip(names, found, strict=True) if fields]
+        return [read_name(name, fields) for name, fields in zip(names, found, strict=True) if fields]
 
     def _line(self, who: str, action: Literal["submit", "activate", "retire"], name: str, version: str) -> AuditLine:
         return AuditLine(unix_s=time.time(), who=who, action=action, name=name, version=version, replica=self._replica)
@@ -428,21 +302,3 @@ class RegistryCopy:
         if text is None:
             raise NotRegisteredError(RETIRED.format(name=name) if not whole else f"there is no version {whole[:12]}")
         return Content.model_validate_json(text)
-
-
-def _name(name: str, fields: Mapping[bytes, bytes]) -> Name:
-    origins = {
-        field.decode()[2:]: Origin.model_validate_json(value)
-        for field, value in fields.items()
-        if field.startswith(b"v:")
-    }
-    return Name.model_validate(
-        {
-            "name": name,
-            "kind": fields[b"kind"].decode(),
-            "active": fields.get(b"active", b"").decode(),
-            "retired": fields.get(b"retired", b"0") == b"1",
-            "revision": int(fields[b"revision"]),
-            "versions": dict(sorted(origins.items(), key=lambda pair: (pair[1].unix_s, pair[0]))),
-        }
-    )

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from services.cli.reward_door import find_door
 from services.common.weights_digest import policy_digest
-from services.reward.registry import Content, Name, Origin
+from services.reward.registered import Content, Name, Origin
 from services.reward.registry_disk import Disk
 from services.reward.submission import version_of
 from tests.tiny_model import make_tiny_model

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from services.reward.callers import Caller, Callers, RateLimit
 from services.reward.door.views import ProblemView, Refusal
-from services.reward.registry import ConflictError, NotRegisteredError
+from services.reward.registered import ConflictError, NotRegisteredError
 from services.reward.source_check import RefusedError
 
 # A source of 256 KiB in which every character is escaped, with its test cases.

@@ -39,7 +39,8 @@ from services.reward.door.views import (
     version_view,
 )
 from services.reward.library import Function, Library
-from services.reward.registry import Content, Name, NotRegisteredError, Registry
+from services.reward.registered import Content, Name, NotRegisteredError
+from services.reward.registry import Registry
 from services.reward.submission import Name as NameText
 from services.reward.submission import Version
 from services.reward.trials import try_actions, try_rows

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from services.reward.environment import Turn
 from services.reward.library import Function
-from services.reward.registry import AuditLine, Content, Name, Origin
+from services.reward.registered import AuditLine, Content, Name, Origin
 from services.reward.submission import Body, Kind, Limits, PlainJson, Version
 from services.reward.trials import Failed, Trial
 from services.reward.usage import Usage

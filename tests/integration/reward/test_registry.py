@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from services.reward.registry import ConflictError, Content, NotRegisteredError, Registry, RegistryCopy
+from services.reward.registered import ConflictError, Content, NotRegisteredError
+from services.reward.registry import Registry, RegistryCopy
 from services.reward.submission import Submission
 from tests.integration.reward.desk import SOURCE, open_desk
 
