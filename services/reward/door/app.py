@@ -6,9 +6,11 @@ Neighbours: routes.py and guard.py; services/reward/__main__.py serves it.
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI
 
+from services.reward.door.bodies import submission_schemas
 from services.reward.door.guard import App, BoundedBodies, add_error_answers
 from services.reward.door.routes import Desk, make_router
 
@@ -18,9 +20,17 @@ Submit a Python function, try it, activate it: seconds later it scores. It runs 
 Where the service has tokens, send one as `Authorization: Bearer TOKEN`; the role `read` looks, `submit` changes."""
 
 
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """The description, with the parts of a submission, whose body is read by hand."""
+        found = super().openapi()
+        found["components"]["schemas"] |= submission_schemas()
+        return found
+
+
 def rest_app(desk: Desk) -> App:
     """The app; it checks tokens itself."""
-    app = FastAPI(title="gspo reward", version=version("gspo"), description=_MEANING)
+    app = _App(title="gspo reward", version=version("gspo"), description=_MEANING)
     app.include_router(make_router(desk))
     add_error_answers(app)
     return BoundedBodies(app)

@@ -18,6 +18,7 @@ from services.reward.door.views import ProblemView
 from services.reward.submission import Submission
 
 JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
+_REFERENCE = "#/components/schemas/{model}"
 _JSON_FIELDS = ("limits", "tests", "activate")
 SOURCE = """def reward(completions, answer, **columns):
     return [float(text.strip() == right) for text, right in zip(completions, answer)]
@@ -106,10 +107,16 @@ def _wrong(field: str, text: str) -> RefuseError:
     return RefuseError(422, f"{field}: {text}", [ProblemView(rule="field", text=f"{field}: {text}", field=field)])
 
 
+def submission_schemas() -> dict[str, Any]:
+    """The parts of a submission by name, as a description refers to them."""
+    parts: dict[str, Any] = Submission.model_json_schema(ref_template=_REFERENCE)["$defs"]
+    return parts
+
+
 def request_body() -> dict[str, Any]:
     """What /docs says of the body of a submission."""
-    schema = Submission.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
+    schema = Submission.model_json_schema(ref_template=_REFERENCE)
+    schema.pop("$defs")
     form = {
         "type": "object",
         "required": ["name", "file"],
