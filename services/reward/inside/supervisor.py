@@ -79,6 +79,10 @@ class Supervisor:
                 break
         for number in list(self._pids):
             self._kill(number)
+        for pid in self._pids.values():
+            os.waitpid(pid, 0)
+        # The service does so too, unless it was killed.
+        shutil.rmtree(self._task["scratch"], ignore_errors=True)
 
     def _confine(self) -> dict[str, Any]:
         """Become the sandbox's user; what could be had is told."""
