@@ -305,6 +305,7 @@ def test_an_export_loads_like_any_model(folder: Path, tmp_path: Path) -> None:
         {"preset": "gspo", "importance_sampling": "seq_token", "ppo_epochs": 2},
         {"loss_agg_mode": "seq-mean-token-sum-norm", "add_token_level_kl": True},
         {"old_logprobs": "recompute", "behavior_correction": "truncate"},
+        {"old_logprobs": "recompute", "behavior_correction": "mask", "behavior_level": "token"},
     ],
 )
 def test_every_preset_trains_and_reports(folder: Path, algorithm: dict[str, Any]) -> None:
@@ -315,6 +316,7 @@ def test_every_preset_trains_and_reports(folder: Path, algorithm: dict[str, Any]
     assert all(math.isfinite(value) for value in figures.values())
     assert figures["tokens"] == sum(row.mask.sum() for row in make_rows(folder))
     assert figures["groups"] == 8
+    assert ("reference_kl" in figures) == ("roll-gspo" in algorithm.values() or "add_token_level_kl" in algorithm)
     # Behavior is the model's own plus noise of 0.01 a token.
     assert figures["sigma_token"] == pytest.approx(0.01, rel=0.15)
     assert figures["age_max"] == 0
@@ -371,6 +373,25 @@ def test_masked_by_the_correction_means_absent(folder: Path) -> None:
     without = Trainer(make_config(folder, algorithm={**GSPO, "old_logprobs": "recompute"}), folder, seed=0)
     without.train(1, [replace(row, skipped="stale", mini_batch=-1) if row.number == 0 else row for row in rows])
     assert_same_weights(masked, without.policy())
+
+
+def test_a_token_masked_by_the_correction_is_absent_too(folder: Path) -> None:
+    """Behavior that is off by e^3 at each answer's first token puts these out; an answer of one token leaves N."""
+    rows = make_rows(folder, noise=0.0)
+    first = [np.arange(len(row.mask)) == 0 for row in rows]
+    off = [replace(row, logp=row.logp - 3 * at) for row, at in zip(rows, first, strict=True)]
+    recompute = {**GSPO, "old_logprobs": "recompute"}
+    algorithm = {**recompute, "behavior_correction": "mask", "behavior_level": "token"}
+    masked = Trainer(make_config(folder, algorithm=algorithm), folder, seed=0)
+    figures = masked.train(1, off).figures
+    without = Trainer(make_config(folder, algorithm=recompute), folder, seed=0)
+    expected = without.train(
+        1, [replace(row, mask=row.mask & ~at) for row, at in zip(rows, first, strict=True)]
+    ).figures
+    assert_same_weights(masked, without.policy())
+    assert (figures["tokens"], figures["sequences"]) == (expected["tokens"], expected["sequences"])
+    assert figures["skipped_tokens_behavior"] == len(rows)
+    assert figures["behavior_outside"] == pytest.approx(len(rows) / (len(rows) + figures["tokens"]))
 
 
 def test_bfloat16_is_near_float32(folder: Path) -> None:
