@@ -69,9 +69,14 @@ class SystemRun:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The whole lines of a file in the run's log; none while it is not there."""
-        path = self.run_dir / "log" / name
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return logged(self.run_dir, name)
+
+
+def logged(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    """The whole lines of a file in a run's log; none while it is not there."""
+    path = run_dir / "log" / name
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 @contextmanager

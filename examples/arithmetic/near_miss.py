@@ -7,17 +7,27 @@ answers wrong but holds a latent skill. Called by cold_start.py; data from probl
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from chat_tokenizer import END
 from problems import EXACT_SHARE, MISSES, Problem, chat_prompt, near_miss
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 # Index 0 is the exact sum: a row of `encode` is found at problem * len(OFFSETS) + offset index.
 OFFSETS = (0, *MISSES)
 IGNORE = -100
+# Keeps a router from sending every token to the same experts; far below the answers' loss.
+BALANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -35,23 +45,29 @@ class Schedule:
     num_checked: int = 256
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 of two wide layers: it learns addition in fewer seconds than a deeper one of equal size."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # short prompts: a short wavelength
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(config)
+def build_model(tokenizer: PreTrainedTokenizerFast, num_experts: int = 0) -> PreTrainedModel:
+    """A Qwen3 of two wide layers: it learns addition in fewer seconds than a deeper one of equal size.
+
+    With `num_experts` a Qwen3-MoE of the same layers: two experts a token, together as wide as the dense layer.
+    """
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},  # short prompts: a short wavelength
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if not num_experts:
+        return Qwen3ForCausalLM(Qwen3Config(**sizes))
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True))
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> tuple[Tensor, Tensor]:
@@ -71,19 +87,23 @@ def encode(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> t
     return token_NT, label_NT
 
 
-def answer_loss(model: Qwen3ForCausalLM, token_BT: Tensor, label_BT: Tensor) -> Tensor:
-    """Negative log-probability of every label token [B, T - 1], 0 elsewhere.
+def answer_loss(model: PreTrainedModel, token_BT: Tensor, label_BT: Tensor) -> tuple[Tensor, Tensor | float]:
+    """Negative log-probability of every label token [B, T - 1], 0 elsewhere; and how unevenly experts are used.
 
     Padding is on the right, so causal attention keeps it out without a mask.
     """
-    logit_BTV = model(input_ids=token_BT, use_cache=False).logits[:, :-1]
-    return cross_entropy(logit_BTV.transpose(1, 2), label_BT[:, 1:], ignore_index=IGNORE, reduction="none")
+    has_experts = isinstance(model, Qwen3MoeForCausalLM)
+    found = model(input_ids=token_BT, use_cache=False, **({"output_router_logits": True} if has_experts else {}))
+    loss_BT = cross_entropy(
+        found.logits[:, :-1].transpose(1, 2), label_BT[:, 1:], ignore_index=IGNORE, reduction="none"
+    )
+    return loss_BT, found.aux_loss if has_experts else 0.0
 
 
 @torch.no_grad()
-def exact_probability(model: Qwen3ForCausalLM, token_BT: Tensor, label_BT: Tensor) -> float:
+def exact_probability(model: PreTrainedModel, token_BT: Tensor, label_BT: Tensor) -> float:
     """Mean probability of the labelled answers: the accuracy of sampling at temperature 1, without noise."""
-    return answer_loss(model, token_BT, label_BT).sum(1).neg().exp().mean().item()
+    return answer_loss(model, token_BT, label_BT)[0].sum(1).neg().exp().mean().item()
 
 
 def draw_rows(problem_B: Tensor, generator: torch.Generator) -> Tensor:
@@ -94,7 +114,7 @@ def draw_rows(problem_B: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def train(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     token_NT: Tensor,
     label_NT: Tensor,
     schedule: Schedule,
@@ -120,7 +140,8 @@ def train(
                 group["lr"] = group["initial_lr"] * learning_rate_factor(schedule, step)
             optimizer.zero_grad()
         label_BT = label_NT[rows]
-        loss = answer_loss(model, token_NT[rows], label_BT).sum() / (label_BT != IGNORE).sum()
+        loss_BT, imbalance = answer_loss(model, token_NT[rows], label_BT)
+        loss = loss_BT.sum() / (label_BT != IGNORE).sum() + BALANCE * imbalance
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -131,10 +152,12 @@ def train(
     return probability
 
 
-def build_optimizers(model: Qwen3ForCausalLM, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for all else."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
+def build_optimizers(model: PreTrainedModel, schedule: Schedule) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for all else, stacked experts and routers among it."""
+    muon_ids = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name}
+    muon_ids -= {id(p) for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")}
+    matrices = [p for p in model.parameters() if id(p) in muon_ids]
+    others = [p for p in model.parameters() if id(p) not in muon_ids]
     muon = [{"params": matrices, "initial_lr": schedule.matrix_learning_rate}]
     adamw = [{"params": others, "initial_lr": schedule.other_learning_rate}]
     return [

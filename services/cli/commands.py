@@ -89,6 +89,9 @@ def export(
     best: Annotated[
         bool, typer.Option("--best", help="The version that measured best, under evaluation.keep_best.")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the adapters of a LoRA run, in peft's format.")
+    ] = False,
 ) -> None:
     """Copy the newest policy of a run out, or the best one, in the Hugging Face format.
 
@@ -98,9 +101,9 @@ def export(
     """
     from services.cli.export import export as copy_out
 
-    Console().print(
-        f"{copy_out(run_dir, out, best=best)}: load it with AutoModelForCausalLM.from_pretrained", highlight=False
-    )
+    loader = "peft's PeftModel" if adapter else "AutoModelForCausalLM"
+    copied = copy_out(run_dir, out, best=best, adapter=adapter)
+    Console().print(f"{copied}: load it with {loader}.from_pretrained", highlight=False)
 
 
 @app.command()

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from services.common.errors import InputError
 
-_EXPORT, _BEST = "export", "best"
+_EXPORT, _BEST, _ADAPTER = "export", "best", "adapter"
 
 
-def export(run_dir: Path, out: Path, *, best: bool = False) -> Path:
+def export(run_dir: Path, out: Path, *, best: bool = False, adapter: bool = False) -> Path:
     """Copy RUN_DIR/export, or RUN_DIR/best, to `out`, which appears whole or not at all.
+
+    With `adapter` only what LoRA trained, in peft's format.
 
     Raises:
         InputError: There is no such policy, or `out` is taken.
@@ -22,6 +24,10 @@ def export(run_dir: Path, out: Path, *, best: bool = False) -> Path:
     source = run_dir / (_BEST if best else _EXPORT)
     if not (source / "config.json").is_file():
         raise _no_best(run_dir) if best else _no_export(run_dir)
+    if adapter:
+        source = source / _ADAPTER
+        if not source.is_dir():
+            raise _no_adapter(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(str(out), "exists and is not an empty folder", "Name a new one; nothing is overwritten")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -45,4 +51,12 @@ def _no_best(run_dir: Path) -> InputError:
         str(run_dir),
         f"has no {_BEST}/config.json: no version was kept as the best",
         "Set evaluation.keep_best before the run, sampled_mean for one; without --best you get the newest policy",
+    )
+
+
+def _no_adapter(folder: Path) -> InputError:
+    return InputError(
+        str(folder),
+        "is missing: this run trained all weights, and has no adapters",
+        "Leave --adapter out; set learner.lora.rank before a run to train adapters",
     )

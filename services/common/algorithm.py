@@ -116,7 +116,9 @@ class AlgorithmConfig(BaseModel):
     )
     behavior_low: float = Field(0.5, ge=0, le=1, description="Lower bound of that weight (mask)")
     behavior_high: float = Field(2.0, ge=1, description="Upper bound of that weight (mask and truncate)")
-    use_kl_loss: bool = Field(False, description="Add a KL term to a frozen copy of the first policy to the loss")
+    use_kl_loss: bool = Field(
+        False, description="Add a KL term to the first policy to the loss: to a frozen copy, or to the base of LoRA"
+    )
     kl_loss_coef: NonNegativeFloat = Field(0.001, description="Factor of that term")
     kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that term")
     add_token_level_kl: bool = Field(

@@ -296,6 +296,29 @@ class GenerationConfig(Section):
     )
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA): train them instead of the weights."""
+
+    rank: int = Field(0, ge=0, description="Rank of the adapters; 0 trains the weights themselves")
+    alpha: PositiveFloat = Field(32.0, description="The adapters' product is scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout at the adapters' inputs while training")
+    target_modules: tuple[str, ...] = Field(
+        ("all-linear",),
+        min_length=1,
+        description="Linear layers that get adapters, by the end of their names, such as q_proj; all-linear is all",
+    )
+
+    @model_validator(mode="after")
+    def _is_on_where_it_is_described(self) -> LoraConfig:
+        for key, field in type(self).model_fields.items():
+            if not self.rank and key != "rank" and (value := getattr(self, key)) != field.default:
+                raise ValueError(
+                    f"learner.lora.{key}: {value!r} has no effect with rank 0, which trains the weights themselves. "
+                    "Set learner.lora.rank, such as 16"
+                )
+        return self
+
+
 class LearnerConfig(Section):
     """The DeepSpeed learner."""
 
@@ -359,6 +382,7 @@ class LearnerConfig(Section):
         description="Further DeepSpeed configuration, as a mapping or the path of a JSON file; a value that "
         "contradicts a key of ours is an error, 'auto' leaves it to us",
     )
+    lora: LoraConfig = Field(default_factory=LoraConfig)
 
 
 class RunConfig(Section):

@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 
 BACKEND = "gspo"
 
@@ -54,6 +55,8 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
 
     def start_weight_update(self) -> None:
         """Put every layer into the state in which it takes checkpoint tensors."""
+        if current_platform.is_cpu():
+            _forget_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedPolicy) -> None:
@@ -101,6 +104,18 @@ def _with_head(tensors: Iterator[tuple[str, torch.Tensor]], tied: bool) -> Itera
         yield name, tensor
         if tied and name.endswith("embed_tokens.weight"):
             yield "lm_head.weight", tensor
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Have the kernels of a mixture's experts made anew with the next weights.
+
+    On a CPU vLLM brings experts into their kernel's layout only when it makes the kernel: of weights that come later
+    it would read every element as another.
+    """
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
 
 def _refuse_untouched_layers(model: torch.nn.Module) -> None:

@@ -6,17 +6,18 @@ before every start; engine_config.py finds contradictions with DeepSpeed's keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from services.common.config import Config
-from services.common.errors import InputError
+from services.common.config import Config, LoraConfig
+from services.common.errors import InputError, nearest
+from services.common.model_folder import model_folder
 from services.learner.engine_config import engine_config
 from services.learner.gpu_memory import check_gpu_share, visible_gpus
-from services.learner.model_files import ModelFiles, causal_model_types, read_model_files
+from services.learner.model_files import ALL_LINEAR, ModelFiles, causal_model_types, read_model_files
 from services.learner.ranks import is_launched, num_local_ranks, num_ranks
 from services.learner.trackers import check_trackers
 
@@ -34,19 +35,14 @@ def check(config: Config) -> None:
     check_trackers(config.tracking)
     _check_lengths(config)
     _check_ranks(config)
-    folder = Path(config.model.path)
-    if not folder.exists() and not _looks_like_a_path(config.model.path):
-        return  # a name on a hub: its files are not here yet
+    folder = model_folder(config.model)
     files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
     _check_kind(config, files.config)
     _check_context(config, files.config)
     _check_vocabulary(folder, files)
     _check_shapes(folder, files)
+    _check_adapters(config.learner.lora, folder, files)
     _check_memory(config, files)
-
-
-def _looks_like_a_path(path: str) -> bool:
-    return path.startswith(("/", ".", "~")) or path.count("/") != 1
 
 
 def _check_lengths(config: Config) -> None:
@@ -98,6 +94,25 @@ def _check_shapes(folder: Path, files: ModelFiles) -> None:
         )
 
 
+def _check_adapters(lora: LoraConfig, folder: Path, files: ModelFiles) -> None:
+    """Every name of a layer fits one that can have adapters; a pickle is not looked into."""
+    if not lora.rank or not files.linear or lora.target_modules == (ALL_LINEAR,):
+        return
+    for name in lora.target_modules:
+        if not _layers_of((name,), files):
+            raise InputError(
+                "learner.lora.target_modules",
+                f"{name!r} fits no linear layer of {folder} (embeddings, the output layer, routers and experts cannot "
+                "have adapters)",
+                nearest(name, {layer.rpartition(".")[2] for layer in files.linear} | {ALL_LINEAR}),
+            )
+
+
+def _layers_of(names: Sequence[str], files: ModelFiles) -> list[str]:
+    """The layers that these names choose, by whole parts from the end as peft does."""
+    return [layer for layer in files.linear if any(f".{layer}".endswith(f".{name}") for name in names)]
+
+
 def _check_ranks(config: Config) -> None:
     """Every rank has a device of its own, and every optimizer step has the same work for each."""
     ranks = num_ranks(config)
@@ -137,14 +152,14 @@ def _check_vocabulary(folder: Path, files: ModelFiles) -> None:
 
 
 def _check_memory(config: Config, files: ModelFiles) -> None:
-    on_device, on_host = bytes_a_parameter(config, num_ranks(config))
+    on_device, on_host = training_bytes(config, files, num_ranks(config))
     if gpus := visible_gpus():
-        check_gpu_share(config, int(files.num_parameters * on_device), gpus)
+        check_gpu_share(config, int(on_device), gpus)
         return
     ranks_here = num_local_ranks() if is_launched() else num_ranks(config)
-    needed = files.num_parameters * (on_device + on_host) * ranks_here
+    needed = (on_device + on_host) * ranks_here
     if config.staleness.max_lag:
-        needed += files.num_parameters * _FLOAT32_BYTES  # one version's weights, see probe.py
+        needed += _num_trained(config.learner.lora, files) * _FLOAT32_BYTES  # one version's weights, see probe.py
     available = psutil.virtual_memory().available
     if needed > available:
         raise InputError(
@@ -157,16 +172,30 @@ def _check_memory(config: Config, files: ModelFiles) -> None:
         )
 
 
-def bytes_a_parameter(config: Config, ranks: int) -> tuple[float, float]:
-    """What one rank holds of a parameter in training, activations aside: on its device, and offloaded to the host."""
+def training_bytes(config: Config, files: ModelFiles, ranks: int) -> tuple[float, float]:
+    """What one rank holds in training, activations aside: on its device, and offloaded to the host.
+
+    Under LoRA only adapters have gradients and moments, and the base is its own reference.
+    """
     learner, stage = config.learner, config.learner.zero_stage
-    weights = _FLOAT32_BYTES / (ranks if stage == 3 else 1)
-    gradients = _FLOAT32_BYTES / (ranks if stage >= 2 else 1)
+    trained = _num_trained(learner.lora, files)
+    held = files.num_parameters + (trained if learner.lora.rank else 0)
+    weights = _FLOAT32_BYTES * held / (ranks if stage == 3 else 1)
+    gradients = _FLOAT32_BYTES * trained / (ranks if stage >= 2 else 1)
     # AdamW's two moments; under ZeRO also a copy of its own of the weights that a rank updates.
-    states = _FLOAT32_BYTES * 3 / ranks if stage else _FLOAT32_BYTES * 2
+    states = _FLOAT32_BYTES * trained * (3 / ranks if stage else 2)
     offloaded = {"none": 0.0, "optimizer": states, "all": states + weights}[learner.offload]
-    reference = _FLOAT32_BYTES if config.algorithm.needs_reference else 0
+    has_copy = config.algorithm.needs_reference and not learner.lora.rank
+    reference = _FLOAT32_BYTES * files.num_parameters / (ranks if stage == 3 else 1) if has_copy else 0
     return weights + gradients + states + reference - offloaded, offloaded
+
+
+def _num_trained(lora: LoraConfig, files: ModelFiles) -> int:
+    """Parameters that the optimizer updates; all of a pickle's, which is not looked into."""
+    if not lora.rank or not files.linear:
+        return files.num_parameters
+    layers = files.linear if lora.target_modules == (ALL_LINEAR,) else _layers_of(lora.target_modules, files)
+    return lora.rank * sum(sum(files.linear[layer]) for layer in layers)
 
 
 def _text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -166,6 +166,11 @@ def _refuse_offload(given: Mapping[str, Any], learner: LearnerConfig) -> None:
             )
 
 
+def reference_config() -> dict[str, Any]:
+    """DeepSpeed's configuration of the frozen reference model under ZeRO 3: spread over the ranks, never updated."""
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+
 def _refuse_unknown(given: Mapping[str, Any]) -> None:
     """DeepSpeed itself passes over a key that it does not know, so a slip of the pen would change nothing."""
     for key, value in given.items():

@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,8 +24,12 @@ _FIX = "Give a folder that transformers' save_pretrained wrote"
 # Size of a parameter in a pickled file, whose header is not read: the smallest that is usual, so that the
 # estimate of memory is never too low.
 _PICKLED_BYTES = 2
-_EMBEDDING = "embed_tokens.weight"
+_EMBEDDING, _WEIGHT = "embed_tokens.weight", ".weight"
 _LONGEST_HEADER = 100 << 20
+# peft's own word for every linear layer but the output.
+ALL_LINEAR = "all-linear"
+# Embeddings, the output layer, a mixture's routers and its experts, which a loaded model holds stacked.
+_NOT_ADAPTED = re.compile(r"(^|\.)(embed_tokens|wte|wpe|lm_head|mlp\.gate|experts\..*)$")
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,14 @@ class ModelFiles:
         num_parameters: Elements of all tensors in the weight files.
         embedding: Shape of the input embedding, [vocabulary, width]; None where it is not found by its usual name.
         highest_token: Largest token id of the tokenizer; None where its vocabulary is in no file that is read here.
+        linear: Layer -> shape of its matrix, of all that can have adapters (LoRA); empty for a pickle.
     """
 
     config: Mapping[str, Any]
     num_parameters: int
     embedding: list[int] | None
     highest_token: int | None
+    linear: Mapping[str, list[int]]
 
 
 def read_model_files(folder: Path, *, allow_pickle: bool) -> ModelFiles:
@@ -53,8 +60,9 @@ def read_model_files(folder: Path, *, allow_pickle: bool) -> ModelFiles:
     if not folder.is_dir():
         raise InputError("model.path", f"{folder} is not a folder", _FIX)
     config = _read_json(folder / "config.json")
-    num_parameters, embedding = _weights(folder, allow_pickle)
-    return ModelFiles(config, num_parameters, embedding, _highest_token(folder))
+    num_parameters, shapes = _weights(folder, allow_pickle)
+    embedding = next((shape for name, shape in shapes.items() if name.endswith(_EMBEDDING)), None)
+    return ModelFiles(config, num_parameters, embedding, _highest_token(folder), _linear_layers(shapes))
 
 
 @cache
@@ -74,17 +82,21 @@ def causal_model_types() -> frozenset[str]:
     raise LookupError("transformers keeps its causal language models elsewhere")
 
 
-def _weights(folder: Path, allow_pickle: bool) -> tuple[int, list[int] | None]:
-    """Elements of all tensors, and the input embedding's shape."""
+def _linear_layers(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    layers = {name.removesuffix(_WEIGHT): shape for name, shape in shapes.items() if name.endswith(_WEIGHT)}
+    return {name: shape for name, shape in layers.items() if len(shape) == 2 and not _NOT_ADAPTED.search(name)}
+
+
+def _weights(folder: Path, allow_pickle: bool) -> tuple[int, dict[str, list[int]]]:
+    """Elements of all tensors, and the shape of each by its name; no shapes for a pickle."""
     _refuse_missing_shards(folder)
     safe = sorted(folder.glob("*.safetensors"))
     if safe:
         shapes = {name: shape for path in safe for name, shape in _safetensors_shapes(path).items()}
-        embedding = next((shape for name, shape in shapes.items() if name.endswith(_EMBEDDING)), None)
-        return sum(math.prod(shape) for shape in shapes.values()), embedding
+        return sum(math.prod(shape) for shape in shapes.values()), shapes
     pickled = sorted(folder.glob("pytorch_model*.bin"))
     if pickled and allow_pickle:
-        return sum(path.stat().st_size for path in pickled) // _PICKLED_BYTES, None
+        return sum(path.stat().st_size for path in pickled) // _PICKLED_BYTES, {}
     if pickled:
         raise InputError(
             "model.path",

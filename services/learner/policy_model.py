@@ -1,13 +1,15 @@
 """A Hugging Face causal language model that gives log-probs of chosen tokens, and its weights by checkpoint names.
 
 Not the optimizer, and no engine: trainer.py wraps it in DeepSpeed. It never makes logits for all positions.
-Neighbours: batch.py says which tokens, attention.py is how it attends, trainer.py owns it.
+Neighbours: batch.py says which tokens, attention.py and experts.py are how it computes, adapters.py is LoRA,
+trainer.py owns it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +20,17 @@ from gspo_core.logprobs import token_logprobs
 from services.common.config import Config
 from services.common.errors import InputError
 from services.learner.attention import attend_to, attention_name
+from services.learner.experts import experts_name
 from services.learner.packed_line import PackedLine
+
+if TYPE_CHECKING:
+    from services.learner.adapters import Adapters
 
 # 128 MiB of logits in float32: with a small vocabulary more rows at a time, and fewer of the fixed costs of a turn.
 _LOGITS_AT_A_TIME = 2**25
 _LEAST_ROWS = 1024
+# A mixture's experts lie in one tensor: [experts, out, in].
+_STACKED = 3
 
 
 class PolicyModel(nn.Module):
@@ -30,11 +38,22 @@ class PolicyModel(nn.Module):
 
     The parameters are float32; under bfloat16 the matrix products are made in bfloat16 (autocast), so that the
     optimizer's weights are the float32 master weights themselves.
+
+    Attributes:
+        adapters: What is trained under LoRA; None where the weights themselves are.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, *, temperature: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        temperature: float,
+        dtype: torch.dtype,
+        adapters: Adapters | None = None,
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.adapters = adapters
         self._temperature = temperature
         self._dtype = dtype
 
@@ -87,17 +106,47 @@ def can_be_packed(causal_lm: PreTrainedModel) -> bool:
 
 
 def load_policy_model(folder: Path, config: Config) -> PolicyModel:
-    """Load a model folder for training.
+    """Load a model folder for training, with adapters where the configuration asks for them.
 
     Raises:
         InputError: The folder does not load, or the model does more to its logits than one matrix product, so its
             log-probs would be others.
     """
+    causal_lm = _load_causal_lm(folder, config)
+    adapters = _adapters(causal_lm, config) if config.learner.lora.rank else None
+    if config.learner.gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    # A model is loaded to evaluate: left so, gradient checkpointing and dropout would do nothing.
+    return _policy_model(causal_lm, config, adapters).train()
+
+
+def _adapters(causal_lm: PreTrainedModel, config: Config) -> Adapters:
+    from services.learner.adapters import Adapters  # here: peft takes a second to import, and few runs need it
+
+    return Adapters(causal_lm, config.learner.lora, seed=config.seed)
+
+
+def load_reference_model(folder: Path, config: Config) -> PolicyModel:
+    """The first policy, frozen, for a KL term.
+
+    Under bfloat16 its linear layers and experts are held in bfloat16: what autocast rounds them to at every use, so
+    half the memory gives the same bits. The output layer stays: its product is made in float32.
+    """
+    reference = _policy_model(_load_causal_lm(folder, config), config, None)
+    for module in reference.causal_lm.base_model.modules():
+        for weight in module.parameters(recurse=False):
+            if isinstance(module, nn.Linear) or weight.ndim == _STACKED:
+                weight.data = weight.data.to(_dtype_of(config))
+    return reference.eval().requires_grad_(False)
+
+
+def _load_causal_lm(folder: Path, config: Config) -> PreTrainedModel:
     try:
         causal_lm = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation=attention_name(),
+            experts_implementation=experts_name(),
             trust_remote_code=config.model.trust_remote_code,
             use_safetensors=None if config.model.allow_pickle else True,
         )
@@ -108,16 +157,28 @@ def load_policy_model(folder: Path, config: Config) -> PolicyModel:
             "Give a folder that `save_pretrained` wrote and that AutoModelForCausalLM loads",
         ) from error
     _refuse_changed_logits(causal_lm, folder)
-    if config.learner.gradient_checkpointing:
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    dtype = torch.bfloat16 if config.learner.dtype == "bfloat16" else torch.float32
-    return PolicyModel(causal_lm, temperature=config.sampling.temperature, dtype=dtype)
+    return causal_lm
 
 
-def checkpoint_tensors(causal_lm: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every weight under the name that a checkpoint gives it, tied ones once, as contiguous CPU copies in `dtype`."""
+def _policy_model(causal_lm: PreTrainedModel, config: Config, adapters: Adapters | None) -> PolicyModel:
+    return PolicyModel(causal_lm, temperature=config.sampling.temperature, dtype=_dtype_of(config), adapters=adapters)
+
+
+def _dtype_of(config: Config) -> torch.dtype:
+    """Arithmetic of the learner's matrix products."""
+    return torch.bfloat16 if config.learner.dtype == "bfloat16" else torch.float32
+
+
+def checkpoint_tensors(
+    causal_lm: PreTrainedModel, dtype: torch.dtype, adapters: Adapters | None = None
+) -> dict[str, Tensor]:
+    """Every weight under the name that a checkpoint gives it, tied ones once, as contiguous CPU copies in `dtype`.
+
+    Adapters are merged in, in float32 and before anything is rounded.
+    """
     tied = _tied_names(causal_lm)
-    kept = {name: tensor.detach() for name, tensor in causal_lm.state_dict().items() if name not in tied}
+    state: Mapping[str, Tensor] = causal_lm.state_dict() if adapters is None else adapters.merged_state()
+    kept = {name: tensor.detach() for name, tensor in state.items() if name not in tied}
     named: Mapping[str, Tensor] = revert_weight_conversion(causal_lm, kept)
     return {
         name: tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)

@@ -23,9 +23,9 @@ from services.common.config import Config
 from services.common.errors import InputError
 from services.learner.batch import StepBatch
 from services.learner.durable import fsync
-from services.learner.engine_config import engine_config
+from services.learner.engine_config import engine_config, reference_config
 from services.learner.export import export_model
-from services.learner.policy_model import PolicyModel, can_be_packed, checkpoint_tensors, load_policy_model
+from services.learner.policy_model import can_be_packed, checkpoint_tensors, load_policy_model, load_reference_model
 from services.learner.probe import KeptWeights
 from services.learner.process_group import join, set_deadlines, sum_stats
 from services.learner.ranks import cores_of_a_rank, num_local_ranks
@@ -58,14 +58,14 @@ class Trainer:
         self._device = _join(config.learner.rank_timeout_s)
         self._rank, self._num_ranks = distributed.get_rank(), distributed.get_world_size()
         self._model = load_policy_model(model_folder, config).to(self._device)
-        self._reference = self._frozen_copy() if config.algorithm.needs_reference else None
         packing = config.learner.packing and can_be_packed(self._model.causal_lm)
         self._engine = self._start_engine()
+        reference = self._start_reference()
         set_deadlines(config.learner.rank_timeout_s)
         kept = KeptWeights(
             list(self._model.parameters()), lambda: self._whole_weights(changed_by=0), is_spread=self._is_spread
         )
-        self._updates = Updates(config, self._engine, self._reference, self._device, kept, packing=packing, seed=seed)
+        self._updates = Updates(config, self._engine, reference, self._device, kept, packing=packing, seed=seed)
 
     def train(self, step: int, rows: Sequence[Row], known: Collection[int] = ()) -> Trained:
         """Train the policy of version step - 1 on rows in training order.
@@ -104,14 +104,18 @@ class Trainer:
         with self._whole_weights():
             if self._rank:
                 return {}
-            return checkpoint_tensors(self._model.causal_lm, getattr(torch, self._config.generation.dtype))
+            dtype = getattr(torch, self._config.generation.dtype)
+            return checkpoint_tensors(self._model.causal_lm, dtype, self._model.adapters)
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Write model and optimizer to `folder`, every rank its part, and the caller's `state`, which is JSON.
 
         Learning rate and random numbers are functions of the step number: nothing of them needs keeping.
         """
-        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        # Under LoRA the frozen weights are the model folder's.
+        self._engine.save_checkpoint(
+            str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._model.adapters is not None
+        )
         if self._rank == 0:
             (folder / _STATE).write_text(json.dumps({_RANKS: self._num_ranks, "caller": dict(state)}))
         # On a shared disk only the host that wrote a file can make sure of it.
@@ -133,17 +137,21 @@ class Trainer:
                 f"{self._num_ranks} is not the number of ranks that wrote the checkpoint {folder}, {written[_RANKS]}",
                 f"Start {written[_RANKS]} ranks; a run keeps their number",
             )
-        if self._engine.load_checkpoint(str(folder), tag=_TAG)[0] is None:
+        is_whole = self._model.adapters is None
+        if self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=is_whole)[0] is None:
             raise FileNotFoundError(f"{folder}: the engine's part of the checkpoint is missing")
         state: dict[str, Any] = written["caller"]
         return state
 
     def export(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder with its tokenizer, in the generators' dtype; replaces `folder`."""
+        """Write the policy as a Hugging Face folder with its tokenizer, in the generators' dtype; replaces `folder`.
+
+        Adapters are merged in, and also stand alone in a folder in it.
+        """
         dtype = getattr(torch, self._config.generation.dtype)
         with self._whole_weights():
             if self._rank == 0:
-                export_model(self._model.causal_lm, self._folder, folder, dtype)
+                export_model(self._model.causal_lm, self._folder, folder, dtype, self._model.adapters)
         distributed.barrier()
 
     def _set_learning_rate(self, step: int) -> float:
@@ -155,7 +163,7 @@ class Trainer:
     def _start_engine(self) -> Any:
         learner = self._config.learner
         optimizer = torch.optim.AdamW(
-            self._model.parameters(),
+            [parameter for parameter in self._model.parameters() if parameter.requires_grad],
             lr=learner.learning_rate,
             betas=learner.adam_betas,
             weight_decay=learner.weight_decay,
@@ -167,8 +175,16 @@ class Trainer:
             engine.optimizer.check_grad_overflow = True
         return engine
 
-    def _frozen_copy(self) -> PolicyModel:
-        return load_policy_model(self._folder, self._config).to(self._device).eval().requires_grad_(False)
+    def _start_reference(self) -> Any:
+        """The first policy: a frozen copy, spread over the ranks under ZeRO 3, or what the adapters stand on."""
+        if not self._config.algorithm.needs_reference:
+            return None
+        if self._model.adapters is not None:
+            return self._model.adapters.base_of(self._engine)
+        reference = load_reference_model(self._folder, self._config).to(self._device)
+        if self._config.learner.zero_stage != 3:
+            return reference
+        return deepspeed.initialize(model=reference, config=reference_config())[0]
 
     @property
     def _is_spread(self) -> bool:

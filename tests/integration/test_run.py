@@ -6,21 +6,15 @@ Not here: learning (the demo shows it), failures (chaos tests). Three steps of a
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
@@ -32,74 +26,41 @@ from services.reward.registered import Content, Name, Origin
 from services.reward.registry_disk import Disk
 from services.reward.submission import version_of
 from tests.tiny_model import make_tiny_model
+from tests.whole_run import REWARD, WholeRun, whole_run
 
 pytestmark = pytest.mark.timeout(600)
 STEPS, GROUPS, SIZE = 3, 4, 4
 CLIP_LOW, CLIP_HIGH, LEARNING_RATE = 0.02, 0.02, 1e-3
-# Rewards spread in most groups of a random model: whether the first character is in the first half of the alphabet.
-REWARD = """
-def reward(prompts, completions, answer, **columns):
-    return [float(c[0]["content"][:1] < "P") for c in completions]
-"""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run and what it left."""
-
-    folder: Path
-    run_dir: Path
-    printed: str
-    versions: list[str]
-
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run_dir / "log" / name).read_text().splitlines()]
-
-    def rows(self, step: int) -> list[dict[str, Any]]:
-        return pq.read_table(self.run_dir / "log" / f"step-{step:06d}.parquet").to_pylist()
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("run")
-    make_tiny_model(folder / "model", seed=3, scale=3.0)
-    for name, numbers in (("prompts.jsonl", range(20)), ("eval.jsonl", range(20, 26))):
-        records = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "answer": str(2 * n)} for n in numbers]
-        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
-    versions = keep_versions(folder / "runs" / ".rewards", REWARD, REWARD.replace("float(", "2.0 * float("))
-    config = {
-        "name": "whole",
-        "model": {"path": "model"},
-        "data": {"prompts": "prompts.jsonl"},
-        "reward": {"functions": [{"name": "half"}]},
-        "algorithm": {
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def versions(folder: Path) -> list[str]:
+    return keep_versions(folder / "runs" / ".rewards", REWARD, REWARD.replace("float(", "2.0 * float("))
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, versions: list[str]) -> WholeRun:
+    return whole_run(
+        folder,
+        make_tiny_model(folder / "model", seed=3, scale=3.0),
+        lambda process, run_dir: activate_after_a_step(process, run_dir, versions[1]),
+        reward={"functions": [{"name": "half"}]},
+        algorithm={
             "rollout_batch_size": GROUPS,
             "num_return_sequences_in_group": SIZE,
-            "prompt_length": 64,
-            "response_length": 24,
-            "num_mini_batches": 2,
             "pg_clip_low": CLIP_LOW,
             "pg_clip_high": CLIP_HIGH,
         },
-        "staleness": {"max_lag": 0},
-        "generation": {"kv_cache_gb": 0.25, "max_rollouts": 64},
-        "learner": {"learning_rate": LEARNING_RATE, "threads": 1},
-        "evaluation": {"prompts": "eval.jsonl", "num_answers": 2, "every": 1, "keep_best": "sampled_mean"},
-        "tracking": {"tensorboard": True},
-        "run": {"total_steps": STEPS},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "services.cli", "run", str(folder / "config.yaml"), "--plain"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        activate_after_a_step(process, folder / "runs" / "whole", versions[1])
-        printed = process.communicate(timeout=500)[0].decode()
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
-    assert process.returncode == 0, printed
-    return Run(folder, folder / "runs" / "whole", printed, versions)
+        learner={"learning_rate": LEARNING_RATE},
+        evaluation={"prompts": "eval.jsonl", "num_answers": 2, "every": 1, "keep_best": "sampled_mean"},
+        tracking={"tensorboard": True},
+        run={"total_steps": STEPS},
+    )
 
 
 def keep_versions(folder: Path, *sources: str) -> list[str]:
@@ -123,15 +84,15 @@ def activate_after_a_step(process: subprocess.Popen[bytes], run_dir: Path, versi
         time.sleep(0.02)
 
 
-def test_a_function_replaced_in_the_middle_is_in_the_log(run: Run) -> None:
-    first, second = run.versions
+def test_a_function_replaced_in_the_middle_is_in_the_log(run: WholeRun, versions: list[str]) -> None:
+    first, second = versions
     assert {row["reward_version"] for row in run.rows(1)} == {first}
     assert {row["reward_version"] for row in run.rows(STEPS)} == {second}
     assert {row["reward"] for row in run.rows(1)} <= {0.0, 1.0}
     assert {row["reward"] for row in run.rows(STEPS)} <= {0.0, 2.0}
 
 
-def test_every_group_issued_is_settled_once(run: Run) -> None:
+def test_every_group_issued_is_settled_once(run: WholeRun) -> None:
     trained = [group for step in range(1, STEPS + 1) for group in sorted({row["group"] for row in run.rows(step)})]
     otherwise = [line["group"] for line in run.lines("settled.jsonl")]
     assert max(Counter(trained + otherwise).values()) == 1
@@ -141,7 +102,7 @@ def test_every_group_issued_is_settled_once(run: Run) -> None:
     assert sum(summary["groups"][name] for name in ended) == summary["groups"]["issued"]
 
 
-def test_without_lag_every_token_is_of_its_steps_version(run: Run) -> None:
+def test_without_lag_every_token_is_of_its_steps_version(run: WholeRun) -> None:
     for step in range(1, STEPS + 1):
         rows = run.rows(step)
         assert len(rows) == GROUPS * SIZE
@@ -149,7 +110,7 @@ def test_without_lag_every_token_is_of_its_steps_version(run: Run) -> None:
         assert all(row["mask"] == [True] * len(row["token_ids"]) for row in rows)
 
 
-def test_a_plain_loop_fed_with_the_log_has_the_same_losses_and_weights(run: Run) -> None:
+def test_a_plain_loop_fed_with_the_log_has_the_same_losses_and_weights(run: WholeRun) -> None:
     model = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     losses = [_plain_step(model, optimizer, run.rows(step)) for step in range(1, STEPS + 1)]
@@ -196,13 +157,13 @@ def _sequence_loss(model: torch.nn.Module, row: dict[str, Any], advantage: float
     return -torch.minimum(ratio * advantage, clipped * advantage)
 
 
-def test_the_engine_and_the_learner_agree_on_log_probs(run: Run) -> None:
+def test_the_engine_and_the_learner_agree_on_log_probs(run: WholeRun) -> None:
     for line in run.lines("metrics.jsonl"):
         assert line["figures"]["sigma_token"] < 1e-5
         assert line["figures"]["age_max"] == 0
 
 
-def test_the_run_leaves_what_it_promises(run: Run) -> None:
+def test_the_run_leaves_what_it_promises(run: WholeRun) -> None:
     names = {path.name for path in run.run_dir.iterdir()}
     assert names >= {"config.yaml", "environment.json", "log", "checkpoints", "export", "plots", "report.html"}
     assert [path.name for path in (run.run_dir / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
@@ -217,7 +178,7 @@ def test_the_run_leaves_what_it_promises(run: Run) -> None:
     assert len({line["digest"] for line in versions}) == STEPS + 1
 
 
-def test_every_version_was_measured_by_itself_and_the_best_is_kept(run: Run) -> None:
+def test_every_version_was_measured_by_itself_and_the_best_is_kept(run: WholeRun) -> None:
     measured = run.lines("evaluations.jsonl")
     assert [line["version"] for line in measured] == list(range(STEPS + 1))
     assert not [line for line in measured if "newest_version" in line["figures"]]
@@ -230,7 +191,7 @@ def test_every_version_was_measured_by_itself_and_the_best_is_kept(run: Run) -> 
     assert not list((run.run_dir / "candidates").iterdir())
 
 
-def test_tensorboard_shows_the_run(run: Run) -> None:
+def test_tensorboard_shows_the_run(run: WholeRun) -> None:
     shown = EventAccumulator(str(run.run_dir / "tensorboard"))
     shown.Reload()
     assert [event.step for event in shown.Scalars("train/reward_mean")] == list(range(1, STEPS + 1))
@@ -238,6 +199,6 @@ def test_tensorboard_shows_the_run(run: Run) -> None:
     assert [event.value for event in shown.Scalars("eval/sampled_mean")] == pytest.approx(logged)
 
 
-def test_nothing_is_left_running(run: Run) -> None:
+def test_nothing_is_left_running(run: WholeRun) -> None:
     commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if str(run.run_dir) in command]

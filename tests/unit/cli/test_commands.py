@@ -202,6 +202,20 @@ def test_export_copies_and_does_not_overwrite(gspo: Call, tmp_path: Path) -> Non
     assert (code, "exists and is not an empty folder" in errors) == (2, True)
 
 
+def test_export_of_the_adapters_alone(gspo: Call, tmp_path: Path) -> None:
+    for name in ("export", "best"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    code, _, errors = gspo("export", tmp_path, tmp_path / "mine", "--adapter")
+    assert (code, "this run trained all weights" in errors) == (2, True)
+    for name in ("export", "best"):
+        (tmp_path / name / "adapter").mkdir()
+        (tmp_path / name / "adapter" / name).write_text("")
+        out = tmp_path / f"mine-{name}"
+        assert gspo("export", tmp_path, out, "--adapter", *(["--best"] if name == "best" else []))[0] == 0
+        assert [file.name for file in out.iterdir()] == [name]
+
+
 def test_status_of_a_run_that_rests(gspo: Call, tmp_path: Path, config: Config) -> None:
     (tmp_path / "log").mkdir()
     write_config(config, tmp_path / "config.yaml")

@@ -84,6 +84,7 @@ def test_an_unknown_key_in_a_list_is_one_problem(given: dict[str, Any]) -> None:
         ("staleness", {"max_token_age": 2}, "staleness.max_token_age"),
         ("run", {"total_steps": None}, "run.total_steps"),
         ("learner", {"schedule": "cosine"}, "learner.schedule"),
+        ("learner", {"lora": {"alpha": 8}}, "learner.lora.alpha"),
     ],
 )
 def test_a_contradiction_names_its_key(given: dict[str, Any], section: str, keys: dict[str, Any], where: str) -> None:

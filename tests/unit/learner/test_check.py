@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import InputError
-from services.learner.check import bytes_a_parameter, check
+from services.learner.check import check, training_bytes
 from services.learner.engine_config import engine_config
 from services.learner.gpu_memory import check_gpu_share, visible_gpus
 from services.learner.model_files import read_model_files
@@ -95,6 +95,38 @@ def test_a_model_that_transformers_does_not_know(folder: Path) -> None:
     check(make_config(folder, model={"path": str(folder), "trust_remote_code": True}))
 
 
+def lora(*names: str) -> dict[str, Any]:
+    return {"lora": {"rank": 4, "target_modules": list(names)}}
+
+
+def test_adapters_for_layers_that_are_there(folder: Path) -> None:
+    for names in (("all-linear",), ("q_proj", "self_attn.v_proj"), ("layers.0.mlp.down_proj",)):
+        check(make_config(folder, learner=lora(*names)))
+
+
+def test_adapters_for_a_layer_that_is_none(folder: Path) -> None:
+    error = refused(folder, learner=lora("q_proj", "w_proj"))
+    assert error.where == "learner.lora.target_modules"
+    assert f"'w_proj' fits no linear layer of {folder}" in error.rule
+    assert error.fix == "Did you mean 'v_proj'?"
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head", "gate", "down_proj", "experts.0.down_proj"])
+def test_embeddings_output_router_and_experts_have_no_adapters(tmp_path: Path, name: str) -> None:
+    folder = make_tiny_model(tmp_path / "mixture", num_experts=4, tie_word_embeddings=False)
+    assert f"{name!r} fits no linear layer" in refused(folder, learner=lora(name)).rule
+    check(make_config(folder, learner=lora("q_proj")))
+
+
+def test_adapters_take_the_memory_of_what_they_train(folder: Path) -> None:
+    files = read_model_files(folder, allow_pickle=False)
+    kl = {"use_kl_loss": True}
+    assert training_bytes(make_config(folder, algorithm=kl), files, 1) == (20 * files.num_parameters, 0)
+    # Two layers' q: 64 to 64. The reference is the base itself.
+    config = make_config(folder, algorithm=kl, learner=lora("q_proj"))
+    assert training_bytes(config, files, 1) == (4 * files.num_parameters + 16 * 2 * 4 * (64 + 64), 0)
+
+
 def test_weights_of_another_model(folder: Path) -> None:
     edit(folder / "config.json", hidden_size=128)
     assert "speaks of an input embedding of [99, 128], the weights hold one of [99, 64]" in refused(folder).rule
@@ -141,7 +173,9 @@ def test_the_gpus_are_those_that_a_process_sees(tmp_path: Path, monkeypatch: pyt
 def test_memory_of_a_parameter_by_stage_and_offload(
     folder: Path, learner: dict[str, Any], expected: tuple[float, float]
 ) -> None:
-    assert bytes_a_parameter(make_config(folder, learner=learner), learner.get("ranks", 1)) == expected
+    files = read_model_files(folder, allow_pickle=False)
+    found = training_bytes(make_config(folder, learner=learner), files, learner.get("ranks", 1))
+    assert tuple(part / files.num_parameters for part in found) == pytest.approx(expected)
 
 
 def test_too_little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

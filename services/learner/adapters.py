@@ -1,0 +1,112 @@
+"""LoRA through peft: which parts of a policy get adapters, the weights with the adapters merged in, the adapters alone.
+
+Only adapters are trained; generators and exports see ordinary weights. Merging writes to copies, never to what is
+trained. Neighbours: policy_model.py holds the policy, trainer.py calls it, check.py refuses names that fit nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from services.common.config import LoraConfig as LoraSection
+from services.common.errors import InputError
+from services.learner.model_files import ALL_LINEAR
+
+_NAME = "default"  # peft's own name of an adapter that has none
+_OF_ADAPTERS, _BASE = ".lora_", ".base_layer."
+
+
+class Adapters:
+    """The adapters of one policy. What they start as depends on the seed alone; their product starts at zero.
+
+    Args:
+        causal_lm: Its linear layers of the chosen names are wrapped in place, all its own weights are frozen.
+
+    Raises:
+        InputError: A name fits no linear layer.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, lora: LoraSection, *, seed: int) -> None:
+        chosen = list(lora.target_modules)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            try:
+                self._peft: PeftModel = get_peft_model(
+                    causal_lm,
+                    LoraConfig(
+                        r=lora.rank,
+                        lora_alpha=lora.alpha,
+                        lora_dropout=lora.dropout,
+                        target_modules=ALL_LINEAR if chosen == [ALL_LINEAR] else chosen,
+                        task_type="CAUSAL_LM",
+                    ),
+                )
+            except ValueError as error:
+                raise InputError(
+                    "learner.lora.target_modules", f"{chosen}: {error}", "Name linear layers, such as q_proj"
+                ) from error
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The policy without its adapters: the base."""
+        with self._peft.disable_adapter():
+            yield
+
+    def base_of(self, policy: nn.Module) -> WithoutAdapters:
+        """What LoRA started from: `policy`, or the engine around it, without its adapters."""
+        return WithoutAdapters(policy, self)
+
+    def merged_state(self) -> dict[str, Tensor]:
+        """The policy's state dict, detached, under the names that it has without adapters.
+
+        The adapters' products are added in copies.
+        """
+        causal_lm = self._peft.get_base_model()
+        products = {
+            f"{name}.weight": layer.get_delta_weight(_NAME).detach()
+            for name, layer in causal_lm.named_modules()
+            if isinstance(layer, LoraLayer)
+        }
+        state: dict[str, Tensor] = {}
+        for name, tensor in causal_lm.state_dict().items():
+            if _OF_ADAPTERS in name:
+                continue
+            plain = name.replace(_BASE, ".")
+            state[plain] = tensor.detach() + products[plain] if plain in products else tensor.detach()
+        return state
+
+    def save(self, folder: Path) -> None:
+        """Write the adapters in peft's own form: adapter_config.json and adapter_model.safetensors."""
+        self._peft.save_pretrained(str(folder), save_embedding_layers=False)
+
+
+class WithoutAdapters:
+    """A policy, or the engine around it, as it is without its adapters: what LoRA started from, held once.
+
+    Called like the policy; it has what a scorer of log-probs asks of a module.
+    """
+
+    def __init__(self, policy: nn.Module, adapters: Adapters) -> None:
+        self._policy, self._adapters = policy, adapters
+
+    def __call__(self, *inputs: Any) -> Any:
+        """What the policy gives for the same inputs with its adapters off."""
+        with self._adapters.off():
+            return self._policy(*inputs)
+
+    def eval(self) -> None:
+        """Without dropout."""
+        self._policy.eval()
+
+    def train(self) -> None:
+        """With dropout, where there is any."""
+        self._policy.train()

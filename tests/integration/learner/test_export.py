@@ -1,0 +1,131 @@
+"""What the trainer exports, loaded by others: vLLM and transformers give the same log-probs, peft takes the adapters.
+
+One engine serves the policy trained by LoRA and, after a push, the one trained in full: both are ordinary weights.
+Neighbours: tests/unit/learner/test_adapters.py; tests/integration/test_run_moe.py has the mixture of experts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.common.weights_digest import policy_digest
+from services.generation.engine import Completion, Engine, Sampling, engine_arguments
+from services.generation.staging import StagedWeights
+from services.learner.trainer import Trainer
+from tests.tiny_model import make_tiny_model
+from tests.unit.learner.training_rows import make_config, make_rows
+
+PROMPTS = [[1, 33, 31, 17, 30, 98, 4 + number, 97, 6 + number] for number in range(8)]
+LORA = {"rank": 4, "alpha": 16}
+
+
+@dataclass(frozen=True)
+class Exports:
+    """The model that both were trained from, and per kind the trainer and what it exported."""
+
+    base: Path
+    trainers: dict[str, Trainer]
+    folders: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
+    folder = tmp_path_factory.mktemp("exports")
+    base = make_tiny_model(folder / "base", seed=1, scale=4.0)
+    trainers, folders = {}, {}
+    for kind, learner in (("full", {}), ("lora", {"lora": LORA, "learning_rate": 1e-2})):
+        config = make_config(base, algorithm={"pg_clip": 0.5}, learner=learner)
+        trainers[kind] = Trainer(config, base, seed=0)
+        trainers[kind].train(1, make_rows(base))
+        folders[kind] = folder / kind
+        trainers[kind].export(folders[kind])
+    return Exports(base, trainers, folders)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(exports: Exports) -> AsyncIterator[Engine]:
+    started = await Engine.start(
+        engine_arguments(exports.folders["lora"], dtype="float32", max_model_len=128, kv_cache_gib=0.25)
+    )
+    yield started
+    await started.stop()
+
+
+def worst_difference(model: Any, answers: list[Completion]) -> float:
+    """Largest distance of a reported log-prob from this model's."""
+    worst = 0.0
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+        logp = torch.log_softmax(logits, -1).gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        worst = max(worst, float(np.abs(np.array(answer.logp) - logp.numpy()).max()))
+    return worst
+
+
+async def sampled(engine: Engine) -> list[Completion]:
+    how = Sampling(max_tokens=40)
+    return await asyncio.gather(*(engine.generate(f"r{i}", prompt, how) for i, prompt in enumerate(PROMPTS)))
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+async def test_vllm_loads_what_lora_trained_as_ordinary_weights(exports: Exports, engine: Engine) -> None:
+    answers = await sampled(engine)
+    assert worst_difference(loaded(exports.folders["lora"]), answers) < 1e-4
+    assert worst_difference(loaded(exports.base), answers) > 1e-2, "the adapters are not in the export"
+
+
+async def test_the_base_with_the_exported_adapters_is_the_exported_model(exports: Exports, engine: Engine) -> None:
+    folder = exports.folders["lora"]
+    adapted = PeftModel.from_pretrained(loaded(exports.base), folder / "adapter")
+    assert worst_difference(adapted.eval(), await sampled(engine)) < 1e-4
+    assert not list((folder / "adapter").glob("model*")), "the base's weights are in the adapter's folder"
+
+
+async def test_a_push_of_merged_weights_takes_hold(exports: Exports, engine: Engine, tmp_path: Path) -> None:
+    """And its digest is the learner's: a generator never sees an adapter."""
+    trainer = exports.trainers["lora"]
+    trainer.train(2, make_rows(exports.base, step=2))
+    trainer.export(tmp_path / "newer")
+    await push(engine, exports.folders["lora"], tmp_path / "newer", digest(trainer))
+    assert worst_difference(loaded(tmp_path / "newer"), await sampled(engine)) < 1e-4
+
+
+async def test_a_policy_trained_in_full_gives_the_same_log_probs(exports: Exports, engine: Engine) -> None:
+    folder = exports.folders["full"]
+    await push(engine, exports.folders["lora"], folder, digest(exports.trainers["full"]))
+    answers = await sampled(engine)
+    assert worst_difference(loaded(folder), answers) < 1e-4
+    assert (
+        AutoTokenizer.from_pretrained(folder).chat_template == AutoTokenizer.from_pretrained(exports.base).chat_template
+    )
+
+
+def digest(trainer: Trainer) -> str:
+    weights = trainer.policy()
+    return policy_digest((name, "float32", tuple(w.shape), w.numpy()) for name, w in weights.items())
+
+
+async def push(engine: Engine, held: Path, folder: Path, expected: str) -> None:
+    """Stage a folder's weights over those that the engine was started with, and load them."""
+    staged, other = StagedWeights.from_folder(held, "float32"), StagedWeights.from_folder(folder, "float32")
+    staged.begin(changes=False)
+    for name in staged.places:
+        staged.write(name, 0, other.current.bits(name).tobytes())
+    assert staged.next_digest() == expected
+    await engine.load(engine.version + 1, staged, on_update="recompute", timeout_s=60)
+    staged.close()
+    other.close()
