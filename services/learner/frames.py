@@ -1,7 +1,7 @@
 """What a push sends of a policy: every element, or what changed since another version, in frames of bounded size.
 
-Frames are made in threads while earlier ones are on their way; those of changes are kept, so that several generators
-cost one packing. Neighbours: weights.py has the policy, publisher.py sends, the generator's receiver.py takes.
+Changes are packed in threads while earlier frames are on their way, and kept, so that several generators cost one
+packing. Neighbours: weights.py has the policy, publisher.py sends, the generator's receiver.py takes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from gspo_proto.generation_pb2 import WeightFrame
-from services.common.weights_changes import pack_changes
+from services.common.weights_changes import Bits, pack_changes
 from services.learner.weights import Policy
 
 # Far below gRPC's limit for a message. Larger ones are slower (4 MiB: a third of the rate): each copy of one is memory
 # that the allocator takes from the system anew.
 FRAME_BYTES = 2**20
-# Frames that are made before they are asked for.
+# Frames that are packed before they are asked for.
 _AHEAD = 4
 
 
@@ -34,30 +34,45 @@ class Frames:
             for name, bits in policy.bits.items()
             for start in range(0, bits.size, FRAME_BYTES // bits.itemsize)
         ]
-        self._made: dict[int, asyncio.Future[WeightFrame]] = {}
+        self._packed: dict[int, asyncio.Future[WeightFrame | None]] = {}
 
     async def __aiter__(self) -> AsyncIterator[WeightFrame]:
+        if self._base is None:
+            for name, run in self._runs:
+                # To copy so little takes less time than to hand it to a thread.
+                yield _whole(name, run, self._policy.bits[name].reshape(-1)[run])
+            return
         for number in range(len(self._runs)):
             for ahead in range(number, min(number + _AHEAD, len(self._runs))):
-                if ahead not in self._made:
-                    self._made[ahead] = asyncio.ensure_future(asyncio.to_thread(self._make, *self._runs[ahead]))
+                if ahead not in self._packed:
+                    packing = asyncio.to_thread(self._pack, self._base, *self._runs[ahead])
+                    self._packed[ahead] = asyncio.ensure_future(packing)
             # Another push may wait for the same frame when this one is cancelled.
-            frame = await asyncio.shield(self._made[number])
-            if self._base is None:
-                self._made.pop(number, None)
-            if frame.tensor.data or frame.tensor.changes.num_listed:
+            frame = await asyncio.shield(self._packed[number])
+            if frame is not None:
                 yield frame
 
-    def _make(self, name: str, run: slice) -> WeightFrame:
+    def _pack(self, base: Policy, name: str, run: slice) -> WeightFrame | None:
+        """What changed in a run, or all of it where that is less; None where nothing changed."""
         new = self._policy.bits[name].reshape(-1)[run]
-        # Filled in place: a message that is put into another is copied.
-        frame = WeightFrame()
-        tensor = frame.tensor
-        tensor.name, tensor.offset, tensor.num_elements = name, run.start, len(new)
-        if self._base is not None:
-            packed = pack_changes(new, self._base.bits[name].reshape(-1)[run])
-            if len(packed.data) < new.nbytes:
-                tensor.changes.num_listed, tensor.changes.packed = packed
-                return frame
-        tensor.data = new.tobytes()
+        packed = pack_changes(new, base.bits[name].reshape(-1)[run])
+        if not packed.num_listed:
+            return None
+        if len(packed.data) >= new.nbytes:
+            return _whole(name, run, new)
+        frame = _frame(name, run, new)
+        frame.tensor.changes.num_listed, frame.tensor.changes.packed = packed
         return frame
+
+
+def _whole(name: str, run: slice, elements: Bits) -> WeightFrame:
+    frame = _frame(name, run, elements)
+    frame.tensor.data = elements.tobytes()
+    return frame
+
+
+def _frame(name: str, run: slice, elements: Bits) -> WeightFrame:
+    """A frame without its elements: they are put into it in place, because a message put into another is copied."""
+    frame = WeightFrame()
+    frame.tensor.name, frame.tensor.offset, frame.tensor.num_elements = name, run.start, len(elements)
+    return frame

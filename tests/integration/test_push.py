@@ -225,8 +225,10 @@ async def test_frames_that_cannot_be_made_end_the_learner_with_the_reason(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_config(tmp_path, make_run)
-    monkeypatch.setattr("services.learner.frames.Frames._make", lambda *_: 1 / 0)
-    async with generator(config, redis_url), learner(config, redis_url) as learning:
+    monkeypatch.setattr("services.learner.frames.pack_changes", lambda *_: 1 / 0)
+    async with generator(config, redis_url) as only, learner(config, redis_url) as learning:
         learning.publisher.publish(policy(1))
+        await learning.until(lambda: serve([only], policy(1)))
+        learning.publisher.publish(policy(2))
         with pytest.raises(ZeroDivisionError):
             await learning.until(lambda: False)
