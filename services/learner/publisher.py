@@ -10,6 +10,7 @@ sent, loop.py publishes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections import Counter
@@ -164,19 +165,18 @@ class Publisher:
         )
         num_bytes = 0
         try:
-            await call.write(WeightFrame(header=self._header(policy, base)))
-            # A refusal that met frames on their way would be lost to "Internal error".
-            await call.initial_metadata()
-            async for frame in self._frames(policy, base):
-                num_bytes += frame.ByteSize()
-                await call.write(frame)
-            await call.done_writing()
-        except asyncio.InvalidStateError:
-            pass  # the call has ended, and its answer says why
-        except BaseException:
+            # Raised where the call has ended: its answer says why.
+            with contextlib.suppress(asyncio.InvalidStateError):
+                await call.write(WeightFrame(header=self._header(policy, base)))
+                # A refusal that met frames on their way would be lost to "Internal error".
+                await call.initial_metadata()
+                async for frame in self._frames(policy, base):
+                    num_bytes += frame.ByteSize()
+                    await call.write(frame)
+                await call.done_writing()
+            return await call, num_bytes
+        finally:
             call.cancel()
-            raise
-        return await call, num_bytes
 
     def _header(self, policy: Policy, base: Policy | None) -> PushHeader:
         return PushHeader(
