@@ -88,15 +88,17 @@ class Receiver:
         async with self._turn:
             self._pass_fence(header)
             self._check_base(header)
-            await go_ahead()
-            digest = await self._stage(header, frames)
+            digest = await self._stage(header, frames, go_ahead)
             staged_s = time.monotonic() - began
             return await _to_its_end(self._switch(header, digest, staged_s))
 
-    async def _stage(self, header: PushHeader, frames: AsyncIterator[WeightFrame]) -> str:
+    async def _stage(
+        self, header: PushHeader, frames: AsyncIterator[WeightFrame], go_ahead: Callable[[], Awaitable[None]]
+    ) -> str:
         """Put the frames into the copy beside the one that serves; the digest of what came."""
         try:
             async with asyncio.timeout(self._config.push_timeout_s) as self._staging:
+                await go_ahead()
                 await _to_its_end(asyncio.to_thread(self._staged.begin, changes=bool(header.base_digest)))
                 await self._write_all(frames)
                 digest = await _to_its_end(asyncio.to_thread(self._staged.next_digest))

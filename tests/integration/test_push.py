@@ -19,6 +19,7 @@ from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
 from gspo_proto.generation_pb2_grpc import GenerationStub
 from services.common.errors import InputError
 from services.common.rpc import open_channel
+from services.generation.receiver import Refused
 from services.learner import targets
 from services.learner.weights import Policy
 from tests.integration.push_peers import Generator, generator, learner, policy, run_config
@@ -188,6 +189,26 @@ async def test_what_an_older_learner_was_sending_ends_when_a_newer_one_speaks(
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stuck
         assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_learner_that_was_told_to_go_ahead_gives_way_too(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run, push_timeout_s=50.0)
+    admitted = asyncio.Event()
+
+    async def header_alone() -> AsyncIterator[WeightFrame]:
+        yield header_of(policy(9), epoch=1, learner="old")
+
+    async def slow_go_ahead() -> None:
+        admitted.set()
+        await asyncio.sleep(50.0)
+
+    async with generator(config, redis_url) as only, learner(config, redis_url, epoch=2) as new:
+        stuck = asyncio.create_task(only.door._receiver.receive(header_alone(), slow_go_ahead))
+        await admitted.wait()
+        new.publisher.publish(policy(1))
+        await new.until(lambda: serve([only], policy(1)))
+        with pytest.raises(Refused, match=r"obeys learner .* of epoch 2"):
+            await stuck
 
 
 async def test_the_fence_is_raised_by_a_push_that_fails_too(redis: Redis, redis_url: str, tmp_path: Path) -> None:
