@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.cli.outcome import RunError
-from services.cli.session import _first_of
+from services.cli.session import first_of
 
 
 async def test_a_task_that_swallows_a_cancellation_does_not_hold_up_the_end() -> None:
@@ -30,5 +30,5 @@ async def test_a_task_that_swallows_a_cancellation_does_not_hold_up_the_end() ->
 
     async with asyncio.timeout(30):
         with pytest.raises(RunError, match="not ready"):
-            await _first_of([reads_for_ever()], [fails()])
+            await first_of([reads_for_ever()], [fails()])
     assert swallowed == 2
