@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from benchmarks.material import write_config
 from benchmarks.push_policies import model, policy
-from benchmarks.service_alone import beside_generation
+from benchmarks.service_alone import beside
 from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.configfile import write_config as write_whole_config
@@ -32,7 +32,7 @@ def measure(rates: Sequence[float], versions: int) -> dict[str, Any]:
     config = read_config(write_config("push", "fixed", "bfloat16", **sections))
     config.run_dir.mkdir()
     write_whole_config(config, config.run_dir / CONFIG_NAME)
-    return asyncio.run(beside_generation(config, lambda redis, url: _push_all(config, redis, url, rates, versions)))
+    return asyncio.run(beside("generation", config, lambda redis, url: _push_all(config, redis, url, rates, versions)))
 
 
 async def _push_all(config: Config, redis: Redis, url: str, rates: Sequence[float], versions: int) -> dict[str, Any]:

@@ -14,19 +14,16 @@ from typing import Any
 from redis.asyncio import Redis
 
 from benchmarks.children import MeasurementError
-from benchmarks.service_alone import until_up
+from benchmarks.service_alone import beside
 from benchmarks.shape import CACHE
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
-from services.cli.lineup import LOOPBACK, Job, free_port, redis_program, service_programs
-from services.cli.supervisor import Supervisor
-from services.common.config import Config
 from services.common.configfile import parse_config
 from services.common.configfile import write_config as write_whole_config
 from services.common.events import SCHEMA
 from services.common.keys import Keys
 from services.common.members import wait_for_member
-from services.common.runtime import CONFIG_NAME, connect_redis
-from services.common.streams import append, create_consumer_groups
+from services.common.runtime import CONFIG_NAME
+from services.common.streams import append
 
 _START_S, _RUN_S = 60.0, 120.0
 _GROUP_SIZE, _NUM_TOKENS, _AT_A_TIME = 8, 128, 500
@@ -54,31 +51,9 @@ def measure(num_rollouts: int, source: str) -> dict[str, Any]:
     config = parse_config(given, folder)
     config.run_dir.mkdir(exist_ok=True)
     write_whole_config(config, config.run_dir / CONFIG_NAME)
-    seconds = asyncio.run(_measure(config, num_rollouts))
+    scoring = beside("reward", config, lambda redis, _: _score(redis, Keys(config.name), num_rollouts))
+    seconds = asyncio.run(scoring)
     return {"what": "stream", "num_rollouts": num_rollouts, "seconds": seconds, "per_s": num_rollouts / seconds}
-
-
-async def _measure(config: Config, num_rollouts: int) -> float:
-    keys, port = Keys(config.name), free_port()
-    url = f"redis://{LOOPBACK}:{port}/0"
-    redis = connect_redis(url)
-    complaints: list[str] = []
-    try:
-        async with Supervisor(config.run_dir / "services", 0, complaints.append) as supervisor:
-            supervisor.start([redis_program(config.run_dir, port)])
-            await until_up(url)
-            await create_consumer_groups(redis, keys)
-            supervisor.start(service_programs(Job(config, config.run_dir, services=("reward",)), url))
-            death = asyncio.create_task(supervisor.watch())
-            work = asyncio.create_task(_score(redis, keys, num_rollouts))
-            await asyncio.wait({death, work}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                work.cancel()
-                death.result()
-            death.cancel()
-            return work.result()
-    finally:
-        await redis.aclose()
 
 
 async def _score(redis: Redis, keys: Keys, num_rollouts: int) -> float:

@@ -47,11 +47,11 @@ def measure(lengths: Lengths, dtype: Dtype, rounds: int) -> dict[str, Any]:
 
 
 async def _measure(config: Config, lengths: Lengths, rounds: int) -> dict[str, Any]:
-    return await beside_generation(config, lambda redis, _: _rounds(redis, Keys(config.name), lengths, rounds))
+    return await beside("generation", config, lambda redis, _: _rounds(redis, Keys(config.name), lengths, rounds))
 
 
-async def beside_generation(config: Config, work: Callable[[Redis, str], Coroutine[Any, Any, T]]) -> T:
-    """The result of `work(redis, its url)` beside the generation service; the run directory is there already.
+async def beside(service: str, config: Config, work: Callable[[Redis, str], Coroutine[Any, Any, T]]) -> T:
+    """The result of `work(redis, its url)` beside one service and Redis; the run directory is there already.
 
     Raises:
         Exception: What the work raised, or the death of a process while it lasted.
@@ -63,9 +63,9 @@ async def beside_generation(config: Config, work: Callable[[Redis, str], Corouti
     try:
         async with Supervisor(config.run_dir / "services", 0, complaints.append) as supervisor:
             supervisor.start([redis_program(config.run_dir, port)])
-            await until_up(url)
+            await _until_up(url)
             await create_consumer_groups(redis, Keys(config.name))
-            supervisor.start(service_programs(Job(config, config.run_dir, services=("generation",)), url))
+            supervisor.start(service_programs(Job(config, config.run_dir, services=(service,)), url))
             # What dies takes the measurement with it instead of letting it wait.
             death = asyncio.create_task(supervisor.watch())
             working = asyncio.create_task(work(redis, url))
@@ -79,7 +79,7 @@ async def beside_generation(config: Config, work: Callable[[Redis, str], Corouti
         await redis.aclose()
 
 
-async def until_up(url: str) -> None:
+async def _until_up(url: str) -> None:
     """Wait for a Redis that was just started."""
     probe, deadline = Redis.from_url(url, protocol=2, socket_timeout=1), time.monotonic() + _REDIS_S
     try:
