@@ -20,7 +20,7 @@ from services.cli.live import LiveScreen
 from services.cli.outcome import InterruptedRunError
 from services.cli.rundir import Plan, hold, plan_run, prepare
 from services.cli.screen import PlainScreen, Screen
-from services.cli.session import Interrupts, new_view, run_session
+from services.cli.session import Interrupts, Programs, new_view, run_session
 from services.cli.view import Line, Phases, View, duration
 from services.common.config import Config
 from services.common.runtime import CONFIG_NAME, EXIT_FAILED
@@ -28,8 +28,11 @@ from services.common.runtime import CONFIG_NAME, EXIT_FAILED
 T = TypeVar("T")
 
 
-def run(target: Path, *, resume: bool, plain: bool, console: Console) -> int:
+def run(target: Path, *, resume: bool, plain: bool, console: Console, programs: Programs | None = None) -> int:
     """Run to the end; the exit code.
+
+    Args:
+        programs: Other service processes than lineup.py's.
 
     Raises:
         InputError: The input cannot work.
@@ -39,11 +42,11 @@ def run(target: Path, *, resume: bool, plain: bool, console: Console) -> int:
     plan = plan_run(target, resume=resume)
     config_file = target / CONFIG_NAME if target.is_dir() else target
     with hold(plan.run_dir):
-        view = asyncio.run(_run(plan, config_file, console, plain=plain))
+        view = asyncio.run(_run(plan, config_file, console, programs, plain=plain))
         return _conclude(plan, view, console)
 
 
-async def _run(plan: Plan, config_file: Path, console: Console, *, plain: bool) -> View:
+async def _run(plan: Plan, config_file: Path, console: Console, programs: Programs | None, *, plain: bool) -> View:
     phases, interrupts = Phases(), Interrupts()
     interrupts.install()
     console.print("checking configuration, model, prompts and reward ...", style="dim")
@@ -56,7 +59,7 @@ async def _run(plan: Plan, config_file: Path, console: Console, *, plain: bool) 
     try:
         for line in [Line(warning, "warning") for warning in warnings] + [Line(note) for note in notes]:
             screen.say(line)
-        await run_session(job, view, screen, interrupts)
+        await run_session(job, view, screen, interrupts, programs)
     finally:
         screen.show(view)
         screen.close()

@@ -10,9 +10,9 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 from redis.asyncio import Redis
@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 from services.cli.checks import check_unused
 from services.cli.lineup import LOOPBACK, REDIS, Job, free_port, learner_by_hand, redis_program, service_programs
 from services.cli.outcome import EXIT_INTERRUPTED, RunError
+from services.cli.processes import Program
 from services.cli.rundir import SERVICES_DIR, write_supervisor_facts
 from services.cli.screen import Screen
 from services.cli.supervisor import Supervisor
@@ -28,6 +29,8 @@ from services.cli.view import Line, Phases, Process, View, load_history
 from services.cli.watch import Watcher
 from services.common.runtime import REDIS_PATIENCE_S, connect_redis, end_tasks
 
+# The service processes of a job that uses the Redis at an address.
+Programs: TypeAlias = Callable[[Job, str], list[Program]]
 REFRESH_S = 0.25
 # Services end by themselves on Finished; an engine takes some seconds to leave.
 SELF_END_S = 10.0
@@ -70,10 +73,15 @@ def new_view(job: Job, phases: Phases) -> View:
     return view
 
 
-async def run_session(job: Job, view: View, screen: Screen, interrupts: Interrupts) -> None:
+async def run_session(
+    job: Job, view: View, screen: Screen, interrupts: Interrupts, programs: Programs | None = None
+) -> None:
     """Run the job's services until the run has finished or the user stops it; everything is ended afterwards.
 
     The result is in the view: `finished`, or None where the user stopped it and it did not get that far.
+
+    Args:
+        programs: Other service processes than lineup.py's.
 
     Raises:
         RunError: A program could not be kept alive, or the services did not become ready in time.
@@ -90,7 +98,7 @@ async def run_session(job: Job, view: View, screen: Screen, interrupts: Interrup
             watcher = Watcher(redis, view, screen.say)
             await watcher.forget_last_session()
             write_supervisor_facts(job.run_dir, redis_url)
-            supervisor.start(service_programs(job, redis_url))
+            supervisor.start((programs or service_programs)(job, redis_url))
             if job.leaves_learner:
                 screen.say(Line(learner_by_hand(job, redis_url)))
             await _until_over(job, view, screen, interrupts, supervisor, watcher)

@@ -16,9 +16,11 @@ def main() -> None:
     options = parse_options("generation", check, meaning=MEANING)
     # Read when torch is loaded; vLLM leaves a number that is set alone, and takes one thread where none is.
     os.environ["OMP_NUM_THREADS"] = str(generation_threads(options.config.generation.threads))
-    from services.generation.life import live  # after the options: importing vLLM takes seconds
+    # After the options: importing vLLM takes seconds.
+    from services.generation.life import live
+    from services.generation.start import start_engine
 
-    run_service(options, live)
+    run_service(options, lambda service: live(service, start_engine))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from gspo_proto.generation_pb2 import (
 from gspo_proto.rollout_pb2 import Rollout
 from services.common import metrics
 from services.common.runtime import Service
-from services.generation.engine import Engine, EngineBrokenError, LoadFailedError
+from services.generation.engine_api import EngineBrokenError, EngineLike, LoadFailedError
 from services.generation.receiver import Receiver, Refused
 from services.generation.rollouts import AbortedError, Rollouts
 from services.generation.staging import StagedWeights, StagingError
@@ -38,7 +38,7 @@ class Door(generation_pb2_grpc.GenerationServicer):
     """Serves gspo.Generation for one engine."""
 
     def __init__(
-        self, service: Service, engine: Engine, staged: StagedWeights, rollouts: Rollouts, worker: Worker
+        self, service: Service, engine: EngineLike, staged: StagedWeights, rollouts: Rollouts, worker: Worker
     ) -> None:
         self._service, self._engine, self._rollouts, self._worker = service, engine, rollouts, worker
         self._receiver = Receiver(service, engine, staged, worker.weights_changed)

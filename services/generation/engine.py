@@ -11,10 +11,9 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
@@ -28,12 +27,18 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from services.common.cpu_threads import WAITING
+from services.generation.engine_api import (
+    Completion,
+    EngineBrokenError,
+    Finish,
+    LoadFailedError,
+    LoadTimes,
+    OnUpdate,
+    Sampling,
+)
 from services.generation.engine_args import check_engine_args
 from services.generation.staging import PolicyCopy, StagedWeights
 from services.generation.weights import BACKEND
-
-Finish: TypeAlias = Literal["stop", "stop_string", "length", "aborted"]
-OnUpdate: TypeAlias = Literal["recompute", "keep"]
 
 _GIB = 1 << 30
 
@@ -43,53 +48,6 @@ _GIB = 1 << 30
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # Threads float over the cores: a learner shares them, and a bound thread would wait for a core that is taken.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **WAITING}
-
-
-class EngineBrokenError(RuntimeError):
-    """vLLM has died, or holds neither the new weights nor the old: the process must end and start again."""
-
-
-class LoadFailedError(RuntimeError):
-    """The new weights did not load; the old ones are back and serve under their old version."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample one answer. top_p, top_k and min_p other than off bias a training ratio; evaluation may."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    seed: int | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One answer. The lists have one element a sampled token; an end-of-sequence token that ended it is among them.
-
-    `logp` is the log-prob of exactly that token under the distribution it was sampled from (after temperature);
-    `version` the version of the weights that sampled it.
-    """
-
-    token_ids: list[int]
-    logp: list[float]
-    version: list[int]
-    finish: Finish
-    stop_string: str | None = None
-
-
-@dataclass(frozen=True)
-class LoadTimes:
-    """Seconds from asking for the pause until the engine stood still, of the load, and until it ran again."""
-
-    pause_s: float
-    load_s: float
-    resume_s: float
 
 
 class Engine:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import structlog
 from transformers import AutoTokenizer
 
 from gspo_proto import generation_pb2_grpc
+from services.common.config import Config
 from services.common.events import Events
 from services.common.members import Member, Registration
 from services.common.model_folder import model_folder
@@ -21,17 +23,21 @@ from services.common.probes import HttpServer, Probes
 from services.common.rpc import GrpcServer
 from services.common.runtime import Service
 from services.generation.door import SERVICE_NAME, Door
-from services.generation.engine import Engine
+from services.generation.engine_api import EngineLike
 from services.generation.rollouts import Rollouts
 from services.generation.staging import StagedWeights
-from services.generation.start import start_engine
 from services.generation.worker import Worker
 
 log = structlog.get_logger()
+StartEngine: TypeAlias = Callable[[Config, Path], Awaitable[EngineLike]]
 
 
-async def live(service: Service) -> None:
-    """Start, serve until the run is finished or the service is stopped, end the engine."""
+async def live(service: Service, start_engine: StartEngine) -> None:
+    """Start, serve until the run is finished or the service is stopped, end the engine.
+
+    Args:
+        start_engine: From the configuration and the model's folder; start.py's, or one that simulates.
+    """
     options, config = service.options, service.config
     events = Events(service.redis, service.keys, options.service)
     position = await events.newest()
@@ -56,7 +62,7 @@ async def _until_end(service: Service, events: Events, position: bytes) -> None:
 
 
 async def _serve(
-    service: Service, engine: Engine, staged: StagedWeights, http_address: str, until_end: Coroutine[Any, Any, None]
+    service: Service, engine: EngineLike, staged: StagedWeights, http_address: str, until_end: Coroutine[Any, Any, None]
 ) -> None:
     options = service.options
     folder = model_folder(service.config.model)

@@ -20,7 +20,7 @@ from gspo_proto.generation_pb2 import PushHeader, PushResult, TensorFrame, Weigh
 from services.common import metrics
 from services.common.runtime import Service
 from services.common.weights_changes import Packed
-from services.generation.engine import Engine, EngineBrokenError
+from services.generation.engine_api import EngineBrokenError, EngineLike
 from services.generation.staging import StagedWeights, StagingError
 
 log = structlog.get_logger()
@@ -59,7 +59,9 @@ class Receiver:
         broken: Resolves with the reason once the engine cannot serve any more.
     """
 
-    def __init__(self, service: Service, engine: Engine, staged: StagedWeights, on_loaded: Callable[[], None]) -> None:
+    def __init__(
+        self, service: Service, engine: EngineLike, staged: StagedWeights, on_loaded: Callable[[], None]
+    ) -> None:
         self._service, self._engine, self._staged, self._on_loaded = service, engine, staged, on_loaded
         self._config = service.config.generation
         self.fence = Fence()

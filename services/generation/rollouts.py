@@ -14,7 +14,7 @@ from gspo_proto.rollout_pb2 import GroupTask, Rollout
 from services.common import metrics
 from services.common.events import SCHEMA
 from services.common.keys import rollout_id
-from services.generation.engine import Completion, Engine, Sampling
+from services.generation.engine_api import Completion, EngineLike, Sampling
 
 _OUTCOMES = {
     "stop": rollout_pb2.OUTCOME_EOS,
@@ -40,7 +40,7 @@ class Rollouts:
         generator: This generator's name, as the rollouts carry it.
     """
 
-    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, generator: str) -> None:
+    def __init__(self, engine: EngineLike, tokenizer: PreTrainedTokenizerBase, generator: str) -> None:
         self._engine, self._tokenizer, self._generator = engine, tokenizer, generator
 
     async def generate(self, task: GroupTask, number: int) -> Rollout:

@@ -18,7 +18,7 @@ from services.common import metrics
 from services.common.events import SCHEMA
 from services.common.runtime import Service
 from services.common.streams import Delivery, Inbox, Output, new_consumer
-from services.generation.engine import Engine
+from services.generation.engine_api import EngineLike
 from services.generation.outbox import Outbox
 from services.generation.rollouts import AbortedError, Rollouts, mark_of
 
@@ -55,7 +55,7 @@ class Held:
 class Worker:
     """Keeps the engine full and no fuller."""
 
-    def __init__(self, service: Service, engine: Engine, rollouts: Rollouts) -> None:
+    def __init__(self, service: Service, engine: EngineLike, rollouts: Rollouts) -> None:
         config, keys = service.config, service.keys
         consumer, lease_s = new_consumer(service.options.name), config.services.lease_s
         self._service, self._engine, self._rollouts = service, engine, rollouts

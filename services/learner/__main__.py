@@ -34,8 +34,11 @@ def main() -> None:
         sys.exit(launch(options.config, sys.argv[1:]))
     # After the options: importing torch and DeepSpeed takes seconds.
     from services.learner.life import live, live_as_follower
+    from services.learner.orders import Leader, follow
 
-    run_service(options, live_as_follower if own_rank() else live)
+    if own_rank():
+        run_service(options, lambda service: live_as_follower(service, follow))
+    run_service(options, lambda service: live(service, Leader))
 
 
 def _check_as_launched(config: Config) -> None:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from gspo_proto import learner_pb2_grpc
+from services.common.config import Config
 from services.common.events import Events
 from services.common.keys import LEARNER
 from services.common.members import Member, Registration
@@ -19,21 +22,25 @@ from services.common.rpc import GrpcServer
 from services.common.runtime import Service
 from services.learner.door import SERVICE_NAME, Door
 from services.learner.loop import Learner
-from services.learner.orders import follow
+from services.learner.making import StartMaker
 from services.learner.recovery import recover
 from services.learner.rundir import RunDir
 from services.learner.trackers import Trackers
 
 
-async def live(service: Service) -> None:
-    """Hold the run directory, and train until the run is finished or the service is stopped."""
+async def live(service: Service, start: StartMaker) -> None:
+    """Hold the run directory, and train until the run is finished or the service is stopped.
+
+    Args:
+        start: orders.Leader, or one that simulates.
+    """
     options = service.options
     http = HttpServer(Probes(service), options.host, options.http_port)
     serving = asyncio.create_task(http.run())
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
     try:
         with RunDir(options.run_dir) as run_dir:
-            learner = await _recovered(service, run_dir, thread)
+            learner = await _recovered(service, run_dir, thread, start)
             await _serve(service, learner, http.address)
             await learner.release_ranks()
     finally:
@@ -41,7 +48,7 @@ async def live(service: Service) -> None:
         thread.shutdown(cancel_futures=True)
 
 
-async def live_as_follower(service: Service) -> None:
+async def live_as_follower(service: Service, follow: Callable[[Config, Path, Path], None]) -> None:
     """Train as rank 0 orders, until it says that this is the end: it alone answers signals and talks to others."""
     try:
         model = model_folder(service.config.model)
@@ -50,10 +57,10 @@ async def live_as_follower(service: Service) -> None:
         await service.redis.aclose()
 
 
-async def _recovered(service: Service, run_dir: RunDir, thread: ThreadPoolExecutor) -> Learner:
+async def _recovered(service: Service, run_dir: RunDir, thread: ThreadPoolExecutor, start: StartMaker) -> Learner:
     model = model_folder(service.config.model)
     loop = asyncio.get_running_loop()
-    recovering = loop.run_in_executor(thread, recover, service.config, model, run_dir, service.activity)
+    recovering = loop.run_in_executor(thread, recover, service.config, model, run_dir, service.activity, start)
     trainer, assembler, version = await recovering
     return Learner(service, run_dir, trainer, assembler, thread, version=version)
 

@@ -36,11 +36,10 @@ from services.common.runtime import Service
 from services.learner.assembly import Assembler, Batch, Exhausted, Hopeless, Waiting
 from services.learner.held_out import HeldOut
 from services.learner.intake import Intake
-from services.learner.orders import Leader
+from services.learner.making import Maker, NotFiniteError
 from services.learner.publisher import Live, Publisher
 from services.learner.rundir import RunDir
 from services.learner.settlement import SettledGroup, Settlement
-from services.learner.updates import NotFiniteError
 from services.learner.weights import Policy, policy_from
 
 log = structlog.get_logger()
@@ -69,7 +68,7 @@ class Learner:
         self,
         service: Service,
         run_dir: RunDir,
-        trainer: Leader,
+        trainer: Maker,
         assembler: Assembler,
         thread: ThreadPoolExecutor,
         *,

@@ -18,10 +18,10 @@ import structlog
 from torch import Tensor, distributed
 
 from services.common.config import Config
+from services.learner.making import NotFiniteError, Trained
 from services.learner.process_group import Line, in_time
 from services.learner.rows import Row, from_table, to_table
 from services.learner.trainer import Trainer
-from services.learner.updates import NotFiniteError, Trained
 
 log = structlog.get_logger()
 _END, _SIGN_OF_LIFE = "end", "sign_of_life"

@@ -16,15 +16,16 @@ from services.common.activity import Activity
 from services.common.config import Config
 from services.common.errors import InputError
 from services.learner.assembly import Assembler
-from services.learner.orders import Leader
+from services.learner.making import Maker, NotFiniteError, StartMaker
 from services.learner.rundir import RunDir
-from services.learner.updates import NotFiniteError
 from services.learner.weights import policy_from
 
 log = structlog.get_logger()
 
 
-def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity) -> tuple[Leader, Assembler, int]:
+def recover(
+    config: Config, model: Path, run_dir: RunDir, activity: Activity, start: StartMaker
+) -> tuple[Maker, Assembler, int]:
     """A trainer, on every rank, and an assembler in the state after the last logged step, and that step's number.
 
     Raises:
@@ -32,7 +33,7 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity) ->
         InputError: A step that ended the run ends it again, or the checkpoint was written by other ranks.
     """
     activity.set("busy", "loading the model", str(model))
-    trainer = Leader(config, model, run_dir.path)
+    trainer = start(config, model, run_dir.path)
     step, moments = 0, RunningMoments()
     if (newest := run_dir.checkpoints.newest()) is not None:
         activity.set("busy", "loading the checkpoint", f"step {newest}")
@@ -53,7 +54,7 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity) ->
     return trainer, assembler, step
 
 
-def _replay(step: int, run_dir: RunDir, trainer: Leader, assembler: Assembler) -> None:
+def _replay(step: int, run_dir: RunDir, trainer: Maker, assembler: Assembler) -> None:
     rows = run_dir.read_step(step)
     assembler.replay(rows)
     try:

@@ -25,6 +25,7 @@ from services.learner.batch import StepBatch
 from services.learner.durable import fsync
 from services.learner.engine_config import engine_config, reference_config
 from services.learner.export import export_model
+from services.learner.making import Trained
 from services.learner.policy_model import can_be_packed, checkpoint_tensors, load_policy_model, load_reference_model
 from services.learner.probe import KeptWeights
 from services.learner.process_group import join, set_deadlines, sum_stats
@@ -38,7 +39,7 @@ from services.learner.step_figures import (
     objective_figures,
     row_figures,
 )
-from services.learner.updates import StepSums, Trained, Updates, mean
+from services.learner.updates import StepSums, Updates, mean
 
 _TAG = "engine"
 _STATE, _RANKS = "caller.json", "num_ranks"

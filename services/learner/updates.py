@@ -21,38 +21,13 @@ from gspo_core.staleness import drop_old_tokens
 from gspo_core.stats import Stats, merge
 from services.common.config import Config
 from services.learner.batch import MicroBatch, StepBatch, rank_micro_batches
+from services.learner.making import NotApplied, NotFiniteError
 from services.learner.objective import Targets, has_gradient, micro_batch_loss, step_targets
 from services.learner.probe import KeptWeights, rows_to_probe
 from services.learner.process_group import sum_over_ranks
 
 # So many in a row are no accident: what comes after would be trained on a policy that has come apart.
 MOST_IN_A_ROW = 3
-
-
-class NotFiniteError(ArithmeticError):
-    """Too many mini-batches in a row had no finite loss or gradient norm; none of them was applied."""
-
-
-@dataclass(frozen=True)
-class NotApplied:
-    """An optimizer step that was not made.
-
-    Attributes:
-        update: Its number within the step, from 0, over all passes.
-        mini_batch: The mini-batch it would have been of.
-    """
-
-    update: int
-    mini_batch: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a step came to: its figures, and the mini-batches that were not applied."""
-
-    figures: dict[str, float]
-    not_applied: tuple[NotApplied, ...] = ()
 
 
 @dataclass

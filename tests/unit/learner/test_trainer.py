@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.weights_digest import policy_digest
 from services.learner.attention import short_causal_attention
+from services.learner.making import NotFiniteError
 from services.learner.policy_model import can_be_packed, load_policy_model
 from services.learner.rows import Row
 from services.learner.trainer import Trainer
-from services.learner.updates import NotFiniteError
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.training_rows import answer_logp, make_config, make_rows
 

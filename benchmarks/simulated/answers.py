@@ -1,0 +1,57 @@
+"""The tokens of a simulated answer, and a log-prob of each that only one version of the weights gives.
+
+What it is for: whoever reads a run's log can compute every log-prob again from token, place and weights, and so see
+that none was lost, swapped or put under another version. Neighbours: engine.py answers with it, the chaos check asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.generation.staging import PolicyCopy, StagedWeights
+
+# Answers are slices of one long line of tokens: to draw each anew would cost more than the rest of a rollout.
+_LINE = 1 << 16
+_FIRST_TEXT_TOKEN = 3
+_STEPS = 1 << 16
+
+
+class Answers:
+    """Makes tokens and log-probs.
+
+    Args:
+        vocabulary: Tokens that the tokenizer has; the first few are special.
+    """
+
+    def __init__(self, vocabulary: int, seed: int) -> None:
+        line = np.random.default_rng(seed).integers(_FIRST_TEXT_TOKEN, vocabulary, _LINE)
+        self._line: list[int] = np.concatenate([line, line]).tolist()
+
+    def tokens(self, name: str, first: int, num: int) -> list[int]:
+        """Tokens first .. first + num - 1 of the answer of this name."""
+        start = int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big") % _LINE
+        begin = (start + first) % _LINE
+        return self._line[begin : begin + num]
+
+
+def log_probs(token_ids: Sequence[int], first_place: int, key: int) -> NDArray[np.float32]:
+    """A log-prob of each token under the weights of this key; the first stands at `first_place` of its sequence."""
+    token_T = np.asarray(token_ids, np.uint64)
+    place_T = np.arange(first_place, first_place + len(token_T), dtype=np.uint64)
+    mixed_T = (token_T * np.uint64(2654435761) + place_T * np.uint64(40503) + np.uint64(key)) % np.uint64(_STEPS)
+    return (-(mixed_T.astype(np.float32) + 1) / np.float32(_STEPS)).astype(np.float32)
+
+
+def key_of_bits(bits: NDArray[np.unsignedinteger[Any]]) -> int:
+    """What stands for the weights in a log-prob: the bits of the first element, which every step changes."""
+    return int(bits.reshape(-1)[0])
+
+
+def key_of(staged: StagedWeights, copy: PolicyCopy) -> int:
+    """The key of a staged policy: that of its first tensor by name."""
+    return key_of_bits(copy.bits(min(staged.places)))
