@@ -23,6 +23,7 @@ from benchmarks.push_policies import policy
 from benchmarks.tables import middle
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
+from services.common.freed_memory import keep_freed_memory
 from services.common.rpc import GrpcServer, open_channel
 from services.learner.frames import FRAME_BYTES, Frames
 from services.learner.weights import Policy
@@ -136,6 +137,7 @@ class _Sink(generation_pb2_grpc.GenerationServicer):
 
 
 def _receive_grpc(told: Connection) -> None:
+    keep_freed_memory()  # as the generation service does
     asyncio.run(_serve_grpc(told))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from services.common.cpu_threads import generation_threads
+from services.common.freed_memory import keep_freed_memory
 from services.common.runtime import parse_options, run_service
 from services.generation.check import check
 
@@ -16,6 +17,7 @@ def main() -> None:
     options = parse_options("generation", check, meaning=MEANING)
     # Read when torch is loaded; vLLM leaves a number that is set alone, and takes one thread where none is.
     os.environ["OMP_NUM_THREADS"] = str(generation_threads(options.config.generation.threads))
+    keep_freed_memory()
     # After the options: importing vLLM takes seconds.
     from services.generation.life import live
     from services.generation.start import start_engine
