@@ -6,7 +6,6 @@ The single looks are in findings.py, the services' own checks in checks.py.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,10 +21,12 @@ from services.cli.outcome import RunError
 from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.errors import InputError
+from services.common.model_files import ModelFiles, read_model_files
+from services.common.training_memory import kept_bytes, num_trained, training_bytes
 
 _STYLES = {"OK": "green", "warning": "yellow", "problem": "bold red"}
-# Bytes a parameter in training: weights, gradients and two moments in fp32, and the last published copy.
-_TRAINING_BYTES = 20
+# Policies that the learner keeps to push: the newest, and the one before for changes to it.
+_PUBLISHED = 2
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -61,15 +62,15 @@ def _machine() -> Iterator[Finding]:
 
 def _run(config: Config, config_file: Path) -> Iterator[Finding]:
     """The same, measured against what this run needs, and the run's own checks."""
-    model, num_parameters = _model(config)
+    model, files = _model(config)
     yield findings.python()
     yield from findings.packages()
     yield findings.cores()
     yield findings.gpu()
     yield model
-    yield findings.memory(_memory_gib(config, num_parameters))
-    yield findings.disk(config.run.directory, _disk_gib(config, num_parameters))
-    yield findings.shared_memory(_staged_gib(config, num_parameters))
+    yield findings.memory(_memory_gib(config, files))
+    yield findings.disk(config.run.directory, _disk_gib(config, files))
+    yield findings.shared_memory(_staged_gib(config, files))
     yield findings.compiler()
     yield findings.numa()
     yield _redis(config)
@@ -78,56 +79,49 @@ def _run(config: Config, config_file: Path) -> Iterator[Finding]:
         yield _check(service, config_file)
 
 
-def _model(config: Config) -> tuple[Finding, int | None]:
-    """The model folder, and its number of parameters where that can be told."""
+def _model(config: Config) -> tuple[Finding, ModelFiles | None]:
+    """The model folder, and what its files say where that can be told."""
     folder = Path(config.model.path)
     if not folder.is_dir():
         text = f"{config.model.path} is no folder here"
         return Finding("model", "warning", text, "It is taken for a name on a hub and fetched at the start"), None
-    num_parameters = _num_parameters(folder)
-    if num_parameters is None:
-        advice = "Give a folder that save_pretrained wrote, with config.json and safetensors"
-        return Finding("model", "problem", f"{folder} holds no safetensors", advice), None
-    return Finding("model", "OK", f"{folder}: {num_parameters:,} parameters"), num_parameters
+    try:
+        files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
+    except InputError as error:
+        return Finding("model", "problem", error.rule, error.fix), None
+    return Finding("model", "OK", f"{folder}: {files.num_parameters:,} parameters"), files
 
 
-def _num_parameters(folder: Path) -> int | None:
-    """Elements of all tensors, by the heads of the safetensors files; None where there are none."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, tensor in head.items():
-            size = 1
-            for extent in tensor["shape"] if name != "__metadata__" else [0]:
-                size *= extent
-            total += size
-    return total or None
+def _memory_gib(config: Config, files: ModelFiles | None) -> float | None:
+    """Every rank of the learner that is started here, what it keeps to push, and every generator's weights and cache.
 
-
-def _memory_gib(config: Config, num_parameters: int | None) -> float | None:
-    """Learner, every generator's weights and KV cache, and the staged copy, where all is in this machine's memory."""
-    if num_parameters is None:
+    All of it is taken to be in this machine's memory: what a GPU holds is not needed here.
+    """
+    if files is None:
         return None
-    reference = 4 if config.algorithm.needs_reference else 0
-    served = _DTYPE_BYTES[config.generation.dtype] * config.generation.replicas
-    weights = num_parameters * (_TRAINING_BYTES + reference + served) / GIB
-    return findings.PROCESSES_GIB + weights + config.generation.kv_cache_gb * config.generation.replicas
+    ranks = max(1, config.learner.ranks)
+    training = sum(training_bytes(config, files, ranks)) * ranks + kept_bytes(config, files)
+    policy = files.num_parameters * _DTYPE_BYTES[config.generation.dtype]
+    generation = config.generation
+    weights = training + policy * (_PUBLISHED + generation.replicas)
+    return findings.PROCESSES_GIB + weights / GIB + generation.kv_cache_gb * generation.replicas
 
 
-def _staged_gib(config: Config, num_parameters: int | None) -> float | None:
-    if num_parameters is None:
+def _staged_gib(config: Config, files: ModelFiles | None) -> float | None:
+    if files is None:
         return None
-    return num_parameters * _DTYPE_BYTES[config.generation.dtype] * config.generation.replicas / GIB
+    return files.num_parameters * _DTYPE_BYTES[config.generation.dtype] * config.generation.replicas / GIB
 
 
-def _disk_gib(config: Config, num_parameters: int | None) -> float | None:
-    """Checkpoints (weights and two moments in fp32), one more while it is written, exports, and room for the log."""
-    if num_parameters is None:
+def _disk_gib(config: Config, files: ModelFiles | None) -> float | None:
+    """Checkpoints (two moments in fp32 of what is trained, and all weights without LoRA), one more while it is
+    written, exports, and room for the log."""
+    if files is None:
         return None
+    trained = num_trained(config.learner.lora, files)
     # The best version, and one that is not measured yet.
     exports = 3 if config.evaluation.keep_best else 1
-    return 1.0 + num_parameters * (12 * (config.run.keep_checkpoints + 1) + 4 * exports) / GIB
+    return 1.0 + (12 * trained * (config.run.keep_checkpoints + 1) + 4 * files.num_parameters * exports) / GIB
 
 
 def _redis(config: Config) -> Finding:

@@ -31,6 +31,8 @@ def select_keys(prefix: str) -> list[Key]:
 def print_keys(prefix: str, console: Console) -> None:
     """A table for the terminal."""
     table = Table("key", "type", "default", "on resume", "meaning", header_style="bold", box=None, padding=(0, 1))
+    for column in table.columns:
+        column.overflow = "fold"  # a name with an ellipsis could not be copied from a narrow terminal
     for key in select_keys(prefix):
         kind = f"{key.type}, {key.bounds}" if key.bounds else key.type
         resume = Text("may change", "green") if key.on_resume else Text("fixed", "dim")

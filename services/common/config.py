@@ -301,11 +301,14 @@ class LoraConfig(Section):
 
     rank: int = Field(0, ge=0, description="Rank of the adapters; 0 trains the weights themselves")
     alpha: PositiveFloat = Field(32.0, description="The adapters' product is scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout at the adapters' inputs while training")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout at the adapters' inputs while training; none at a mixture's experts"
+    )
     target_modules: tuple[str, ...] = Field(
         ("all-linear",),
         min_length=1,
-        description="Linear layers that get adapters, by the end of their names, such as q_proj; all-linear is all",
+        description="Layers that get adapters, by the end of their names in the checkpoint, such as q_proj; "
+        "all-linear is all, a mixture's experts and routers too",
     )
 
     @model_validator(mode="after")
@@ -369,7 +372,9 @@ class LearnerConfig(Section):
         ge=0,
         le=64,
         description="Processes that the learner starts through torchrun on this machine, each with a share of every "
-        "mini-batch: one for each GPU. 0 leaves the start to you, for several hosts",
+        "mini-batch: one for each GPU. 0 leaves the start to you, for several hosts. It may change on resume with "
+        "zero_stage 0",
+        json_schema_extra=ON_RESUME,
     )
     rank_timeout_s: PositiveFloat = Field(
         600.0,

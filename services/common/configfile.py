@@ -111,7 +111,7 @@ def check_resume(old: Config, new: Config) -> None:
     """Refuse a change of a key that is fixed for a run's life.
 
     Raises:
-        InputError: Names every such key with both values.
+        InputError: Names every such key with both values; learner.ranks where a checkpoint could not be read.
     """
     refused = [(key.name, before, after) for key, before, after in changed_keys(old, new) if not key.on_resume]
     if refused:
@@ -120,6 +120,14 @@ def check_resume(old: Config, new: Config) -> None:
             refused[0][0],
             f"cannot change on resume ({changes})",
             "Set it back, or start a new run under another name; `gspo config` marks the keys that may change",
+        )
+    before, after = old.learner.ranks, new.learner.ranks
+    if new.learner.zero_stage and before != after:
+        raise InputError(
+            "learner.ranks",
+            f"was {before} and is now {after}: under ZeRO {new.learner.zero_stage} (learner.zero_stage) each rank "
+            "wrote its own part of the checkpoints",
+            "Set it back: only a run with zero_stage 0 can change it",
         )
 
 

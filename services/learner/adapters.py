@@ -6,6 +6,7 @@ trained. Neighbours: policy_model.py holds the policy, trainer.py calls it, chec
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,26 +20,30 @@ from transformers import PreTrainedModel
 
 from services.common.config import LoraConfig as LoraSection
 from services.common.errors import InputError
-from services.learner.model_files import ALL_LINEAR
+from services.common.model_files import ALL_LINEAR
+from services.learner.named_weights import NamedWeight
 
 _NAME = "default"  # peft's own name of an adapter that has none
-_OF_ADAPTERS, _BASE = ".lora_", ".base_layer."
+_OF_ADAPTERS, _WRAPPED = ".lora_", "base_layer"
 
 
 class Adapters:
     """The adapters of one policy. What they start as depends on the seed alone; their product starts at zero.
 
     Args:
-        causal_lm: Its linear layers of the chosen names are wrapped in place, all its own weights are frozen.
+        causal_lm: What the chosen names stand for is wrapped in place, all its own weights are frozen. The names are
+            those of a checkpoint: peft knows that a loaded mixture has its experts in fewer, larger parameters.
 
     Raises:
-        InputError: A name fits no linear layer.
+        InputError: A name fits no layer that can have adapters.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, lora: LoraSection, *, seed: int) -> None:
         chosen = list(lora.target_modules)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             torch.manual_seed(seed)
+            # It speaks of the rank of fused experts, which does take hold.
+            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
             try:
                 self._peft: PeftModel = get_peft_model(
                     causal_lm,
@@ -65,28 +70,36 @@ class Adapters:
         """What LoRA started from: `policy`, or the engine around it, without its adapters."""
         return WithoutAdapters(policy, self)
 
-    def merged_state(self) -> dict[str, Tensor]:
-        """The policy's state dict, detached, under the names that it has without adapters.
-
-        The adapters' products are added in copies.
-        """
+    def weights(self) -> dict[str, NamedWeight]:
+        """The policy's weights under the names that they have without adapters, the products added in copies."""
         causal_lm = self._peft.get_base_model()
-        products = {
-            f"{name}.weight": layer.get_delta_weight(_NAME).detach()
+        adapted = {
+            _plain(f"{name}.{getattr(layer, 'parameter_name', 'weight')}"): layer
             for name, layer in causal_lm.named_modules()
             if isinstance(layer, LoraLayer)
         }
-        state: dict[str, Tensor] = {}
-        for name, tensor in causal_lm.state_dict().items():
-            if _OF_ADAPTERS in name:
-                continue
-            plain = name.replace(_BASE, ".")
-            state[plain] = tensor.detach() + products[plain] if plain in products else tensor.detach()
-        return state
+        return {
+            plain: _merged(weight, adapted.get(plain))
+            for name, weight in causal_lm.state_dict(keep_vars=True).items()
+            if _OF_ADAPTERS not in name
+            for plain in [_plain(name)]
+        }
 
     def save(self, folder: Path) -> None:
         """Write the adapters in peft's own form: adapter_config.json and adapter_model.safetensors."""
         self._peft.save_pretrained(str(folder), save_embedding_layers=False)
+
+
+def _merged(weight: Tensor, layer: LoraLayer | None) -> NamedWeight:
+    if layer is None:
+        return NamedWeight([weight], weight.detach)
+    parts = [weight, layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight]
+    return NamedWeight(parts, lambda: weight.detach() + layer.get_delta_weight(_NAME).detach())
+
+
+def _plain(name: str) -> str:
+    """A name without the layers that peft put around: one for a linear layer, one for each weight of experts."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPED)
 
 
 class WithoutAdapters:

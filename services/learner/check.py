@@ -6,22 +6,32 @@ before every start; engine_config.py finds contradictions with DeepSpeed's keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from services.common.config import Config, LoraConfig
+from services.common.config import Config, LearnerConfig
 from services.common.errors import InputError, nearest
+from services.common.model_files import (
+    ALL_LINEAR,
+    FUSED,
+    ModelFiles,
+    causal_model_types,
+    is_stacked,
+    read_model_files,
+)
 from services.common.model_folder import model_folder
+from services.common.training_memory import kept_bytes, layers_of, training_bytes
 from services.learner.engine_config import engine_config
 from services.learner.gpu_memory import check_gpu_share, visible_gpus
-from services.learner.model_files import ALL_LINEAR, ModelFiles, causal_model_types, read_model_files
 from services.learner.ranks import is_launched, num_local_ranks, num_ranks
 from services.learner.trackers import check_trackers
 
-_FLOAT32_BYTES = 4
+_TARGETS = "learner.lora.target_modules"
+# The ZeRO stage at which a rank holds a part of every weight.
+_SPREAD = 3
 _GIB = 1 << 30
 
 
@@ -41,7 +51,7 @@ def check(config: Config) -> None:
     _check_context(config, files.config)
     _check_vocabulary(folder, files)
     _check_shapes(folder, files)
-    _check_adapters(config.learner.lora, folder, files)
+    _check_adapters(config.learner, folder, files)
     _check_memory(config, files)
 
 
@@ -94,23 +104,59 @@ def _check_shapes(folder: Path, files: ModelFiles) -> None:
         )
 
 
-def _check_adapters(lora: LoraConfig, folder: Path, files: ModelFiles) -> None:
-    """Every name of a layer fits one that can have adapters; a pickle is not looked into."""
-    if not lora.rank or not files.linear or lora.target_modules == (ALL_LINEAR,):
+def _check_adapters(learner: LearnerConfig, folder: Path, files: ModelFiles) -> None:
+    """Every name fits layers that can have adapters, as they are asked for; a pickle is not looked into."""
+    names = learner.lora.target_modules
+    if not learner.lora.rank or not files.linear:
         return
-    for name in lora.target_modules:
-        if not _layers_of((name,), files):
+    layers = list(files.linear)
+    if names != (ALL_LINEAR,):
+        for name in names:
+            _check_name(name, folder, files)
+        layers = layers_of(names, files)
+    if stacked := {layer.rpartition(".")[2] for layer in layers if is_stacked(layer)}:
+        _check_stacked(learner, stacked)
+
+
+def _check_name(name: str, folder: Path, files: ModelFiles) -> None:
+    chosen = layers_of((name,), files)
+    if not chosen:
+        raise InputError(
+            _TARGETS,
+            f"{name!r} fits no linear layer of {folder} (embeddings and the output layer cannot have adapters)",
+            nearest(name, {layer.rpartition(".")[2] for layer in files.linear} | {ALL_LINEAR}),
+        )
+    last = name.rpartition(".")[2]
+    if name != last and any(is_stacked(layer) for layer in chosen):
+        raise InputError(
+            _TARGETS,
+            f"{name!r} names one expert or router: peft adapts those of all layers, or none",
+            f"Name {last}",
+        )
+
+
+def _check_stacked(learner: LearnerConfig, stacked: set[str]) -> None:
+    """Refuse what peft cannot do with the parameters that hold a mixture's experts, or its routers."""
+    for pair in FUSED:
+        if len(stacked.intersection(pair)) == 1:
             raise InputError(
-                "learner.lora.target_modules",
-                f"{name!r} fits no linear layer of {folder} (embeddings, the output layer, routers and experts cannot "
-                "have adapters)",
-                nearest(name, {layer.rpartition(".")[2] for layer in files.linear} | {ALL_LINEAR}),
+                _TARGETS,
+                f"an expert's {' and '.join(pair)} lie in one parameter, and only one of them is named",
+                "Name both, or neither",
             )
-
-
-def _layers_of(names: Sequence[str], files: ModelFiles) -> list[str]:
-    """The layers that these names choose, by whole parts from the end as peft does."""
-    return [layer for layer in files.linear if any(f".{layer}".endswith(f".{name}") for name in names)]
+    chosen = f"experts and routers ({', '.join(sorted(stacked))} of {_TARGETS})"
+    if learner.lora.dropout:
+        raise InputError(
+            "learner.lora.dropout",
+            f"{learner.lora.dropout:g}: peft has no dropout at the adapters of {chosen}",
+            "Set it to 0, or name other layers alone, such as q_proj",
+        )
+    if learner.zero_stage == _SPREAD:
+        raise InputError(
+            "learner.zero_stage",
+            f"{_SPREAD} spreads weights over the ranks, and peft's adapters of {chosen} need them whole",
+            "Set it to 2 or less, or name other layers alone, such as q_proj",
+        )
 
 
 def _check_ranks(config: Config) -> None:
@@ -157,9 +203,7 @@ def _check_memory(config: Config, files: ModelFiles) -> None:
         check_gpu_share(config, int(on_device), gpus)
         return
     ranks_here = num_local_ranks() if is_launched() else num_ranks(config)
-    needed = (on_device + on_host) * ranks_here
-    if config.staleness.max_lag:
-        needed += _num_trained(config.learner.lora, files) * _FLOAT32_BYTES  # one version's weights, see probe.py
+    needed = (on_device + on_host) * ranks_here + kept_bytes(config, files)
     available = psutil.virtual_memory().available
     if needed > available:
         raise InputError(
@@ -170,32 +214,6 @@ def _check_memory(config: Config, files: ModelFiles) -> None:
             f"{available / _GIB:.1f} GiB are available",
             "Use a smaller model or a machine with more memory",
         )
-
-
-def training_bytes(config: Config, files: ModelFiles, ranks: int) -> tuple[float, float]:
-    """What one rank holds in training, activations aside: on its device, and offloaded to the host.
-
-    Under LoRA only adapters have gradients and moments, and the base is its own reference.
-    """
-    learner, stage = config.learner, config.learner.zero_stage
-    trained = _num_trained(learner.lora, files)
-    held = files.num_parameters + (trained if learner.lora.rank else 0)
-    weights = _FLOAT32_BYTES * held / (ranks if stage == 3 else 1)
-    gradients = _FLOAT32_BYTES * trained / (ranks if stage >= 2 else 1)
-    # AdamW's two moments; under ZeRO also a copy of its own of the weights that a rank updates.
-    states = _FLOAT32_BYTES * trained * (3 / ranks if stage else 2)
-    offloaded = {"none": 0.0, "optimizer": states, "all": states + weights}[learner.offload]
-    has_copy = config.algorithm.needs_reference and not learner.lora.rank
-    reference = _FLOAT32_BYTES * files.num_parameters / (ranks if stage == 3 else 1) if has_copy else 0
-    return weights + gradients + states + reference - offloaded, offloaded
-
-
-def _num_trained(lora: LoraConfig, files: ModelFiles) -> int:
-    """Parameters that the optimizer updates; all of a pickle's, which is not looked into."""
-    if not lora.rank or not files.linear:
-        return files.num_parameters
-    layers = files.linear if lora.target_modules == (ALL_LINEAR,) else _layers_of(lora.target_modules, files)
-    return lora.rank * sum(sum(files.linear[layer]) for layer in layers)
 
 
 def _text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """The policy as a Hugging Face folder that any other program loads: config, safetensors, tokenizer, chat template.
 
-Not a checkpoint: it has no optimizer. Neighbours: policy_model.py names the weights, trainer.py calls it.
+Not a checkpoint: it has no optimizer. Neighbours: named_weights.py names the weights, trainer.py calls it.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from huggingface_hub import save_torch_state_dict
+from torch import Tensor
 from transformers import PreTrainedModel
-
-from services.learner.policy_model import checkpoint_tensors
 
 if TYPE_CHECKING:
     from services.learner.adapters import Adapters
@@ -26,18 +25,21 @@ _COPIED = ("tokenizer*", "*.jinja", "vocab*", "merges.txt", "special_tokens_map.
 
 
 def export_model(
-    causal_lm: PreTrainedModel, source: Path, folder: Path, dtype: torch.dtype, adapters: Adapters | None = None
+    causal_lm: PreTrainedModel,
+    tensors: Mapping[str, Tensor],
+    source: Path,
+    folder: Path,
+    adapters: Adapters | None = None,
 ) -> None:
-    """Write `causal_lm` in `dtype`, with the tokenizer files of `source`, and put it in the place of `folder`.
+    """Write `tensors`, the weights of `causal_lm`, with the tokenizer files of `source`, in the place of `folder`.
 
-    Its adapters are merged into what is written. In a folder in it they stand alone, for peft to load on the model
-    that training started from.
+    In a folder in it its adapters stand alone, for peft to load on the model that training started from.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         fresh = Path(scratch, "fresh")
         fresh.mkdir()
-        _write_model(causal_lm, fresh, dtype, adapters)
+        _write_model(causal_lm, tensors, fresh)
         if adapters is not None:
             adapters.save(fresh / _ADAPTER)
         for file in (file for pattern in _COPIED for file in source.glob(pattern)):
@@ -47,14 +49,12 @@ def export_model(
         fresh.rename(folder)
 
 
-def _write_model(causal_lm: PreTrainedModel, folder: Path, dtype: torch.dtype, adapters: Adapters | None) -> None:
+def _write_model(causal_lm: PreTrainedModel, tensors: Mapping[str, Tensor], folder: Path) -> None:
     config = copy.deepcopy(causal_lm.config)
-    config.dtype = dtype
+    (config.dtype,) = {tensor.dtype for tensor in tensors.values()}
     config.architectures = [type(causal_lm).__name__]
     config.save_pretrained(folder)
     if causal_lm.can_generate():
         causal_lm.generation_config.save_pretrained(folder)
     # The pattern is how transformers names the files of a model.
-    save_torch_state_dict(
-        checkpoint_tensors(causal_lm, dtype, adapters), folder, filename_pattern="model{suffix}.safetensors"
-    )
+    save_torch_state_dict(dict(tensors), folder, filename_pattern="model{suffix}.safetensors")

@@ -1,20 +1,18 @@
-"""A Hugging Face causal language model that gives log-probs of chosen tokens, and its weights by checkpoint names.
+"""A Hugging Face causal language model that gives log-probs of chosen tokens.
 
 Not the optimizer, and no engine: trainer.py wraps it in DeepSpeed. It never makes logits for all positions.
 Neighbours: batch.py says which tokens, attention.py and experts.py are how it computes, adapters.py is LoRA,
-trainer.py owns it.
+named_weights.py gives its weights out, trainer.py owns it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from gspo_core.logprobs import token_logprobs
 from services.common.config import Config
@@ -167,29 +165,6 @@ def _policy_model(causal_lm: PreTrainedModel, config: Config, adapters: Adapters
 def _dtype_of(config: Config) -> torch.dtype:
     """Arithmetic of the learner's matrix products."""
     return torch.bfloat16 if config.learner.dtype == "bfloat16" else torch.float32
-
-
-def checkpoint_tensors(
-    causal_lm: PreTrainedModel, dtype: torch.dtype, adapters: Adapters | None = None
-) -> dict[str, Tensor]:
-    """Every weight under the name that a checkpoint gives it, tied ones once, as contiguous CPU copies in `dtype`.
-
-    Adapters are merged in, in float32 and before anything is rounded.
-    """
-    tied = _tied_names(causal_lm)
-    state: Mapping[str, Tensor] = causal_lm.state_dict() if adapters is None else adapters.merged_state()
-    kept = {name: tensor.detach() for name, tensor in state.items() if name not in tied}
-    named: Mapping[str, Tensor] = revert_weight_conversion(causal_lm, kept)
-    return {
-        name: tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in named.items()
-    }
-
-
-def _tied_names(causal_lm: PreTrainedModel) -> set[str]:
-    if not causal_lm.config.get_text_config().tie_word_embeddings:
-        return set()
-    return set(getattr(causal_lm, "all_tied_weights_keys", {}))
 
 
 @torch.no_grad()

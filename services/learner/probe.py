@@ -8,12 +8,13 @@ and what is left is noise. It trains nothing. Neighbours: trainer.py, the one th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, distributed
 
 from services.learner.batch import StepBatch
+from services.learner.named_weights import Whole
 
 NUM_ROLLOUTS = 16
 
@@ -23,8 +24,8 @@ class KeptWeights:
 
     Args:
         parameters: Of the model; those that are not trained never change.
-        whole: A block in which each rank sees every parameter whole, and at whose end those of rank 0 are everyone's,
-            where parameters are spread over the ranks.
+        whole: A block in which each rank sees these parameters whole, and at whose end those of rank 0 are everyone's,
+            where parameters are spread over the ranks. It is entered for one after another.
         is_spread: Whether they are; else every rank holds them all.
 
     Attributes:
@@ -34,7 +35,7 @@ class KeptWeights:
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        whole: Callable[[], AbstractContextManager[None]],
+        whole: Whole,
         *,
         is_spread: bool,
     ) -> None:
@@ -47,9 +48,11 @@ class KeptWeights:
     @torch.no_grad()
     def keep(self, version: int) -> None:
         """Copy the present weights, which are those of `version`."""
-        with self._whole():
-            if self._is_first:
-                self._kept = [p.detach().to("cpu", copy=True) for p in self._parameters]
+        self._kept = []
+        for parameter in self._parameters:
+            with self._whole([parameter]):
+                if self._is_first:
+                    self._kept.append(parameter.detach().to("cpu", copy=True))
         self.version = version
 
     @contextmanager
@@ -65,13 +68,12 @@ class KeptWeights:
 
     @torch.no_grad()
     def _each(self, move: Callable[[Tensor, Tensor], None]) -> None:
-        with self._whole():
-            if self._is_first:
-                for parameter, kept in zip(self._parameters, self._kept, strict=True):
-                    move(parameter.data, kept)
+        for number, parameter in enumerate(self._parameters):
+            with self._whole([parameter]):
+                if self._is_first:
+                    move(parameter.data, self._kept[number])
             if not self._is_spread and distributed.get_world_size() > 1:
-                for parameter in self._parameters:
-                    distributed.broadcast(parameter.data, 0)
+                distributed.broadcast(parameter.data, 0)
 
     @staticmethod
     def _swap(here: Tensor, kept: Tensor) -> None:

@@ -26,7 +26,8 @@ from services.learner.durable import fsync
 from services.learner.engine_config import engine_config, reference_config
 from services.learner.export import export_model
 from services.learner.making import Trained
-from services.learner.policy_model import can_be_packed, checkpoint_tensors, load_policy_model, load_reference_model
+from services.learner.named_weights import checkpoint_tensors
+from services.learner.policy_model import can_be_packed, load_policy_model, load_reference_model
 from services.learner.probe import KeptWeights
 from services.learner.process_group import join, set_deadlines, sum_stats
 from services.learner.ranks import cores_of_a_rank, num_local_ranks
@@ -64,7 +65,7 @@ class Trainer:
         reference = self._start_reference()
         set_deadlines(config.learner.rank_timeout_s)
         kept = KeptWeights(
-            list(self._model.parameters()), lambda: self._whole_weights(changed_by=0), is_spread=self._is_spread
+            list(self._model.parameters()), lambda parts: self._whole(parts, changed_by=0), is_spread=self._is_spread
         )
         self._updates = Updates(config, self._engine, reference, self._device, kept, packing=packing, seed=seed)
 
@@ -100,13 +101,16 @@ class Trainer:
     def policy(self) -> dict[str, Tensor]:
         """The weights in the generators' dtype, by checkpoint names, tied ones once: contiguous CPU copies.
 
-        Empty on every rank but the first, which needs the others' parts.
+        Empty on every rank but the first, which needs the others' parts: one weight at a time, so that no rank holds
+        the whole policy for it.
         """
-        with self._whole_weights():
-            if self._rank:
-                return {}
-            dtype = getattr(torch, self._config.generation.dtype)
-            return checkpoint_tensors(self._model.causal_lm, dtype, self._model.adapters)
+        return checkpoint_tensors(
+            self._model.causal_lm,
+            getattr(torch, self._config.generation.dtype),
+            self._model.adapters,
+            whole=self._whole,
+            kept=self._rank == 0,
+        )
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Write model and optimizer to `folder`, every rank its part, and the caller's `state`, which is JSON.
@@ -125,18 +129,22 @@ class Trainer:
         distributed.barrier()
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Go on from what `save` wrote with the same number of ranks; returns the caller's state.
+        """Go on from what `save` wrote; returns the caller's state.
+
+        Without ZeRO every rank holds all of it, so another number of ranks may have written it.
 
         Raises:
             FileNotFoundError: The folder holds no whole checkpoint.
-            InputError: It was written by another number of ranks.
+            InputError: It was written by another number of ranks, each its part.
         """
         written = json.loads((folder / _STATE).read_text())
-        if written[_RANKS] != self._num_ranks:
+        stage = self._config.learner.zero_stage
+        if stage and written[_RANKS] != self._num_ranks:
             raise InputError(
                 "learner.ranks",
-                f"{self._num_ranks} is not the number of ranks that wrote the checkpoint {folder}, {written[_RANKS]}",
-                f"Start {written[_RANKS]} ranks; a run keeps their number",
+                f"{self._num_ranks} is not the number of ranks that wrote the checkpoint {folder}, {written[_RANKS]}; "
+                f"under ZeRO {stage} (learner.zero_stage) each wrote its own part of the optimizer",
+                f"Start {written[_RANKS]} ranks: only a run with zero_stage 0 can change their number",
             )
         is_whole = self._model.adapters is None
         if self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=is_whole)[0] is None:
@@ -149,10 +157,10 @@ class Trainer:
 
         Adapters are merged in, and also stand alone in a folder in it.
         """
-        dtype = getattr(torch, self._config.generation.dtype)
-        with self._whole_weights():
+        tensors, adapters = self.policy(), self._model.adapters
+        with self._whole([] if adapters is None else [p for p in self._model.parameters() if p.requires_grad]):
             if self._rank == 0:
-                export_model(self._model.causal_lm, self._folder, folder, dtype, self._model.adapters)
+                export_model(self._model.causal_lm, tensors, self._folder, folder, adapters)
         distributed.barrier()
 
     def _set_learning_rate(self, step: int) -> float:
@@ -193,10 +201,9 @@ class Trainer:
         return self._config.learner.zero_stage == 3
 
     @contextmanager
-    def _whole_weights(self, changed_by: int | None = None) -> Iterator[None]:
-        """Gather weights that are spread over the ranks; what rank `changed_by` makes of them is everyone's then."""
-        parameters = list(self._model.parameters())
-        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=changed_by, enabled=self._is_spread):
+    def _whole(self, parts: Sequence[Tensor], changed_by: int | None = None) -> Iterator[None]:
+        """Gather tensors that are spread over the ranks; what rank `changed_by` makes of them is everyone's then."""
+        with deepspeed.zero.GatheredParameters(list(parts), modifier_rank=changed_by, enabled=self._is_spread):
             yield
 
 

@@ -19,13 +19,15 @@ from services.cli import findings
 from services.cli.__main__ import main
 from services.cli.checks import check_redis, check_unused, without_password
 from services.cli.commands import app
+from services.cli.doctor import _memory_gib
 from services.cli.evaluate import Question, eval_config, in_words_of_the_options
 from services.cli.outcome import RefusedError
 from services.cli.rundir import hold
 from services.common.config import Config
-from services.common.configfile import explain, read_config, write_config
+from services.common.configfile import explain, parse_config, read_config, write_config
 from services.common.errors import InputError
 from services.common.keys import Keys
+from services.common.model_files import ModelFiles
 
 Call = Callable[..., tuple[int, str, str]]
 COMMANDS = ("run", "status", "config", "export", "report", "init", "doctor", "eval")
@@ -267,6 +269,29 @@ def test_doctor_finds_what_is_missing(gspo: Call, monkeypatch: pytest.MonkeyPatc
     assert code == 1
     assert "about 1000000.0 GiB needed" in output
     assert "apt install libnuma1" in output
+
+
+@pytest.mark.parametrize(
+    ("keys", "gib"),
+    [
+        # 16 bytes a parameter, 8 to push, 4 of the generator; GiB for a model of 2**30 parameters.
+        ({}, 28),
+        ({"learner": {"ranks": 4}}, 4 * 16 + 12),
+        ({"learner": {"ranks": 4, "zero_stage": 2}}, 4 * (4 + 1 + 3) + 12),
+        ({"learner": {"ranks": 4, "zero_stage": 3, "offload": "all"}}, 4 * (1 + 1 + 3) + 12),
+        ({"learner": {"lora": {"rank": 8}}}, 4 + 12),
+        ({"staleness": {"max_lag": 1}}, 32),
+        ({"algorithm": {"use_kl_loss": True}, "generation": {"replicas": 2}}, 36),
+    ],
+)
+def test_doctor_knows_ranks_and_zero_stage(
+    given: dict[str, Any], tmp_path: Path, keys: dict[str, Any], gib: float
+) -> None:
+    sections = {"staleness": {"max_lag": 0}, "generation": {}, **keys}
+    sections["generation"] = {"kv_cache_gb": 1e-3, **sections["generation"]}
+    files = ModelFiles({}, 1 << 30, None, None, {"q_proj": [8, 8]})
+    found = _memory_gib(parse_config({**given, **sections}, tmp_path), files)
+    assert found == pytest.approx(findings.PROCESSES_GIB + gib, rel=1e-3)
 
 
 def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, given: dict[str, Any]) -> None:

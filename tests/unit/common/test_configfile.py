@@ -225,6 +225,14 @@ def test_any_other_change_is_refused_by_name(given: dict[str, Any], section: str
         assert str(value) in str(error.value)
 
 
+def test_the_number_of_ranks_may_change_where_every_rank_has_everything(given: dict[str, Any]) -> None:
+    check_resume(_changed(given, "learner", ranks=2), parse_config(given, Path()))
+    old, new = (_changed(given, "learner", ranks=ranks, zero_stage=2) for ranks in (2, 1))
+    check_resume(old, old)
+    with pytest.raises(InputError, match=r"learner\.ranks: was 2 and is now 1: under ZeRO 2 .* with zero_stage 0 can"):
+        check_resume(old, new)
+
+
 def test_every_refused_change_is_listed(given: dict[str, Any]) -> None:
     new = _changed({**given, "seed": 7}, "data", shuffle=False)
     with pytest.raises(InputError) as error:

@@ -1,6 +1,7 @@
 """One rank of several, for test_ranks.py: trains the same rows under every way to share the work out.
 
-Called by torchrun as `-m tests.unit.learner.rank_cases MODEL OUT`; rank 0 writes what each case came to into OUT.
+Called by torchrun as `-m tests.unit.learner.rank_cases MODEL ALONE OUT`; rank 0 writes what each case came to into
+OUT. ALONE is a checkpoint that one rank wrote.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from torch import distributed
 
 from services.learner.trainer import Trainer
-from tests.unit.learner.training_rows import make_config, make_rows
+from tests.unit.learner.training_rows import make_config, make_rows, with_version
 
 STEP = 1
 # Case -> learner keys. The first is what the others are held against, on one rank.
@@ -36,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "zero-3-offload-all": {"zero_stage": 3, "offload": "all"},
     "zero-3-bfloat16": {"zero_stage": 3, "dtype": "bfloat16"},
 }
+# With a lag each keeps an earlier version's weights, whole, in parts of its own, or spread.
+LAGGING = ("zero-0", "zero-2", "zero-3")
 ALGORITHM = {"pg_clip": 0.05, "use_kl_loss": True}
 
 
@@ -68,9 +71,33 @@ def left_out(model: Path, trainer: Trainer) -> list[str]:
     return [f"{one.mini_batch}: {one.reason}" for one in found.not_applied]
 
 
+def lagging(model: Path, learner: dict[str, Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Two steps on rollouts of the version before the newest; figures of the second, and the policy."""
+    trainer = Trainer(make_config(model, algorithm={"pg_clip": 0.05}, learner=learner), model, seed=0)
+    trainer.train(4, with_version(make_rows(model, step=4, noise=0.05), 2))
+    figures = trainer.train(5, with_version(make_rows(model, step=5, noise=0.05), 3)).figures
+    return figures, trainer.policy()
+
+
+def go_on(model: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """The policy one step after a checkpoint without ZeRO."""
+    trainer = Trainer(make_config(model, algorithm=ALGORITHM), model, seed=0)
+    trainer.load(folder)
+    trainer.train(STEP + 1, make_rows(model, step=STEP + 1))
+    return trainer.policy()
+
+
 def main() -> None:
     """Every case, and a checkpoint of each that another trainer goes on from."""
-    model, out = Path(sys.argv[1]), Path(sys.argv[2])
+    model, alone, out = map(Path, sys.argv[1:])
+    for name in LAGGING:
+        figures, policy = lagging(model, CASES[name])
+        if distributed.get_rank() == 0:
+            (out / f"{name}-lagging.json").write_text(json.dumps(figures))
+            save_file(policy, out / f"{name}-lagging.safetensors")
+    gone_on = go_on(model, alone)
+    if distributed.get_rank() == 0:
+        save_file(gone_on, out / "gone-on.safetensors")
     for name, learner in CASES.items():
         trainer, figures, vector = run_case(model, learner)
         exact = {f"weights.{key}": value for key, value in trainer.policy().items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -16,7 +17,7 @@ from services.common.weights_digest import policy_digest
 from services.learner.rows import Row
 from services.learner.trainer import Trainer
 from tests.tiny_model import make_tiny_model
-from tests.unit.learner.training_rows import answer_logp, make_config, make_rows
+from tests.unit.learner.training_rows import answer_logp, make_config, make_rows, with_behavior
 
 LORA = {"rank": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
@@ -63,6 +64,42 @@ def test_merging_is_what_peft_merges(folder: Path, tmp_path: Path) -> None:
     merged = PeftModel.from_pretrained(base, tmp_path / "export" / "adapter").merge_and_unload().state_dict()
     for name, weight in trainer.policy().items():
         assert torch.equal(weight, merged[name]), name
+
+
+@pytest.mark.parametrize(
+    ("learner", "tolerance"),
+    [({}, 1e-5), ({"zero_stage": 2}, 1e-5), ({"gradient_checkpointing": True}, 1e-5), ({"dtype": "bfloat16"}, 0.05)],
+)
+def test_experts_and_routers_get_adapters_and_what_is_given_out_is_what_is_trained(
+    tmp_path: Path, learner: dict[str, Any], tolerance: float
+) -> None:
+    folder = make_tiny_model(tmp_path / "mixture", scale=4.0, num_experts=4)
+    given = load_file(folder / "model.safetensors")
+    lora = {"lora": {**LORA, "target_modules": ["all-linear"]}}
+    trainer = make_trainer(folder, **lora, **learner)
+    assert all(torch.equal(weight, given[name]) for name, weight in trainer.policy().items())
+    trainer.train(1, make_rows(folder))
+    trainer.save(tmp_path / "checkpoint", {"moments": {}})
+    trainer.export(tmp_path / "export")
+    policy = trainer.policy()
+    assert policy.keys() == given.keys()
+    # An expert's gate_proj and up_proj are one matrix with an adapter of twice the rank.
+    for name, rank in (("experts.3.down_proj", 4), ("experts.0.gate_proj", 8), ("gate", 4), ("experts.1.up_proj", 8)):
+        name = f"model.layers.1.mlp.{name}.weight"
+        change = policy[name] - given[name]
+        assert 0 < torch.linalg.matrix_rank(change, rtol=1e-3) <= rank, name
+    # The engines' log-probs would be those of the export, and the learner's are the same.
+    rows = with_behavior(tmp_path / "export", make_rows(folder, step=2), 1.0, 0.0, np.random.default_rng(0))
+    resumed = make_trainer(folder, **lora, **learner)
+    resumed.load(tmp_path / "checkpoint")
+    assert digest(resumed) == digest(trainer)
+    assert trainer.train(2, rows).figures["sigma_token"] < tolerance
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "export" / "adapter").eval()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    with torch.inference_mode():
+        ours, theirs = (answer_logp(model, rows[0], 1.0) for model in (exported, adapted))
+    assert torch.allclose(ours, theirs, atol=1e-5)
 
 
 def test_giving_the_policy_out_changes_nothing_in_training(folder: Path, tmp_path: Path) -> None:

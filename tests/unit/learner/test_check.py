@@ -14,10 +14,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import InputError
-from services.learner.check import check, training_bytes
+from services.common.model_files import read_model_files
+from services.common.training_memory import num_trained, training_bytes
+from services.learner.check import check
 from services.learner.engine_config import engine_config
 from services.learner.gpu_memory import check_gpu_share, visible_gpus
-from services.learner.model_files import read_model_files
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.training_rows import make_config
 
@@ -111,11 +112,41 @@ def test_adapters_for_a_layer_that_is_none(folder: Path) -> None:
     assert error.fix == "Did you mean 'v_proj'?"
 
 
-@pytest.mark.parametrize("name", ["embed_tokens", "lm_head", "gate", "down_proj", "experts.0.down_proj"])
-def test_embeddings_output_router_and_experts_have_no_adapters(tmp_path: Path, name: str) -> None:
-    folder = make_tiny_model(tmp_path / "mixture", num_experts=4, tie_word_embeddings=False)
-    assert f"{name!r} fits no linear layer" in refused(folder, learner=lora(name)).rule
-    check(make_config(folder, learner=lora("q_proj")))
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "mixture", num_experts=4, tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_embeddings_and_output_have_no_adapters(mixture: Path, name: str) -> None:
+    assert f"{name!r} fits no linear layer" in refused(mixture, learner=lora(name)).rule
+
+
+@pytest.mark.parametrize("names", [("q_proj",), ("down_proj", "gate"), ("gate_proj", "up_proj"), ("all-linear",)])
+def test_experts_and_routers_have_adapters(mixture: Path, names: tuple[str, ...]) -> None:
+    check(make_config(mixture, learner=lora(*names)))
+
+
+def test_what_adapters_of_experts_cannot_do(mixture: Path) -> None:
+    error = refused(mixture, learner=lora("up_proj"))
+    assert (error.where, error.fix) == ("learner.lora.target_modules", "Name both, or neither")
+    assert "gate_proj and up_proj lie in one parameter, and only one of them is named" in error.rule
+    error = refused(mixture, learner=lora("experts.0.down_proj"))
+    assert (error.where, error.fix) == ("learner.lora.target_modules", "Name down_proj")
+    for names in (("all-linear",), ("q_proj", "gate")):
+        chosen = lora(*names)["lora"]
+        error = refused(mixture, learner={"lora": {**chosen, "dropout": 0.1}})
+        assert error.where == "learner.lora.dropout" and "no dropout at the adapters of experts" in error.rule
+        error = refused(mixture, learner={"lora": chosen, "zero_stage": 3})
+        assert error.where == "learner.zero_stage" and "3 spreads weights over the ranks" in error.rule
+    check(make_config(mixture, learner={"lora": {**lora("q_proj")["lora"], "dropout": 0.1}, "zero_stage": 3}))
+
+
+def test_the_adapters_of_experts_are_counted(mixture: Path) -> None:
+    """Two layers of four experts, 64 to 32 and back; gate_proj and up_proj are one matrix with twice the rank."""
+    files = read_model_files(mixture, allow_pickle=False)
+    found = num_trained(make_config(mixture, learner=lora("gate_proj", "up_proj", "down_proj")).learner.lora, files)
+    assert found == 2 * 4 * (8 * (64 + 64) + 4 * (32 + 64))
 
 
 def test_adapters_take_the_memory_of_what_they_train(folder: Path) -> None:

@@ -13,8 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.common.errors import InputError
+from services.learner.trainer import Trainer
 from tests.tiny_model import make_tiny_model
-from tests.unit.learner.rank_cases import CASES, run_case
+from tests.unit.learner.rank_cases import ALGORITHM, CASES, LAGGING, go_on, lagging, run_case
+from tests.unit.learner.training_rows import make_config
 
 pytestmark = pytest.mark.timeout(400)
 EXACT = [case for case in CASES if "bfloat16" not in case]
@@ -26,18 +29,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> tuple[dict[str, Any], torch.Tensor]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the one rank leaves a checkpoint."""
+    return tmp_path_factory.mktemp("alone") / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, checkpoint: Path) -> tuple[dict[str, Any], torch.Tensor]:
     """Figures and gradient of one rank, without ZeRO."""
-    _, figures, vector = run_case(folder, CASES["zero-0"])
+    trainer, figures, vector = run_case(folder, CASES["zero-0"])
+    trainer.save(checkpoint, {})
     return figures, vector
 
 
 @pytest.fixture(scope="module")
-def together(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def together(
+    folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """What two ranks made of every case. Without a compiler: DeepSpeed must not need one."""
     out = tmp_path_factory.mktemp("cases")
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += ["-m", "tests.unit.learner.rank_cases", str(folder), str(out)]
+    words += ["-m", "tests.unit.learner.rank_cases", *map(str, (folder, checkpoint, out))]
     environment = {**os.environ, "CXX": "/nonexistent/c++", "CC": "/nonexistent/cc", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=360, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -75,3 +87,50 @@ def test_what_is_not_finite_on_one_rank_is_left_out_on_all_and_a_resume_repeats_
     assert len(told["left_out"]) == 1
     assert told["left_out"][0].startswith("1: the loss is")
     assert told["same_after_a_resume"]
+
+
+@pytest.fixture(scope="module")
+def lagging_alone(folder: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    return lagging(folder, CASES["zero-0"])
+
+
+@pytest.mark.parametrize("case", LAGGING)
+def test_two_ranks_measure_the_mismatch_of_an_earlier_version_as_one_does(
+    together: Path, lagging_alone: tuple[dict[str, float], dict[str, torch.Tensor]], case: str
+) -> None:
+    """Both ranks score under the weights that are kept on the first, and each has its own again after it."""
+    expected, policy = lagging_alone
+    figures = json.loads((together / f"{case}-lagging.json").read_text())
+    assert expected["sigma_token"] == pytest.approx(0.05, rel=0.2)
+    assert figures.keys() == expected.keys()
+    for name, value in expected.items():
+        assert figures[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+    assert_close(load_file(together / f"{case}-lagging.safetensors"), policy)
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() < 1e-4 * tensor.norm(), name
+
+
+def test_without_zero_a_run_goes_on_with_another_number_of_ranks(
+    together: Path, folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path
+) -> None:
+    """From one to two, and from two to one."""
+    assert_close(load_file(together / "gone-on.safetensors"), go_on(folder, checkpoint))
+    trainer = Trainer(make_config(folder, algorithm=ALGORITHM), folder, seed=0)
+    trainer.load(together / "zero-0")
+    written = load_file(together / "zero-0.safetensors")
+    assert all(torch.equal(tensor, written[f"weights.{name}"]) for name, tensor in trainer.policy().items())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_each_rank_wrote_its_part_of_needs_the_same_number(together: Path, folder: Path, stage: int) -> None:
+    trainer = Trainer(make_config(folder, algorithm=ALGORITHM, learner={"zero_stage": stage}), folder, seed=0)
+    with pytest.raises(InputError) as caught:
+        trainer.load(together / f"zero-{stage}")
+    assert caught.value.where == "learner.ranks"
+    assert "1 is not the number of ranks that wrote the checkpoint" in caught.value.rule
+    assert f"2; under ZeRO {stage} (learner.zero_stage) each wrote its own part" in caught.value.rule
+    assert caught.value.fix == "Start 2 ranks: only a run with zero_stage 0 can change their number"

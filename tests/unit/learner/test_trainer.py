@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,7 @@ from services.learner.policy_model import can_be_packed, load_policy_model
 from services.learner.rows import Row
 from services.learner.trainer import Trainer
 from tests.tiny_model import make_tiny_model
-from tests.unit.learner.training_rows import answer_logp, make_config, make_rows
+from tests.unit.learner.training_rows import answer_logp, make_config, make_rows, with_version
 
 CLIP = 0.05
 GSPO = {"pg_clip": CLIP}
@@ -282,6 +283,28 @@ def test_the_policy_is_a_copy(folder: Path) -> None:
     assert any(not torch.equal(kept[name], tensor) for name, tensor in trainer.policy().items())
 
 
+def test_under_zero_3_the_policy_is_gathered_one_weight_at_a_time(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a push, an export, and what is kept with a lag: no rank ever holds the whole policy."""
+    trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"zero_stage": 3}), folder, seed=0)
+    gathered = []
+
+    class Watched(deepspeed.zero.GatheredParameters):
+        def __init__(self, params: Any, *args: Any, **words: Any) -> None:
+            gathered.append(sum(p.ds_numel for p in params))
+            super().__init__(params, *args, **words)
+
+    monkeypatch.setattr(deepspeed.zero, "GatheredParameters", Watched)
+    largest = max(tensor.numel() for tensor in trainer.policy().values())
+    trainer.export(tmp_path / "export")
+    trainer.train(4, with_version(make_rows(folder, step=4), 2))
+    trainer.train(5, with_version(make_rows(folder, step=5), 3))
+    assert max(gathered) == largest
+    # Twice for policy and export, and to keep, to put in place, and to put back.
+    assert sum(numel == largest for numel in gathered) >= 5
+
+
 def test_an_export_loads_like_any_model(folder: Path, tmp_path: Path) -> None:
     trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
     (tmp_path / "export").mkdir()
@@ -320,10 +343,6 @@ def test_every_preset_trains_and_reports(folder: Path, algorithm: dict[str, Any]
     # Behavior is the model's own plus noise of 0.01 a token.
     assert figures["sigma_token"] == pytest.approx(0.01, rel=0.15)
     assert figures["age_max"] == 0
-
-
-def with_version(rows: Sequence[Row], version: int) -> list[Row]:
-    return [replace(row, version=np.where(row.mask, version, -1).astype(np.int32)) for row in rows]
 
 
 @pytest.mark.parametrize(

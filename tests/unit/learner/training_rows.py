@@ -53,7 +53,7 @@ def make_rows(
         group, number = divmod(int(index), num_rollouts)
         tokens, mask = answers[index]
         rows.append(
-            _row(
+            row_of(
                 step=step,
                 group=group,
                 number=number,
@@ -68,6 +68,11 @@ def make_rows(
             )
         )
     return with_behavior(folder, rows, temperature, noise, rng)
+
+
+def with_version(rows: Sequence[Row], version: int) -> list[Row]:
+    """The rows as another version sampled them."""
+    return [replace(row, version=np.where(row.mask, version, -1).astype(np.int32)) for row in rows]
 
 
 def with_behavior(
@@ -97,7 +102,8 @@ def _answer(rng: np.random.Generator, longest: int) -> tuple[Any, Any]:
     return rng.integers(3, 90, length).astype(np.int32), mask
 
 
-def _row(**given: Any) -> Row:
+def row_of(**given: Any) -> Row:
+    """A row with these columns, and nothing in the others."""
     blank: dict[str, Any] = {
         "attempt": 1,
         "prompt": "",

@@ -1,7 +1,7 @@
 """What the files of a model folder say about it, read without loading the model: config, parameters, vocabulary.
 
-Not a loader: a folder may pass here and still be refused by the engine. Neighbours: check.py holds it against the
-configuration and the machine.
+Not a loader: a folder may pass here and still be refused by the engine. Neighbours: the learner's check holds it
+against the configuration and the machine, training_memory.py adds up what training takes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ _EMBEDDING, _WEIGHT = "embed_tokens.weight", ".weight"
 _LONGEST_HEADER = 100 << 20
 # peft's own word for every linear layer but the output.
 ALL_LINEAR = "all-linear"
-# Embeddings, the output layer, a mixture's routers and its experts, which a loaded model holds stacked.
-_NOT_ADAPTED = re.compile(r"(^|\.)(embed_tokens|wte|wpe|lm_head|mlp\.gate|experts\..*)$")
+# Embeddings and the output layer.
+_NOT_ADAPTED = re.compile(r"(^|\.)(embed_tokens|wte|wpe|lm_head)$")
+# A mixture's experts and routers, of which a loaded model holds parameters, not linear layers.
+_STACKED = re.compile(r"(\.experts\.\d+\.[^.]+|\.gate)$")
+# Of an expert's matrices, those that lie in one parameter.
+FUSED = (("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class ModelFiles:
         num_parameters: Elements of all tensors in the weight files.
         embedding: Shape of the input embedding, [vocabulary, width]; None where it is not found by its usual name.
         highest_token: Largest token id of the tokenizer; None where its vocabulary is in no file that is read here.
-        linear: Layer -> shape of its matrix, of all that can have adapters (LoRA); empty for a pickle.
+        linear: Layer -> shape of its matrix [out, in], of all that can have adapters (LoRA): linear layers, and a
+            mixture's routers and experts; empty for a pickle.
     """
 
     config: Mapping[str, Any]
@@ -63,6 +68,16 @@ def read_model_files(folder: Path, *, allow_pickle: bool) -> ModelFiles:
     num_parameters, shapes = _weights(folder, allow_pickle)
     embedding = next((shape for name, shape in shapes.items() if name.endswith(_EMBEDDING)), None)
     return ModelFiles(config, num_parameters, embedding, _highest_token(folder), _linear_layers(shapes))
+
+
+def is_stacked(layer: str) -> bool:
+    """Whether a layer is an expert's or a router: its name in the files is not one in a loaded model."""
+    return _STACKED.search(layer) is not None
+
+
+def is_fused(layer: str) -> bool:
+    """Whether a loaded model holds an expert's matrix of this name and another of it as one."""
+    return any(layer.rpartition(".")[2] in pair for pair in FUSED)
 
 
 @cache
