@@ -1,4 +1,4 @@
-"""Fixtures for every test: a real Redis of its own."""
+"""For every test: a real Redis of its own, and property tests without a clock."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from hypothesis import settings
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -18,6 +19,10 @@ from services.common.keys import Keys
 from services.common.redis_server import redis_command
 from services.common.runtime import connect_redis
 from services.common.streams import create_consumer_groups
+
+# An example of a few milliseconds takes 200, hypothesis' own limit, where the machine is busy.
+settings.register_profile("gspo", deadline=None)
+settings.load_profile("gspo")
 
 
 def free_port() -> int:

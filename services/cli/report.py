@@ -14,8 +14,9 @@ from services.cli.report_log import RunLog, read_log
 from services.cli.report_page import render
 from services.cli.report_plots import write_plots
 from services.cli.report_summary import summarise
+from services.cli.rundir import PAGE_NAME, SUMMARY_NAME
 
-SUMMARY_NAME, PAGE_NAME, PLOTS_NAME = "summary.json", "report.html", "plots"
+PLOTS_NAME = "plots"
 
 
 def write_report(

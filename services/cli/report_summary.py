@@ -137,7 +137,7 @@ def _accuracy_notes(log: RunLog, summary: dict[str, Any]) -> list[str]:
         found.append(f"While version {shown} was measured newer weights came in: a part of the answers is of those.")
     change = difference(summary, "accuracy")
     if change is not None and change[1] is not None and abs(change[0]) < 2 * change[1]:
-        found.append("The change of held-out accuracy is less than two standard errors: it may be chance.")
+        found.append("The change of the held-out reward is less than two standard errors: it may be chance.")
     return found
 
 

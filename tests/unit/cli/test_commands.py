@@ -227,7 +227,17 @@ def test_status_of_a_run_that_rests(gspo: Call, tmp_path: Path, config: Config) 
     code, output, _ = gspo("status", tmp_path)
     assert code == 0
     assert "step 4/10  reward 0.500" in output
-    assert f"not running. Go on with it: gspo run --resume {tmp_path}" in output
+    go_on = f"not running. Go on with it: gspo run --resume {tmp_path}"
+    assert go_on in output
+    for steps, reason, failed, expected in (
+        (4, "total_steps 4 reached", False, f"finished: total_steps 4 reached. Report: {tmp_path / 'report.html'}"),
+        (4, "every reward failed", True, "failed: every reward failed."),
+        (4, "stopped: Ctrl-C", False, go_on),
+        (3, "total_steps 3 reached", False, go_on),
+    ):
+        summary = {"steps": steps, "end_reason": reason, "failed": failed}
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        assert expected in gspo("status", tmp_path)[1], summary
 
 
 def test_status_of_a_run_without_its_redis_says_so(gspo: Call, tmp_path: Path, config: Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -39,6 +40,13 @@ def test_a_generator_that_is_out_is_named_with_reason_and_time() -> None:
     console = Console(file=io.StringIO(), width=400)
     _print_members([learner(**out())], console)
     assert expected in console.file.getvalue()
+
+
+def test_addresses_are_whole_in_a_narrow_terminal() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    _print_members([replace(learner(), http="127.0.0.1:34567", grpc="127.0.0.1:45678")], console)
+    shown = console.file.getvalue()
+    assert "127" in shown and "…" not in shown
 
 
 def test_one_that_is_only_being_pushed_to_is_not_worth_a_line() -> None:
