@@ -21,7 +21,7 @@ from services.cli.report_samples import read_samples
 from services.cli.report_summary import difference, notes
 from services.cli.view import duration
 from services.common.advice import NEVER_CLIPPED_STEPS, advice
-from services.common.config import Config
+from services.common.config import Config, LearnerConfig, LoraConfig
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _REASONS_SHOWN = 3
@@ -133,11 +133,23 @@ def _what_ran(config: Config) -> dict[str, Any]:
         f"{algorithm.num_mini_batches} mini-batches, ppo_epochs {algorithm.ppo_epochs}",
         "tokens": f"prompt {algorithm.prompt_length} tokens, answer {algorithm.response_length} tokens at most",
         "staleness": f"max_lag {staleness.max_lag}, on_stale {staleness.on_stale}",
-        "learner": f"learning rate {learner.learning_rate:g} ({learner.schedule}), {learner.dtype}",
+        "learner": f"learning rate {learner.learning_rate:g} ({learner.schedule}), {learner.dtype}{_spread(learner)}",
+        "trained": _trained(learner.lora),
         "generation": f"{config.generation.replicas} engine(s), {config.generation.dtype}, "
         f"temperature {config.sampling.temperature:g}",
         "seed": config.seed,
     }
+
+
+def _spread(learner: LearnerConfig) -> str:
+    shared = f", {learner.ranks} ranks" if learner.ranks > 1 else ""
+    return f"{shared}, ZeRO {learner.zero_stage}" if learner.zero_stage else shared
+
+
+def _trained(lora: LoraConfig) -> str:
+    if not lora.rank:
+        return "all weights"
+    return f"adapters (LoRA) of rank {lora.rank}, alpha {lora.alpha:g}, at {', '.join(lora.target_modules)}"
 
 
 def _algorithm(config: Config) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def test_the_page_says_mean_least_and_most_and_keeps_what_is_written_by_hand(tmp
     page = write_page(runs, tmp_path).read_text()
     assert page.startswith("# By hand\n")
     assert "old" not in page
-    assert "| clipped share of tokens | 20.0000% (10.0000% to 30.0000%) | 0.1000% (0.1000% to 0.1000%) |" in page
+    assert "| clipped share of tokens | 20.00% (10.00% to 30.00%) | 0.10% (0.10% to 0.10%) |" in page
     assert "Tokens that GSPO clips for each one that GRPO clips: 200." in page
     assert (tmp_path / "moe-stability.png").stat().st_size > 0
     assert json.loads((tmp_path / "moe.json").read_text()) == runs

@@ -22,8 +22,8 @@ from services.cli.report_plots import PLOTS
 from services.cli.report_samples import read_samples
 from services.cli.report_summary import summarise
 from services.cli.rundir import ENVIRONMENT_NAME
-from services.common.config import Config
-from services.common.configfile import write_config
+from services.common.config import Config, LoraConfig
+from services.common.configfile import read_config, write_config
 from services.common.runtime import CONFIG_NAME
 from services.learner.rows import Row
 from services.learner.rundir import RunDir
@@ -209,6 +209,16 @@ def test_the_page_shows_the_headline_and_stands_alone(ended: Path) -> None:
     assert 'src="http' not in text
     assert "<script" not in text
     assert "reward raised &lt;b&gt;KeyError&lt;/b&gt; (1)" in text
+    assert "all weights" in text
+
+
+def test_the_page_says_what_lora_trained_and_over_how_many_ranks(ended: Path) -> None:
+    config = read_config(ended / CONFIG_NAME)
+    learner = config.learner.model_copy(update={"ranks": 2, "zero_stage": 2, "lora": LoraConfig(rank=8)})
+    write_config(config.model_copy(update={"learner": learner}), ended / CONFIG_NAME)
+    write_report(ended)
+    assert "float32, 2 ranks, ZeRO 2" in page(ended)
+    assert "adapters (LoRA) of rank 8, alpha 32, at all-linear" in page(ended)
 
 
 def test_several_files_and_the_best_version_are_told_apart(path: Path) -> None:
