@@ -46,7 +46,9 @@ def test_the_noise_share_is_of_what_the_clip_looks_at(preset: str) -> None:
     """Three answers of two tokens, off by +-0.01 within each and by -0.001, 0, 0.001 in the mean."""
     off = torch.tensor([[0.009, -0.011], [0.01, -0.01], [0.011, -0.009]], dtype=torch.float64)
     stats = mismatch_stats(off, torch.zeros_like(off), torch.ones_like(off))
-    algorithm = AlgorithmConfig.model_validate({"preset": preset})
+    # Of the token's sigma, 0.01, a good part is outside the token's clip.
+    clip = {"pg_clip_low": 0.01, "pg_clip_high": 0.02} if preset == "grpo" else {}
+    algorithm = AlgorithmConfig.model_validate({"preset": preset, **clip})
     figures = mismatch_figures(algorithm, stats, torch.tensor([2, 2, 8]))
     # sqrt((2 * 0.0001 * 3 + 2 * 0.000002) / 5) and sqrt(0.000002 / 2).
     sigma, sigma_sequence = math.sqrt(0.000604 / 5), 0.001
@@ -54,7 +56,7 @@ def test_the_noise_share_is_of_what_the_clip_looks_at(preset: str) -> None:
     assert figures["sigma_sequence"] == pytest.approx(sigma_sequence, rel=1e-4)
     assert figures["mismatch_tokens"] == 6
     if preset == "grpo":
-        expected = [outside(sigma, 0.2, 0.27)] * 2
+        expected = [outside(sigma, 0.01, 0.02)] * 2
     else:
         lengths = [outside(sigma / math.sqrt(length), 3e-4, 4e-4) for length in (2, 2, 8)]
         expected = [outside(sigma_sequence, 3e-4, 4e-4), sum(lengths) / 3]
