@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from gspo_proto import rollout_pb2 as gspo__proto_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17gspo_proto/reward.proto\x12\x04gspo\x1a\x18gspo_proto/rollout.proto\"/\n\x0cScoreRequest\x12\x1f\n\x08rollouts\x18\x01 \x03(\x0b\x32\r.gspo.Rollout\")\n\nScoreReply\x12\x1b\n\x06scores\x18\x01 \x03(\x0b\x32\x0b.gspo.Score\"G\n\x0cResetRequest\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\ttask_json\x18\x03 \x01(\t\"W\n\x0bStepRequest\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nstate_json\x18\x03 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x04 \x01(\t\"C\n\x12\x45nvironmentFailure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\"\x9a\x01\n\x10\x45nvironmentReply\x12\x12\n\nstate_json\x18\x01 \x01(\t\x12\x18\n\x10observation_json\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\x0f\n\x07version\x18\x05 \x01(\t\x12)\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x18.gspo.EnvironmentFailure2\xb5\x01\n\x06Reward\x12-\n\x05Score\x12\x12.gspo.ScoreRequest\x1a\x10.gspo.ScoreReply\x12>\n\x10ResetEnvironment\x12\x12.gspo.ResetRequest\x1a\x16.gspo.EnvironmentReply\x12<\n\x0fStepEnvironment\x12\x11.gspo.StepRequest\x1a\x16.gspo.EnvironmentReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17gspo_proto/reward.proto\x12\x04gspo\x1a\x18gspo_proto/rollout.proto\"/\n\x0cScoreRequest\x12\x1f\n\x08rollouts\x18\x01 \x03(\x0b\x32\r.gspo.Rollout\")\n\nScoreReply\x12\x1b\n\x06scores\x18\x01 \x03(\x0b\x32\x0b.gspo.Score\"G\n\x0cResetRequest\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\ttask_json\x18\x03 \x01(\t\"k\n\x0bStepRequest\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nstate_json\x18\x03 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x04 \x01(\t\x12\x12\n\ncalls_json\x18\x05 \x01(\t\"C\n\x12\x45nvironmentFailure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\"\x9a\x01\n\x10\x45nvironmentReply\x12\x12\n\nstate_json\x18\x01 \x01(\t\x12\x18\n\x10observation_json\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\x0f\n\x07version\x18\x05 \x01(\t\x12)\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x18.gspo.EnvironmentFailure2\xb5\x01\n\x06Reward\x12-\n\x05Score\x12\x12.gspo.ScoreRequest\x1a\x10.gspo.ScoreReply\x12>\n\x10ResetEnvironment\x12\x12.gspo.ResetRequest\x1a\x16.gspo.EnvironmentReply\x12<\n\x0fStepEnvironment\x12\x11.gspo.StepRequest\x1a\x16.gspo.EnvironmentReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,11 +39,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESETREQUEST']._serialized_start=151
   _globals['_RESETREQUEST']._serialized_end=222
   _globals['_STEPREQUEST']._serialized_start=224
-  _globals['_STEPREQUEST']._serialized_end=311
-  _globals['_ENVIRONMENTFAILURE']._serialized_start=313
-  _globals['_ENVIRONMENTFAILURE']._serialized_end=380
-  _globals['_ENVIRONMENTREPLY']._serialized_start=383
-  _globals['_ENVIRONMENTREPLY']._serialized_end=537
-  _globals['_REWARD']._serialized_start=540
-  _globals['_REWARD']._serialized_end=721
+  _globals['_STEPREQUEST']._serialized_end=331
+  _globals['_ENVIRONMENTFAILURE']._serialized_start=333
+  _globals['_ENVIRONMENTFAILURE']._serialized_end=400
+  _globals['_ENVIRONMENTREPLY']._serialized_start=403
+  _globals['_ENVIRONMENTREPLY']._serialized_end=557
+  _globals['_REWARD']._serialized_start=560
+  _globals['_REWARD']._serialized_end=741
 # @@protoc_insertion_point(module_scope)

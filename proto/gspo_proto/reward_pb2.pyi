@@ -96,12 +96,15 @@ class StepRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     STATE_JSON_FIELD_NUMBER: _builtins.int
     ACTION_FIELD_NUMBER: _builtins.int
+    CALLS_JSON_FIELD_NUMBER: _builtins.int
     environment: _builtins.str
     version: _builtins.str
     """the one that the reset's reply named, so that a rollout stays with one"""
     state_json: _builtins.str
     action: _builtins.str
     """what the policy wrote, without special tokens"""
+    calls_json: _builtins.str
+    """tool calls in it: list of {name, arguments}; step then gets {text, calls} as its action"""
     def __init__(
         self,
         *,
@@ -109,10 +112,11 @@ class StepRequest(_message.Message):
         version: _builtins.str = ...,
         state_json: _builtins.str = ...,
         action: _builtins.str = ...,
+        calls_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "environment", b"environment", "state_json", b"state_json", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "calls_json", b"calls_json", "environment", b"environment", "state_json", b"state_json", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,8 +35,14 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     """cut off at response_length"""
     OUTCOME_ENVIRONMENT_DONE: _Outcome.ValueType  # 4
     OUTCOME_TURN_LIMIT: _Outcome.ValueType  # 5
+    """Play.max_turns"""
     OUTCOME_TURN_TOKEN_LIMIT: _Outcome.ValueType  # 6
+    """Play.turn_tokens, under end_long_turns"""
     OUTCOME_TIME_LIMIT: _Outcome.ValueType  # 7
+    """Play.total_timeout_s"""
+    OUTCOME_STEP_TIME_LIMIT: _Outcome.ValueType  # 8
+    """Play.step_timeout_s"""
+    OUTCOME_ENVIRONMENT_FAILED: _Outcome.ValueType  # 9
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
 
@@ -48,8 +54,14 @@ OUTCOME_TRUNCATED: Outcome.ValueType  # 3
 """cut off at response_length"""
 OUTCOME_ENVIRONMENT_DONE: Outcome.ValueType  # 4
 OUTCOME_TURN_LIMIT: Outcome.ValueType  # 5
+"""Play.max_turns"""
 OUTCOME_TURN_TOKEN_LIMIT: Outcome.ValueType  # 6
+"""Play.turn_tokens, under end_long_turns"""
 OUTCOME_TIME_LIMIT: Outcome.ValueType  # 7
+"""Play.total_timeout_s"""
+OUTCOME_STEP_TIME_LIMIT: Outcome.ValueType  # 8
+"""Play.step_timeout_s"""
+OUTCOME_ENVIRONMENT_FAILED: Outcome.ValueType  # 9
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 class _Settlement:
@@ -212,6 +224,58 @@ class RewardUse(_message.Message):
 Global___RewardUse: _TypeAlias = RewardUse  # noqa: Y015
 
 @_typing.final
+class Play(_message.Message):
+    """How an environment is played: a conversation in place of one answer. A limit of 0 is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    TOOL_FORMAT_FIELD_NUMBER: _builtins.int
+    MAX_TURNS_FIELD_NUMBER: _builtins.int
+    TURN_TOKENS_FIELD_NUMBER: _builtins.int
+    END_LONG_TURNS_FIELD_NUMBER: _builtins.int
+    STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    TOTAL_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """content hash of the environment, or its beginning; empty is the active one"""
+    tools_json: _builtins.str
+    """list of tool descriptions; empty: what the policy writes is the action"""
+    tool_format: _builtins.str
+    """how the policy writes calls: vLLM's name of the parser"""
+    max_turns: _builtins.int
+    turn_tokens: _builtins.int
+    """of one turn of the policy"""
+    end_long_turns: _builtins.bool
+    """a turn cut off at turn_tokens ends the rollout; else it is closed and the episode goes on"""
+    step_timeout_s: _builtins.float
+    total_timeout_s: _builtins.float
+    """of the whole rollout"""
+    prompt_length: _builtins.int
+    """longest prompt with what reset adds to it"""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        tools_json: _builtins.str = ...,
+        tool_format: _builtins.str = ...,
+        max_turns: _builtins.int = ...,
+        turn_tokens: _builtins.int = ...,
+        end_long_turns: _builtins.bool = ...,
+        step_timeout_s: _builtins.float = ...,
+        total_timeout_s: _builtins.float = ...,
+        prompt_length: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_long_turns", b"end_long_turns", "max_turns", b"max_turns", "prompt_length", b"prompt_length", "step_timeout_s", b"step_timeout_s", "tool_format", b"tool_format", "tools_json", b"tools_json", "total_timeout_s", b"total_timeout_s", "turn_tokens", b"turn_tokens", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Play: _TypeAlias = Play  # noqa: Y015
+
+@_typing.final
 class GroupTask(_message.Message):
     """An order for num_rollouts rollouts of one prompt: an entry of prompts and eval_prompts."""
 
@@ -229,6 +293,7 @@ class GroupTask(_message.Message):
     ISSUED_UNIX_S_FIELD_NUMBER: _builtins.int
     DEADLINE_UNIX_S_FIELD_NUMBER: _builtins.int
     EVALUATION_FIELD_NUMBER: _builtins.int
+    PLAY_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
     group: _builtins.int
     """the group's place in the prompt order; in an evaluation the prompt's row"""
@@ -236,7 +301,7 @@ class GroupTask(_message.Message):
     """1 the first time the group is issued"""
     num_rollouts: _builtins.int
     environment: _builtins.str
-    """name of a multi-turn environment; empty is single-turn"""
+    """name of a multi-turn environment in the reward service; empty is single-turn"""
     min_version: _builtins.int
     """an engine with older weights leaves the task alone"""
     issued_unix_s: _builtins.float
@@ -249,6 +314,10 @@ class GroupTask(_message.Message):
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardUse]: ...
+    @_builtins.property
+    def play(self) -> Global___Play:
+        """of the environment"""
+
     def __init__(
         self,
         *,
@@ -264,14 +333,63 @@ class GroupTask(_message.Message):
         issued_unix_s: _builtins.float = ...,
         deadline_unix_s: _builtins.float = ...,
         evaluation: _builtins.str = ...,
+        play: Global___Play | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["play", b"play", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_unix_s", b"deadline_unix_s", "environment", b"environment", "evaluation", b"evaluation", "group", b"group", "issued_unix_s", b"issued_unix_s", "min_version", b"min_version", "num_rollouts", b"num_rollouts", "prompt", b"prompt", "rewards", b"rewards", "sampling", b"sampling", "schema", b"schema"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_unix_s", b"deadline_unix_s", "environment", b"environment", "evaluation", b"evaluation", "group", b"group", "issued_unix_s", b"issued_unix_s", "min_version", b"min_version", "num_rollouts", b"num_rollouts", "play", b"play", "prompt", b"prompt", "rewards", b"rewards", "sampling", b"sampling", "schema", b"schema"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupTask: _TypeAlias = GroupTask  # noqa: Y015
+
+@_typing.final
+class Episode(_message.Message):
+    """What has come of a rollout's environment so far, beside its state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    NUM_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_MALFORMED_FIELD_NUMBER: _builtins.int
+    NUM_CUT_TURNS_FIELD_NUMBER: _builtins.int
+    FAILURE_KIND_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    TURNS_JSON_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """content hash of the environment, from its reset on"""
+    reward: _builtins.float
+    """of all steps"""
+    num_tool_calls: _builtins.int
+    num_malformed: _builtins.int
+    """turns whose tool calls cannot be read, or name or take what there is not"""
+    num_cut_turns: _builtins.int
+    """turns that were cut off at Play.turn_tokens"""
+    failure_kind: _builtins.str
+    """how the environment failed: the rollout then has no score"""
+    failure: _builtins.str
+    turns_json: _builtins.str
+    """the conversation after the prompt as chat messages, for people and reward functions"""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        reward: _builtins.float = ...,
+        num_tool_calls: _builtins.int = ...,
+        num_malformed: _builtins.int = ...,
+        num_cut_turns: _builtins.int = ...,
+        failure_kind: _builtins.str = ...,
+        failure: _builtins.str = ...,
+        turns_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "failure_kind", b"failure_kind", "num_cut_turns", b"num_cut_turns", "num_malformed", b"num_malformed", "num_tool_calls", b"num_tool_calls", "reward", b"reward", "turns_json", b"turns_json", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Episode: _TypeAlias = Episode  # noqa: Y015
 
 @_typing.final
 class Rollout(_message.Message):
@@ -302,6 +420,7 @@ class Rollout(_message.Message):
     STARTED_UNIX_S_FIELD_NUMBER: _builtins.int
     FINISHED_UNIX_S_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
+    EPISODE_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
     group: _builtins.int
     number: _builtins.int
@@ -312,7 +431,7 @@ class Rollout(_message.Message):
     mask: _builtins.bytes
     """one byte a token: 1 policy token, 0 observation"""
     text: _builtins.str
-    """the answer without special tokens"""
+    """the answer without special tokens; of a conversation its last turn"""
     outcome: Global___Outcome.ValueType
     stop: _builtins.str
     """the stop string that ended it, if one did"""
@@ -342,6 +461,10 @@ class Rollout(_message.Message):
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardUse]: ...
+    @_builtins.property
+    def episode(self) -> Global___Episode:
+        """of the environment"""
+
     def __init__(
         self,
         *,
@@ -368,10 +491,11 @@ class Rollout(_message.Message):
         started_unix_s: _builtins.float = ...,
         finished_unix_s: _builtins.float = ...,
         temperature: _builtins.float = ...,
+        episode: Global___Episode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "environment", b"environment", "evaluation", b"evaluation", "finished_unix_s", b"finished_unix_s", "generator", b"generator", "group", b"group", "issued_unix_s", b"issued_unix_s", "logp", b"logp", "mask", b"mask", "num_rollouts", b"num_rollouts", "num_turns", b"num_turns", "number", b"number", "outcome", b"outcome", "prompt", b"prompt", "rewards", b"rewards", "schema", b"schema", "started_unix_s", b"started_unix_s", "state_json", b"state_json", "stop", b"stop", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "environment", b"environment", "episode", b"episode", "evaluation", b"evaluation", "finished_unix_s", b"finished_unix_s", "generator", b"generator", "group", b"group", "issued_unix_s", b"issued_unix_s", "logp", b"logp", "mask", b"mask", "num_rollouts", b"num_rollouts", "num_turns", b"num_turns", "number", b"number", "outcome", b"outcome", "prompt", b"prompt", "rewards", b"rewards", "schema", b"schema", "started_unix_s", b"started_unix_s", "state_json", b"state_json", "stop", b"stop", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

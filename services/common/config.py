@@ -1,8 +1,8 @@
 """The configuration of a run: every key with its type, default, bounds and meaning.
 
 It holds no machine facts (ports chosen, paths found) and never rewrites a value: a contradiction is an error.
-Neighbours: algorithm.py for the `algorithm` section, measuring_config.py for `evaluation` and `tracking`,
-configfile.py for reading, resuming and explaining.
+Neighbours: algorithm.py for the `algorithm` section, environment_config.py for `environment`, measuring_config.py for
+`evaluation` and `tracking`, configfile.py for reading, resuming and explaining.
 """
 
 from __future__ import annotations
@@ -12,21 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from services.common.algorithm import AlgorithmConfig
+from services.common.environment_config import ENVIRONMENT_PART, EnvironmentConfig
 from services.common.keep_best import BestFigure, best_figure
 from services.common.measuring_config import EvaluationConfig, TrackingConfig
-from services.common.section import ON_RESUME, RunName, Section
+from services.common.section import ON_RESUME, RunName, Section, VersionText
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-VersionText = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
 # What `reward.functions.N.builtin` may name; the reward service has a file or a client for each.
 Builtin = Literal[
     "exact_match",
@@ -136,7 +130,8 @@ class RewardConfig(Section):
     """What an answer is worth."""
 
     functions: tuple[RewardFunction, ...] = Field(
-        min_length=1, description="One or more functions; their weighted values are summed"
+        (),
+        description="One or more functions, none only where an environment rewards; their weighted values are summed",
     )
     timeout_s: PositiveFloat = Field(
         10.0, description="Longest a call may take before its process is killed", json_schema_extra=ON_RESUME
@@ -461,7 +456,8 @@ class Config(Section):
     seed: int = Field(0, ge=0, lt=2**31, description="Prompt order, sampling, permutations, initial random state")
     model: ModelConfig
     data: DataConfig
-    reward: RewardConfig
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     staleness: StalenessConfig = Field(default_factory=StalenessConfig)
@@ -479,6 +475,21 @@ class Config(Section):
             raise ValueError(
                 "run.total_steps: the run has no end. Set run.total_steps, run.total_epochs or run.total_hours"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _something_rewards(self) -> Config:
+        if not self.reward.functions and not self.environment.used:
+            raise ValueError(
+                "reward.functions: is empty, and there is no environment that rewards. "
+                "List a reward function, or set environment.path"
+            )
+        for index, function in enumerate(self.reward.functions if self.environment.used else ()):
+            if function.label in (ENVIRONMENT_PART, self.environment.label):
+                raise ValueError(
+                    f"reward.functions.{index}.name: '{function.label}' is the environment's name in scores and logs. "
+                    "Give the function another with `name:`"
+                )
         return self
 
     @model_validator(mode="after")

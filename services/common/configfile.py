@@ -22,6 +22,7 @@ from services.common.errors import InputError, nearest
 # Paths in a file are relative to that file, so that a folder can be moved as a whole.
 PATH_KEYS = (
     "data.prompts",
+    "environment.path",
     "evaluation.prompts",
     "learner.deepspeed",
     "reward.registry",
@@ -211,6 +212,7 @@ def _resolve_paths(config: Config, base: Path) -> Config:
         if function["path"] is not None:
             function["path"] = base / function["path"]
         function["reads"] = [base / place for place in function["reads"]]
+    update["environment"]["reads"] = [base / place for place in update["environment"]["reads"]]
     if (base / update["model"]["path"]).exists():
         update["model"]["path"] = str(base / update["model"]["path"])
     return Config.model_validate(update)

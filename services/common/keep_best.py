@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from services.common.environment_config import ENVIRONMENT_PART
 from services.common.errors import nearest
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def _check_figure(config: Config, figure: str) -> None:
     known += ["greedy_mean"] if evaluation.greedy else []
     # A function may return named parts: those come as part_FUNCTION/NAME_mean, and only the function knows them.
     labels = [function.label for function in config.reward.functions]
+    labels += [ENVIRONMENT_PART] if config.environment.used else []
     known += [f"part_{label}_mean" for label in labels] if len(labels) > 1 else []
     part_of_function = any(figure.startswith(f"part_{label}/") and figure.endswith("_mean") for label in labels)
     if figure not in known and not part_of_function:

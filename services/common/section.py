@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints
 from pydantic.config import JsonDict
 
 RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+VersionText = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
 # Marks a key that may change when a run is resumed.
 ON_RESUME: JsonDict = {"on_resume": True}
 

@@ -38,6 +38,7 @@ class PromptSet:
         limit: Use only the first so many rows; None is all.
         prompt_length: Longest prompt, in tokens.
         on_long_prompt: What happens to a longer one; truncate keeps its end.
+        tools: Descriptions that the chat template puts into every prompt.
         progress: Called during the check with rows done and rows in all.
 
     Raises:
@@ -54,8 +55,10 @@ class PromptSet:
         limit: int | None,
         prompt_length: int,
         on_long_prompt: LongPrompt,
+        tools: Sequence[dict[str, Any]] = (),
         progress: Progress = lambda _done, _total: None,
     ) -> None:
+        self._tools = list(tools) or None
         self._key, self._path, self._column = key, path, column
         self._tokenizer, self._prompt_length, self._on_long_prompt = tokenizer, prompt_length, on_long_prompt
         rows = open_dataset(key, path, column)
@@ -146,8 +149,17 @@ class PromptSet:
         for value, row in zip(values, rows, strict=True):
             self._check_form(value, row)
         if isinstance(values[0], str):
+            self._refuse_tools()
             return values
         return self._apply_template([_messages(value) for value in values], rows)
+
+    def _refuse_tools(self) -> None:
+        if self._tools:
+            raise InputError(
+                "environment.tools",
+                f"{self._path} holds prompts as text, and only a chat template can tell the policy of tools",
+                "Give prompts as chat messages, or leave the tools out",
+            )
 
     def _check_form(self, value: Any, row: int) -> None:
         if isinstance(value, str):
@@ -175,7 +187,11 @@ class PromptSet:
                 "Give prompts as text, or add chat_template to the model's tokenizer_config.json",
             )
         try:
-            return list(self._tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True))
+            return list(
+                self._tokenizer.apply_chat_template(
+                    conversations, tools=self._tools, tokenize=False, add_generation_prompt=True
+                )
+            )
         except (TemplateError, TypeError, ValueError) as error:
             if len(conversations) > 1:  # find the one at fault
                 return [self._apply_template([one], [row])[0] for one, row in zip(conversations, rows, strict=True)]
@@ -226,6 +242,7 @@ def _from_config(
         limit=limit,
         prompt_length=config.algorithm.prompt_length,
         on_long_prompt=config.data.on_long_prompt,
+        tools=config.environment.descriptions,
         progress=progress,
     )
 

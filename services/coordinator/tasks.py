@@ -1,12 +1,16 @@
-"""The tasks that go to generation: one prompt, how to sample, which reward functions.
+"""The tasks that go to generation: one prompt, how to sample, which environment, which reward functions.
 
 It decides nothing about when. Neighbours: issuer.py for training, evaluation.py for held-out prompts.
 """
 
 from __future__ import annotations
 
-from gspo_proto.rollout_pb2 import GroupTask, Prompt, RewardUse, Sampling
+import json
+from typing import Any
+
+from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, RewardUse, Sampling
 from services.common.config import Config
+from services.common.environment_config import ENVIRONMENT_PART
 from services.common.events import SCHEMA
 
 
@@ -19,6 +23,7 @@ def training_task(config: Config, group: int, prompt: Prompt) -> GroupTask:
         prompt=prompt,
         sampling=_sampling(config, config.sampling.temperature),
         rewards=_rewards(config),
+        **_episode(config),
     )
 
 
@@ -36,6 +41,7 @@ def evaluation_tasks(config: Config, row: int, prompt: Prompt, *, label: str, ve
             prompt=prompt,
             sampling=_sampling(config, temperature),
             rewards=_rewards(config),
+            **_episode(config),
             min_version=version,
             evaluation=label,
         )
@@ -55,8 +61,27 @@ def _sampling(config: Config, temperature: float) -> Sampling:
     )
 
 
+def _episode(config: Config) -> dict[str, Any]:
+    """The environment of a task and how it is played; nothing where there is none."""
+    environment = config.environment
+    if not environment.used:
+        return {}
+    play = Play(
+        version=environment.version or "",
+        tools_json=json.dumps(environment.descriptions) if environment.tools else "",
+        tool_format=environment.tool_format if environment.tools else "",
+        max_turns=environment.max_turns,
+        turn_tokens=environment.turn_tokens or 0,
+        end_long_turns=environment.long_turn == "end",
+        step_timeout_s=environment.step_timeout_s,
+        total_timeout_s=environment.total_timeout_s,
+        prompt_length=config.algorithm.prompt_length,
+    )
+    return {"environment": environment.label, "play": play}
+
+
 def _rewards(config: Config) -> list[RewardUse]:
-    return [
+    functions = [
         RewardUse(
             name=function.label,
             version=function.version or "",
@@ -65,3 +90,6 @@ def _rewards(config: Config) -> list[RewardUse]:
         )
         for function in config.reward.functions
     ]
+    if not config.environment.used:
+        return functions
+    return [*functions, RewardUse(name=ENVIRONMENT_PART, weight=config.environment.weight)]

@@ -38,7 +38,14 @@ async def live(service: Service) -> None:
     position = await events.newest()
     registry = Registry(service.redis, config.registry_dir, replica=name)
     usage = UsageCounter(service.redis)
-    opened = open_scorer(config.reward, name=name, session=config.name, registry=registry, usage=usage)
+    opened = open_scorer(
+        config.reward,
+        name=name,
+        environment=config.environment,
+        session=config.name,
+        registry=registry,
+        usage=usage,
+    )
     async with opened as scorer:
         found = scorer.library.containment
         service.facts["sandbox"] = str(found)

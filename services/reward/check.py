@@ -1,4 +1,5 @@
 """What `--check` finds in reward functions before anything starts: files, signatures, columns, one trial call.
+An environment is tried by environment_check.py.
 
 It starts the functions' own processes and nothing else. Neighbours: library.py loads them, first_rows.py reads the
 data set's head.
@@ -17,9 +18,11 @@ from redis.asyncio import Redis
 
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 from services.common.config import Config, RewardFunction
+from services.common.episodes import task_json
 from services.common.errors import InputError, nearest
 from services.reward.callers import read_tokens
 from services.reward.calls import CallFailed
+from services.reward.environment_check import try_environment
 from services.reward.first_rows import prompt_of, read_first_rows
 from services.reward.functions import arguments_for, check_columns
 from services.reward.library import Function
@@ -30,7 +33,7 @@ NUM_TRIALS = 2
 TRIAL_TEXT = "42"
 REDIS_TIMEOUT_S = 5.0
 # A function that raises one of these cannot work with any answer; others may come from the made-up one.
-_NEVER_THE_ANSWER = ("ImportError", "ModuleNotFoundError", "NameError", "Unfit", "InvalidReturn")
+NEVER_THE_ANSWER = ("ImportError", "ModuleNotFoundError", "NameError", "Unfit", "InvalidReturn")
 
 
 def check(config: Config) -> None:
@@ -45,7 +48,10 @@ def check(config: Config) -> None:
 async def _check(config: Config) -> None:
     if config.reward.tokens is not None:
         read_tokens(config.reward.tokens)
-    async with _registered(config) as registry, open_scorer(config.reward, name="check", registry=registry) as scorer:
+    async with (
+        _registered(config) as registry,
+        open_scorer(config.reward, name="check", environment=config.environment, registry=registry) as scorer,
+    ):
         prompts = await asyncio.to_thread(_first_prompts, config)
         training = prompts["data.prompts"]
         trials = [_made_up(training[i % len(training)]) for i in range(NUM_TRIALS)]
@@ -55,6 +61,10 @@ async def _check(config: Config) -> None:
                 row = json.loads(found[0].columns_json)
                 check_columns(function.source, function.callee.signature, row, key)
             await _try(function, wanted, f"reward.functions.{index}", trials)
+        if config.environment.used:
+            environment = config.environment
+            function = await scorer.library.find(environment.label, environment.version or "")
+            await try_environment(function, [task_json(prompt) for prompt in training], bool(environment.tools))
 
 
 @asynccontextmanager
@@ -89,7 +99,7 @@ async def _try(function: Function, wanted: RewardFunction, where: str, trials: l
     try:
         raw = (await callee.call(arguments_for(callee.signature, trials, function.source.args))).values
     except CallFailed as error:
-        if error.error_type in _NEVER_THE_ANSWER:
+        if error.error_type in NEVER_THE_ANSWER:
             raise InputError(where, f"{name} {error}", "Mend the function") from error
         _warn(f"{where}: {name}, tried on a made-up answer, {error}")
         return
@@ -108,7 +118,7 @@ def _check_value(value: Any, where: str, name: str) -> None:
     """A number, None, or a dict of them; an exception of one row is only reported."""
     if isinstance(value, dict) and "error" in value:
         error = value["error"]
-        if error["type"] in _NEVER_THE_ANSWER:
+        if error["type"] in NEVER_THE_ANSWER:
             raise InputError(where, f"{name} raised {error['text']}", "Mend the function")
         _warn(f"{where}: {name}, tried on a made-up answer, raised {error['text']}")
     elif isinstance(value, dict) and "parts" in value:

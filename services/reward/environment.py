@@ -37,13 +37,18 @@ async def reset(callee: Callee, task_json: str, *, session: str | None) -> Turn:
     return Turn(json.dumps(state), _observation(observation), 0.0, done=False, output=found.output)
 
 
-async def step(callee: Callee, state_json: str, action: str, *, session: str | None) -> Turn:
+async def step(callee: Callee, state_json: str, action: str, calls_json: str = "", *, session: str | None) -> Turn:
     """`step(state, action) -> state, observation, reward, done`.
+
+    Args:
+        action: The turn's text.
+        calls_json: The tool calls in it, where the policy has tools: the action is then {text, calls}.
 
     Raises:
         CallFailed: It failed, or returned something else.
     """
-    arguments = {"state": _read(state_json, "the state"), "action": action}
+    given = {"text": action, "calls": _read(calls_json, "the calls")} if calls_json else action
+    arguments = {"state": _read(state_json, "the state"), "action": given}
     found = await callee.call({"function": "step", "arguments": arguments}, session=session)
     state, observation, reward, done = _fields(
         found.values, 4, "step returned {}, not (state, observation, reward, done)"

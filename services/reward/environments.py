@@ -36,13 +36,13 @@ class Environments:
         """
         return await self._counted(function, environment.reset(function.callee, task_json, session=self._session))
 
-    async def step(self, function: Function, state_json: str, action: str) -> Turn:
+    async def step(self, function: Function, state_json: str, action: str, calls_json: str = "") -> Turn:
         """What an action leads to.
 
         Raises:
             CallFailed: The environment failed, or returned something else.
         """
-        asked = environment.step(function.callee, state_json, action, session=self._session)
+        asked = environment.step(function.callee, state_json, action, calls_json, session=self._session)
         return await self._counted(function, asked)
 
     async def _counted(self, function: Function, asked: Awaitable[Turn]) -> Turn:

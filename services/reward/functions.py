@@ -5,9 +5,11 @@ and loads, sandbox.py calls, scorer.py sums.
 
 A function by TRL's convention takes any of these by name, each a list with one item a completion:
   prompts         text, or chat messages where the prompt was given as messages
-  completions     text, or [{"role": "assistant", "content": text}] where the prompt was given as messages
+  completions     text, or [{"role": "assistant", "content": text}] where the prompt was given as messages; of a
+                  conversation its last turn, or where the prompt was given as messages all turns and observations
   completion_ids  token ids, special tokens included
-  outcomes        eos, stop_string, truncated, environment_done, turn_limit, turn_token_limit or time_limit
+  outcomes        eos, stop_string, truncated; of a conversation also environment_done, turn_limit, turn_token_limit,
+                  time_limit or step_time_limit
   stops           the stop string that ended the answer, or ""
   truncated       whether the answer was cut off at response_length
   any other name  the data set's column of that name; `**columns` takes all columns
@@ -146,26 +148,41 @@ def read_source(function: RewardFunction, key: str) -> Source:
         InputError: It cannot be read, or is not Python: with line and column.
     """
     path = function.path or BUILTINS / _FILES.get(function.builtin or "", f"{function.builtin}.py")
+    data, text = read_python(path, f"{key}.path")
+    version = version_of(data, entry=function.entry, args=function.args)
+    # A built-in's file lies among others of the same names as the libraries that they use.
+    shown = path if function.path else Path(f"{function.builtin}.py")
+    reads = tuple(existing(place, f"{key}.reads.{i}") for i, place in enumerate(function.reads))
+    return Source(function.label, shown, text, version, function.entry, function.weight, function.args, reads=reads)
+
+
+def read_python(path: Path, key: str) -> tuple[bytes, str]:
+    """A file's bytes and its text, which compiles; `key` names it in the configuration.
+
+    Raises:
+        InputError: It cannot be read, or is not Python: with line and column.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InputError(f"{key}.path", f"{path} cannot be read ({error.strerror})", "Mend the path") from error
+        raise InputError(key, f"{path} cannot be read ({error.strerror})", "Mend the path") from error
     try:
         text = importlib.util.decode_source(data)
         compile(text, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
         where = f"{path}, line {error.lineno}, column {error.offset}" if error.lineno else str(path)
-        raise InputError(f"{key}.path", f"{where}: {error.msg}", "Mend that line") from error
+        raise InputError(key, f"{where}: {error.msg}", "Mend that line") from error
     except ValueError as error:  # bytes that are no text
-        raise InputError(f"{key}.path", f"{path} is not Python text: {error}", "Give a Python file") from error
-    version = version_of(data, entry=function.entry, args=function.args)
-    # A built-in's file lies among others of the same names as the libraries that they use.
-    shown = path if function.path else Path(f"{function.builtin}.py")
-    reads = tuple(_existing(place, f"{key}.reads.{i}") for i, place in enumerate(function.reads))
-    return Source(function.label, shown, text, version, function.entry, function.weight, function.args, reads=reads)
+        raise InputError(key, f"{path} is not Python text: {error}", "Give a Python file") from error
+    return data, text
 
 
-def _existing(place: Path, key: str) -> Path:
+def existing(place: Path, key: str) -> Path:
+    """A file or folder that user code reads.
+
+    Raises:
+        InputError: It is not there.
+    """
     if not place.exists():
         raise InputError(key, f"{place} does not exist", "Give a file or folder that the function reads")
     return place.resolve()
@@ -236,7 +253,7 @@ def _trl_value(name: str, rollout: Rollout) -> Any:
         case "prompts":
             return json.loads(messages) if messages else rollout.prompt.text
         case "completions":
-            return [{"role": "assistant", "content": rollout.text}] if messages else rollout.text
+            return _completion(rollout) if messages else rollout.text
         case "completion_ids":
             return list(rollout.token_ids)
         case "outcomes":
@@ -245,6 +262,14 @@ def _trl_value(name: str, rollout: Rollout) -> Any:
             return rollout.stop
         case _:
             return rollout.outcome == OUTCOME_TRUNCATED
+
+
+def _completion(rollout: Rollout) -> list[dict[str, Any]]:
+    """The answer as chat messages, the policy's last one at the end: a limit may have been hit behind it."""
+    turns = json.loads(rollout.episode.turns_json or "[]")
+    while turns and turns[-1]["role"] != "assistant":
+        turns.pop()
+    return turns or [{"role": "assistant", "content": rollout.text}]
 
 
 def _verl_row(signature: Signature, rollout: Rollout, columns: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from services.common.config import RewardConfig, RewardFunction
+from services.common.environment_config import EnvironmentConfig
 from services.common.errors import InputError, nearest
 from services.reward.calls import Callee, CallFailed, Code, Limits
 from services.reward.classifier import Classifier, read_classifier
 from services.reward.code_tests import CodeTests
+from services.reward.configured_environment import ENVIRONMENT_KEY, open_environment
 from services.reward.functions import Source, check_names, read_source
 from services.reward.judge import Judge, read_judge
 from services.reward.levels import Found, find_level
@@ -59,6 +61,7 @@ class Library:
         num_workers: Calls of one function that are answered at once.
         registry: None where nothing is registered, as in a check.
         usage: Counts calls; None counts none.
+        step_timeout_s: Wall clock of a registered environment's step that says nothing itself; None is as of others.
     """
 
     def __init__(
@@ -70,7 +73,9 @@ class Library:
         num_workers: int = 1,
         registry: Registry | RegistryCopy | None = None,
         usage: UsageCounter | None = None,
+        step_timeout_s: float | None = None,
     ) -> None:
+        self._step_timeout_s = step_timeout_s or limits.timeout_s
         self.containment, self._num_workers = containment, num_workers
         self.configured = {function.source.name: function for function in configured}
         self.usage = usage
@@ -141,8 +146,9 @@ class Library:
     def limits_of(self, content: Content) -> Limits:
         """What one call of a version may take."""
         own = content.limits
+        timeout_s = self._step_timeout_s if content.kind == "environment" else self._limits.timeout_s
         return Limits(
-            timeout_s=own.timeout_s or self._limits.timeout_s,
+            timeout_s=own.timeout_s or timeout_s,
             memory_mb=own.memory_mb or self._limits.memory_mb,
             cpu_s=own.cpu_s or self._limits.cpu_s,
         )
@@ -171,9 +177,13 @@ def source_of(name: str, content: Content) -> Source:
 
 @asynccontextmanager
 async def open_library(
-    config: RewardConfig, *, registry: Registry | RegistryCopy | None = None, usage: UsageCounter | None = None
+    config: RewardConfig,
+    *,
+    environment: EnvironmentConfig | None = None,
+    registry: Registry | RegistryCopy | None = None,
+    usage: UsageCounter | None = None,
 ) -> AsyncIterator[Library]:
-    """The library of a run, with every function of its configuration loaded.
+    """The library of a run, with every function of its configuration loaded, and its environment.
 
     Raises:
         InputError: One cannot be read or loaded, takes other arguments than it is given, or is not registered.
@@ -183,10 +193,20 @@ async def open_library(
     limits = Limits(config.timeout_s, config.memory_mb, config.cpu_s)
     keys = [f"reward.functions.{index}" for index in range(len(config.functions))]
     named = dict(zip(keys, config.functions, strict=True))
-    library = Library([], limits, containment=found, num_workers=config.workers, registry=registry, usage=usage)
+    library = Library(
+        [],
+        limits,
+        containment=found,
+        num_workers=config.workers,
+        registry=registry,
+        usage=usage,
+        step_timeout_s=environment.step_timeout_s if environment is not None else None,
+    )
     configured = {
         key: open_function(function, key, limits, library) for key, function in named.items() if not function.registered
     }
+    if environment is not None and environment.used and not environment.registered:
+        configured[ENVIRONMENT_KEY] = Function(*open_environment(environment, limits, library.sandbox))
     library.configured.update((function.source.name, function) for function in configured.values())
     try:
         for key, function in configured.items():
@@ -194,7 +214,9 @@ async def open_library(
         if registry is not None:
             for key, wanted in named.items():
                 if wanted.registered:
-                    await _load_registered(library, wanted, key)
+                    await _load_registered(library, wanted.label, wanted.version, key)
+            if environment is not None and environment.registered:
+                await _load_registered(library, environment.label, environment.version, ENVIRONMENT_KEY)
         yield library
     finally:
         await library.close()
@@ -227,7 +249,7 @@ async def _load_configured(function: Function, key: str) -> None:
     try:
         signature = await function.callee.load()
     except CallFailed as error:
-        raise InputError(key, f"{source.path} {error}", _how_to_mend(error)) from error
+        raise InputError(key, f"{source.path} {error}", _how_to_mend(error, key)) from error
     for name in source.args:
         if name not in signature.takes and not signature.takes_any:
             raise InputError(
@@ -237,15 +259,22 @@ async def _load_configured(function: Function, key: str) -> None:
             )
 
 
-async def _load_registered(library: Library, wanted: RewardFunction, key: str) -> None:
-    """Find a registered function before the run needs it."""
+async def _load_registered(library: Library, name: str, version: str | None, key: str) -> None:
+    """Find a registered function or environment before the run needs it."""
     try:
-        await library.find(wanted.label, wanted.version or "")
+        function = await library.find(name, version or "")
     except UnknownFunctionError as error:
         raise InputError(f"{key}.name", str(error), HOW_TO_REGISTER) from error
+    kind = "environment" if key == ENVIRONMENT_KEY else "reward"
+    if function.source.kind != kind:
+        are = {"environment": "an environment", "reward": "a reward function"}
+        rule = f"'{name}' is registered as {are[function.source.kind]}, not {are[kind]}"
+        raise InputError(f"{key}.name", rule, "Name another, or submit it as that kind")
 
 
-def _how_to_mend(error: CallFailed) -> str:
+def _how_to_mend(error: CallFailed, key: str) -> str:
+    if key == ENVIRONMENT_KEY and error.error_type == "Unfit":
+        return "Define reset(task) and step(state, action), or name the object that has them: `entry:`"
     if "several" in str(error):
         return "Name one with `entry:`, or list the file once for each with `name:` and `entry:`"
     if error.error_type == "Unfit":

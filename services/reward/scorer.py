@@ -13,12 +13,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import structlog
 
 from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score, ScorePart
 from services.common import metrics
 from services.common.config import RewardConfig
+from services.common.environment_config import ENVIRONMENT_PART, EnvironmentConfig
 from services.reward.calls import CallFailed
 from services.reward.functions import Unaskable, arguments_for
 from services.reward.library import Function, Library, UnknownFunctionError, open_library
@@ -30,6 +32,14 @@ from services.reward.values import Failure, Value, read_value
 # cost their worker too, the function hangs or dies on everything: trying the rest would cost as much each.
 NUM_PROBES = 4
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why a part of a score never came: no such function, or an environment that failed, in whatever way."""
+
+    reason: str
+    kind: str
 
 
 # A function and the version that a rollout asks for, which may be empty.
@@ -64,7 +74,8 @@ class Scorer:
         wanted: dict[Wanted, list[int]] = {}
         for index, rollout in enumerate(rollouts):
             for use in rollout.rewards or self._all:
-                wanted.setdefault((use.name, use.version), []).append(index)
+                if not _is_episode(use):
+                    wanted.setdefault((use.name, use.version), []).append(index)
         found = dict(zip(wanted, await asyncio.gather(*(self._find(*one) for one in wanted)), strict=True))
         known = {one: function for one, function in found.items() if isinstance(function, Function)}
         values = await asyncio.gather(
@@ -170,18 +181,13 @@ class Scorer:
         score = Score(scorer=self._name, scored_unix_s=time.time())
         failures, kinds, versions, total = [], [], [], 0.0
         for use in rollout.rewards or self._all:
-            function = found[use.name, use.version]
-            if isinstance(function, str):
-                failures.append(f"{use.name}: {function}")
-                kinds.append("unknown_function")
-                continue
-            versions.append(function.source.version)
-            value = results[use.name, use.version][index]
-            if isinstance(value, Failure):
+            value, version = _episode_value(rollout) if _is_episode(use) else _found_value(use, index, found, results)
+            versions += [version] if version else []
+            if isinstance(value, Failure | Missing):
                 failures.append(f"{use.name}: {value.reason}")
                 kinds.append(value.kind)
                 continue
-            parts = _parts(use, value, function.source.version)
+            parts = _parts(use, value, version)
             score.parts.extend(parts)
             total += sum(part.weight * part.value for part in parts)
         score.version = ",".join(versions)
@@ -193,6 +199,34 @@ class Scorer:
         else:
             score.reward = total
         return score
+
+
+def _found_value(
+    use: RewardUse,
+    index: int,
+    found: dict[Wanted, Function | str],
+    results: dict[Wanted, dict[int, Value | Failure]],
+) -> tuple[Value | Failure | Missing, str]:
+    """What a function gave for a rollout, and its version; no version where there is no such function."""
+    function = found[use.name, use.version]
+    if isinstance(function, str):
+        return Missing(function, "unknown_function"), ""
+    return results[use.name, use.version][index], function.source.version
+
+
+def _is_episode(use: RewardUse) -> bool:
+    """Whether it is no function: what the environment gave is in the rollout already."""
+    return use.name == ENVIRONMENT_PART
+
+
+def _episode_value(rollout: Rollout) -> tuple[Value | Missing, str]:
+    """The summed step rewards of a rollout's environment, or how it failed; and its version."""
+    episode = rollout.episode
+    if episode.failure_kind:
+        return Missing(episode.failure, episode.failure_kind), episode.version
+    if not math.isfinite(episode.reward):
+        return Missing("the sum of the steps' rewards is not finite", "invalid_return"), episode.version
+    return Value(episode.reward), episode.version
 
 
 def _parts(use: RewardUse, value: Value, version: str) -> list[ScorePart]:
@@ -223,23 +257,26 @@ async def open_scorer(
     config: RewardConfig,
     *,
     name: str,
+    environment: EnvironmentConfig | None = None,
     session: str = "",
     registry: Registry | RegistryCopy | None = None,
     usage: UsageCounter | None = None,
 ) -> AsyncIterator[Scorer]:
-    """A scorer with every function of the configuration loaded.
+    """A scorer with every function of the configuration loaded, and its environment.
 
     Raises:
         InputError: A file cannot be read or loaded, or holds no function that can be called; or the machine gives less
             containment than reward.sandbox_minimum.
     """
-    async with open_library(config, registry=registry, usage=usage) as library:
-        yield Scorer(library, uses_of(config), batch_size=config.batch_size, name=name, session=session)
+    async with open_library(config, environment=environment, registry=registry, usage=usage) as library:
+        yield Scorer(library, uses_of(config, environment), batch_size=config.batch_size, name=name, session=session)
 
 
-def uses_of(config: RewardConfig) -> list[RewardUse]:
-    """The functions of a configuration as a rollout would name them."""
-    return [
+def uses_of(config: RewardConfig, environment: EnvironmentConfig | None = None) -> list[RewardUse]:
+    """The functions of a configuration as a rollout would name them, and its environment."""
+    episodes = environment is not None and environment.used
+    weights = [RewardUse(name=ENVIRONMENT_PART, weight=environment.weight)] if environment and episodes else []
+    return weights + [
         RewardUse(
             name=function.label,
             version=function.version or "",

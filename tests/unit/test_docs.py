@@ -51,7 +51,8 @@ def test_files_and_tests_that_are_named_exist(document: Path) -> None:
 def test_keys_that_are_named_exist(document: Path) -> None:
     known = {key.name for key in explain()}
     packages = {f"services.{path.name}" for path in (ROOT / "services").iterdir() if path.is_dir()}
-    for name in quoted(document) - packages:
+    files = {"environment.json"}
+    for name in quoted(document) - packages - files:
         if found := re.fullmatch(rf"((?:{SECTIONS})\.[a-z_]+)(: .*)?", name):
             assert found[1] in known, name
 

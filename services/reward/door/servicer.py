@@ -43,7 +43,9 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
         """What an action leads to."""
         function = await self._find(request.environment, request.version, context)
         await _check_json(request.state_json, "state_json", context)
-        return await _reply(function, self._environments.step(function, request.state_json, request.action))
+        await _check_json(request.calls_json, "calls_json", context)
+        asked = self._environments.step(function, request.state_json, request.action, request.calls_json)
+        return await _reply(function, asked)
 
     async def _find(self, name: str, version: str, context: Context) -> Function:
         try:

@@ -1,0 +1,49 @@
+"""An environment tried before a run: resets with tasks of the data set, and a step with a made-up action.
+
+Neighbours: check.py calls it, environments.py plays.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from services.common.errors import InputError
+from services.reward.calls import CallFailed
+from services.reward.environments import Environments
+from services.reward.library import Function
+
+TRIAL_ACTION = "42"
+# An environment that raises one of these cannot work with any action; others may come from the made-up one.
+NEVER_THE_ACTION = ("ImportError", "ModuleNotFoundError", "NameError", "Unfit", "InvalidReturn")
+
+
+async def try_environment(function: Function, tasks_json: Sequence[str], has_tools: bool) -> None:
+    """Begin with each task, and take one step.
+
+    Raises:
+        InputError: The environment cannot work: a reset failed, a reset's second result differs from its first, or a
+            step failed in a way that no action explains.
+    """
+    environments, where = Environments(None, session=None), "environment"
+    name = f"of {function.source.path}"
+    calls_json = "[]" if has_tools else ""
+    for task_json in tasks_json:
+        try:
+            turn = await environments.reset(function, task_json)
+            again = await environments.reset(function, task_json)
+        except CallFailed as error:
+            fix = "Mend it, or give the data set the columns that it reads: they are in the task, beside `prompt`"
+            raise InputError(where, f"reset {name}, given {task_json[:200]}, {error}", fix) from error
+        if turn != again:
+            raise InputError(
+                where,
+                f"reset {name} gave another state or observation the second time, for {task_json[:200]}",
+                "Draw what is random from a seed in the task: the rollouts of a group begin alike",
+            )
+        try:
+            await environments.step(function, turn.state_json, TRIAL_ACTION, calls_json)
+        except CallFailed as error:
+            if error.error_type in NEVER_THE_ACTION:
+                raise InputError(where, f"step {name} {error}", "Mend it") from error
+            sys.stderr.write(f"warning: {where}: step {name}, tried on the action '{TRIAL_ACTION}', {error}\n")
