@@ -18,7 +18,15 @@ from pathlib import Path
 from benchmarks.simulated.answers import Answers, key_of, log_probs
 from benchmarks.simulated.settings import Settings
 from services.common.config import Config
-from services.generation.engine_api import Completion, EngineBrokenError, LoadTimes, OnUpdate, Sampling
+from services.generation.engine_api import (
+    Completion,
+    EngineBrokenError,
+    Finish,
+    LoadTimes,
+    OnUpdate,
+    Sampling,
+    Tokens,
+)
 from services.generation.staging import StagedWeights
 
 # Of a decode step: what is left of it when a timer rings a little early.
@@ -27,10 +35,14 @@ _ALMOST = 1e-6
 
 @dataclass(eq=False)
 class _Request:
-    """One request. `begun` is the step at which it was admitted; `loads` the (tokens before it, version) of loads."""
+    """One request. `begun` is the step at which it was admitted; `loads` the (tokens before it, version) of loads.
+
+    It is for tokens `first` .. first + length - 1 of its answer; what came before is in the prompt.
+    """
 
     request_id: str
     prompt_length: int
+    first: int
     length: int
     stops: bool
     done: asyncio.Future[Completion]
@@ -58,6 +70,7 @@ class SimulatedEngine:
         self._settings, self._max_num_seqs, self._eos = settings, max_num_seqs, eos
         self._answers = Answers(vocabulary, settings.seed)
         self._running: dict[_Request, None] = {}
+        self._by_id: dict[str, _Request] = {}
         self._waiting: deque[_Request] = deque()
         self._steps, self._seen_at = 0.0, time.monotonic()
         self._changed, self._serving, self._loading = asyncio.Event(), asyncio.Event(), asyncio.Lock()
@@ -66,14 +79,18 @@ class SimulatedEngine:
         self._decoding = asyncio.create_task(self._decode())
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Completion:
-        """One answer; its length and tokens follow from the request's id without the attempt at its end."""
+        """One answer, or the next piece of it; its length and tokens follow from the request's id.
+
+        What stands after the last colon is not the answer's name: it ends with the token at which the piece begins.
+        """
         await self._serving.wait()
         if self._stopped:
             raise EngineBrokenError("generation engine: stopped")
-        natural = self._settings.length(_name(request_id))
+        first = int(request_id.rpartition(".")[2])
+        natural = max(1, self._settings.length(_name(request_id)) - first)
         length = min(natural, sampling.max_tokens)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        request = _Request(request_id, len(prompt_token_ids), length, natural <= sampling.max_tokens, done)
+        request = _Request(request_id, len(prompt_token_ids), first, length, natural <= sampling.max_tokens, done)
         if not self._settings.time_scale:
             # A turn for others, as every engine gives.
             await asyncio.sleep(0)
@@ -93,9 +110,22 @@ class SimulatedEngine:
             if request.request_id == request_id:
                 self._end(request, self._num_sampled(request))
 
+    def num_sampled(self, request_id: str) -> int:
+        """Tokens that a request under way has sampled so far; 0 for one that is not."""
+        request = self._find(request_id)
+        return self._num_sampled(request) if request else 0
+
+    def so_far(self, request_id: str) -> Tokens:
+        """What a request under way has sampled so far; nothing for one that is not."""
+        request = self._find(request_id)
+        return self._sampled(request, self._num_sampled(request)) if request else Tokens([], [], [])
+
     async def load(self, version: int, staged: StagedWeights, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
-        """Serve the staged copy; requests in flight go on under it. A cancelled call goes on in the background."""
-        return await asyncio.shield(asyncio.ensure_future(self._load(version, staged)))
+        """Serve the staged copy; requests in flight go on under it, or end where `on_update` is restart.
+
+        A cancelled call goes on in the background.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._load(version, staged, on_update)))
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End; requests in flight fail."""
@@ -115,10 +145,17 @@ class SimulatedEngine:
         """Requests that it runs at a time."""
         return self._max_num_seqs
 
-    async def _load(self, version: int, staged: StagedWeights) -> LoadTimes:
+    def _find(self, request_id: str) -> _Request | None:
+        self._advance()
+        return self._by_id.get(request_id)
+
+    async def _load(self, version: int, staged: StagedWeights, on_update: OnUpdate) -> LoadTimes:
         async with self._loading:
             self._advance()
             self._serving.clear()
+            if on_update == "restart":
+                for request in list(self._running):
+                    self._end(request, self._num_sampled(request), cut="restart")
             began = time.monotonic()
             await asyncio.sleep(self._settings.time_scale * self._settings.load_s)
             staged.promote()
@@ -154,6 +191,7 @@ class SimulatedEngine:
             request.begun = self._steps + prefill_s / self._settings.decode_step_s(len(self._running) + 1)
             request.loads = [(0, self.version)]
             self._running[request] = None
+            self._by_id[request.request_id] = request
 
     def _advance(self) -> None:
         """Count the steps since the last look; none while weights change."""
@@ -165,23 +203,29 @@ class SimulatedEngine:
     def _num_sampled(self, request: _Request) -> int:
         return max(0, min(request.length, math.floor(self._steps - request.begun))) if request in self._running else 0
 
-    def _end(self, request: _Request, num_tokens: int) -> None:
+    def _end(self, request: _Request, num_tokens: int, cut: Finish = "aborted") -> None:
         if not request.done.done():
-            request.done.set_result(self._answer(request, num_tokens))
+            request.done.set_result(self._answer(request, num_tokens, cut))
         self._drop(request)
 
     def _drop(self, request: _Request) -> None:
         if request in self._running or request in self._waiting:
             self._advance()
             self._running.pop(request, None)
+            self._by_id.pop(request.request_id, None)
             if request in self._waiting:
                 self._waiting.remove(request)
             self._changed.set()
 
-    def _answer(self, request: _Request, num_tokens: int) -> Completion:
-        token_ids = self._answers.tokens(_name(request.request_id), 0, num_tokens)
-        whole = num_tokens == request.length
-        if whole and request.stops:
+    def _answer(self, request: _Request, num_tokens: int, cut: Finish = "aborted") -> Completion:
+        sampled = self._sampled(request, num_tokens)
+        if num_tokens < request.length:
+            return Completion(sampled.token_ids, sampled.logp, sampled.version, cut)
+        return Completion(sampled.token_ids, sampled.logp, sampled.version, "stop" if request.stops else "length")
+
+    def _sampled(self, request: _Request, num_tokens: int) -> Tokens:
+        token_ids = self._answers.tokens(_name(request.request_id), request.first, num_tokens)
+        if num_tokens == request.length and request.stops:
             token_ids[-1] = self._eos
         logp: list[float] = []
         versions: list[int] = []
@@ -191,8 +235,7 @@ class SimulatedEngine:
             part = log_probs(token_ids[first:last], request.prompt_length + first, self._keys[version])
             logp += part.tolist()
             versions += [version] * len(part)
-        finish = ("stop" if request.stops else "length") if whole else "aborted"
-        return Completion(token_ids, logp, versions, finish)
+        return Tokens(token_ids, logp, versions)
 
 
 async def start_simulated(config: Config, folder: Path) -> SimulatedEngine:

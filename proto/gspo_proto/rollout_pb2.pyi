@@ -502,6 +502,82 @@ class Rollout(_message.Message):
 Global___Rollout: _TypeAlias = Rollout  # noqa: Y015
 
 @_typing.final
+class RolloutState(_message.Message):
+    """A rollout under way, saved under its mark in `partial`: all that any generator needs to go on with it.
+    The four arrays run over the tokens after the prompt, as in Rollout. What is not here follows from its task.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCHEMA_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGP_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    MASK_FIELD_NUMBER: _builtins.int
+    TURN_START_FIELD_NUMBER: _builtins.int
+    NUM_TURNS_FIELD_NUMBER: _builtins.int
+    STATE_JSON_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_VERSION_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_REWARD_FIELD_NUMBER: _builtins.int
+    STARTED_UNIX_S_FIELD_NUMBER: _builtins.int
+    GENERATOR_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    DELIVERY_FIELD_NUMBER: _builtins.int
+    schema: _builtins.int
+    mask: _builtins.bytes
+    turn_start: _builtins.int
+    """place in the arrays where the model's turn under way begins"""
+    num_turns: _builtins.int
+    """of the model, with the one under way"""
+    state_json: _builtins.str
+    """the environment's state before the turn under way"""
+    environment_version: _builtins.str
+    """content hash of the environment that made it"""
+    environment_reward: _builtins.float
+    """sum over its steps so far"""
+    started_unix_s: _builtins.float
+    generator: _builtins.str
+    """the last one that sampled"""
+    outcome: Global___Outcome.ValueType
+    """set once the rollout has ended"""
+    stop: _builtins.str
+    delivery: _builtins.int
+    """how often its task had been handed out when this was saved; 0 when put aside"""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logp(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def version(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        schema: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logp: _abc.Iterable[_builtins.float] | None = ...,
+        version: _abc.Iterable[_builtins.int] | None = ...,
+        mask: _builtins.bytes = ...,
+        turn_start: _builtins.int = ...,
+        num_turns: _builtins.int = ...,
+        state_json: _builtins.str = ...,
+        environment_version: _builtins.str = ...,
+        environment_reward: _builtins.float = ...,
+        started_unix_s: _builtins.float = ...,
+        generator: _builtins.str = ...,
+        outcome: Global___Outcome.ValueType = ...,
+        stop: _builtins.str = ...,
+        delivery: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "environment_reward", b"environment_reward", "environment_version", b"environment_version", "generator", b"generator", "logp", b"logp", "mask", b"mask", "num_turns", b"num_turns", "outcome", b"outcome", "schema", b"schema", "started_unix_s", b"started_unix_s", "state_json", b"state_json", "stop", b"stop", "token_ids", b"token_ids", "turn_start", b"turn_start", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutState: _TypeAlias = RolloutState  # noqa: Y015
+
+@_typing.final
 class ScorePart(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

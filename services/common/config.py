@@ -266,9 +266,26 @@ class GenerationConfig(Section):
     replicas: PositiveInt = Field(
         1, le=64, description="Generators that `gspo run` starts on this machine", json_schema_extra=ON_RESUME
     )
-    on_update: Literal["recompute", "keep"] = Field(
+    on_update: Literal["recompute", "keep", "restart"] = Field(
         "recompute",
-        description="KV cache of requests in flight when weights change: computed again, or kept (cheaper, drifts)",
+        description="Answers under way when weights change: their KV cache is computed again, or kept (cheaper, "
+        "drifts), or their tokens are dropped and sampled anew",
+    )
+    segment_tokens: PositiveInt | None = Field(
+        None,
+        description="Tokens that an answer may sample in one step while others wait; then it is put aside and goes on "
+        "in a later one. null sets no limit",
+        json_schema_extra=ON_RESUME,
+    )
+    save_tokens: PositiveInt = Field(
+        512,
+        description="Tokens of an answer that a dead generator may cost, at most; it is saved at least twice as often",
+        json_schema_extra=ON_RESUME,
+    )
+    save_every_s: PositiveFloat = Field(
+        30.0,
+        description="An answer under way is saved after so many seconds, too",
+        json_schema_extra=ON_RESUME,
     )
     max_rollouts: PositiveInt = Field(
         256,
@@ -509,6 +526,31 @@ class Config(Section):
             raise ValueError(
                 f"learner.offload: {learner.offload} needs zero_stage {least}{' or more' if least < 3 else ''}, and it "
                 f"is {learner.zero_stage}. Set learner.zero_stage: {least}, or offload: none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _segments_fit_the_lag(self) -> Config:
+        segment, staleness = self.generation.segment_tokens, self.staleness
+        if segment is None:
+            return self
+        where, longest = f"generation.segment_tokens: {segment}", self.algorithm.response_length
+        num_segments = -(-longest // segment)
+        if staleness.max_lag == 0:
+            raise ValueError(
+                f"{where} puts answers aside for a later step, and with staleness.max_lag 0 there is none that could "
+                "train on them. Leave it out, or raise max_lag"
+            )
+        if self.generation.on_update == "restart":
+            raise ValueError(
+                f"{where} has answers go on under newer weights, and generation.on_update: restart drops what older "
+                "ones sampled. Leave one of them out"
+            )
+        if staleness.on_stale != "mask" and staleness.max_lag < num_segments:
+            raise ValueError(
+                f"{where} spreads the longest answer (algorithm.response_length {longest}) over {num_segments} steps, "
+                f"and under staleness.on_stale: {staleness.on_stale} max_lag {staleness.max_lag} is too small for its "
+                f"first tokens. Set staleness.max_lag: {num_segments} or more, on_stale: mask, or longer segments"
             )
         return self
 

@@ -30,6 +30,10 @@ STREAM_ENTRIES = Gauge("gspo_stream_entries", "Entries in a Redis stream", ["str
 # Generation
 ROLLOUTS_GENERATED = Counter("gspo_rollouts_generated", "Rollouts finished, by outcome", ["outcome", "evaluation"])
 TOKENS_GENERATED = Counter("gspo_tokens_generated", "Policy tokens sampled", ["evaluation"])
+ROLLOUTS_SAVED = Counter("gspo_rollouts_saved", "Times that a rollout under way was saved")
+ROLLOUTS_RESUMED = Counter("gspo_rollouts_resumed", "Rollouts gone on with from what was saved of them")
+ROLLOUTS_PUT_ASIDE = Counter("gspo_rollouts_put_aside", "Times that a rollout had to wait for a later step")
+TOKENS_RESTARTED = Counter("gspo_tokens_restarted", "Policy tokens dropped because the weights changed under them")
 ROLLOUTS_RUNNING = Gauge("gspo_rollouts_running", "Rollouts under way in the engine")
 ROLLOUT_SECONDS = Histogram("gspo_rollout_seconds", "From start to end of one rollout", buckets=_LATENCY)
 RESPONSE_TOKENS = Histogram("gspo_response_tokens", "Policy tokens of one rollout", buckets=_TOKENS)

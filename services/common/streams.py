@@ -19,6 +19,8 @@ from redis.exceptions import ResponseError
 from services.common.keys import Keys, consumer_groups
 
 FIELD = b"d"
+# What stands under the mark of an output that was written.
+DONE = b"done"
 log = structlog.get_logger()
 
 # KEYS: stream, partial hash, output streams. ARGV: group, consumer, entry, attempt, done, mark, payloads.
@@ -71,6 +73,38 @@ return kept
 """
 
 
+# KEYS: stream, partial hash. ARGV: group, consumer, then entry, attempt, mark and state in fours. Returns how many were
+# saved. A finished rollout's mark stays: what is saved after it is late.
+_SAVE = """
+local saved = 0
+for i = 3, #ARGV, 4 do
+  local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
+  if #held == 1 and held[1][2] == ARGV[2] and held[1][4] == tonumber(ARGV[i + 1]) then
+    local done = redis.call('HSTRLEN', KEYS[2], ARGV[i + 2]) == 4
+      and redis.call('HGET', KEYS[2], ARGV[i + 2]) == 'done'
+    if not done then
+      redis.call('HSET', KEYS[2], ARGV[i + 2], ARGV[i + 3])
+      saved = saved + 1
+    end
+  end
+end
+return saved
+"""
+
+# KEYS: stream, open hash. ARGV: group, consumer, entry, attempt, payload, field of `open` or nothing. The entry goes to
+# the end of its stream as a new one, for any worker; one whose group has ended in the meantime is only removed.
+_GIVE_BACK = """
+local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1)
+if #held == 0 or held[1][2] ~= ARGV[2] or held[1][4] ~= tonumber(ARGV[4]) then return 0 end
+if ARGV[6] == '' or redis.call('HEXISTS', KEYS[2], ARGV[6]) == 1 then
+  redis.call('XADD', KEYS[1], '*', 'd', ARGV[5])
+end
+redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
+redis.call('XDEL', KEYS[1], ARGV[3])
+return 1
+"""
+
+
 @dataclass(frozen=True)
 class Delivery:
     """One entry in a worker's hands: `attempt` counts how often it was handed out, from 1."""
@@ -88,6 +122,15 @@ class Output:
     stream: str
     payload: bytes
     mark: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What is kept of an output that is not finished: `state` under `mark`, until the output itself is written."""
+
+    delivery: Delivery
+    mark: str
+    state: bytes
 
 
 class Inbox:
@@ -108,6 +151,8 @@ class Inbox:
         self._write = redis.register_script(_WRITE)
         self._finish_many = redis.register_script(_FINISH_MANY)
         self._renew = redis.register_script(_RENEW)
+        self._save = redis.register_script(_SAVE)
+        self._give_back = redis.register_script(_GIVE_BACK)
 
     async def take(self, count: int, block_s: float) -> list[Delivery]:
         """Up to `count` new entries; waits `block_s` at most (0 looks once), and returns none then."""
@@ -165,6 +210,49 @@ class Inbox:
             except ResponseError as error:
                 _unless_missing(error)
                 return [False] * len(outputs)
+
+    async def save(self, states: Sequence[Saved]) -> int:
+        """Save unfinished outputs, all in one transaction; returns how many were.
+
+        Those whose entry is another worker's by now are left out, and so are those that are finished.
+        """
+        if not states:
+            return 0
+        args: list[Any] = [self._group, self.consumer]
+        for saved in states:
+            args += (saved.delivery.entry, saved.delivery.attempt, saved.mark, saved.state)
+        try:
+            return int(await self._save(keys=[self.stream, self._keys.partial], args=args))
+        except ResponseError as error:
+            _unless_missing(error)
+            return 0
+
+    async def load(self, marks: Sequence[str]) -> list[bytes | None]:
+        """For each mark what was saved last; DONE where its output was written, None where there is nothing."""
+        found: Any = await self._redis.hmget(self._keys.partial, list(marks)) if marks else []
+        return list(found)
+
+    async def give_back(self, delivery: Delivery, *, group: int | None = None) -> bool:
+        """Put the entry to the end of the stream, for any worker to take; one of a `group` that has ended is removed.
+
+        Returns whether the entry was still ours; if not, nothing was done.
+        """
+        field = "" if group is None else str(group)
+        args: list[Any] = [self._group, self.consumer, delivery.entry, delivery.attempt, delivery.payload, field]
+        try:
+            return bool(await self._give_back(keys=[self.stream, self._keys.open], args=args))
+        except ResponseError as error:
+            _unless_missing(error)
+            return False
+
+    async def num_untaken(self) -> int:
+        """Entries that no worker has taken."""
+        try:
+            held: Any = await self._redis.xpending(self.stream, self._group)
+        except ResponseError as error:
+            _unless_missing(error)
+            return 0
+        return int(await self._redis.xlen(self.stream)) - int(held["pending"])
 
     async def finish(self, delivery: Delivery, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
         """Write the outputs and acknowledge the entry in one transaction.

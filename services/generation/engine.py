@@ -1,7 +1,8 @@
 """vLLM as this service uses it: generate with a log-prob and a version for every token, load, pause, stop.
 
 What it is not: it knows no streams, no gRPC and no rollouts; a failed load never serves a mixture of weights.
-Neighbours: the stream worker and the gRPC door call it; staging.py holds the weights that it loads.
+Neighbours: engine_api.py is what the stream worker and the gRPC door know of it; staging.py holds the weights that it
+loads.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, WeightVersionSpan
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -35,6 +37,7 @@ from services.generation.engine_api import (
     LoadTimes,
     OnUpdate,
     Sampling,
+    Tokens,
 )
 from services.generation.engine_args import check_engine_args
 from services.generation.staging import PolicyCopy, StagedWeights
@@ -59,6 +62,7 @@ class Engine:
         self._broken: str | None = None
         self._num_loads = 0
         self._loading = asyncio.Lock()
+        self._num_restarts = 0
         self._serving = asyncio.Event()
         self._serving.set()
 
@@ -84,15 +88,32 @@ class Engine:
         # A request that is sent while the weights change would carry the salt of the old ones into the new.
         await self._serving.wait()
         self._raise_if_broken()
+        num_restarts = self._num_restarts
         prompt = tokens_input(prompt_token_ids, cache_salt=str(self._num_loads))
         try:
             async for output in self._llm.generate(prompt, _sampling_params(sampling), request_id):
-                return _completion(output.outputs[0])
+                completion = _completion(output.outputs[0])
+                ended_by_load = completion.finish == "aborted" and self._num_restarts > num_restarts
+                return replace(completion, finish="restart") if ended_by_load else completion
         except VLLMClientError as error:
             raise ValueError(f"request {request_id} refused: {error}") from error
         except (EngineDeadError, EngineGenerateError) as error:
             raise self._break(f"vLLM failed while generating: {error!r}") from error
         raise EngineBrokenError(f"vLLM ended request {request_id} without an output")
+
+    def num_sampled(self, request_id: str) -> int:
+        """Tokens that a request under way has sampled so far; 0 for one that is not."""
+        state = self._request_state(request_id)
+        return int(state.detokenizer.num_output_tokens()) if state is not None else 0
+
+    def so_far(self, request_id: str) -> Tokens:
+        """What a request under way has sampled so far, from vLLM's own account: nothing is streamed for it."""
+        state = self._request_state(request_id)
+        if state is None or state.logprobs_processor.logprobs is None:
+            return Tokens([], [], [])
+        token_ids = list(state.detokenizer.output_token_ids)
+        logp = list(state.logprobs_processor.logprobs.logprobs)
+        return Tokens(token_ids, logp, _version_of_each(state._weight_version_spans()))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its `generate` returns what was sampled so far, as `aborted`."""
@@ -102,9 +123,10 @@ class Engine:
         """Serve the staged copy as `version`; requests in flight go on under it.
 
         `recompute` drops their KV and computes it again under the new weights, so later log-probs are exactly
-        the new version's; `keep` keeps it: cheaper, and later tokens are conditioned on old KV. LoadFailedError
-        when the old weights are back in place; EngineBrokenError when they are not, or `timeout_s` went by. A
-        cancelled call goes on in the background: a load is never left half done.
+        the new version's; `keep` keeps it: cheaper, and later tokens are conditioned on old KV; `restart` ends them,
+        and their `generate` returns with `finish` restart. LoadFailedError when the old weights are back in place;
+        EngineBrokenError when they are not, or `timeout_s` went by. A cancelled call goes on in the background: a
+        load is never left half done.
         """
         return await asyncio.shield(asyncio.ensure_future(self._load(version, staged, on_update, timeout_s)))
 
@@ -148,7 +170,9 @@ class Engine:
 
     async def _load_paused(self, version: int, staged: StagedWeights, on_update: OnUpdate) -> LoadTimes:
         began = time.monotonic()
-        await self._llm.pause_generation(mode="keep", clear_cache=on_update == "recompute")
+        restarts = on_update == "restart"
+        self._num_restarts += restarts
+        await self._llm.pause_generation(mode="abort" if restarts else "keep", clear_cache=on_update != "keep")
         paused = time.monotonic()
         failure = await self._try_weights(staged.next, str(version))
         if failure is None:
@@ -182,6 +206,12 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - a remote error of any kind; the caller restores or gives up
             return error
         return None
+
+    def _request_state(self, request_id: str) -> Any:
+        """vLLM's account of a request under way; the first one where an id is there twice."""
+        processor = self._llm.output_processor
+        ids = processor.external_req_ids.get(request_id)
+        return processor.request_states.get(ids[0]) if ids else None
 
     def _raise_if_broken(self) -> None:
         if self._broken is None and self._llm.errored:
@@ -271,12 +301,17 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
 
 def _completion(output: CompletionOutput) -> Completion:
     token_ids = list(output.token_ids)
-    version: list[int] = []
-    for span in output.weight_versions or []:
-        version.extend([int(span.version)] * (span.end - span.start))
+    version = _version_of_each(output.weight_versions)
     stop_string = output.stop_reason if isinstance(output.stop_reason, str) else None
     finish: Finish = "stop_string" if stop_string is not None else _FINISH[output.finish_reason]
     return Completion(token_ids, list(output.logprobs.logprobs), version, finish, stop_string)
+
+
+def _version_of_each(spans: list[WeightVersionSpan] | None) -> list[int]:
+    version: list[int] = []
+    for span in spans or []:
+        version.extend([int(span.version)] * (span.end - span.start))
+    return version
 
 
 _FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}

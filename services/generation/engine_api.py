@@ -1,7 +1,7 @@
 """What the service asks of an engine and what it answers: plain carriers, and the calls as a protocol. No vLLM here.
 
-It samples nothing. Neighbours: engine.py is the engine that serves, worker.py, rollouts.py, receiver.py and door.py
-know it by these names alone.
+It samples nothing. Neighbours: engine.py is the engine that serves, worker.py, rollouts.py, saver.py, receiver.py and
+door.py know it by these names alone.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Literal, Protocol, TypeAlias
 
 from services.generation.staging import StagedWeights
 
-Finish: TypeAlias = Literal["stop", "stop_string", "length", "aborted"]
-OnUpdate: TypeAlias = Literal["recompute", "keep"]
+Finish: TypeAlias = Literal["stop", "stop_string", "length", "aborted", "restart"]
+OnUpdate: TypeAlias = Literal["recompute", "keep", "restart"]
 
 
 class EngineBrokenError(RuntimeError):
@@ -39,16 +39,23 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One answer. The lists have one element a sampled token; an end-of-sequence token that ended it is among them.
+class Tokens:
+    """What was sampled of an answer.
 
-    `logp` is the log-prob of exactly that token under the distribution it was sampled from (after temperature);
-    `version` the version of the weights that sampled it.
+    The lists have one element a sampled token; an end-of-sequence token that ended it is among them. `logp` is the
+    log-prob of exactly that token under the distribution it was sampled from (after temperature); `version` the
+    version of the weights that sampled it.
     """
 
     token_ids: list[int]
     logp: list[float]
     version: list[int]
+
+
+@dataclass(frozen=True)
+class Completion(Tokens):
+    """What one request sampled, and what ended it; `restart` is a change of weights under on_update: restart."""
+
     finish: Finish
     stop_string: str | None = None
 
@@ -68,7 +75,13 @@ class EngineLike(Protocol):
     version: int
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Completion:
-        """One answer to one prompt."""
+        """One answer to one prompt, or the next piece of one."""
+
+    def num_sampled(self, request_id: str) -> int:
+        """Tokens that a request under way has sampled so far; 0 for one that is not."""
+
+    def so_far(self, request_id: str) -> Tokens:
+        """What a request under way has sampled so far; nothing for one that is not."""
 
     async def abort(self, request_id: str) -> None:
         """End a request."""

@@ -67,7 +67,7 @@ async def _serve(
     options = service.options
     folder = model_folder(service.config.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=service.config.model.trust_remote_code)
-    rollouts = Rollouts(engine, tokenizer, options.name)
+    rollouts = Rollouts(engine, tokenizer, service.config.generation, options.name)
     worker = Worker(service, engine, rollouts)
     door = Door(service, engine, staged, rollouts, worker)
     grpc_server = GrpcServer(

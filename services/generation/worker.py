@@ -1,15 +1,16 @@
 """The generation loop: takes groups from the prompts streams, and writes each rollout as soon as it is finished.
 
-consumes: prompts, and eval_prompts when prompts has nothing. produces: rollouts, eval_rollouts.
+consumes: prompts, and eval_prompts when prompts has nothing. produces: rollouts, eval_rollouts, what is put aside.
 waits for: room in the engine, a task, weights new enough for a task. unblocked by: a finished group, the
-coordinator, a push. Neighbours: rollouts.py makes the rollouts, door.py changes the weights.
+coordinator, a push. Neighbours: rollouts.py makes the rollouts, saver.py saves them, door.py changes the weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -17,10 +18,12 @@ from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Scored
 from services.common import metrics
 from services.common.events import SCHEMA
 from services.common.runtime import Service
-from services.common.streams import Delivery, Inbox, Output, new_consumer
+from services.common.streams import DONE, Delivery, Inbox, Output, new_consumer
 from services.generation.engine_api import EngineLike
 from services.generation.outbox import Outbox
-from services.generation.rollouts import AbortedError, Rollouts, mark_of
+from services.generation.rollouts import AbortedError, Rollouts
+from services.generation.saver import Saver
+from services.generation.under_way import UnderWay, mark_of
 
 log = structlog.get_logger()
 # How long an idle worker waits on prompts before it looks at eval_prompts again.
@@ -40,6 +43,7 @@ class Source:
     rollouts: str
     scored: str
     group_size: int  # rollouts of a task, at most
+    segment_tokens: int | None = None  # of a rollout in one step, while others wait
 
 
 @dataclass
@@ -49,7 +53,9 @@ class Held:
     source: Source
     delivery: Delivery
     task: GroupTask
-    num_running: int  # its rollouts that are not finished
+    num_running: int  # its rollouts that take room
+    under_way: dict[int, UnderWay] = field(default_factory=dict)
+    puts_aside: bool = False  # what of it has used up its tokens of this step waits for a later one
 
 
 class Worker:
@@ -63,12 +69,18 @@ class Worker:
         training = Inbox(service.redis, keys, keys.prompts, consumer=consumer, lease_s=lease_s)
         evaluation = Inbox(service.redis, keys, keys.eval_prompts, consumer=consumer, lease_s=lease_s)
         self._training = Source(
-            training, Outbox(training), keys.rollouts, keys.scored, config.algorithm.num_return_sequences_in_group
+            training,
+            Outbox(training),
+            keys.rollouts,
+            keys.scored,
+            config.algorithm.num_return_sequences_in_group,
+            config.generation.segment_tokens,
         )
         self._evaluation = Source(
             evaluation, Outbox(evaluation), keys.eval_rollouts, keys.eval_scored, config.evaluation.num_answers
         )
         self._held: dict[asyncio.Task[None], Held] = {}
+        self._saver = Saver(config.generation, engine, self._under_way)
         self._num_running = 0
         self._changed = asyncio.Event()
         self._out_until = 0.0
@@ -85,16 +97,16 @@ class Worker:
 
     async def run(self) -> None:
         """Work until the service is stopping; then finish what is under way, as far as the deadline allows."""
-        renewing = asyncio.create_task(self._keep_leases())
+        background = [asyncio.create_task(self._keep_leases()), asyncio.create_task(self._saver.run())]
         try:
             while not self._service.stopping.is_set():
-                if renewing.done():
-                    renewing.result()
+                for task in background:
+                    if task.done():
+                        task.result()
                 await self._step()
             await self._drain()
         finally:
-            renewing.cancel()
-            for task in self._held:
+            for task in (*background, *self._held):
                 task.cancel()
 
     async def _step(self) -> None:
@@ -142,36 +154,71 @@ class Worker:
         self._changed.set()
 
     async def _generate_group(self, held: Held) -> None:
-        inbox, delivery, task = held.source.inbox, held.delivery, held.task
-        if delivery.attempt > self._max_attempts:
-            await self._give_up(held, f"handed out {delivery.attempt - 1} times and never finished")
+        delivery, task = held.delivery, held.task
+        unfinished = await self._unfinished(held)
+        # A holder that saved something has not failed: only what came of nothing counts.
+        fruitless = delivery.attempt - max((rollout.state.delivery for rollout in unfinished), default=0)
+        if fruitless > self._max_attempts:
+            await self._give_up(held, f"handed out {fruitless - 1} times and never finished")
             return
         if not await self._has_version(task.min_version):
             await self._hand_back(held)
             return
-        todo = await self._unfinished(task)
-        results = await asyncio.gather(*(self._generate_one(held, number) for number in todo), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
+        held.under_way = {rollout.number: rollout for rollout in unfinished}
+        self._release(held, held.num_running - len(unfinished))
+        playing = [self._play_one(held, rollout) for rollout in unfinished]
+        results = await asyncio.gather(*playing, return_exceptions=True)
+        errors = [result for result in results if result is not None]
         if not errors:
-            await inbox.finish(delivery)
+            await self._end_or_put_aside(held)
         elif isinstance(errors[0], (ValueError, AbortedError)):
             await self._give_up(held, str(errors[0]))
         else:
             raise errors[0]
 
-    async def _generate_one(self, held: Held, number: int) -> None:
-        rollout = await self._rollouts.generate(held.task, number)
+    async def _play_one(self, held: Held, rollout: UnderWay) -> None:
+        """Go on with one rollout until it has ended, or has to make room for others."""
+        while not await self._rollouts.play(rollout, held.source.segment_tokens):
+            held.puts_aside = held.puts_aside or await self._others_wait(held.source)
+            if held.puts_aside:
+                self._release(held, 1)
+                return
         self._release(held, 1)
-        mark = mark_of(held.task, number)
-        output = Output(held.delivery, held.source.rollouts, rollout.SerializeToString(), mark)
+        finished = self._rollouts.finished(rollout)
+        del held.under_way[rollout.number]
+        output = Output(held.delivery, held.source.rollouts, finished.SerializeToString(), rollout.mark)
         if not await held.source.outbox.put(output):
-            log.warning("lease_lost", rollout=mark, detail="another worker has this group; the result is dropped")
+            log.warning("lease_lost", rollout=rollout.mark, detail="another worker has this group; it is dropped")
 
-    async def _unfinished(self, task: GroupTask) -> list[int]:
-        """Numbers of the rollouts that no earlier attempt has finished."""
-        marks = [mark_of(task, number) for number in range(task.num_rollouts)]
-        done = await self._service.redis.hmget(self._service.keys.partial, marks)
-        return [number for number, mark in enumerate(done) if mark != b"done"]
+    async def _others_wait(self, source: Source) -> bool:
+        """Whether tasks wait that fit into no engine: this one's room would have been filled."""
+        return not self._room(source) and await source.inbox.num_untaken() > 0
+
+    async def _end_or_put_aside(self, held: Held) -> None:
+        """Acknowledge a task whose rollouts are all written; save what is not, and leave it to any generator."""
+        inbox, delivery = held.source.inbox, held.delivery
+        if not held.under_way:
+            await inbox.finish(delivery)
+            return
+        metrics.ROLLOUTS_PUT_ASIDE.inc(len(held.under_way))
+        await self._saver.save(_rollouts_of(held), put_aside=True)
+        await inbox.give_back(delivery, group=None if held.task.evaluation else held.task.group)
+
+    async def _unfinished(self, held: Held) -> list[UnderWay]:
+        """The rollouts that no earlier holder has finished, each as it was saved last."""
+        numbers = range(held.task.num_rollouts)
+        saved = await held.source.inbox.load([mark_of(held.task, number) for number in numbers])
+        metrics.ROLLOUTS_RESUMED.inc(sum(state is not None and state != DONE for state in saved))
+        return [
+            self._rollouts.begin(held.task, number, state)
+            for number, state in zip(numbers, saved, strict=True)
+            if state != DONE
+        ]
+
+    def _under_way(self) -> Iterator[tuple[Inbox, Delivery, UnderWay]]:
+        for task, held in self._held.items():
+            if not task.done():
+                yield from _rollouts_of(held)
 
     async def _give_up(self, held: Held, reason: str) -> None:
         """Settle the way of a group that cannot be generated: a failure for the learner, a dead letter for people."""
@@ -195,7 +242,7 @@ class Worker:
         if time.monotonic() >= self._out_until:
             log.warning("weights_too_old", serving=version, needed=needed, detail="its tasks are left to others")
         self._out_until = time.monotonic() + _OUT_S
-        await held.source.inbox.finish(held.delivery, [(held.source.inbox.stream, held.delivery.payload)])
+        await held.source.inbox.give_back(held.delivery)
 
     async def _wait_for_change(self) -> None:
         """Until a group ended or weights changed; a second at most, so that a lost signal only costs that."""
@@ -241,8 +288,18 @@ class Worker:
             self._service.activity.set("waiting", "prompts", "nothing to generate")
 
     async def _drain(self) -> None:
-        """Finish the groups under way; what the deadline cuts off goes on elsewhere when its lease ends."""
+        """Finish the groups under way; what the deadline cuts off is saved, and goes on elsewhere at once."""
         deadline = time.monotonic() + self._service.config.run.drain_timeout_s / 2
         while any(not task.done() for task in self._held) and time.monotonic() < deadline:
             self._service.activity.set("busy", "draining", f"{self._num_running} rollouts")
             await self._wait_for_change()
+        left = {task: held for task, held in self._held.items() if not task.done()}
+        await self._saver.save([entry for held in left.values() for entry in _rollouts_of(held)], put_aside=True)
+        for task, held in left.items():
+            task.cancel()
+            await held.source.inbox.give_back(held.delivery)
+
+
+def _rollouts_of(held: Held) -> Iterator[tuple[Inbox, Delivery, UnderWay]]:
+    for rollout in held.under_way.values():
+        yield held.source.inbox, held.delivery, rollout

@@ -21,7 +21,7 @@ from services.common.members import Member, Registration
 from services.common.rpc import GrpcServer
 from services.common.runtime import Options, Service
 from services.generation.door import SERVICE_NAME, Door
-from services.generation.engine import LoadFailedError, LoadTimes
+from services.generation.engine_api import LoadFailedError, LoadTimes
 from services.generation.staging import StagedWeights
 from services.learner.publisher import Live, Publisher
 from services.learner.weights import Policy, policy_from

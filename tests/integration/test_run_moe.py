@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.common.weights_digest import policy_digest
-from services.generation.engine import Engine, Sampling, engine_arguments
+from services.generation.engine import Engine, engine_arguments
+from services.generation.engine_api import Sampling
 from tests.tiny_model import make_tiny_model
 from tests.whole_run import WholeRun, whole_run
 

@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from services.common.keys import Keys
-from services.common.streams import Delivery, Inbox, Output, append
+from services.common.streams import DONE, Delivery, Inbox, Output, Saved, append
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 LEASE_S = 0.05
@@ -111,6 +111,53 @@ async def test_a_wiped_redis_gives_nothing_and_no_error(redis: Redis, keys: Keys
     assert await worker.finish_many(keys.rollouts, [(delivery, b"out")]) == set()
     assert await worker.renew([delivery]) == set()
     assert await worker.reclaim(1) == []
+    assert await worker.save([Saved(delivery, "1-0", b"tokens")]) == 0
+    assert not await worker.give_back(delivery)
+    assert await worker.num_untaken() == 0
     assert await worker.take(1, block_s=0.01) == []
     await append(redis, keys.prompts, [b"again"])
     assert [found.payload for found in await worker.take(1, block_s=1)] == [b"again"]
+
+
+async def test_a_save_stands_until_the_output_is_written(redis: Redis, keys: Keys) -> None:
+    worker, delivery = await take_one(redis, keys, "a")
+    assert await worker.save([Saved(delivery, "1-0", b"two tokens"), Saved(delivery, "1-1", b"four")]) == 2
+    assert await worker.save([Saved(delivery, "1-0", b"three tokens")]) == 1
+    assert await worker.load(["1-0", "1-1", "1-2"]) == [b"three tokens", b"four", None]
+    assert await put(worker, delivery, keys, b"whole", "1-0")
+    assert await worker.save([Saved(delivery, "1-0", b"late")]) == 0
+    assert await worker.load(["1-0"]) == [DONE]
+    assert await worker.load([]) == []
+
+
+async def test_a_worker_that_lost_its_lease_cannot_save_or_give_back(redis: Redis, keys: Keys) -> None:
+    sleeper, delivery = await take_one(redis, keys, "a")
+    await asyncio.sleep(2 * LEASE_S)
+    other = inbox(redis, keys, "b")
+    (taken,) = await other.reclaim(10)
+    assert await other.save([Saved(taken, "1-0", b"mine")]) == 1
+    assert await sleeper.save([Saved(delivery, "1-0", b"late")]) == 0
+    assert not await sleeper.give_back(delivery)
+    assert await sleeper.load(["1-0"]) == [b"mine"]
+    assert await redis.xlen(keys.prompts) == 1
+
+
+async def test_what_is_given_back_goes_to_the_end_for_any_worker(redis: Redis, keys: Keys) -> None:
+    worker, delivery = await take_one(redis, keys, "a")
+    await append(redis, keys.prompts, [b"next"])
+    assert await worker.num_untaken() == 1
+    assert await worker.give_back(delivery)
+    assert await worker.num_untaken() == 2
+    found = await inbox(redis, keys, "b").take(2, block_s=1)
+    assert [(taken.payload, taken.attempt) for taken in found] == [(b"next", 1), (b"task", 1)]
+
+
+async def test_what_is_given_back_after_its_group_has_ended_is_gone(redis: Redis, keys: Keys) -> None:
+    worker, delivery = await take_one(redis, keys, "a")
+    await redis.hset(keys.open, "8", "{}")
+    assert await worker.give_back(delivery, group=7)
+    assert await redis.xlen(keys.prompts) == 0
+    await append(redis, keys.prompts, [b"open"])
+    (delivery,) = await worker.take(1, block_s=1)
+    assert await worker.give_back(delivery, group=8)
+    assert await redis.xlen(keys.prompts) == 1

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from services.common.weights_changes import pack_changes
 from services.common.weights_digest import policy_digest
-from services.generation.engine import Completion, Engine, LoadFailedError, OnUpdate, Sampling, engine_arguments
+from services.generation.engine import Engine, engine_arguments
+from services.generation.engine_api import Completion, LoadFailedError, OnUpdate, Sampling
 from services.generation.staging import StagedWeights
 from tests.integration.generation.conftest import Generator
 from tests.tiny_model import make_tiny_model
@@ -130,6 +131,19 @@ async def test_an_aborted_request_returns_what_it_has(generator: Generator) -> N
     completion = await task
     assert completion.finish == "aborted"
     assert 0 < len(completion.token_ids) == len(completion.logp) == len(completion.version) < 500
+
+
+async def test_what_a_request_has_sampled_so_far_is_the_beginning_of_its_answer(generator: Generator) -> None:
+    engine = generator.engine
+    task = asyncio.create_task(engine.generate("seen", PROMPTS[1], sampling(200, ignore_eos=True)))
+    await engine.generate("wait", PROMPTS[0], sampling(10, ignore_eos=True))
+    early, num_sampled = engine.so_far("seen"), engine.num_sampled("seen")
+    completion = await task
+    assert 0 < num_sampled == len(early.token_ids) < 200
+    assert early.token_ids == completion.token_ids[:num_sampled]
+    assert early.logp == completion.logp[:num_sampled]
+    assert early.version == [engine.version] * num_sampled
+    assert (engine.num_sampled("seen"), engine.so_far("seen").token_ids) == (0, [])
 
 
 async def test_a_prompt_that_does_not_fit_is_refused_and_the_engine_lives(generator: Generator) -> None:

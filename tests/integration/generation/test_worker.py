@@ -12,6 +12,7 @@ from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout
 from services.common.keys import Keys
 from services.common.streams import append
 from services.generation import worker as worker_module
+from services.generation.under_way import UnderWay
 from services.generation.worker import Worker
 from tests.integration.push_peers import StandInEngine, run_config, service_of
 from tests.service_process import make_run
@@ -26,8 +27,14 @@ class StandInRollouts:
     def __init__(self, engine: StandInEngine) -> None:
         self._engine = engine
 
-    async def generate(self, task: GroupTask, number: int) -> Rollout:
-        return Rollout(schema=1, group=task.group, number=number, version=[self._engine.version])
+    def begin(self, task: GroupTask, number: int, saved: bytes | None) -> UnderWay:
+        return UnderWay(task, number, "generation", saved)
+
+    async def play(self, rollout: UnderWay, segment_tokens: int | None) -> bool:
+        return True
+
+    def finished(self, rollout: UnderWay) -> Rollout:
+        return Rollout(schema=1, group=rollout.task.group, number=rollout.number, version=[self._engine.version])
 
 
 def task(group: int, min_version: int) -> bytes:

@@ -20,7 +20,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.weights_digest import policy_digest
-from services.generation.engine import Completion, Engine, Sampling, engine_arguments
+from services.generation.engine import Engine, engine_arguments
+from services.generation.engine_api import Completion, Sampling
 from services.generation.staging import StagedWeights
 from services.learner.trainer import Trainer
 from tests.tiny_model import make_tiny_model
