@@ -2,8 +2,8 @@
 # Makes the virtual environment: ./.venv by default, $VENV where set. A second call with nothing changed does nothing.
 #
 # Needs Python 3.11 or newer, a C++ compiler with Python's headers for vLLM's compiled graphs, libnuma for vLLM, bubblewrap
-# and libseccomp for the sandbox of reward functions; on Debian and as root it installs what is missing, and iproute2 for
-# the one test that makes hosts of namespaces. Everything is pinned by deploy/requirements-cpu.lock.
+# and libseccomp for the sandbox of reward functions; on Debian and as root it installs what is missing, and for the tests
+# iproute2 (hosts of namespaces) and prometheus (rules and dashboards). deploy/requirements-cpu.lock pins everything.
 set -eu
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
@@ -48,6 +48,13 @@ if [ -n "$MISSING" ]; then
 fi
 
 [ "$(id -u)" != 0 ] || command -v ip >/dev/null || install_missing iproute2
+
+# Debian starts a service that it installs, unless this file says no; the tests start a Prometheus of their own.
+POLICY=/usr/sbin/policy-rc.d
+if [ "$(id -u)" = 0 ] && ! command -v promtool >/dev/null; then
+  [ -e "$POLICY" ] || { printf '#!/bin/sh\nexit 101\n' >"$POLICY" && chmod +x "$POLICY" && trap 'rm -f "$POLICY"' EXIT; }
+  install_missing prometheus
+fi
 
 say "making $VENV"
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"

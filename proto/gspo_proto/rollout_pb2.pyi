@@ -612,6 +612,26 @@ class Score(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REWARD_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
@@ -619,6 +639,8 @@ class Score(_message.Message):
     SCORER_FIELD_NUMBER: _builtins.int
     SCORED_UNIX_S_FIELD_NUMBER: _builtins.int
     FAILURE_KIND_FIELD_NUMBER: _builtins.int
+    TAKEN_UNIX_S_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     failure: _builtins.str
     version: _builtins.str
@@ -627,8 +649,16 @@ class Score(_message.Message):
     scored_unix_s: _builtins.float
     failure_kind: _builtins.str
     """of the first failure: timeout, memory, crash, forbidden, output_too_large, invalid_return,"""
+    taken_unix_s: _builtins.float
+    """exception, unknown_function, unreachable
+    when the scorer took the rollout
+    """
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScorePart]: ...
+    @_builtins.property
+    def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """of the calls that it waited for, by function"""
+
     def __init__(
         self,
         *,
@@ -639,10 +669,12 @@ class Score(_message.Message):
         scorer: _builtins.str = ...,
         scored_unix_s: _builtins.float = ...,
         failure_kind: _builtins.str = ...,
+        taken_unix_s: _builtins.float = ...,
+        seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "result", b"result", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "failure_kind", b"failure_kind", "parts", b"parts", "result", b"result", "reward", b"reward", "scored_unix_s", b"scored_unix_s", "scorer", b"scorer", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "failure_kind", b"failure_kind", "parts", b"parts", "result", b"result", "reward", b"reward", "scored_unix_s", b"scored_unix_s", "scorer", b"scorer", "seconds", b"seconds", "taken_unix_s", b"taken_unix_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["reward", "failure"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015

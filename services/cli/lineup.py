@@ -12,13 +12,11 @@ from pathlib import Path
 
 from services.cli.processes import Program
 from services.common.config import Config
-from services.common.keys import LEARNER
+from services.common.keys import LEARNER, SERVICES
 from services.common.redis_server import redis_command
 
 LOOPBACK = "127.0.0.1"
 REDIS = "redis"
-# In the order of the data flow, which is also the order on the terminal.
-SERVICES = ("coordinator", "generation", "reward", "learner")
 
 
 @dataclass(frozen=True)

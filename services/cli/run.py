@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli.checks import check_ports, check_redis, check_services
-from services.cli.lineup import SERVICES, Job
+from services.cli.lineup import Job
 from services.cli.live import LiveScreen
 from services.cli.outcome import InterruptedRunError
 from services.cli.rundir import Plan, hold, plan_run, prepare
@@ -23,6 +23,7 @@ from services.cli.screen import PlainScreen, Screen
 from services.cli.session import Interrupts, Programs, new_view, run_session
 from services.cli.view import Line, Phases, View, duration
 from services.common.config import Config
+from services.common.keys import SERVICES
 from services.common.runtime import CONFIG_NAME, EXIT_FAILED
 
 T = TypeVar("T")

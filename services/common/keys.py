@@ -138,6 +138,8 @@ class RegistryKeys:
 
 # Consumer group of each stream: the service that reads it.
 GENERATION, REWARD, LEARNER, COORDINATOR = "generation", "reward", "learner", "coordinator"
+# In the order of the data flow, which is also the order on the terminal.
+SERVICES = (COORDINATOR, GENERATION, REWARD, LEARNER)
 
 
 def consumer_groups(keys: Keys) -> dict[str, str]:

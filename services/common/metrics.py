@@ -1,15 +1,22 @@
 """Every metric of every service, declared once.
 
-It serves nothing: probes.py does. Base units, `_total` for counters, bounded labels (never a group, rollout or
-prompt). Neighbours: activity.py for busy and waiting time.
+It serves nothing: probes.py does, and of each service only what is its own. Base units, `_total` for counters, bounded
+labels (never a group, rollout or prompt). Neighbours: activity.py for busy and waiting time.
 """
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram
+from collections.abc import Iterator
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+# A series beside each counter that nobody asks.
+disable_created_metrics()
 
 # Every service
 ACTIVITY_SECONDS = Counter("gspo_activity_seconds", "Time by what the service was doing", ["service", "kind", "what"])
@@ -26,6 +33,12 @@ EVALUATION_FIGURE = Gauge(
 )
 EVALUATION_VERSION = Gauge("gspo_evaluation_version", "Policy version of the last evaluation", ["file"])
 STREAM_ENTRIES = Gauge("gspo_stream_entries", "Entries in a Redis stream", ["stream"])
+MEMBERS = Gauge("gspo_members", "Living processes that are registered with the run", ["service"])
+PAUSED = Gauge("gspo_paused", "1 while no new groups are issued: a user paused the run, or too many scores fail")
+REDIS_MEMORY = Gauge("gspo_redis_memory_bytes", "Memory that Redis uses")
+REDIS_MEMORY_LIMIT = Gauge(
+    "gspo_redis_memory_limit_bytes", "Memory that Redis may use: its maxmemory, or the machine's where it has none"
+)
 
 # Generation
 ROLLOUTS_GENERATED = Counter("gspo_rollouts_generated", "Rollouts finished, by outcome", ["outcome", "evaluation"])
@@ -35,6 +48,9 @@ ROLLOUTS_RESUMED = Counter("gspo_rollouts_resumed", "Rollouts gone on with from 
 ROLLOUTS_PUT_ASIDE = Counter("gspo_rollouts_put_aside", "Times that a rollout had to wait for a later step")
 TOKENS_RESTARTED = Counter("gspo_tokens_restarted", "Policy tokens dropped because the weights changed under them")
 ROLLOUTS_RUNNING = Gauge("gspo_rollouts_running", "Rollouts under way in the engine")
+ROLLOUT_QUEUE_SECONDS = Histogram(
+    "gspo_rollout_queue_seconds", "From the issue of a group to the start of one of its rollouts", buckets=_LATENCY
+)
 ROLLOUT_SECONDS = Histogram("gspo_rollout_seconds", "From start to end of one rollout", buckets=_LATENCY)
 RESPONSE_TOKENS = Histogram("gspo_response_tokens", "Policy tokens of one rollout", buckets=_TOKENS)
 GENERATOR_VERSION = Gauge("gspo_generator_version", "Policy version that the engine serves")
@@ -48,18 +64,63 @@ REWARD_SECONDS = Histogram(
 )
 SCORE_FAILURES = Counter("gspo_score_failures", "Failed scores, by the kind of failure", ["kind"])
 ROLLOUTS_SCORED = Counter("gspo_rollouts_scored", "Rollouts scored, or failed", ["result"])
+SCORE_QUEUE_SECONDS = Histogram(
+    "gspo_score_queue_seconds", "From the end of a rollout until a scorer took it", buckets=_LATENCY
+)
+SANDBOX_LEVEL = Gauge("gspo_sandbox_level", "What contains user code: 2 bubblewrap, 1 Landlock, 0 rlimits alone")
 
 # Learner
 STEP = Gauge("gspo_step", "Steps trained")
+STEP_TIMESTAMP = Gauge(
+    "gspo_step_timestamp_seconds", "Unix time at which the last step ended, or the learner was ready for the first"
+)
 POLICY_VERSION = Gauge("gspo_policy_version", "Newest policy version")
 STEP_SECONDS = Histogram("gspo_step_seconds", "Time of a step by phase", ["phase"], buckets=_LATENCY)
+STEP_TIME_SECONDS = Counter("gspo_step_time_seconds", "Time of steps by what the learner needed it for", ["cause"])
 STEP_FIGURE = Gauge("gspo_step_figure", "Figures of the last step, as in its record", ["figure"])
 TOKENS_TRAINED = Counter("gspo_tokens_trained", "Policy tokens trained on")
 ROLLOUTS_TRAINED = Counter("gspo_rollouts_trained", "Rollouts trained on")
+ROLLOUT_WAIT_SECONDS = Histogram(
+    "gspo_rollout_wait_seconds", "From the score of a rollout to the step that trains it", buckets=_LATENCY
+)
 ROLLOUTS_SKIPPED = Counter("gspo_rollouts_skipped", "Rollouts that came and were not trained on", ["reason"])
 PUSH_SECONDS = Histogram("gspo_push_seconds", "Time of one weight push to one generator", ["kind"], buckets=_LATENCY)
 PUSH_BYTES = Counter("gspo_push_bytes", "Bytes of weights sent", ["kind"])
 PUSH_FAILURES = Counter("gspo_push_failures", "Weight pushes that failed, by gRPC status", ["status"])
 GENERATORS = Gauge("gspo_generators", "Registered generators by state: current, behind, out", ["state"])
 CHECKPOINT_SECONDS = Histogram("gspo_checkpoint_seconds", "Time to write a checkpoint", buckets=_LATENCY)
+DISK_FREE = Gauge("gspo_disk_free_bytes", "Free space where the run directory is")
+DISK_SIZE = Gauge("gspo_disk_size_bytes", "Size of the disk that the run directory is on")
 TRACKER_UP = Gauge("gspo_tracker_up", "1 while the process that feeds a tracker runs", ["tracker"])
+
+# Whoever else would serve them would serve zeros. What is in no list is served by every service.
+OF_SERVICE: dict[str, tuple[MetricWrapperBase, ...]] = {
+    "coordinator": (
+        GROUPS_ISSUED, GROUPS_REISSUED, GROUPS_OPEN, SLOTS, GROUPS_SETTLED, EVALUATION_FIGURE, EVALUATION_VERSION,
+        STREAM_ENTRIES, MEMBERS, PAUSED, REDIS_MEMORY, REDIS_MEMORY_LIMIT,
+    ),
+    "generation": (
+        ROLLOUTS_GENERATED, TOKENS_GENERATED, ROLLOUTS_RUNNING, ROLLOUT_QUEUE_SECONDS, ROLLOUT_SECONDS,
+        RESPONSE_TOKENS, GENERATOR_VERSION, PUSH_PAUSE_SECONDS, PUSHES_RECEIVED,
+    ),
+    "reward": (
+        REWARD_CALLS, REWARD_SECONDS, SCORE_FAILURES, ROLLOUTS_SCORED, SCORE_QUEUE_SECONDS, SANDBOX_LEVEL,
+    ),
+    "learner": (
+        STEP, STEP_TIMESTAMP, POLICY_VERSION, STEP_SECONDS, STEP_TIME_SECONDS, STEP_FIGURE, TOKENS_TRAINED,
+        ROLLOUTS_TRAINED, ROLLOUT_WAIT_SECONDS, ROLLOUTS_SKIPPED, PUSH_SECONDS, PUSH_BYTES, PUSH_FAILURES, GENERATORS,
+        CHECKPOINT_SECONDS, DISK_FREE, DISK_SIZE, TRACKER_UP,
+    ),
+}  # fmt: skip
+
+
+class Served:
+    """What a process of one service serves: what is its own, what every service has, and the process itself."""
+
+    def __init__(self, service: str) -> None:
+        others = [metric for of, metrics in OF_SERVICE.items() if of != service for metric in metrics]
+        self._left_out = {family.name for metric in others for family in metric.describe()}
+
+    def collect(self) -> Iterator[Metric]:
+        """The families with their values now."""
+        return (family for family in REGISTRY.collect() if family.name not in self._left_out)

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 import uvicorn
-from prometheus_client import make_asgi_app
+from prometheus_client import CollectorRegistry, make_asgi_app
 
 from services.common import metrics
 from services.common.runtime import Service, reachable_host
@@ -36,7 +36,9 @@ class Probes:
         self._service, self._app = service, app
         token = "" if guards_itself else service.options.token
         self._expected = f"Bearer {token}".encode() if token else b""
-        self._metrics: App = make_asgi_app()
+        registry = CollectorRegistry()
+        registry.register(metrics.Served(service.options.service))
+        self._metrics: App = make_asgi_app(registry)
         metrics.BUILD_INFO.labels(service.options.service, version("gspo")).set(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

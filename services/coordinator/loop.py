@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import structlog
@@ -17,7 +18,8 @@ from gspo_proto.learner_pb2 import ProgressReply
 from gspo_proto.rollout_pb2 import Event, PromptsExhausted, SettledGroup, Settlement, StepDone, StopRequested
 from services.common import metrics
 from services.common.events import FROM_START, Events
-from services.common.keys import BY_A_USER, consumer_groups
+from services.common.keys import BY_A_USER, SERVICES, consumer_groups
+from services.common.members import members
 from services.common.runtime import Service
 from services.coordinator.ending import Ending
 from services.coordinator.entries import newest_position
@@ -195,10 +197,11 @@ class Coordinator:
             await self._recover_from_wipe()
         mark = await self._redis.get(self._keys.paused)
         self.paused = mark is not None
+        metrics.PAUSED.set(self.paused)
         self.paused_because = mark.decode() if isinstance(mark, bytes) and mark != BY_A_USER else ""
         if not self.ending.over:
             await self._issuer.handle_expired()
-        await self._count_streams()
+        await self._look_at_redis()
         await self._reconcile()
 
     async def _recover_from_wipe(self) -> None:
@@ -237,14 +240,21 @@ class Coordinator:
         if self.ending.stop_reason:
             await self._events.send(Event(stop_requested=StopRequested(reason=self.ending.stop_reason)))
 
-    async def _count_streams(self) -> None:
-        streams = list(consumer_groups(self._keys))
+    async def _look_at_redis(self) -> None:
+        """Who is registered, how long the streams are, how much memory they take."""
+        streams = [*consumer_groups(self._keys), self._keys.dead]
         async with self._redis.pipeline(transaction=False) as pipe:
             for stream in streams:
                 pipe.xlen(stream)
-            lengths = await pipe.execute()
+            pipe.info("memory")
+            *lengths, memory = await pipe.execute()
         for stream, length in zip(streams, lengths, strict=True):
             metrics.STREAM_ENTRIES.labels(stream.rpartition(":")[2]).set(length)
+        metrics.REDIS_MEMORY.set(memory["used_memory"])
+        metrics.REDIS_MEMORY_LIMIT.set(memory["maxmemory"] or memory["total_system_memory"])
+        registered = Counter(member.service for member in await members(self._redis, self._keys))
+        for service in SERVICES:
+            metrics.MEMBERS.labels(service).set(registered[service])
 
     async def _issue(self) -> None:
         held_back = self.paused or self.measuring.before_training or self.ending.over

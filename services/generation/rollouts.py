@@ -160,5 +160,6 @@ def _count(rollout: Rollout) -> None:
     outcome = rollout_pb2.Outcome.Name(rollout.outcome).removeprefix("OUTCOME_").lower()
     metrics.ROLLOUTS_GENERATED.labels(outcome, evaluation).inc()
     metrics.TOKENS_GENERATED.labels(evaluation).inc(sum(rollout.mask))
+    metrics.ROLLOUT_QUEUE_SECONDS.observe(max(0.0, rollout.started_unix_s - rollout.issued_unix_s))
     metrics.ROLLOUT_SECONDS.observe(rollout.finished_unix_s - rollout.started_unix_s)
     metrics.RESPONSE_TOKENS.observe(sum(rollout.mask))

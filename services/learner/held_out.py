@@ -28,6 +28,9 @@ log = structlog.get_logger()
 class HeldOut:
     """What is known of the run's evaluations.
 
+    Attributes:
+        recorded_unix_s: When the last one was written down; 0 before any.
+
     Args:
         activity: Shows what is waited for.
     """
@@ -37,6 +40,7 @@ class HeldOut:
         self._figure = config.best_figure
         self._best = Best(run_dir.path, self._figure.figure, run_dir.scores()) if self._figure else None
         self._recorded = asyncio.Event()
+        self.recorded_unix_s = 0.0
 
     @property
     def patience_s(self) -> float:
@@ -57,6 +61,7 @@ class HeldOut:
         )
         if self._best is not None and self._figure is not None and done.file == self._figure.file:
             await asyncio.to_thread(self._best.measured, done.version, score)
+        self.recorded_unix_s = time.time()
         self._recorded.set()
 
     def put_aside(self, version: int, write: Callable[[Path], None], *, last: bool = False) -> None:

@@ -19,6 +19,7 @@ from services.common.keys import LEARNER
 from services.common.runtime import Service
 from services.common.streams import Delivery, Inbox
 from services.learner.assembly import Added, Assembler
+from services.learner.waits import Journeys
 
 log = structlog.get_logger()
 _BLOCK_S = 1.0
@@ -32,6 +33,7 @@ class Intake:
 
     Attributes:
         arrived: Set when something new came.
+        journeys: Where the rollouts that are held have been, and when.
     """
 
     def __init__(self, service: Service, assembler: Assembler) -> None:
@@ -45,7 +47,7 @@ class Intake:
             lease_s=service.config.services.lease_s,
         )
         self._held: dict[int, list[Delivery]] = defaultdict(list)
-        self.arrived = asyncio.Event()
+        self.arrived, self.journeys = asyncio.Event(), Journeys()
 
     async def run(self) -> None:
         """Take entries until cancelled; first those of an earlier life."""
@@ -80,6 +82,8 @@ class Intake:
         if added is Added.NEW:
             group = entry.group if isinstance(entry, GroupFailure) else entry.rollout.group
             self._held[group].append(delivery)
+            if isinstance(entry, ScoredRollout):
+                self.journeys.add(entry)
             return True
         metrics.ROLLOUTS_SKIPPED.labels(added.value).inc()
         return False

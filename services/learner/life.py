@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gspo_proto import learner_pb2_grpc
+from services.common import metrics
 from services.common.config import Config
 from services.common.events import Events
 from services.common.keys import LEARNER
@@ -40,6 +42,8 @@ async def live(service: Service, start: StartMaker) -> None:
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
     try:
         with RunDir(options.run_dir) as run_dir:
+            metrics.DISK_FREE.set_function(lambda: shutil.disk_usage(options.run_dir).free)
+            metrics.DISK_SIZE.set_function(lambda: shutil.disk_usage(options.run_dir).total)
             learner = await _recovered(service, run_dir, thread, start)
             await _serve(service, learner, http.address)
             await learner.release_ranks()

@@ -33,6 +33,7 @@ from services.common import metrics
 from services.common.advice import NEVER_CLIPPED_STEPS, advice
 from services.common.events import Events
 from services.common.runtime import Service
+from services.common.step_time import seconds_by_cause
 from services.learner.assembly import Assembler, Batch, Exhausted, Hopeless, Waiting
 from services.learner.held_out import HeldOut
 from services.learner.intake import Intake
@@ -40,6 +41,7 @@ from services.learner.making import Maker, NotFiniteError
 from services.learner.publisher import Live, Publisher
 from services.learner.rundir import RunDir
 from services.learner.settlement import SettledGroup, Settlement
+from services.learner.step_clock import StepClock
 from services.learner.weights import Policy, policy_from
 
 log = structlog.get_logger()
@@ -84,7 +86,7 @@ class Learner:
         self._in_training: tuple[int, ...] = ()
         self._ended_untrained: Counter[Settlement] = Counter()
         self._recent: list[Mapping[str, float]] = []
-        self._trained_s, self._waited_s = run_dir.trained_s, 0.0
+        self._trained_s, self._clock = run_dir.trained_s, StepClock(self.intake.journeys)
         self._is_generated = False
         self._num_groups: int | None = None
         self._stop_reason = self._done_reason = ""
@@ -178,6 +180,7 @@ class Learner:
         await self._put_aside()
         self.publisher.publish(policy)
         self._service.problems.clear()
+        metrics.STEP_TIMESTAMP.set_to_current_time()
         log.info("learner_ready", version=policy.version, digest=policy.digest[:12], epoch=self._run_dir.epoch)
 
     def _reason_to_end(self) -> str:
@@ -194,17 +197,21 @@ class Learner:
 
     async def _assemble(self) -> Batch | None:
         """The next batch; None when something else came first: an end, a wish for a checkpoint."""
-        began = time.monotonic()
+        began = time.time()
         while not (self._reason_to_end() or self._checkpoint_wanted):
             self.intake.arrived.clear()
             if not self._is_generated:
                 # The time until the first engine serves is the start of this life, not training.
-                began, self._is_generated = time.monotonic(), self.publisher.live_version >= 0
+                began, self._is_generated = time.time(), self.publisher.live_version >= 0
             open_groups = await self.intake.open_groups()
             found = self._assembler.next_batch(self._version, open_groups, num_groups=self._num_groups)
             await self._settle(found.settled)
             if isinstance(found, Batch):
-                self._waited_s = time.monotonic() - began
+                self._clock.wait_over(
+                    began,
+                    live_unix_s=self.publisher.live_unix_s,
+                    evaluated_unix_s=self._held_out.recorded_unix_s,
+                )
                 return found
             if isinstance(found, Hopeless):
                 raise RunFailedError(found.reason)
@@ -228,34 +235,28 @@ class Learner:
 
     async def _step(self, batch: Batch) -> None:
         """Log, acknowledge, train, publish, record, announce: in this order, so that a kill anywhere loses nothing."""
-        began = time.monotonic()
+        self._clock.begin(batch.groups)
         self._in_training = batch.groups
         with self._service.activity.doing("logging", f"step {batch.step}"):
             await asyncio.to_thread(self._run_dir.write_step, batch.step, batch.rows)
             await self.intake.acknowledge(batch.groups)
-        logged = time.monotonic()
+        self._clock.over("log_s")
         with self._service.activity.doing("training", f"step {batch.step}, {len(batch.rows)} rollouts"):
             done = await self._in_thread(self._trainer.train, batch.step, batch.rows)
             not_applied = [asdict(left_out) for left_out in done.not_applied]
             for left_out in not_applied:
                 log.warning("mini_batch_not_applied", step=batch.step, **left_out)
             await asyncio.to_thread(self._run_dir.append_not_applied, batch.step, not_applied)
-        trained = time.monotonic()
+        self._clock.over("train_s")
         with self._service.activity.doing("publishing", f"version {batch.step}"):
             self._version = batch.step
             policy = await self._in_thread(self._make_policy)
             await asyncio.to_thread(self._run_dir.append_version, policy.version, policy.digest, batch.step)
         self._set_version(policy)
-        published = time.monotonic()
-        held_s = await self._held_out.wait(batch.step - 1, lambda: bool(self._stop_reason))
-        figures = done.figures | {
-            "wait_s": self._waited_s,
-            "log_s": logged - began,
-            "train_s": trained - logged,
-            "publish_s": published - trained,
-            "hold_s": held_s,
-            "step_s": published - began + self._waited_s + held_s,
-        }
+        self._clock.over("publish_s")
+        await self._held_out.wait(batch.step - 1, lambda: bool(self._stop_reason))
+        self._clock.over("hold_s")
+        figures = done.figures | self._clock.figures()
         figures["tokens_per_s"] = figures["tokens"] / figures["step_s"]
         untrained = (Settlement.FILTERED, Settlement.STALE, Settlement.FAILED)
         figures |= {f"groups_{ending}": float(self._ended_untrained[ending]) for ending in untrained}
@@ -292,6 +293,7 @@ class Learner:
         await asyncio.to_thread(self._run_dir.settle, groups)
         self._ended_untrained.update(group.settlement for group in groups)
         await self.intake.acknowledge(group.group for group in groups)
+        self.intake.journeys.take(group.group for group in groups)
         await self._announce(groups_settled=GroupsSettled(groups=[group.to_proto() for group in groups]))
         log.info("groups_settled", num=len(groups), last=groups[-1].settlement.value, reason=groups[-1].reason)
 
@@ -321,7 +323,7 @@ class Learner:
                 self._run_dir.prune, keep_checkpoints=run.keep_checkpoints, keep_log_steps=run.keep_log_steps
             )
         self._checkpoint_step = self._version
-        metrics.CHECKPOINT_SECONDS.observe(time.monotonic() - began)
+        self._clock.checkpoint(time.monotonic() - began)
         await self._announce(checkpoint_done=CheckpointDone(step=self._version, path=str(path)))
         return path
 
@@ -390,6 +392,9 @@ def _show(figures: Mapping[str, float], step: int) -> None:
         metrics.STEP_FIGURE.labels(name).set(value)
     for phase in ("wait", "log", "train", "publish", "hold"):
         metrics.STEP_SECONDS.labels(phase).observe(figures[f"{phase}_s"])
+    for cause, seconds in seconds_by_cause(figures).items():
+        metrics.STEP_TIME_SECONDS.labels(cause).inc(seconds)
+    metrics.STEP_TIMESTAMP.set_to_current_time()
     metrics.TOKENS_TRAINED.inc(figures["tokens"])
     metrics.ROLLOUTS_TRAINED.inc(figures["sequences"])
     shown = {key: round(figures[key], 6) for key in ("reward_mean", "loss", "step_s") if key in figures}

@@ -59,6 +59,9 @@ class Live:
 class Publisher:
     """Pushes to generators.
 
+    Attributes:
+        live_version: Newest version that a generator serves, -1 before any does; live_unix_s: since when.
+
     Args:
         epoch: Of this learner; generators refuse a lower one than they have seen.
         on_live: Awaited for the first generator that serves a version.
@@ -75,7 +78,7 @@ class Publisher:
         self._published_at = 0.0
         self._targets: dict[str, Target] = {}
         self._woken = asyncio.Event()
-        self.live_version = -1
+        self.live_version, self.live_unix_s = -1, 0.0
 
     def publish(self, policy: Policy) -> None:
         """Make a version the newest; the one before stays as the base of changes."""
@@ -242,7 +245,7 @@ class Publisher:
             log.info("generator_returned", generator=target.name, version=policy.version)
         if policy.version <= self.live_version:
             return
-        self.live_version = policy.version
+        self.live_version, self.live_unix_s = policy.version, time.time()
         push_s, stall_s = time.monotonic() - self._published_at, result.pause_s + result.load_s + result.resume_s
         await self._on_live(Live(policy, target.member.name, push_s, result.stage_s, stall_s, num_bytes))
 

@@ -10,6 +10,7 @@ import os
 import structlog
 
 from gspo_proto.reward_pb2_grpc import add_RewardServicer_to_server
+from services.common import metrics
 from services.common.events import Events
 from services.common.members import Member, Registration
 from services.common.probes import App, HttpServer, Probes
@@ -24,6 +25,7 @@ from services.reward.door.routes import Desk
 from services.reward.door.servicer import GRPC_SERVICE, RewardServicer
 from services.reward.registry import Registry
 from services.reward.scorer import Scorer, open_scorer
+from services.reward.start import LEVEL_NAMES
 from services.reward.usage import UsageCounter
 from services.reward.worker import Worker
 
@@ -49,6 +51,7 @@ async def live(service: Service) -> None:
     async with opened as scorer:
         found = scorer.library.containment
         service.facts["sandbox"] = str(found)
+        metrics.SANDBOX_LEVEL.set(LEVEL_NAMES.index(found.level.name))
         log.info("sandbox", level=found.level.name, parts=found.parts, lacks=found.level.lacks)
         guard = Guard(Callers(service.options.token, config.reward.tokens), RateLimit(config.reward.calls_per_minute))
         admission = Admission(scorer.library, config.reward.allowed_packages)

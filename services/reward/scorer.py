@@ -78,11 +78,20 @@ class Scorer:
                     wanted.setdefault((use.name, use.version), []).append(index)
         found = dict(zip(wanted, await asyncio.gather(*(self._find(*one) for one in wanted)), strict=True))
         known = {one: function for one, function in found.items() if isinstance(function, Function)}
-        values = await asyncio.gather(
-            *(self._score_by(function, rollouts, wanted[one], session) for one, function in known.items())
-        )
-        results = dict(zip(known, values, strict=True))
-        return [self._sum(rollout, index, found, results) for index, rollout in enumerate(rollouts)]
+        seconds: dict[Wanted, float] = {}
+
+        async def values_of(one: Wanted) -> dict[int, Value | Failure]:
+            began = time.perf_counter()
+            values = await self._score_by(known[one], rollouts, wanted[one], session)
+            seconds[one] = time.perf_counter() - began
+            return values
+
+        results = dict(zip(known, await asyncio.gather(*map(values_of, known)), strict=True))
+        scores = [self._sum(rollout, index, found, results) for index, rollout in enumerate(rollouts)]
+        for one, took_s in seconds.items():
+            for index in wanted[one]:
+                scores[index].seconds[one[0]] = took_s
+        return scores
 
     async def _find(self, name: str, version: str) -> Function | str:
         """The function, or why there is none."""

@@ -7,6 +7,7 @@ It knows no reward function. Neighbours: scorer.py scores, services/common/strea
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
@@ -100,9 +101,12 @@ class Worker:
         return deliveries
 
     async def _work(self, inbox: Inbox, out: str, rollouts: list[tuple[Delivery, Rollout]]) -> None:
+        taken_unix_s = time.time()
         with self._busy():
             async with keep_leases(inbox, [delivery for delivery, _ in rollouts]):
                 scores = await self._score(rollouts)
+            for score in scores:
+                score.taken_unix_s = taken_unix_s
             outputs = [
                 (delivery, pack(rollout, score)) for (delivery, rollout), score in zip(rollouts, scores, strict=True)
             ]
@@ -197,6 +201,7 @@ def pack(rollout: Rollout, score: Score) -> bytes:
 
 
 def _count(rollout: Rollout, score: Score) -> None:
+    metrics.SCORE_QUEUE_SECONDS.observe(max(0.0, score.taken_unix_s - rollout.finished_unix_s))
     failed = score.WhichOneof("result") == "failure"
     metrics.ROLLOUTS_SCORED.labels("failed" if failed else "scored").inc()
     if failed:

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.lineup import SERVICES
 from services.common import runtime
 from services.common.configfile import read_config
+from services.common.keys import SERVICES
 from services.common.redis_server import redis_command
 from services.common.runtime import Options, parse_options
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 from services.common import metrics
@@ -36,6 +36,31 @@ def test_every_metric_is_fed_by_some_service() -> None:
     source = "".join(path.read_text() for path in (ROOT / "services").rglob("*.py") if path.name != "metrics.py")
     declared = {name for name, metric in vars(metrics).items() if isinstance(metric, MetricWrapperBase)}
     assert declared - set(re.findall(r"metrics\.([A-Z_]+)\b", source)) == set()
+
+
+def sections() -> dict[str, set[str]]:
+    """Heading of the document -> the names listed below it."""
+    parts = re.split(r"^## (.+)$", DOCUMENT.read_text(), flags=re.MULTILINE)[1:]
+    return {
+        heading.lower(): set(re.findall(r"^\| `(gspo_\w+)`", text, re.MULTILINE))
+        for heading, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def test_the_document_lists_each_metric_under_the_service_that_serves_it() -> None:
+    owned = {service: {exposed_name(metric) for metric in found} for service, found in metrics.OF_SERVICE.items()}
+    everyones = {exposed_name(metric) for metric in METRICS} - set().union(*owned.values())
+    assert sections().items() >= {**owned, "every service": everyones}.items()
+
+
+@pytest.mark.parametrize("service", metrics.OF_SERVICE)
+def test_a_service_serves_what_is_its_own_and_nothing_of_the_others(service: str) -> None:
+    registry = CollectorRegistry()
+    registry.register(metrics.Served(service))
+    text = generate_latest(registry).decode()
+    served = set(re.findall(r"^# TYPE (gspo_\w+) ", text, re.MULTILINE))
+    assert served == sections()["every service"] | sections()[service]
+    assert "process_resident_memory_bytes" in text
 
 
 def test_the_document_lists_every_metric_with_its_type_labels_and_help() -> None:

@@ -1,0 +1,62 @@
+"""Where a step's time went, phase by phase: what the learner waited for, did, and did between two steps.
+
+It draws no conclusions (services/common/bottleneck.py does). Neighbours: loop.py tells it what begins, waits.py splits
+the wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from services.common import metrics
+from services.learner.waits import Journeys, Wait, seconds_waited
+
+
+class StepClock:
+    """The clock of one learner.
+
+    Args:
+        journeys: Of the rollouts that wait for their step.
+    """
+
+    def __init__(self, journeys: Journeys) -> None:
+        self._journeys = journeys
+        self._wait = Wait(0.0, 0.0, 0.0, 0.0)
+        self._phases: dict[str, float] = {}
+        self._mark = self._ended = self._checkpoint_s = 0.0
+
+    def wait_over(self, began_unix_s: float, *, live_unix_s: float, evaluated_unix_s: float) -> None:
+        """A batch is complete."""
+        self._wait = Wait(began_unix_s, max(began_unix_s, time.time()), live_unix_s, evaluated_unix_s)
+
+    def begin(self, groups: Iterable[int]) -> None:
+        """A step of these groups begins, now that they are complete."""
+        journeys = self._journeys.take(groups)
+        for journey in journeys:
+            metrics.ROLLOUT_WAIT_SECONDS.observe(max(0.0, self._wait.ended - journey.scored))
+        wait_s, now = self._wait.ended - self._wait.began, time.monotonic()
+        between_s = now - self._ended - wait_s if self._ended else 0.0
+        self._phases = {
+            "wait_s": wait_s,
+            **seconds_waited(journeys, self._wait),
+            "checkpoint_s": self._checkpoint_s,
+            "record_s": max(0.0, between_s - self._checkpoint_s),
+        }
+        self._mark, self._checkpoint_s = now, 0.0
+
+    def over(self, phase: str) -> None:
+        """A phase of the step is over: it took the time since the one before."""
+        now = time.monotonic()
+        self._phases[phase], self._mark = now - self._mark, now
+        self._ended = now
+
+    def checkpoint(self, seconds: float) -> None:
+        """A checkpoint was written; it counts to the step after it."""
+        self._checkpoint_s += seconds
+        metrics.CHECKPOINT_SECONDS.observe(seconds)
+
+    def figures(self) -> dict[str, float]:
+        """Seconds by phase; step_s is from the wait to the end of the last phase, without what came before the wait."""
+        inside = ("wait_s", "log_s", "train_s", "publish_s", "hold_s")
+        return self._phases | {"step_s": sum(self._phases.get(name, 0.0) for name in inside)}
