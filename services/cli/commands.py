@@ -53,14 +53,19 @@ def status(
     run_dir: Annotated[
         Path | None, typer.Argument(help="Run directory; the newest under ./runs by default.", show_default=False)
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="A live page, with CPU and memory of each process; Ctrl-C ends it.")
+    ] = False,
 ) -> None:
-    """Show what every service of a run is doing or waiting for, and since when.
+    """Show what every service of a run does or waits for, where a step's time goes, what bounds it, what to change.
 
     Example: [bold]gspo status runs/my-run[/]
+
+    Example: [bold]gspo status --watch runs/my-run[/]
     """
     from services.cli.status import status as print_status
 
-    print_status(run_dir, Console())
+    print_status(run_dir, Console(), watch=watch)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.explained import in_one_line, verdict_of
 from services.cli.screen import STYLES
 from services.cli.view import Line, Process, View, duration, held_out_line
 
@@ -52,7 +53,7 @@ def draw(view: View) -> RenderableType:
     title = f"[bold]gspo[/] {view.config.name} · {view.phases.current.replace('_', ' ')} "
     title += duration(view.phases.elapsed_s)
     return Panel(
-        Group(_progress(view), _figures(view), _held_out(view), Text(), _processes(view)),
+        Group(_progress(view), _figures(view), _held_out(view), _time(view), Text(), _processes(view)),
         title=title,
         subtitle="Ctrl-C stops at a checkpoint",
         title_align="left",
@@ -108,6 +109,16 @@ def _held_out_text(view: View, file: str) -> str:
     if view.best is not None and wanted is not None and wanted.file == file:
         parts.append(f"best: version {view.best[0]}")
     return "  ".join(parts)
+
+
+def _time(view: View) -> RenderableType:
+    """Where a step's time goes, and which stage bounds the run."""
+    num_generators = sum(process.name.startswith("generation") for process in view.processes.values())
+    table = Table.grid(padding=(0, 3))
+    if found := verdict_of(view, num_generators):
+        table.add_row("step time", in_one_line(found))
+        table.add_row("bound by", f"[bold]{found.stage}[/]" + (f": try {found.change[0]}" if found.change else ""))
+    return table
 
 
 def _share(value: float | None) -> str:

@@ -22,16 +22,10 @@ from services.cli.report_summary import difference, notes
 from services.cli.view import duration
 from services.common.advice import NEVER_CLIPPED_STEPS, advice
 from services.common.config import Config, LearnerConfig, LoraConfig
+from services.common.step_time import shares
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _REASONS_SHOWN = 3
-_TIME_NAMES = {
-    "wait_s": "waiting for rollouts",
-    "train_s": "training",
-    "publish_s": "publishing the version",
-    "hold_s": "holding it back for an evaluation",
-    "log_s": "logging the step",
-}
 _MEANINGS = {
     "trained": "in a step file",
     "filtered": "left out by the learner before training",
@@ -71,7 +65,7 @@ def render(log: RunLog, summary: dict[str, Any], plots: list[Plot], folder: Path
         ran=_what_ran(log.config) if log.config else {},
         algorithm=_algorithm(log.config) if log.config else {},
         phases=_shares(summary["wall_s"] or {}),
-        times=_shares({_TIME_NAMES[name]: s for name, s in summary["steps_s"].items()}),
+        times=[(share.in_words, share.seconds, share.share) for share in shares(*log.figures)],
         endings=[(name, _MEANINGS[name], summary["groups"][name], _reasons(log, name)) for name in SETTLEMENTS],
         samples=read_samples(log),
         environment=log.environment,

@@ -11,6 +11,7 @@ from typing import Any
 
 from services.cli.report_log import SETTLEMENTS, SKIPS, TRAINED, RunLog, known
 from services.cli.view import largest_pass
+from services.common.bottleneck import verdict
 
 TIMES = ("wait_s", "train_s", "publish_s", "hold_s", "log_s")
 
@@ -44,8 +45,17 @@ def summarise(log: RunLog, wall_s: dict[str, float] | None, finished: dict[str, 
         "tokens": int(tokens),
         "tokens_per_s": tokens / time_s if time_s else None,
         "wall_s": wall_s,
+        "bound": _bound(log),
         "steps_s": {name: math.fsum(figures.get(name, 0.0) for figures in log.figures) for name in TIMES},
     }
+
+
+def _bound(log: RunLog) -> dict[str, Any] | None:
+    """Which stage bounded the last steps, the numbers that say so, and what to change; None where nothing is known."""
+    if log.config is None:
+        return None
+    found = verdict(log.figures, log.config, log.config.generation.replicas)
+    return found and {"stage": found.stage, "because": found.because, "change": list(found.change)}
 
 
 def _accuracies(log: RunLog) -> dict[str, Any]:

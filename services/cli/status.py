@@ -7,50 +7,91 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
+from services.cli.explained import last_step_table, verdict_lines, verdict_of
 from services.cli.generators import in_trouble
 from services.cli.live import process_cells
 from services.cli.rundir import PAGE_NAME, SUMMARY_NAME, check_run_dir, is_held, supervisor_facts
+from services.cli.usage import Usage, Used
 from services.cli.view import Phases, Process, View, held_out_line, load_history, step_line
+from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.errors import InputError
-from services.common.keys import Keys
+from services.common.keys import GENERATION, Keys
 from services.common.members import Member, members
 from services.common.runtime import CONFIG_NAME
 
 _ANSWER_S = 3.0
+_WATCH_S = 1.0
 
 
-def status(run_dir: Path | None, console: Console) -> None:
+def status(run_dir: Path | None, console: Console, *, watch: bool = False) -> None:
     """Print the state of a run; of the newest one under ./runs where none is given.
 
+    Args:
+        watch: Draw it again and again, with CPU and memory of each process, until Ctrl-C or until the run is over.
+
     Raises:
-        InputError: There is no run.
+        InputError: There is no run, or Redis does not answer.
     """
     run_dir = run_dir or _newest(Path("runs"))
     check_run_dir(run_dir)
     config = read_config(run_dir / CONFIG_NAME)
+    if not watch:
+        console.print(_look(run_dir, config, None).page, highlight=False)
+        return
+    usage = Usage()
+    with Live(console=console, auto_refresh=False) as live:
+        try:
+            while (seen := _look(run_dir, config, usage)).runs:
+                live.update(seen.page, refresh=True)
+                time.sleep(_WATCH_S)
+            live.update(seen.page, refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a run: what to draw, and whether anybody works on it."""
+
+    page: RenderableType
+    runs: bool
+
+
+def _look(run_dir: Path, config: Config, usage: Usage | None) -> Look:
     view = View(config, run_dir, {}, Phases())
     load_history(view)
-    console.print(f"[bold]{run_dir}[/]", highlight=False)
-    console.print(step_line(view) if view.step else "no step trained yet", highlight=False)
+    parts: list[RenderableType] = [
+        Text(str(run_dir), "bold"),
+        Text(step_line(view) if view.step else "no step trained yet"),
+    ]
     for file, measured in view.held_out.items():
         version, figures = measured[-1]
-        console.print(f"{file or 'held-out prompts'} at version {version}: {held_out_line(figures)}", highlight=False)
+        parts.append(Text(f"{file or 'held-out prompts'} at version {version}: {held_out_line(figures)}"))
     if view.best is not None:
-        console.print(f"best by {config.evaluation.keep_best}: version {view.best[0]}", highlight=False)
-    facts = supervisor_facts(run_dir)
-    redis_url = config.services.redis_url or str(facts.get("redis_url", ""))
-    if not is_held(run_dir) and config.services.redis_url is None:
-        console.print(how_it_rests(run_dir, view.step), highlight=False, markup=False)
-        return
-    _print_members(asyncio.run(read_members(redis_url, config.name)), console)
+        parts.append(Text(f"best by {config.evaluation.keep_best}: version {view.best[0]}"))
+    redis_url = config.services.redis_url or str(supervisor_facts(run_dir).get("redis_url", ""))
+    runs = is_held(run_dir) or config.services.redis_url is not None
+    found = asyncio.run(read_members(redis_url, config.name)) if runs else []
+    num_generators = sum(member.service == GENERATION for member in found) or config.generation.replicas
+    if bound := verdict_of(view, num_generators):
+        parts += ["", last_step_table(view), *map(Text, verdict_lines(bound))]
+    if runs:
+        parts += ["", *members_parts(found, usage.look(found) if usage else None)]
+    else:
+        parts.append(Text(how_it_rests(run_dir, view.step)))
+    return Look(Group(*parts), runs)
 
 
 def how_it_rests(run_dir: Path, step: int) -> str:
@@ -90,13 +131,23 @@ async def read_members(url: str, run: str) -> list[Member]:
         await redis.aclose()
 
 
-def _print_members(found: list[Member], console: Console) -> None:
-    table = Table("service", "for", "what", "HTTP", "gRPC", "process", box=None, header_style="dim")
+def members_parts(found: list[Member], used: dict[str, Used] | None) -> list[RenderableType]:
+    """Who does or waits for what, with CPU and memory where they are given, and the generators in trouble."""
+    if not found:
+        return ["no service has registered: the run is starting, or nobody works on it"]
+    usage_columns = [] if used is None else ["CPU", "memory"]
+    table = Table("service", "for", "what", *usage_columns, "HTTP", "gRPC", "process", box=None, header_style="dim")
     for column in table.columns:
         column.overflow = "fold"  # an address with an ellipsis is none
     for member in found:
         process = Process(member.name, member.beat_unix_s, member, ready=True)
-        table.add_row(member.name, *process_cells(process), member.http, member.grpc, str(member.pid))
-    console.print(table if found else "no service has registered: the run is starting, or nobody works on it")
-    for line in in_trouble(found):
-        console.print(line, style="yellow", highlight=False, markup=False)
+        cells = [] if used is None else _usage_cells(used.get(member.uid))
+        table.add_row(member.name, *process_cells(process), *cells, member.http, member.grpc, str(member.pid))
+    return [table, *(Text(line, "yellow") for line in in_trouble(found))]
+
+
+def _usage_cells(used: Used | None) -> list[str]:
+    """('1.02 cores', '812 MiB'); a dash for what is not known: of another machine, or at the first look."""
+    if used is None:
+        return ["-", "-"]
+    return ["-" if used.cpu is None else f"{used.cpu:.2f} cores", f"{used.memory_bytes / 2**20:,.0f} MiB"]

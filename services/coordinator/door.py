@@ -32,6 +32,7 @@ def make_app(
     *,
     token: str,
     state: State,
+    status: State,
     stop: Callable[[str], Awaitable[None]],
     rollouts: RecentRollouts,
 ) -> FastAPI:
@@ -42,6 +43,11 @@ def make_app(
     async def get_state() -> dict[str, Any]:
         """Step, versions, slots, groups by settlement, evaluations, members."""
         return await state()
+
+    @app.get("/v1/status")
+    async def get_status() -> dict[str, Any]:
+        """What every service does or waits for and since when; the last step's time by cause; what bounds the run."""
+        return await status()
 
     @app.post("/v1/pause")
     async def pause() -> dict[str, bool]:

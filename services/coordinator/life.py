@@ -30,7 +30,7 @@ from services.coordinator.progress import ProgressSource
 from services.coordinator.prompts import PromptSet, held_out_prompts, training_prompts
 from services.coordinator.slots import Slots
 from services.coordinator.tokenizer import load_tokenizer
-from services.coordinator.views import RecentRollouts, evaluation_state, run_state
+from services.coordinator.views import RecentRollouts, evaluation_state, run_state, run_status
 
 log = structlog.get_logger()
 
@@ -49,12 +49,14 @@ class _Face:
     def __init__(self, service: Service) -> None:
         self._service = service
         self.state: Callable[[], Awaitable[dict[str, Any]]] = self._starting
+        self.steps: Callable[[], list[dict[str, float]]] = list
         self._rollouts = RecentRollouts(service.redis, service.keys)
         app = make_app(
             service.redis,
             service.keys,
             token=service.options.token,
             state=lambda: self.state(),
+            status=lambda: run_status(service.redis, service.keys, service.config, self.steps()),
             stop=self._request_stop,
             rollouts=self._rollouts,
         )
@@ -93,6 +95,7 @@ async def _coordinate(service: Service, face: _Face) -> None:
         progress=ProgressSource(redis, keys, service.options.token),
     )
     face.state = lambda: run_state(redis, keys, coordinator)
+    face.steps = lambda: list(coordinator.steps)
     await coordinator.run()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 import structlog
@@ -17,6 +17,7 @@ import structlog
 from gspo_proto.learner_pb2 import ProgressReply
 from gspo_proto.rollout_pb2 import Event, PromptsExhausted, SettledGroup, Settlement, StepDone, StopRequested
 from services.common import metrics
+from services.common.bottleneck import STEPS_LOOKED_AT
 from services.common.events import FROM_START, Events
 from services.common.keys import BY_A_USER, SERVICES, consumer_groups
 from services.common.members import members
@@ -38,7 +39,11 @@ log = structlog.get_logger()
 
 
 class Coordinator:
-    """One life of the coordinator in a run with a learner."""
+    """One life of the coordinator in a run with a learner.
+
+    Attributes:
+        steps: Figures of the newest steps that this life has heard of.
+    """
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class Coordinator:
         self.epoch = self._told_epoch = 0
         self.paused, self.paused_because = False, ""
         self._asked_to_pause = ""
+        self.steps: deque[dict[str, float]] = deque(maxlen=STEPS_LOOKED_AT)
         self._exhausted_sent = False
         self._recorded: frozenset[str] = frozenset()
         self._settled: list[int] = []
@@ -156,6 +162,7 @@ class Coordinator:
             log.error("paused", reason=reason, detail="mend the function, then resume: POST /v1/resume")
 
     def _on_step(self, step: StepDone) -> None:
+        self.steps.append(dict(step.figures))
         repeated = any(entry.attempt > 1 for group in step.groups if (entry := self.slots.open.get(group)))
         self._close(self.slots.train(step.groups, step.version), TRAINED, sweep=repeated)
         self.measuring.on_step(step.step, step.version)

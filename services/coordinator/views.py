@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from redis.asyncio import Redis
 
 from gspo_proto.rollout_pb2 import Outcome, Scored, ScoredRollout
-from services.common.keys import Keys
-from services.common.members import members
+from services.common.bottleneck import verdict
+from services.common.config import Config
+from services.common.keys import GENERATION, Keys
+from services.common.members import Member, members
+from services.common.step_time import seconds_by_function, shares
 from services.coordinator.entries import newest_entries
 from services.coordinator.loop import Coordinator
 from services.coordinator.measuring import Measuring
@@ -58,6 +63,44 @@ async def _common_state(redis: Redis, keys: Keys, measuring: Measuring) -> dict[
         "evaluation_under_way": measuring.describe(),
         "evaluations": [asdict(measured) for measured in measuring.records],
         "members": [asdict(member) for member in await members(redis, keys)],
+    }
+
+
+async def run_status(redis: Redis, keys: Keys, config: Config, steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Who does or waits for what, the last step's time by cause, and the verdict on the last steps.
+
+    Args:
+        steps: Figures of the newest steps, oldest first; without any, `last_step` and `bound` are null.
+    """
+    found, now = await members(redis, keys), time.time()
+    num_generators = sum(member.service == GENERATION for member in found)
+    bound = verdict(steps, config, num_generators)
+    return {
+        "run": keys.run,
+        "services": [_doing(member, now) for member in found],
+        "last_step": _last_step(steps[-1]) if steps else None,
+        "bound": bound and {key: value for key, value in asdict(bound).items() if key != "shares"},
+    }
+
+
+def _doing(member: Member, now: float) -> dict[str, Any]:
+    activity = member.activity
+    since = float(activity.get("since_unix_s", now))
+    return {
+        "service": member.service,
+        "name": member.name,
+        **{key: activity.get(key, "") for key in ("kind", "what", "detail")},
+        "since_unix_s": since,
+        "for_s": max(0.0, now - since),
+    }
+
+
+def _last_step(figures: Mapping[str, float]) -> dict[str, Any]:
+    found = shares(figures)
+    return {
+        "seconds": sum(share.seconds for share in found),
+        "by_cause": [asdict(share) | {"in_words": share.in_words} for share in found],
+        "rewards_by_function": seconds_by_function(figures),
     }
 
 

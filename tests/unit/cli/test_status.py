@@ -9,7 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from services.cli.generators import GeneratorNews, in_trouble
-from services.cli.status import _print_members
+from services.cli.status import members_parts
 from services.common.members import Member
 
 
@@ -38,7 +38,7 @@ def test_a_generator_that_is_out_is_named_with_reason_and_time() -> None:
     )
     assert in_trouble([Member("reward", "reward-0"), learner(**out())]) == [expected]
     console = Console(file=io.StringIO(), width=400)
-    _print_members([learner(**out())], console)
+    console.print(*members_parts([learner(**out())], None))
     assert expected in console.file.getvalue()
 
 
