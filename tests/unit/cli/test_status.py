@@ -44,7 +44,7 @@ def test_a_generator_that_is_out_is_named_with_reason_and_time() -> None:
 
 def test_addresses_are_whole_in_a_narrow_terminal() -> None:
     console = Console(file=io.StringIO(), width=80)
-    _print_members([replace(learner(), http="127.0.0.1:34567", grpc="127.0.0.1:45678")], console)
+    console.print(*members_parts([replace(learner(), http="127.0.0.1:34567", grpc="127.0.0.1:45678")], None))
     shown = console.file.getvalue()
     assert "127" in shown and "…" not in shown
 
