@@ -455,6 +455,12 @@ class ServicesConfig(Section):
     lease_s: PositiveFloat = Field(
         30.0, description="A worker silent for so long loses its work to another", json_schema_extra=ON_RESUME
     )
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/]+(:\d+)?/?$",
+        description="Collector that takes traces of rollouts by OTLP over gRPC, such as http://127.0.0.1:4317",
+        json_schema_extra=ON_RESUME,
+    )
     max_restarts: int = Field(
         5,
         ge=0,

@@ -17,10 +17,21 @@ _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 # A series beside each counter that nobody asks.
 disable_created_metrics()
+# Whoever else would serve a service's metrics would serve zeros. What is under "" is everyone's.
+OF_SERVICE: dict[str, tuple[MetricWrapperBase, ...]] = {}
+
+
+def _are_of(service: str) -> None:
+    """What was declared since the last call is this service's."""
+    known = {metric for metrics in OF_SERVICE.values() for metric in metrics}
+    declared = [metric for metric in globals().values() if isinstance(metric, MetricWrapperBase)]
+    OF_SERVICE[service] = tuple(metric for metric in declared if metric not in known)
+
 
 # Every service
 ACTIVITY_SECONDS = Counter("gspo_activity_seconds", "Time by what the service was doing", ["service", "kind", "what"])
 BUILD_INFO = Gauge("gspo_build_info", "1, with the version of gspo as label", ["service", "version"])
+_are_of("")
 
 # Coordinator
 GROUPS_ISSUED = Counter("gspo_groups_issued", "Groups issued, repeats not counted")
@@ -39,6 +50,7 @@ REDIS_MEMORY = Gauge("gspo_redis_memory_bytes", "Memory that Redis uses")
 REDIS_MEMORY_LIMIT = Gauge(
     "gspo_redis_memory_limit_bytes", "Memory that Redis may use: its maxmemory, or the machine's where it has none"
 )
+_are_of("coordinator")
 
 # Generation
 ROLLOUTS_GENERATED = Counter("gspo_rollouts_generated", "Rollouts finished, by outcome", ["outcome", "evaluation"])
@@ -56,6 +68,7 @@ RESPONSE_TOKENS = Histogram("gspo_response_tokens", "Policy tokens of one rollou
 GENERATOR_VERSION = Gauge("gspo_generator_version", "Policy version that the engine serves")
 PUSH_PAUSE_SECONDS = Histogram("gspo_push_pause_seconds", "Time generation stood still for a push", buckets=_LATENCY)
 PUSHES_RECEIVED = Counter("gspo_pushes_received", "Weight pushes by result", ["result"])
+_are_of("generation")
 
 # Reward
 REWARD_CALLS = Counter("gspo_reward_calls", "Calls of a reward function, by result", ["function", "result"])
@@ -68,6 +81,7 @@ SCORE_QUEUE_SECONDS = Histogram(
     "gspo_score_queue_seconds", "From the end of a rollout until a scorer took it", buckets=_LATENCY
 )
 SANDBOX_LEVEL = Gauge("gspo_sandbox_level", "What contains user code: 2 bubblewrap, 1 Landlock, 0 rlimits alone")
+_are_of("reward")
 
 # Learner
 STEP = Gauge("gspo_step", "Steps trained")
@@ -92,33 +106,14 @@ CHECKPOINT_SECONDS = Histogram("gspo_checkpoint_seconds", "Time to write a check
 DISK_FREE = Gauge("gspo_disk_free_bytes", "Free space where the run directory is")
 DISK_SIZE = Gauge("gspo_disk_size_bytes", "Size of the disk that the run directory is on")
 TRACKER_UP = Gauge("gspo_tracker_up", "1 while the process that feeds a tracker runs", ["tracker"])
-
-# Whoever else would serve them would serve zeros. What is in no list is served by every service.
-OF_SERVICE: dict[str, tuple[MetricWrapperBase, ...]] = {
-    "coordinator": (
-        GROUPS_ISSUED, GROUPS_REISSUED, GROUPS_OPEN, SLOTS, GROUPS_SETTLED, EVALUATION_FIGURE, EVALUATION_VERSION,
-        STREAM_ENTRIES, MEMBERS, PAUSED, REDIS_MEMORY, REDIS_MEMORY_LIMIT,
-    ),
-    "generation": (
-        ROLLOUTS_GENERATED, TOKENS_GENERATED, ROLLOUTS_RUNNING, ROLLOUT_QUEUE_SECONDS, ROLLOUT_SECONDS,
-        RESPONSE_TOKENS, GENERATOR_VERSION, PUSH_PAUSE_SECONDS, PUSHES_RECEIVED,
-    ),
-    "reward": (
-        REWARD_CALLS, REWARD_SECONDS, SCORE_FAILURES, ROLLOUTS_SCORED, SCORE_QUEUE_SECONDS, SANDBOX_LEVEL,
-    ),
-    "learner": (
-        STEP, STEP_TIMESTAMP, POLICY_VERSION, STEP_SECONDS, STEP_TIME_SECONDS, STEP_FIGURE, TOKENS_TRAINED,
-        ROLLOUTS_TRAINED, ROLLOUT_WAIT_SECONDS, ROLLOUTS_SKIPPED, PUSH_SECONDS, PUSH_BYTES, PUSH_FAILURES, GENERATORS,
-        CHECKPOINT_SECONDS, DISK_FREE, DISK_SIZE, TRACKER_UP,
-    ),
-}  # fmt: skip
+_are_of("learner")
 
 
 class Served:
     """What a process of one service serves: what is its own, what every service has, and the process itself."""
 
     def __init__(self, service: str) -> None:
-        others = [metric for of, metrics in OF_SERVICE.items() if of != service for metric in metrics]
+        others = [metric for of, metrics in OF_SERVICE.items() if of not in (service, "") for metric in metrics]
         self._left_out = {family.name for metric in others for family in metric.describe()}
 
     def collect(self) -> Iterator[Metric]:

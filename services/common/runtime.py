@@ -32,6 +32,7 @@ from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.errors import EXIT_BAD_INPUT, InputError
 from services.common.keys import Keys
+from services.common.traces import Traces
 
 EXIT_FAILED = 1
 CONFIG_NAME = "config.yaml"
@@ -161,6 +162,7 @@ class Service:
         stopping: Set when the process has been asked to drain.
         problems: What keeps it from being ready, by cause; empty is ready.
         facts: What /readyz tells beside that.
+        traces: Where the spans of rollouts go.
     """
 
     def __init__(self, options: Options) -> None:
@@ -168,6 +170,12 @@ class Service:
         self.keys = Keys(self.config.name)
         self.redis = connect_redis(options.redis_url)
         self.activity = Activity(options.service)
+        self.traces = Traces(
+            options.service,
+            name=options.name,
+            run=self.config.name,
+            endpoint=self.config.services.otlp_endpoint,
+        )
         self.stopping = asyncio.Event()
         self.problems: dict[str, str] = {"starting": "the service is starting"}
         self.facts: dict[str, str] = {}
@@ -188,6 +196,7 @@ class Service:
                     task.result()
         finally:
             await end_tasks({main_task, *tasks})
+            await asyncio.to_thread(self.traces.close)
             await self.redis.aclose()
 
 

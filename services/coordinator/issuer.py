@@ -20,6 +20,7 @@ from services.common.events import SCHEMA
 from services.common.keys import GENERATION, Keys, rollout_id
 from services.common.streams import FIELD
 from services.coordinator.entries import all_entries
+from services.coordinator.group_traces import GroupTraces
 from services.coordinator.order import PromptOrder
 from services.coordinator.prompts import PromptSet
 from services.coordinator.slots import OpenGroup, Slots
@@ -35,14 +36,21 @@ class Issuer:
         redis: Client with binary replies.
         prompts: The usable training prompts.
         order: Which of them a group has.
-        slots: Told of everything that is issued.
+        slots: Told of everything that is issued; so are traces.
     """
 
     def __init__(
-        self, redis: Redis, keys: Keys, config: Config, prompts: PromptSet, order: PromptOrder, slots: Slots
+        self,
+        redis: Redis,
+        keys: Keys,
+        config: Config,
+        prompts: PromptSet,
+        order: PromptOrder,
+        slots: Slots,
+        traces: GroupTraces,
     ) -> None:
         self._redis, self._keys, self._config = redis, keys, config
-        self._prompts, self._order, self._slots = prompts, order, slots
+        self._prompts, self._order, self._slots, self._traces = prompts, order, slots, traces
         self._ahead: dict[int, Prompt] = {}
 
     async def read_open(self) -> None:
@@ -119,6 +127,7 @@ class Issuer:
         """Add tasks and `open` entries in one transaction."""
         if not entries:
             return
+        began_unix_s = time.time()
         await self._read([group for group in entries if group not in self._ahead])
         async with self._redis.pipeline(transaction=True) as pipe:
             for group, entry in entries.items():
@@ -130,6 +139,7 @@ class Issuer:
             await pipe.execute()
         for group, entry in entries.items():
             self._slots.issue(group, entry)
+        self._traces.issued(entries, began_unix_s)
 
     async def _give_up(self, entries: dict[int, OpenGroup]) -> None:
         """Write a failure for each group; the learner settles it. Its new deadline only repeats the failure."""

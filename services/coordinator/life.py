@@ -21,6 +21,7 @@ from services.common.probes import HttpServer, Probes
 from services.common.runtime import Service
 from services.coordinator.door import make_app
 from services.coordinator.evaluation import Evaluator
+from services.coordinator.group_traces import GroupTraces
 from services.coordinator.issuer import Issuer
 from services.coordinator.loop import Coordinator
 from services.coordinator.measuring import Measuring
@@ -87,10 +88,12 @@ async def _coordinate(service: Service, face: _Face) -> None:
         len(training), seed=config.seed, shuffle=config.data.shuffle, total_epochs=config.run.total_epochs
     )
     slots = Slots(config.num_slots, config.algorithm.rollout_batch_size, order.num_groups)
+    traces = GroupTraces(service.traces, config.algorithm.num_return_sequences_in_group)
     coordinator = Coordinator(
         service,
         slots=slots,
-        issuer=Issuer(redis, keys, config, training, order, slots),
+        issuer=Issuer(redis, keys, config, training, order, slots, traces),
+        traces=traces,
         measuring=_measuring(service, held_out),
         progress=ProgressSource(redis, keys, service.options.token),
     )

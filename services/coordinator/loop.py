@@ -24,6 +24,7 @@ from services.common.members import members
 from services.common.runtime import Service
 from services.coordinator.ending import Ending
 from services.coordinator.entries import newest_position
+from services.coordinator.group_traces import GroupTraces
 from services.coordinator.issuer import Issuer
 from services.coordinator.measuring import Measuring
 from services.coordinator.progress import ProgressSource
@@ -53,10 +54,12 @@ class Coordinator:
         issuer: Issuer,
         measuring: Measuring,
         progress: ProgressSource,
+        traces: GroupTraces,
     ) -> None:
         self._service, self._config, self._keys, self._redis = service, service.config, service.keys, service.redis
         self.slots, self.measuring, self.ending = slots, measuring, Ending(service.config.run)
         self._issuer, self._progress, self._memory = issuer, progress, RedisMemory(service.redis, service.keys)
+        self._traces = traces
         self._events = Events(service.redis, service.keys, service.options.name)
         self._position = FROM_START
         self.epoch = self._told_epoch = 0
@@ -142,7 +145,7 @@ class Coordinator:
         handlers: dict[str | None, Callable[[Event], None]] = {
             "step_done": lambda e: self._on_step(e.step_done),
             "groups_settled": lambda e: self._on_settled(e.groups_settled.groups),
-            "version_live": lambda e: self.slots.go_live(e.version_live.version),
+            "version_live": lambda e: self._on_live(e.version_live.version),
             "training_done": lambda e: self.ending.on_training_done(e.training_done.version, e.training_done.reason),
             "stop_requested": lambda e: self.ending.on_stop(e.stop_requested.reason),
             "scoring_fails": lambda e: self._on_scoring_fails(e.scoring_fails.reason),
@@ -164,13 +167,21 @@ class Coordinator:
     def _on_step(self, step: StepDone) -> None:
         self.steps.append(dict(step.figures))
         repeated = any(entry.attempt > 1 for group in step.groups if (entry := self.slots.open.get(group)))
-        self._close(self.slots.train(step.groups, step.version), TRAINED, sweep=repeated)
+        closed = self.slots.train(step.groups, step.version)
+        self._traces.trained(closed, step.version)
+        self._close(closed, TRAINED, sweep=repeated)
         self.measuring.on_step(step.step, step.version)
+
+    def _on_live(self, version: int) -> None:
+        self.slots.go_live(version)
+        self._traces.live(version)
 
     def _on_settled(self, groups: Iterable[SettledGroup]) -> None:
         for settled in groups:
             name = Settlement.Name(settled.settlement).removeprefix("SETTLEMENT_").lower()
-            self._close(self.slots.settle([settled.group], name), name, sweep=True)
+            closed = self.slots.settle([settled.group], name)
+            self._traces.ended(closed, name)
+            self._close(closed, name, sweep=True)
 
     def _close(self, groups: list[int], settlement: str, *, sweep: bool) -> None:
         metrics.GROUPS_SETTLED.labels(settlement).inc(len(groups))
@@ -180,6 +191,7 @@ class Coordinator:
     def _take_over(self, reply: ProgressReply) -> None:
         ranges = [(part.first, part.last) for part in reply.settled]
         closed = self.slots.reconcile(ranges, reply.version, reply.live_version, dict(reply.counts))
+        self._traces.ended(closed, "unheard")
         self._settled += closed
         self._sweep |= bool(closed)
         self.epoch = max(self.epoch, reply.epoch)

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Scored
+from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Rollout, Scored
 from services.common import metrics
 from services.common.events import SCHEMA
 from services.common.runtime import Service
 from services.common.streams import DONE, Delivery, Inbox, Output, new_consumer
+from services.common.traces import Traces
 from services.generation.engine_api import EngineLike
 from services.generation.outbox import Outbox
 from services.generation.rollouts import AbortedError, Rollouts
@@ -189,6 +190,8 @@ class Worker:
         output = Output(held.delivery, held.source.rollouts, finished.SerializeToString(), rollout.mark)
         if not await held.source.outbox.put(output):
             log.warning("lease_lost", rollout=rollout.mark, detail="another worker has this group; it is dropped")
+        elif not finished.evaluation:
+            _trace(self._service.traces, finished)
 
     async def _others_wait(self, source: Source) -> bool:
         """Whether tasks wait that fit into no engine: this one's room would have been filled."""
@@ -303,3 +306,11 @@ class Worker:
 def _rollouts_of(held: Held) -> Iterator[tuple[Inbox, Delivery, UnderWay]]:
     for rollout in held.under_way.values():
         yield held.source.inbox, held.delivery, rollout
+
+
+def _trace(traces: Traces, rollout: Rollout) -> None:
+    """Its wait for a generator, and its generation."""
+    which = (rollout.group, rollout.number)
+    traces.add("queue", *which, rollout.issued_unix_s, rollout.started_unix_s, before="generate")
+    about = {"tokens": len(rollout.token_ids), "attempt": rollout.attempt, "generator": rollout.generator}
+    traces.add("generate", *which, rollout.started_unix_s, rollout.finished_unix_s, **about)

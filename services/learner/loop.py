@@ -86,7 +86,7 @@ class Learner:
         self._in_training: tuple[int, ...] = ()
         self._ended_untrained: Counter[Settlement] = Counter()
         self._recent: list[Mapping[str, float]] = []
-        self._trained_s, self._clock = run_dir.trained_s, StepClock(self.intake.journeys)
+        self._trained_s, self._clock = run_dir.trained_s, StepClock(self.intake.journeys, service.traces)
         self._is_generated = False
         self._num_groups: int | None = None
         self._stop_reason = self._done_reason = ""
@@ -261,6 +261,7 @@ class Learner:
         untrained = (Settlement.FILTERED, Settlement.STALE, Settlement.FAILED)
         figures |= {f"groups_{ending}": float(self._ended_untrained[ending]) for ending in untrained}
         self._ended_untrained.clear()
+        self._clock.published(policy.version)
         # Generators wait for the weights, nobody for the record.
         self.publisher.publish(policy)
         await self._record(batch, figures)
@@ -360,6 +361,7 @@ class Learner:
         await self._in_thread(lambda: self._held_out.put_aside(self._version, self._trainer.export, last=last))
 
     async def _on_live(self, live: Live) -> None:
+        self._clock.live(live.policy.version)
         version_live = VersionLive(
             version=live.policy.version,
             digest=live.policy.digest,

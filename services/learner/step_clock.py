@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterable
 
 from services.common import metrics
-from services.learner.waits import Journeys, Wait, seconds_waited
+from services.common.traces import Traces
+from services.learner.step_traces import StepTraces
+from services.learner.waits import Journey, Journeys, Wait, seconds_waited
 
 
 class StepClock:
@@ -18,10 +20,12 @@ class StepClock:
 
     Args:
         journeys: Of the rollouts that wait for their step.
+        traces: Where the spans of a step go.
     """
 
-    def __init__(self, journeys: Journeys) -> None:
-        self._journeys = journeys
+    def __init__(self, journeys: Journeys, traces: Traces) -> None:
+        self._journeys, self._traces = journeys, StepTraces(traces)
+        self._trained: list[Journey] = []
         self._wait = Wait(0.0, 0.0, 0.0, 0.0)
         self._phases: dict[str, float] = {}
         self._mark = self._ended = self._checkpoint_s = 0.0
@@ -32,7 +36,7 @@ class StepClock:
 
     def begin(self, groups: Iterable[int]) -> None:
         """A step of these groups begins, now that they are complete."""
-        journeys = self._journeys.take(groups)
+        self._trained = journeys = self._journeys.take(groups)
         for journey in journeys:
             metrics.ROLLOUT_WAIT_SECONDS.observe(max(0.0, self._wait.ended - journey.scored))
         wait_s, now = self._wait.ended - self._wait.began, time.monotonic()
@@ -50,6 +54,14 @@ class StepClock:
         now = time.monotonic()
         self._phases[phase], self._mark = now - self._mark, now
         self._ended = now
+
+    def published(self, version: int) -> None:
+        """The version is handed to the publisher."""
+        self._traces.trained(version, self._trained, self._wait.ended, time.time())
+
+    def live(self, version: int) -> None:
+        """A generator serves the version."""
+        self._traces.live(version, time.time())
 
     def checkpoint(self, seconds: float) -> None:
         """A checkpoint was written; it counts to the step after it."""

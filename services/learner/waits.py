@@ -19,6 +19,8 @@ from services.common.step_time import REWARD_PREFIX
 class Journey:
     """When a rollout passed which station, and the reward function that took longest on it."""
 
+    group: int
+    number: int
     issued: float
     started: float
     finished: float
@@ -54,6 +56,8 @@ class Journeys:
         function = max(score.seconds, key=lambda name: score.seconds[name], default="")
         self._of_group[rollout.group].append(
             Journey(
+                group=rollout.group,
+                number=rollout.number,
                 issued=rollout.issued_unix_s,
                 started=rollout.started_unix_s,
                 finished=rollout.finished_unix_s,

@@ -20,6 +20,7 @@ from services.common.events import SCHEMA, Events
 from services.common.keys import rollout_id
 from services.common.runtime import Service
 from services.common.streams import Delivery, Inbox, new_consumer
+from services.common.traces import Traces
 from services.reward.failures import FailureWindow
 from services.reward.scorer import Scorer
 
@@ -114,6 +115,8 @@ class Worker:
         for (delivery, rollout), score in zip(rollouts, scores, strict=True):
             if delivery.entry in finished:
                 _count(rollout, score)
+                if not rollout.evaluation:
+                    _trace(self._service.traces, rollout, score)
                 if not rollout.evaluation and (said := self._window.add(score)):
                     log.error("scoring_fails", reason=said)
                     await self._events.send(Event(scoring_fails=ScoringFails(reason=said)))
@@ -198,6 +201,14 @@ def _by_functions(rollouts: Sequence[tuple[Delivery, Rollout]]) -> list[list[tup
 def pack(rollout: Rollout, score: Score) -> bytes:
     """The entry of `scored`."""
     return Scored(schema=SCHEMA, rollout=ScoredRollout(rollout=rollout, score=score)).SerializeToString()
+
+
+def _trace(traces: Traces, rollout: Rollout, score: Score) -> None:
+    """Its wait for this scorer, and its scoring."""
+    which = (rollout.group, rollout.number)
+    traces.add("queue", *which, rollout.finished_unix_s, score.taken_unix_s, before="score")
+    result = {"reward": score.reward} if score.HasField("reward") else {"failure": score.failure}
+    traces.add("score", *which, score.taken_unix_s, score.scored_unix_s, scorer=score.scorer, **result)
 
 
 def _count(rollout: Rollout, score: Score) -> None:

@@ -8,8 +8,8 @@ from gspo_proto.rollout_pb2 import Rollout, Score, ScoredRollout
 from services.learner.waits import Journey, Journeys, Wait, seconds_waited
 
 # Issued at 10, started at 12, finished at 15, taken at 16, scored at 18.
-LAST = Journey(issued=10, started=12, finished=15, taken=16, scored=18, function="slow")
-EARLIER = Journey(issued=10, started=10, finished=11, taken=11, scored=12, function="quick")
+LAST = Journey(group=1, number=0, issued=10, started=12, finished=15, taken=16, scored=18, function="slow")
+EARLIER = Journey(group=1, number=1, issued=10, started=10, finished=11, taken=11, scored=12, function="quick")
 
 
 def waited(began: float, ended: float, live: float = 0.0, evaluated: float = 0.0) -> dict[str, float]:
