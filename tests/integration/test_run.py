@@ -6,10 +6,7 @@ Not here: learning (the demo shows it), failures (chaos tests). Three steps of a
 from __future__ import annotations
 
 import json
-import subprocess
-import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,68 +17,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from services.cli.reward_door import find_door
 from services.common.weights_digest import policy_digest
-from services.reward.registered import Content, Name, Origin
-from services.reward.registry_disk import Disk
-from services.reward.submission import version_of
-from tests.tiny_model import make_tiny_model
-from tests.whole_run import REWARD, WholeRun, whole_run
+from tests.integration.conftest import CLIP_HIGH, CLIP_LOW, GROUPS, LEARNING_RATE, SIZE, STEPS
+from tests.whole_run import WholeRun
 
 pytestmark = pytest.mark.timeout(600)
-STEPS, GROUPS, SIZE = 3, 4, 4
-CLIP_LOW, CLIP_HIGH, LEARNING_RATE = 0.02, 0.02, 1e-3
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("run")
-
-
-@pytest.fixture(scope="module")
-def versions(folder: Path) -> list[str]:
-    return keep_versions(folder / "runs" / ".rewards", REWARD, REWARD.replace("float(", "2.0 * float("))
-
-
-@pytest.fixture(scope="module")
-def run(folder: Path, versions: list[str]) -> WholeRun:
-    return whole_run(
-        folder,
-        make_tiny_model(folder / "model", seed=3, scale=3.0),
-        lambda process, run_dir: activate_after_a_step(process, run_dir, versions[1]),
-        reward={"functions": [{"name": "half"}]},
-        algorithm={
-            "rollout_batch_size": GROUPS,
-            "num_return_sequences_in_group": SIZE,
-            "pg_clip_low": CLIP_LOW,
-            "pg_clip_high": CLIP_HIGH,
-        },
-        learner={"learning_rate": LEARNING_RATE},
-        evaluation={"prompts": "eval.jsonl", "num_answers": 2, "every": 1, "keep_best": "sampled_mean"},
-        tracking={"tensorboard": True},
-        run={"total_steps": STEPS},
-    )
-
-
-def keep_versions(folder: Path, *sources: str) -> list[str]:
-    """Versions of the function `half` as they were submitted before the run, the first one active."""
-    disk, versions = Disk(folder), [version_of(source.encode()) for source in sources]
-    for version, source in zip(versions, sources, strict=True):
-        content = Content(version=version, kind="reward", source=source, entry="")
-        disk.write_content(version, content.model_dump_json())
-    origins = {version: Origin(by="ann", unix_s=number) for number, version in enumerate(versions)}
-    kept = Name(name="half", kind="reward", active=versions[0], retired=False, revision=2, versions=origins)
-    disk.write_name("half", kept.model_dump_json())
-    return versions
-
-
-def activate_after_a_step(process: subprocess.Popen[bytes], run_dir: Path, version: str) -> None:
-    """Let another version score as soon as the first step is logged."""
-    while process.poll() is None:
-        if (run_dir / "log" / "step-000001.parquet").exists():
-            find_door(run_dir, None).call("POST", "/half/activate", json={"version": version})
-            return
-        time.sleep(0.02)
 
 
 def test_a_function_replaced_in_the_middle_is_in_the_log(run: WholeRun, versions: list[str]) -> None:

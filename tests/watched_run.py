@@ -1,0 +1,135 @@
+"""What a person has open while a run goes: Prometheus, `gspo status`, the commands of docs, a collector.
+
+The run is whole_run.py's. Neighbours: tests/integration/conftest.py starts both, test_watched.py looks at it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from redis import Redis
+from redis.exceptions import RedisError
+
+from services.cli.rundir import supervisor_facts
+from services.common.keys import Keys
+from tests.otlp_collector import Collector
+from tests.prometheus_server import ROOT, Prometheus
+
+PAGES = ("operations.md", "metrics.md")
+_LOOK_S = 0.5
+_WATCHED_S = 4.0
+
+
+@dataclass
+class Watched:
+    """What was seen of a run.
+
+    Attributes:
+        commands: (command of a page, exit code, what it printed).
+        page: What `gspo status --watch` had on its page when it was ended.
+        status: /v1/status while the run waited for somebody to resume it.
+    """
+
+    prometheus: Prometheus
+    collector: Collector
+    began_unix_s: float = field(default_factory=time.time)
+    ended_unix_s: float = 0.0
+    commands: list[tuple[str, int, str]] = field(default_factory=list)
+    page: str = ""
+    status: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def scraped(self, run_dir: Path) -> Iterator[None]:
+        """Have Prometheus follow the run's services as long as the block lasts."""
+        over = threading.Event()
+        following = threading.Thread(target=self._follow, args=(run_dir, over))
+        following.start()
+        try:
+            yield
+        finally:
+            self.ended_unix_s = time.time()
+            over.set()
+            following.join()
+
+    def _follow(self, run_dir: Path, over: threading.Event) -> None:
+        known: dict[str, str] = {}
+        while not over.wait(_LOOK_S):
+            found = addresses(run_dir)
+            if not found.keys() <= known.keys():
+                known |= found
+                self.prometheus.scrape(known)
+
+    def look(self, folder: Path, run_dir: Path) -> None:
+        """Pause the run, look at it as the pages say, and resume it as they say."""
+        (coordinator,) = (address for address, service in addresses(run_dir).items() if service == "coordinator")
+        url = f"http://{coordinator}/v1"
+        httpx.post(f"{url}/pause", trust_env=False).raise_for_status()
+        for name, target in (("deploy", ROOT / "deploy"), ("tests", ROOT / "tests")):
+            (folder / name).symlink_to(target)
+        (folder / "runs" / "demo").symlink_to(run_dir)
+        self.page = _live_page(folder)
+        self.status = httpx.get(f"{url}/status", trust_env=False).raise_for_status().json()
+        learner = next(address for address, service in addresses(run_dir).items() if service == "learner")
+        variables = {"COORDINATOR": coordinator, "SERVICE": learner, "TOKEN": "none"}
+        for command in commands_of_pages():
+            done = subprocess.run(
+                ["bash", "-euc", command], cwd=folder, env=_environment() | variables, capture_output=True, text=True,
+                timeout=60, check=False,
+            )  # fmt: skip
+            self.commands.append((command, done.returncode, done.stdout + done.stderr))
+        httpx.post(f"{url}/resume", trust_env=False).raise_for_status()
+
+
+def addresses(run_dir: Path) -> dict[str, str]:
+    """HTTP address -> service of everyone registered; nobody while Redis is not there."""
+    facts = supervisor_facts(run_dir)
+    if "redis_url" not in facts:
+        return {}
+    redis, keys = Redis.from_url(facts["redis_url"], socket_timeout=2), Keys(run_dir.name)
+    try:
+        entries = [entry.decode().split(":", 1) for entry in redis.smembers(keys.members)]
+        texts = [(service, redis.get(keys.member(service, uid))) for service, uid in entries]
+    except RedisError:
+        return {}
+    finally:
+        redis.close()
+    found = [(service, re.search(rb'"http": "([^"]+)"', text)) for service, text in texts if text]
+    return {match[1].decode(): service for service, match in found if match}
+
+
+def commands_of_pages() -> list[str]:
+    """Every command in the shell blocks of the pages, in their order."""
+    blocks = [
+        block
+        for page in PAGES
+        for block in re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    ]
+    return [line for block in blocks for line in block.splitlines() if line]
+
+
+def _live_page(folder: Path) -> str:
+    """The page of `gspo status --watch`, ended as a person ends it."""
+    command = [sys.executable, "-m", "services.cli", "status", "--watch", "runs/demo"]
+    process = subprocess.Popen(command, cwd=folder, env=_environment(), stdout=subprocess.PIPE, text=True)
+    time.sleep(_WATCHED_S)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, printed
+    return printed
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "COLUMNS": "250", "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
