@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -46,52 +46,69 @@ def status(run_dir: Path | None, console: Console, *, watch: bool = False) -> No
     """
     run_dir = run_dir or _newest(Path("runs"))
     check_run_dir(run_dir)
-    config = read_config(run_dir / CONFIG_NAME)
+    look = Look(run_dir, read_config(run_dir / CONFIG_NAME))
     if not watch:
-        console.print(_look(run_dir, config, None).page, highlight=False)
+        console.print(look.page(asyncio.run(look.members())), highlight=False)
         return
     usage = Usage()
-    with Live(console=console, auto_refresh=False) as live:
-        try:
-            while (seen := _look(run_dir, config, usage)).runs:
-                live.update(seen.page, refresh=True)
-                time.sleep(_WATCH_S)
-            live.update(seen.page, refresh=True)
-        except KeyboardInterrupt:
-            return
+    with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+        while look.runs:
+            try:
+                found = asyncio.run(look.members())
+            except InputError:  # Redis is the last to start and the first to be missed
+                found = []
+            live.update(look.page(found, usage.look(found)), refresh=True)
+            time.sleep(_WATCH_S)
+        live.update(look.page([]), refresh=True)
 
 
-@dataclass(frozen=True)
 class Look:
-    """One look at a run: what to draw, and whether anybody works on it."""
+    """Looks at one run, again and again; what it has logged is read again only where that has changed."""
 
-    page: RenderableType
-    runs: bool
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        self._run_dir, self._config = run_dir, config
+        self._view, self._read = View(config, run_dir, {}, Phases()), 0
 
+    @property
+    def runs(self) -> bool:
+        """Whether somebody works on it, or may."""
+        return is_held(self._run_dir) or self._config.services.redis_url is not None
 
-def _look(run_dir: Path, config: Config, usage: Usage | None) -> Look:
-    view = View(config, run_dir, {}, Phases())
-    load_history(view)
-    parts: list[RenderableType] = [
-        Text(str(run_dir), "bold"),
-        Text(step_line(view) if view.step else "no step trained yet"),
-    ]
-    for file, measured in view.held_out.items():
-        version, figures = measured[-1]
-        parts.append(Text(f"{file or 'held-out prompts'} at version {version}: {held_out_line(figures)}"))
-    if view.best is not None:
-        parts.append(Text(f"best by {config.evaluation.keep_best}: version {view.best[0]}"))
-    redis_url = config.services.redis_url or str(supervisor_facts(run_dir).get("redis_url", ""))
-    runs = is_held(run_dir) or config.services.redis_url is not None
-    found = asyncio.run(read_members(redis_url, config.name)) if runs else []
-    num_generators = sum(member.service == GENERATION for member in found) or config.generation.replicas
-    if bound := verdict_of(view, num_generators):
-        parts += ["", last_step_table(view), *map(Text, verdict_lines(bound))]
-    if runs:
-        parts += ["", *members_parts(found, usage.look(found) if usage else None)]
-    else:
-        parts.append(Text(how_it_rests(run_dir, view.step)))
-    return Look(Group(*parts), runs)
+    async def members(self) -> list[Member]:
+        """Everyone who is registered; nobody where the run does not go.
+
+        Raises:
+            InputError: Redis does not answer.
+        """
+        given = self._config.services.redis_url
+        redis_url = given or str(supervisor_facts(self._run_dir).get("redis_url", ""))
+        return await read_members(redis_url, self._config.name) if self.runs else []
+
+    def page(self, found: list[Member], used: dict[str, Used] | None = None) -> RenderableType:
+        """The run so far, where a step's time goes, who does what; `used` adds what each process uses."""
+        view, run_dir = self._history(), self._run_dir
+        parts: list[RenderableType] = [Text(str(run_dir), "bold")]
+        parts.append(Text(step_line(view) if view.step else "no step trained yet"))
+        for file, measured in view.held_out.items():
+            version, figures = measured[-1]
+            parts.append(Text(f"{file or 'held-out prompts'} at version {version}: {held_out_line(figures)}"))
+        if view.best is not None:
+            parts.append(Text(f"best by {self._config.evaluation.keep_best}: version {view.best[0]}"))
+        num_generators = sum(member.service == GENERATION for member in found) or self._config.generation.replicas
+        if bound := verdict_of(view, num_generators):
+            parts += ["", last_step_table(view), *map(Text, verdict_lines(bound))]
+        if not self.runs:
+            return Group(*parts, Text(how_it_rests(run_dir, view.step)))
+        return Group(*parts, "", *members_parts(found, used))
+
+    def _history(self) -> View:
+        """What is logged by now."""
+        files = [self._run_dir / "log" / name for name in ("metrics.jsonl", "evaluations.jsonl")]
+        size = sum(file.stat().st_size for file in files if file.exists())
+        if size != self._read:
+            self._view, self._read = View(self._config, self._run_dir, {}, Phases()), size
+            load_history(self._view)
+        return self._view
 
 
 def how_it_rests(run_dir: Path, step: int) -> str:

@@ -73,6 +73,11 @@ def test_a_rule_asks_for_metrics_labels_and_figures_that_are_served(rule: dict[s
     assert [name for text in texts for name in unknown_names(text, RECORDED)] == []
 
 
+def test_every_recorded_series_has_its_line() -> None:
+    listed = re.findall(r"^\| `(gspo:[\w:]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    assert set(listed) == RECORDED
+
+
 def test_unknown_names_are_found() -> None:
     assert unknown_names("rate(gspo_steps[5m])", set()) == ["gspo_steps"]
     assert unknown_names('gspo_generators{stat="out"}', set()) == ['gspo_generators{stat="out"}: stat']

@@ -52,7 +52,7 @@ def test_the_document_lists_each_metric_under_the_service_that_serves_it() -> No
         service or "every service": {exposed_name(metric) for metric in found}
         for service, found in metrics.OF_SERVICE.items()
     }
-    assert sections() == owned
+    assert {heading: names for heading, names in sections().items() if names} == owned
 
 
 @pytest.mark.parametrize("service", [service for service in metrics.OF_SERVICE if service])
