@@ -30,7 +30,8 @@ def {name}(completions, **columns):
     time.sleep({seconds})
     return [float(len(c) % 2) for c in completions]
 """
-_STEPS = 5
+# The verdict is on the last five: the first two load what later ones have.
+_STEPS = 7
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,20 @@ class Slow:
 
 
 RUNS = {
-    "training": Slow("training", Settings(**{**vars(QUICK), "train_s": 0.8}), change="a faster learner"),
+    "training": Slow("training", Settings(**{**vars(QUICK), "train_s": 2.0}), change="a faster learner"),
     # Room for one group: the others of a step wait for it.
     "queue": Slow(
         "generation",
-        Settings(**{**vars(QUICK), "decode_s": 0.05}),
+        Settings(**{**vars(QUICK), "decode_s": 0.12}),
         sections={"generation": {"kv_cache_gb": 0.25, "max_rollouts": 2}},
         because="until a generator is free, with 1 of them",
         change="one more generator (generation.replicas: 2)",
     ),
     "answers": Slow(
-        "generation", Settings(**{**vars(QUICK), "decode_s": 0.2}), max_lag=0, change="the last answer alone takes"
+        "generation", Settings(**{**vars(QUICK), "decode_s": 0.5}), max_lag=0, change="the last answer alone takes"
     ),
-    "reward": Slow("reward", reward_s=0.8, because="for slow_one", change="a faster slow_one"),
-    "push": Slow("push", Settings(**{**vars(QUICK), "load_s": 1.0}), max_lag=0, change="a faster network"),
+    "reward": Slow("reward", reward_s=1.0, because="for slow_one", change="a faster slow_one"),
+    "push": Slow("push", Settings(**{**vars(QUICK), "load_s": 2.0}), max_lag=0, change="a faster network"),
 }
 
 
