@@ -3,7 +3,8 @@
 #
 # Needs Python 3.11 or newer, a C++ compiler with Python's headers for vLLM's compiled graphs, libnuma for vLLM, bubblewrap
 # and libseccomp for the sandbox of reward functions; on Debian and as root it installs what is missing, and for the tests
-# iproute2 (hosts of namespaces) and prometheus (rules and dashboards). deploy/requirements-cpu.lock pins everything.
+# iproute2 (hosts of namespaces), prometheus (rules and dashboards) and kubectl (8 MB: it renders deploy/kubernetes).
+# deploy/requirements-cpu.lock pins everything.
 set -eu
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
@@ -48,6 +49,8 @@ if [ -n "$MISSING" ]; then
 fi
 
 [ "$(id -u)" != 0 ] || command -v ip >/dev/null || install_missing iproute2
+[ "$(id -u)" != 0 ] || command -v kubectl >/dev/null || (install_missing kubernetes-client) ||
+  say "without kubectl the test of deploy/kubernetes fails; nothing else needs it"
 
 # Debian starts a service that it installs, unless this file says no; the tests start a Prometheus of their own.
 POLICY=/usr/sbin/policy-rc.d

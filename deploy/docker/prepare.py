@@ -1,65 +1,141 @@
-"""Makes the run directory that the services of docker-compose.yml share: the arithmetic example, ready to start.
+"""Makes the run directory that the containers share: `python prepare.py` before they start, from one mounted folder.
 
-Not a service: it runs once before them, and does nothing where the run is there already, so a second `up` goes on.
-Neighbours: examples/arithmetic has the model and the problems, services/cli/rundir.py writes the directory.
+The folder holds what a user's run consists of: config.yaml, and what it names by relative paths. One that holds a
+cold_start.py makes its own model and prompts first; so the arithmetic example needs nothing but this repository.
+Where the run is there already it goes on. Not a service: it runs once and ends. Neighbours: docker-compose.yml and
+deploy/kubernetes start it, services/cli/rundir.py writes the directory.
 """
 
 from __future__ import annotations
 
 import argparse
-import secrets
+import asyncio
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import yaml
-
-from services.cli.rundir import hold, plan_run, prepare
+from services.cli.checks import check_services
+from services.cli.outcome import RunError
+from services.cli.rundir import Plan, hold, plan_run, prepare
+from services.common.config import Config
+from services.common.configfile import (
+    changed_keys,
+    check_resume,
+    parse_config,
+    read_config,
+    read_mapping,
+    write_config,
+)
 from services.common.errors import InputError
-from services.common.runtime import exit_bad_input
+from services.common.runtime import CONFIG_NAME, exit_bad_input
 
-
-def write_inputs(example: Path, inputs: Path, run_dir: Path, token_file: Path) -> Path:
-    """Put the example's reward function and configuration beside its model and prompts; the configuration's path."""
-    shutil.copy(example / "reward.py", inputs / "reward.py")
-    config = yaml.safe_load((example / "config.yaml").read_text(encoding="utf-8"))
-    config["name"] = run_dir.name
-    config["run"]["directory"] = str(run_dir.parent)
-    # The services listen beyond loopback, and are reached with this token only.
-    config["services"] = {"token_file": str(token_file)}
-    path = inputs / "config.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    return path
-
-
-def write_token(path: Path) -> None:
-    """A new secret, readable by its owner alone; one that is there stays."""
-    if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_urlsafe(32), encoding="utf-8")
+# Name of a link to the run directory, by which every service is told where it is.
+CURRENT = "current"
+COLD_START = "cold_start.py"
+# The others look at devices and memory, and the sandbox: each does so in its own container, at its own start.
+CHECKED_HERE = ("coordinator",)
 
 
 def main() -> None:
-    """Make model, prompts, token and run directory, where they are missing."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--example", type=Path, default=Path("/app/examples/arithmetic"))
+    """Make model and prompts where the folder can, check the configuration, and write the run directory."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--input", type=Path, default=Path("/input"), help="the user's folder")
+    parser.add_argument("--runs", type=Path, default=Path("/runs"), help="folder of the run directories")
+    parser.add_argument("--secrets", type=Path, default=Path("/secrets"), help="folder with the file `token`")
+    parser.add_argument("--redis-url", default=os.environ.get("GSPO_REDIS_URL"))
     given = parser.parse_args()
-    run_dir: Path = given.run_dir
-    if (run_dir / "config.yaml").exists():
-        print(f"{run_dir} is there; the run goes on")  # noqa: T201 - the log of the container
-        return
-    inputs, token_file = run_dir.parent / "inputs", run_dir.parent / "token"
-    subprocess.run([sys.executable, given.example / "cold_start.py", inputs], check=True)
-    write_token(token_file)
     try:
-        plan = plan_run(write_inputs(given.example, inputs, run_dir, token_file), resume=False)
-        with hold(plan.run_dir):
-            prepare(plan)
+        run_dir = make_run(given.input, given.runs, given.secrets, given.redis_url)
     except InputError as error:
         exit_bad_input(error)
-    print(f"{run_dir} is ready")  # noqa: T201
+    except RunError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+    sys.stdout.write(f"{run_dir} is ready\n")
+
+
+def make_run(folder: Path, runs: Path, secrets: Path, redis_url: str | None) -> Path:
+    """The run directory of a user's folder, new or to go on with.
+
+    Raises:
+        InputError: The folder, the configuration or the run directory cannot be used.
+    """
+    _check_writable(runs)
+    base = _make_inputs(folder, runs / "inputs") if (folder / COLD_START).is_file() else folder
+    config = container_config(base, runs, secrets, redis_url)
+    path = runs / f".{config.name}.yaml"
+    write_config(config, path)
+    asyncio.run(check_services(CHECKED_HERE, path))
+    plan = _plan(config, path)
+    with hold(plan.run_dir):
+        for note in prepare(plan):
+            sys.stdout.write(f"{note}\n")
+    _point(runs / CURRENT, plan.run_dir)
+    return plan.run_dir
+
+
+def _plan(config: Config, path: Path) -> Plan:
+    """A new run, or one to go on with; nothing of it is removed, for its services may be at work."""
+    there = config.run_dir / CONFIG_NAME
+    if not there.is_file():
+        return plan_run(path, resume=False)
+    old = read_config(there)
+    check_resume(old, config)
+    changes = tuple(f"{key.name}: {before} -> {after}" for key, before, after in changed_keys(old, config))
+    return Plan(config, config.run_dir, resume=True, changes=changes)
+
+
+def container_config(folder: Path, runs: Path, secrets: Path, redis_url: str | None) -> Config:
+    """The user's configuration, with the places that the containers give it.
+
+    Raises:
+        InputError: There is none, or it is wrong.
+    """
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise InputError(
+            str(path),
+            "is not there",
+            "Set GSPO_INPUT to the folder that holds config.yaml; `gspo init DIR` writes one",
+        )
+    given = read_mapping(path)
+    given["run"] = {**(given.get("run") or {}), "directory": str(runs)}
+    services = {**(given.get("services") or {}), "token_file": str(secrets / "token"), "redis_url": redis_url}
+    given["services"] = services
+    return parse_config(given, folder)
+
+
+def _check_writable(runs: Path) -> None:
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        (runs / ".writable").touch()
+        (runs / ".writable").unlink()
+    except OSError as error:
+        raise InputError(
+            "run.directory",
+            f"{runs} cannot be written by user {os.getuid()} ({error.strerror})",
+            f"Give it to that user (chown {os.getuid()}), or mount another volume there",
+        ) from error
+
+
+def _make_inputs(example: Path, folder: Path) -> Path:
+    """Model and prompts of an example that makes its own, with its configuration and reward function beside them."""
+    done = subprocess.run([sys.executable, example / COLD_START, folder], check=False)
+    if done.returncode:
+        raise RunError(f"{example / COLD_START} failed (exit code {done.returncode}); its words are above")
+    for name in ("config.yaml", "reward.py"):
+        shutil.copy(example / name, folder / name)
+    return folder
+
+
+def _point(link: Path, run_dir: Path) -> None:
+    """Replace the link in one step: a service that starts meanwhile sees the old run or the new one."""
+    fresh = link.with_name(f".{link.name}")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(run_dir.name)
+    fresh.replace(link)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
 
-import psutil
 from packaging.requirements import Requirement
 
 from services.common.errors import InputError
+from services.common.machine import free_memory
 from services.common.redis_server import redis_program
 
 GIB = 2**30
@@ -65,26 +65,13 @@ def cores() -> Finding:
 
 def memory(needed_gib: float | None) -> Finding:
     """Memory that is free, against what the run needs."""
-    free = min(psutil.virtual_memory().available, _cgroup_free()) / GIB
+    free = free_memory() / GIB
     needed = PROCESSES_GIB if needed_gib is None else needed_gib
     text = f"{free:.1f} GiB free, about {needed:.1f} GiB needed"
     if free >= needed:
         return Finding("memory", "OK", text)
     advice = "Take a smaller model or a machine with more memory; lower generation.kv_cache_gb; end other programs"
     return Finding("memory", "problem", text, advice)
-
-
-def _cgroup_free() -> float:
-    """Bytes that a container's limit leaves; infinite without one."""
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            return float(Path(limit).read_text()) - float(Path(used).read_text())
-        except (OSError, ValueError):  # no such controller, or "max"
-            continue
-    return float("inf")
 
 
 def disk(folder: Path, needed_gib: float | None) -> Finding:

@@ -62,6 +62,15 @@ def read_config(path: Path) -> Config:
     Raises:
         InputError: The file is missing or not YAML, or a key is unknown, missing, of a wrong type or contradictory.
     """
+    return parse_config(read_mapping(path), base=path.parent)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The keys of a YAML file, before anything is known of them.
+
+    Raises:
+        InputError: The file is missing, not YAML, or no mapping.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -78,7 +87,7 @@ def read_config(path: Path) -> Config:
         raise InputError(str(path), f"is not YAML: {error}".replace("\n", " "), "Mend that line") from error
     if not isinstance(given, dict):
         raise InputError(str(path), "is not a mapping of keys", "Start from the file that `gspo init DIR` writes")
-    return parse_config(given, base=path.parent)
+    return given
 
 
 def parse_config(given: dict[str, Any], base: Path) -> Config:

@@ -17,6 +17,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry, make_asgi_app
 
 from services.common import metrics
+from services.common.errors import InputError
 from services.common.runtime import Service, reachable_host
 
 Scope = MutableMapping[str, Any]
@@ -46,18 +47,18 @@ class Probes:
         if path.startswith("/metrics"):
             await self._metrics(scope, receive, send)
         elif path == "/healthz":
-            await _reply(send, 200, {"status": "alive"})
+            await reply(send, 200, {"status": "alive"})
         elif path == "/readyz":
             problems = self._service.problems
-            await _reply(
+            await reply(
                 send, 503 if problems else 200, {"ready": not problems, "problems": problems} | self._service.facts
             )
         elif not self._may_enter(scope):
-            await _reply(send, 401, {"detail": "the shared token is missing or wrong: send it as 'Bearer TOKEN'"})
+            await reply(send, 401, {"detail": "the shared token is missing or wrong: send it as 'Bearer TOKEN'"})
         elif self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await _reply(send, 404, {"detail": f"{path} is not here; try /healthz, /readyz, /metrics"})
+            await reply(send, 404, {"detail": f"{path} is not here; try /healthz, /readyz, /metrics"})
 
     def _may_enter(self, scope: Scope) -> bool:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
@@ -65,16 +66,31 @@ class Probes:
 
 
 class HttpServer:
-    """Serves an app on a socket that is bound at once, so that its port is known."""
+    """Serves an app on a socket that is bound at once, so that its port is known.
+
+    Raises:
+        InputError: The address cannot be bound.
+    """
 
     def __init__(self, app: App, host: str, port: int) -> None:
-        self._socket = socket.create_server((host, port), backlog=128)
+        self._socket = _bound(host, port)
         self.address = f"{reachable_host(host)}:{self._socket.getsockname()[1]}"
         self._server = _QuietServer(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
 
     async def run(self) -> None:
         """Serve until cancelled."""
         await self._server.serve(sockets=[self._socket])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=128)
+    except OSError as error:
+        raise InputError(
+            "--http-port",
+            f"{port} cannot be bound on {host} ({error.strerror})",
+            "End what listens there, or give another port; 0 picks a free one",
+        ) from error
 
 
 class _QuietServer(uvicorn.Server):
@@ -84,7 +100,8 @@ class _QuietServer(uvicorn.Server):
         yield
 
 
-async def _reply(send: Send, status: int, body: dict[str, Any]) -> None:
+async def reply(send: Send, status: int, body: dict[str, Any]) -> None:
+    """Answer one request with JSON."""
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(body).encode()})

@@ -14,6 +14,7 @@ from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common.errors import InputError
 from services.common.runtime import reachable_host
 
 # A frame of weights is about 1 MiB; a group of long rollouts stays well below this.
@@ -65,6 +66,9 @@ class GrpcServer:
     Args:
         add_servicers: Called with the server before it starts.
         service_names: Full names of the services added, for health and reflection.
+
+    Raises:
+        InputError: The address cannot be bound.
     """
 
     def __init__(
@@ -84,7 +88,10 @@ class GrpcServer:
         names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self._names = ("", *service_names)
-        bound = self._server.add_insecure_port(f"{host}:{port}")
+        try:
+            bound = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise _taken(host, port) from error
         self.address = f"{reachable_host(host)}:{bound}"
 
     async def start(self) -> None:
@@ -97,6 +104,14 @@ class GrpcServer:
         """Refuse new calls, give those under way `grace_s`, end."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+
+
+def _taken(host: str, port: int) -> InputError:
+    return InputError(
+        "--grpc-port",
+        f"{port} cannot be bound on {host}",
+        "End what listens there, or give another port; 0 picks a free one",
+    )
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

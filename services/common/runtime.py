@@ -59,6 +59,7 @@ class Options:
     resume: bool
     config: Config
     evaluate: bool = False
+    stay: bool = False
 
     @property
     def token(self) -> str:
@@ -67,22 +68,34 @@ class Options:
         return file.read_text().strip() if file else ""
 
 
-def parse_options(service: str, check: Callable[[Config], None], *, meaning: str) -> Options:
+def parse_options(
+    service: str, check: Callable[[Config], None], *, meaning: str, checks_in_life: bool = False
+) -> Options:
     """Read the command line of `python -m services.X`; `--check FILE` runs the service's own check and exits.
 
-    Exits with code 2 and one message where the input cannot work.
+    Exits with code 2 and one message where the input cannot work; under `--stay`, where nobody has checked before the
+    start, the check is run here, and the process stays, not ready, with that message.
+
+    Args:
+        checks_in_life: The service's life begins with the same check, which takes long.
     """
     parser = argparse.ArgumentParser(prog=f"python -m services.{service}", description=meaning)
     parser.add_argument("--check", type=Path, metavar="FILE", help="check a configuration for this service, and exit")
     parser.add_argument("--run-dir", type=Path, help="the run directory; its config.yaml is the configuration")
     parser.add_argument("--redis-url", default=os.environ.get("GSPO_REDIS_URL", "redis://127.0.0.1:6379/0"))
-    parser.add_argument("--name", default=f"{service}-0", help="name of this process in the run")
+    parser.add_argument(
+        "--name", default=f"{service}-0", help="name of this process in the run; {host} is this machine's"
+    )
     parser.add_argument("--host", help="address to bind; services.host by default")
     parser.add_argument("--http-port", type=int, default=0, help="0 picks a free port")
     parser.add_argument("--grpc-port", type=int, default=0, help="0 picks a free port")
     parser.add_argument("--resume", action="store_true", help="go on from what the run directory holds")
     parser.add_argument("--evaluate", action="store_true", help="measure the given model once: a run without a learner")
+    parser.add_argument(
+        "--stay", action="store_true", help="refused, stay alive and not ready with the reason, for containers"
+    )
     given = parser.parse_args()
+    name = given.name.replace("{host}", socket.gethostname())
     try:
         if given.check:
             check(read_config(given.check))
@@ -92,20 +105,26 @@ def parse_options(service: str, check: Callable[[Config], None], *, meaning: str
         config = read_config(given.run_dir / CONFIG_NAME)
         host = given.host or config.services.host
         check_bind(host, config)
+        set_up_logs(config.services.log_level, service=service, name=name, run=config.name)
+        if given.stay and not checks_in_life:
+            check(config)
     except InputError as error:
-        exit_bad_input(error)
-    set_up_logs(config.services.log_level, service=service, name=given.name, run=config.name)
+        if not given.stay:
+            exit_bad_input(error)
+        set_up_logs("info", service=service, name=name)
+        stay(error, given.host or "127.0.0.1", given.http_port)
     return Options(
         service,
         given.run_dir,
         given.redis_url,
-        given.name,
+        name,
         host,
         given.http_port,
         given.grpc_port,
         given.resume,
         config,
         given.evaluate,
+        given.stay,
     )
 
 
@@ -113,6 +132,13 @@ def exit_bad_input(error: InputError) -> NoReturn:
     """Say what is wrong with the input and exit with code 2."""
     print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the message is for the person who called
     sys.exit(EXIT_BAD_INPUT)
+
+
+def stay(error: InputError, host: str, http_port: int) -> NoReturn:
+    """Say what is wrong with the input, and stay until SIGTERM with that at /readyz; then exit with code 2."""
+    from services.common.refused import stay_refused  # here: its face is built on this module
+
+    stay_refused(error, host, http_port)
 
 
 def check_bind(host: str, config: Config) -> None:
@@ -228,8 +254,14 @@ def connect_redis(url: str) -> Redis:
 
 
 def run_service(options: Options, life: Callable[[Service], Coroutine[Any, Any, None]]) -> NoReturn:
-    """Run a service's life to its end and exit: 0 done or drained, 1 failed with the reason logged."""
-    sys.exit(asyncio.run(_live(options, life)))
+    """Run a service's life to its end and exit: 0 done or drained, 1 failed with the reason logged, 2 refused."""
+    try:
+        sys.exit(asyncio.run(_live(options, life)))
+    except InputError as error:
+        if options.stay:
+            stay(error, options.host, options.http_port)
+        log.error("bad_input", reason=str(error))
+        sys.exit(EXIT_BAD_INPUT)
 
 
 async def _live(options: Options, life: Callable[[Service], Coroutine[Any, Any, None]]) -> int:
@@ -239,9 +271,8 @@ async def _live(options: Options, life: Callable[[Service], Coroutine[Any, Any, 
         loop.add_signal_handler(number, _on_signal, service)
     try:
         await life(service)
-    except InputError as error:
-        log.error("bad_input", reason=str(error))
-        return EXIT_BAD_INPUT
+    except InputError:
+        raise
     except asyncio.CancelledError:
         log.info("cancelled")
     except Exception as error:

@@ -10,7 +10,7 @@ MEANING = "Decides what is generated and when, measures the policy, and shows th
 
 def main() -> None:
     """Check, or serve until the run ends."""
-    options = parse_options("coordinator", check, meaning=MEANING)
+    options = parse_options("coordinator", check, meaning=MEANING, checks_in_life=True)
     from services.coordinator.life import live  # after the options: a check needs no door
 
     run_service(options, live)

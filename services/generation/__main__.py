@@ -14,7 +14,8 @@ MEANING = "Turns prompts into rollouts with vLLM, a log-prob and a policy versio
 
 def main() -> None:
     """Check, or serve until the run ends."""
-    options = parse_options("generation", check, meaning=MEANING)
+    # Its check may import vLLM, which reads the variable below.
+    options = parse_options("generation", check, meaning=MEANING, checks_in_life=True)
     # Read when torch is loaded; vLLM leaves a number that is set alone, and takes one thread where none is.
     os.environ["OMP_NUM_THREADS"] = str(generation_threads(options.config.generation.threads))
     keep_freed_memory()

@@ -6,16 +6,17 @@ Neighbours: engine_args.py knows the names of vLLM's arguments, start.py lets vL
 from __future__ import annotations
 
 import json
-import shutil
-
-import psutil
+import math
 
 from services.common.config import Config
 from services.common.errors import InputError
+from services.common.machine import free_memory, visible_gpus
 from services.common.model_folder import model_folder
 from services.generation.engine_args import check_engine_args
 
 _GIB = 1 << 30
+# vLLM's arguments that multiply the GPUs of one engine.
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 def check(config: Config) -> None:
@@ -37,11 +38,25 @@ def check(config: Config) -> None:
             "Raise it, or lower algorithm.num_return_sequences_in_group",
         )
     _check_length(config)
+    _check_gpus(config)
     _check_memory(config)
     if config.generation.engine:
         from services.generation.start import check_values  # here: only what is given is worth vLLM's import
 
         check_values(config, model_folder(config.model))
+
+
+def _check_gpus(config: Config) -> None:
+    """vLLM would look for them for minutes before it says so."""
+    engine, gpus = config.generation.engine, visible_gpus()
+    wanted = {key: engine[key] for key in _PARALLEL if isinstance(engine.get(key), int)}
+    if gpus and math.prod(wanted.values()) > len(gpus):
+        given = " times ".join(f"{key} {value}" for key, value in wanted.items())
+        raise InputError(
+            f"generation.engine.{next(iter(wanted))}",
+            f"{given} needs {math.prod(wanted.values())} GPUs, and {len(gpus)} can be seen",
+            f"Lower it to {len(gpus)}, or give this generator more GPUs",
+        )
 
 
 def _check_length(config: Config) -> None:
@@ -59,8 +74,8 @@ def _check_length(config: Config) -> None:
 def _check_memory(config: Config) -> None:
     """The KV cache is taken from the machine's memory on a CPU alone."""
     needed = config.generation.kv_cache_gb * config.generation.replicas
-    available = psutil.virtual_memory().available / _GIB
-    if needed > available and not shutil.which("nvidia-smi"):
+    available = free_memory() / _GIB
+    if needed > available and not visible_gpus():
         generators = f"{config.generation.replicas} generators take" if config.generation.replicas > 1 else "takes"
         raise InputError(
             "generation.kv_cache_gb",

@@ -22,6 +22,7 @@ from services.common.model_folder import model_folder
 from services.common.probes import HttpServer, Probes
 from services.common.rpc import GrpcServer
 from services.common.runtime import Service
+from services.generation.check import check
 from services.generation.door import SERVICE_NAME, Door
 from services.generation.engine_api import EngineLike
 from services.generation.rollouts import Rollouts
@@ -43,15 +44,19 @@ async def live(service: Service, start_engine: StartEngine) -> None:
     position = await events.newest()
     http = HttpServer(Probes(service), options.host, options.http_port)
     serving = asyncio.create_task(http.run())
-    folder = model_folder(config.model)
-    service.activity.set("busy", "starting vLLM")
-    staged = await asyncio.to_thread(StagedWeights.from_folder, folder, config.generation.dtype)
-    engine = await start_engine(config, folder)
     try:
-        await _serve(service, engine, staged, http.address, _until_end(service, events, position))
+        if options.stay:  # nobody has checked before
+            await asyncio.to_thread(check, config)
+        folder = model_folder(config.model)
+        service.activity.set("busy", "starting vLLM")
+        staged = await asyncio.to_thread(StagedWeights.from_folder, folder, config.generation.dtype)
+        engine = await start_engine(config, folder)
+        try:
+            await _serve(service, engine, staged, http.address, _until_end(service, events, position))
+        finally:
+            await engine.stop()
+            staged.close()
     finally:
-        await engine.stop()
-        staged.close()
         serving.cancel()
 
 

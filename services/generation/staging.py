@@ -20,11 +20,14 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from services.common.errors import InputError
+from services.common.machine import free_memory
 from services.common.weights_changes import Packed, UnpackError, apply_changes
 from services.common.weights_digest import policy_digest
 
 # Cache lines; also more than any dtype's own alignment.
 _ALIGNMENT = 64
+_GIB = 1 << 30
 # The inference dtypes, and the integer of the same width that carries their bits.
 _BITS: Mapping[str, type[np.unsignedinteger[Any]]] = {
     "float32": np.uint32,
@@ -65,8 +68,12 @@ class PolicyCopy:
     def __init__(self, places: Mapping[str, TensorPlace], num_bytes: int) -> None:
         self._places = places
         self._file = os.memfd_create("gspo-policy")
-        # Reserved now: an OSError here instead of a SIGBUS in the middle of a push.
-        os.posix_fallocate(self._file, 0, max(num_bytes, 1))
+        # Reserved now: an error here instead of a SIGBUS in the middle of a push.
+        try:
+            os.posix_fallocate(self._file, 0, max(num_bytes, 1))
+        except OSError as error:
+            os.close(self._file)
+            raise _no_room(num_bytes, str(error)) from error
         self._map = mmap.mmap(self._file, max(num_bytes, 1))
 
     def bits(self, name: str) -> NDArray[np.unsignedinteger[Any]]:
@@ -94,6 +101,14 @@ class PolicyCopy:
         os.close(self._file)
 
 
+def _no_room(num_bytes: int, why: str) -> InputError:
+    return InputError(
+        "model.path",
+        f"the policy that serves and the next one take {num_bytes / _GIB:.2f} GiB of shared memory, and {why}",
+        "Give this machine or container more memory, or take a smaller model or generation.dtype",
+    )
+
+
 class StagedWeights:
     """Two copies of the policy in the inference dtype: `current` serves, `next` is being filled.
 
@@ -102,6 +117,9 @@ class StagedWeights:
 
     Attributes:
         num_bytes: Of one copy's tensors.
+
+    Raises:
+        InputError: There is no room for both.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[int, ...]], dtype: str) -> None:
@@ -114,6 +132,9 @@ class StagedWeights:
             self.places[name] = place
             end += -(-place.num_bytes // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = sum(place.num_bytes for place in self.places.values())
+        # Beyond a container's limit the kernel would kill this process instead of refusing it the memory.
+        if 2 * end > (free := free_memory()):
+            raise _no_room(2 * end, f"{free / _GIB:.2f} GiB can be had")
         self._bits = _BITS[dtype]
         self.current = PolicyCopy(self.places, end)
         self.next = PolicyCopy(self.places, end)

@@ -12,8 +12,8 @@ import structlog
 
 from services.common.config import Config
 from services.common.cpu_threads import wait_shortly
-from services.common.errors import InputError
-from services.common.runtime import exit_bad_input, parse_options, run_service
+from services.common.errors import EXIT_BAD_INPUT, InputError
+from services.common.runtime import exit_bad_input, parse_options, run_service, stay
 from services.learner.check import check
 from services.learner.ranks import die_with_the_launcher, is_launched, own_rank
 
@@ -31,7 +31,12 @@ def main() -> None:
     elif options.config.learner.ranks > 1:
         from services.learner.launch import launch
 
-        sys.exit(launch(options.config, sys.argv[1:]))
+        # A rank that stayed would keep the others waiting for it.
+        code = launch(options.config, [word for word in sys.argv[1:] if word != "--stay"])
+        if code == EXIT_BAD_INPUT and options.stay:
+            refusal = InputError("learner.ranks", "a rank was refused its start", "Its line in this log says why")
+            stay(refusal, options.host, options.http_port)
+        sys.exit(code)
     # After the options: importing torch and DeepSpeed takes seconds.
     from services.learner.life import live, live_as_follower
     from services.learner.orders import Leader, follow

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from services.common.config import Config, LearnerConfig
 from services.common.errors import InputError, nearest
+from services.common.machine import free_memory, shared_memory, visible_gpus
 from services.common.model_files import (
     ALL_LINEAR,
     FUSED,
@@ -25,7 +24,7 @@ from services.common.model_files import (
 from services.common.model_folder import model_folder
 from services.common.training_memory import kept_bytes, layers_of, training_bytes
 from services.learner.engine_config import engine_config
-from services.learner.gpu_memory import check_gpu_share, visible_gpus
+from services.learner.gpu_memory import check_gpu_share
 from services.learner.ranks import is_launched, num_local_ranks, num_ranks
 from services.learner.trackers import check_trackers
 
@@ -33,6 +32,8 @@ _TARGETS = "learner.lora.target_modules"
 # The ZeRO stage at which a rank holds a part of every weight.
 _SPREAD = 3
 _GIB = 1 << 30
+# NCCL's buffers in shared memory: up to 33 MB for each of a rank's two neighbours.
+_SHARED_A_RANK = 64 << 20
 
 
 def check(config: Config) -> None:
@@ -174,6 +175,13 @@ def _check_ranks(config: Config) -> None:
         raise InputError(
             "learner.ranks", f"{here} ranks need a GPU each, and {len(gpus)} can be seen", f"Set it to {len(gpus)}"
         )
+    if gpus and here > 1 and (given := shared_memory()) < here * _SHARED_A_RANK:
+        raise InputError(
+            "learner.ranks",
+            f"NCCL connects {here} ranks through /dev/shm, which holds {given >> 20} MiB here and must hold "
+            f"{here * _SHARED_A_RANK >> 20}",
+            "Give the container more: shm_size in Compose, a memory-backed emptyDir on Kubernetes, docker --shm-size",
+        )
     algorithm = config.algorithm
     if algorithm.num_rollouts % (algorithm.num_mini_batches * ranks):
         raise InputError(
@@ -204,7 +212,7 @@ def _check_memory(config: Config, files: ModelFiles) -> None:
         return
     ranks_here = num_local_ranks() if is_launched() else num_ranks(config)
     needed = (on_device + on_host) * ranks_here + kept_bytes(config, files)
-    available = psutil.virtual_memory().available
+    available = free_memory()
     if needed > available:
         raise InputError(
             "model.path",

@@ -1,13 +1,10 @@
 """Whether learner and generators fit on one GPU: vLLM takes its share of the whole, training needs what is left.
 
-It asks NVIDIA's own tool and starts no engine. Where there is no GPU it says nothing. Neighbour: check.py calls it.
+It starts no engine. Neighbours: check.py calls it, services/common/machine.py sees the GPUs.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from collections.abc import Sequence
 
 from services.common.config import Config
@@ -16,26 +13,6 @@ from services.common.errors import InputError
 # vLLM's own default.
 _SHARE_KEY, _DEFAULT_SHARE = "gpu_memory_utilization", 0.92
 _GIB = 1 << 30
-_TOOL_S = 15.0
-
-
-def visible_gpus() -> list[int]:
-    """Bytes of memory of every GPU that a process here sees, in its order; empty where there is none."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    gpus = [int(line) << 20 for line in printed.split() if line.isdigit()]
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return gpus
-    names = [name.strip() for name in chosen.split(",") if name.strip()]
-    if all(name.isdigit() for name in names):
-        return [gpus[int(name)] for name in names if int(name) < len(gpus)]
-    return gpus[: len(names)]  # given by UUID: as many, and rarely of unlike size
 
 
 def check_gpu_share(config: Config, training_bytes: int, gpus: Sequence[int]) -> None:

@@ -43,7 +43,7 @@ class RunDir:
         trained_s: Seconds that the recorded steps took before it was opened.
 
     Raises:
-        InputError: Another learner holds the directory.
+        InputError: Another learner holds the directory, or it cannot be written.
         ValueError: Something else wrote into the log: a broken line, or a group that ended twice.
     """
 
@@ -52,8 +52,9 @@ class RunDir:
         log_folder = path / "log"
         self.steplog = StepLog(log_folder)
         self.checkpoints = Checkpoints(path / "checkpoints")
-        for folder in (path, log_folder, self.checkpoints.folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        _check_writable(path)
+        for folder in (log_folder, self.checkpoints.folder):
+            folder.mkdir(exist_ok=True)
         with ExitStack() as held:
             held.callback(os.close, _take_lock(path))
             self.epoch = _raise_epoch(path / "epoch")
@@ -271,6 +272,20 @@ def _take_lock(path: Path) -> int:
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"pid {os.getpid()} on host {socket.gethostname()}".encode())
     return descriptor
+
+
+def _check_writable(path: Path) -> None:
+    probe = path / f"writable{TEMPORARY}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            "run.directory",
+            f"{path} cannot be written by user {os.getuid()} ({error.strerror})",
+            f"Give it to that user (chown -R {os.getuid()}), mount it writable, or free space on its disk",
+        ) from error
 
 
 def _raise_epoch(path: Path) -> int:

@@ -14,11 +14,12 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import InputError
+from services.common.machine import visible_gpus
 from services.common.model_files import read_model_files
 from services.common.training_memory import num_trained, training_bytes
 from services.learner.check import check
 from services.learner.engine_config import engine_config
-from services.learner.gpu_memory import check_gpu_share, visible_gpus
+from services.learner.gpu_memory import check_gpu_share
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.training_rows import make_config
 

@@ -1,0 +1,181 @@
+"""docker-compose.yml and its GPU form against the code: what they name exists, and what they promise is written down.
+
+What it is not: a start of containers, which tests/compose does. Neighbours: test_images.py, test_prepare.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.cli.lineup import SERVICES
+from services.common import runtime
+from services.common.config import RunConfig
+from services.common.redis_server import redis_command
+from services.common.runtime import Options, parse_options
+from tests.service_process import make_run
+
+ROOT = Path(__file__).parents[3]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+CONTAINERS: dict[str, Any] = COMPOSE["services"]
+GPU: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
+OURS = (*SERVICES, "secrets", "prepare", "door", "gspo")
+HTTP_PORT = 8000
+
+
+def words(name: str) -> list[str]:
+    return shlex.split(CONTAINERS[name]["command"])
+
+
+def options_of(service: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
+    """What the service would read from its container's command line."""
+    command = words(service)
+    command[command.index("--run-dir") + 1] = str(run_dir)
+    monkeypatch.setattr(sys, "argv", command[2:])
+    monkeypatch.setattr(runtime, "set_up_logs", lambda *_, **__: None)
+    monkeypatch.setattr("socket.gethostname", lambda: "4f1c2d3e4a5b")
+    return parse_options(service, lambda _: None, meaning="")
+
+
+def test_the_containers_are_the_services_and_what_they_need() -> None:
+    assert set(CONTAINERS) == {*OURS, "redis", "prometheus", "grafana"}
+    # Only what a person calls by name is not started by `up`.
+    assert [name for name, container in CONTAINERS.items() if "profiles" in container] == ["gspo"]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_starts_by_the_command_that_gspo_run_uses(
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("a-secret-of-many-characters")
+    (tmp_path / "redis_password").write_text("another-secret-of-many-characters")
+    secrets = {"token_file": str(tmp_path / "token")}
+    config = make_run(tmp_path, tmp_path, services=secrets)
+    assert words(service)[:3] == ["python", "-m", f"services.{service}"]
+    options = options_of(service, config.run_dir, monkeypatch)
+    assert (options.host, options.http_port, options.stay) == ("0.0.0.0", HTTP_PORT, True)
+    # Replicas are told apart; of the others there is one, which keeps its name.
+    replicated = service in ("generation", "reward")
+    assert options.name == (f"{service}-4f1c2d3e4a5b" if replicated else f"{service}-0")
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_service_waits_for_redis_and_for_the_run_directory(service: str) -> None:
+    container = CONTAINERS[service]
+    assert container["depends_on"]["redis"]["condition"] == "service_healthy"
+    assert container["depends_on"]["prepare"]["condition"] == "service_completed_successfully"
+    assert container["environment"] == CONTAINERS["prepare"]["environment"]
+    assert container["volumes"] == CONTAINERS["prepare"]["volumes"]
+    assert words(service)[words(service).index("--run-dir") + 1] == "/runs/current"
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_every_container_is_shut_in(name: str) -> None:
+    container = CONTAINERS[name]
+    assert container["init"]
+    assert container["read_only"]
+    assert container["cap_drop"] == ["ALL"]
+    assert "no-new-privileges:true" in container["security_opt"]
+    assert not [option for option in container["security_opt"] if "unconfined" in option]
+    if name != "gspo":
+        limits = container["deploy"]["resources"]["limits"]
+        assert limits["memory"]
+        assert limits["pids"]
+    # vLLM's memory policy; an entry point that starts as root and leaves it.
+    assert set(container.get("cap_add", [])) <= {
+        "generation": {"SYS_NICE"},
+        "redis": {"SETUID", "SETGID", "CHOWN", "DAC_OVERRIDE"},
+    }.get(name, set())
+
+
+def test_the_reward_service_is_in_a_network_that_leads_nowhere() -> None:
+    assert CONTAINERS["reward"]["networks"] == ["inner"]
+    assert CONTAINERS["redis"]["networks"] == ["inner"]
+    assert COMPOSE["networks"]["inner"]["internal"] is True
+
+
+def test_what_user_code_may_ask_of_the_kernel_is_less_than_all() -> None:
+    (option,) = [option for option in CONTAINERS["reward"]["security_opt"] if option.startswith("seccomp=")]
+    profile = json.loads((ROOT / option.removeprefix("seccomp=")).read_text())
+    refused = {name for rule in profile["syscalls"] for name in rule["names"] if rule["action"] == "SCMP_ACT_ERRNO"}
+    assert {"mount", "ptrace", "bpf", "keyctl", "unshare", "setns", "init_module", "io_uring_setup"} <= refused
+    assert not [name for name in refused if name.startswith("landlock")]
+    (clone,) = [rule for rule in profile["syscalls"] if rule["names"] == ["clone"]]
+    new_user = 0x10000000  # CLONE_NEWUSER
+    assert clone["args"] == [{"index": 0, "value": new_user, "valueTwo": new_user, "op": "SCMP_CMP_MASKED_EQ"}]
+
+
+def test_secrets_come_as_files() -> None:
+    for name in SERVICES:
+        (mounted,) = [volume for volume in CONTAINERS[name]["volumes"] if ":/secrets" in volume]
+        assert mounted.endswith(":ro")
+        assert not [key for key in CONTAINERS[name]["environment"] if re.search("TOKEN|PASSWORD|SECRET", key)]
+    assert words("redis")[1] == "/secrets/redis.conf"
+    grafana = CONTAINERS["grafana"]["environment"]
+    assert grafana["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/secrets/grafana_password"
+    assert "GF_SECURITY_ADMIN_PASSWORD" not in grafana
+
+
+def test_healthy_means_ready() -> None:
+    for service in SERVICES:
+        assert f"127.0.0.1:{HTTP_PORT}/readyz" in CONTAINERS[service]["healthcheck"]["test"][-1]
+
+
+def test_a_container_is_given_the_time_that_a_drain_takes() -> None:
+    for service in SERVICES:
+        grace = int(CONTAINERS[service]["stop_grace_period"].removesuffix("s"))
+        assert grace > RunConfig().drain_timeout_s
+
+
+def test_redis_keeps_what_the_redis_of_one_machine_keeps() -> None:
+    expected = redis_command("0.0.0.0", 6379, Path("/data"))
+    assert words("redis")[0] == "redis-server"
+    for option in ("--appendonly", "--maxmemory-policy"):
+        assert words("redis")[words("redis").index(option) + 1] == expected[expected.index(option) + 1]
+
+
+def test_nothing_is_published_beyond_loopback() -> None:
+    published = {name: container["ports"] for name, container in CONTAINERS.items() if "ports" in container}
+    assert set(published) == {"door", "prometheus", "grafana"}
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+
+
+def test_the_door_leads_to_every_service_that_has_a_rest_face() -> None:
+    config = (ROOT / "deploy/docker/haproxy.cfg").read_text()
+    bound = set(re.findall(r"^  bind :(\d+)$", config, re.MULTILINE))
+    assert bound == {port.rpartition(":")[2] for port in CONTAINERS["door"]["ports"]}
+    servers = dict(re.findall(r"^  server-template \w+ \d+ (\w+):(\d+)$", config, re.MULTILINE))
+    assert servers == {"coordinator": str(HTTP_PORT), "reward": str(HTTP_PORT)}
+
+
+@pytest.mark.parametrize("service", ["generation", "learner"])
+def test_on_gpus_each_engine_has_one_shared_memory_and_the_cuda_build(service: str) -> None:
+    container = GPU[service]
+    assert container["image"] == "gspo-engine-cuda"
+    assert container["build"]["target"] == "engine-cuda"
+    (devices,) = container["deploy"]["resources"]["reservations"]["devices"]
+    assert (devices["driver"], devices["capabilities"]) == ("nvidia", ["gpu"])
+    assert container["shm_size"].endswith(":-16gb}")
+    assert "NCCL_SOCKET_IFNAME" in container["environment"]
+
+
+def test_the_gpu_form_changes_only_what_needs_a_gpu() -> None:
+    assert set(GPU) == {"prepare", "generation", "learner", "gspo"}
+    assert not [name for name in GPU if "command" in GPU[name] or "networks" in GPU[name]]
+
+
+def test_what_is_mounted_from_the_repository_is_there() -> None:
+    for name, container in CONTAINERS.items():
+        for volume in container.get("volumes", []):
+            source = re.sub(r"^\$\{\w+:-(.*?)\}", r"\1", volume).split(":")[0]
+            if source.startswith("./"):
+                assert (ROOT / source).is_dir(), f"{name}: {source}"
+            else:
+                assert source in COMPOSE["volumes"], f"{name}: {source}"
