@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -63,9 +64,27 @@ def until(what: str, ask: Callable[[], T | None], timeout_s: float) -> T:
 class House:
     """The running project as a user outside sees it."""
 
-    def __init__(self, docker: Docker, ports: dict[str, int]) -> None:
-        self.docker, self._ports = docker, ports
+    def __init__(self, docker: Docker, project: str, ports: dict[str, int]) -> None:
+        self.docker, self.project, self._ports = docker, project, ports
         self.token = ""
+
+    def as_documented(self, line: str, *more: str, timeout_s: float = 120.0) -> str:
+        """Standard output of a command of docs/deployment.md, word for word, with further words at its end."""
+        words = shlex.split(line)[2:]
+        if words[0] in ("exec", "run"):  # nobody sits at a terminal here
+            words.insert(1, "-T")
+        return self.docker.compose(*words, *more, timeout_s=timeout_s)
+
+    def first_line(self, line: str) -> str:
+        """The first line that a command prints which does not end by itself."""
+        command = ["docker", *shlex.split(line)[1:]]
+        with subprocess.Popen(
+            command, cwd=ROOT, env=dict(self.docker.environment), stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout
+            found = process.stdout.readline()
+            process.kill()
+        return found
 
     def address(self, port: str) -> str:
         return f"http://127.0.0.1:{self._ports[port]}"
@@ -121,9 +140,10 @@ def build(docker: Docker) -> None:
         assert name == "engine" or added < MAX_LIGHT_MB, f"gspo-{name} adds {added:.0f} MB"
 
 
-def start(house: House, services: list[str], *options: str) -> None:
+def start(house: House, services: list[str], line: str) -> None:
     """`up` until everything is ready."""
-    house.docker.compose("up", "-d", "--wait", "--wait-timeout", "420", *options, *services, timeout_s=450)
+    # What is left out of the test must be left out by name: all others are named instead.
+    house.as_documented(line, "--wait", "--wait-timeout", "420", "--no-recreate", *services, timeout_s=450)
 
 
 def contained(house: House) -> None:
@@ -142,7 +162,7 @@ def contained(house: House) -> None:
         assert host["PidsLimit"] > 0, service
         written = docker.run("exec", container, "python", "-c", "open('/app/x', 'w')", check=False)
         assert "Read-only file system" in written.stderr, f"{service}: {written.stderr}"
-    (reward,) = docker.containers("reward")
+    reward = docker.containers("reward")[0]
     reach = "import socket; socket.create_connection(('1.1.1.1', 443), 5)"
     left = docker.run("exec", reward, "python", "-c", reach, check=False)
     assert "Network is unreachable" in left.stderr, f"the reward service reaches the internet: {left.stderr}"
@@ -154,8 +174,8 @@ def contained(house: House) -> None:
 
 
 def scale(house: House, services: list[str]) -> None:
-    """A second generator joins, under a name of its own, and both generate."""
-    start(house, services, "--no-recreate", "--scale", "generation=2")
+    """A second generator and scorer join, under names of their own, and both generate."""
+    start(house, services, "docker compose up -d --scale generation=2 --scale reward=2")
 
     def both() -> list[str] | None:
         names = [member["name"] for member in house.state()["members"] if member["service"] == "generation"]
@@ -187,20 +207,10 @@ def submit(house: House, folder: Path) -> None:
         "GSPO_REWARD_TOKEN": house.token,
     }
     for words in (["submit", str(file), "--name", "better"], ["try", "better", str(rows)], ["list"]):
-        command = [sys.executable, "-m", "services.cli", "reward", *words]
-        done = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-        )
+        done = gspo(environment, "reward", *words)
         assert done.returncode == 0, f"gspo reward {words[0]}: {done.stdout}{done.stderr}"
     assert "better" in done.stdout
-    wrong = subprocess.run(
-        command,
-        env={**environment, "GSPO_REWARD_TOKEN": "wrong"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    wrong = gspo({**environment, "GSPO_REWARD_TOKEN": "wrong"}, "reward", "list")
     assert wrong.returncode == 2, f"a wrong token was let in: {wrong.stdout}{wrong.stderr}"
     say("a reward function was submitted and tried from outside")
 
@@ -246,10 +256,12 @@ def finish(house: House) -> None:
 
 def results(house: House, folder: Path) -> None:
     """What the run left: every step once, every group in one of them, and a model that adds better than before."""
-    told = house.docker.compose("run", "--rm", "-T", "gspo", "report", "/runs/current")
+    told = house.as_documented("docker compose run --rm gspo report /runs/current")
     assert "report.html" in told, told
-    (prepared,) = house.docker.containers("prepare")
-    house.docker.run("cp", f"{prepared}:/runs", str(folder))
+    # Into a folder that this test removes.
+    house.as_documented("docker compose cp prepare:/runs ./runs".replace("./runs", str(folder / "runs")))
+    followed = house.first_line("docker compose logs -f learner")
+    assert "learner" in followed, followed
     run = (folder / "runs/current").resolve()
     log = pandas.concat(
         [pandas.read_parquet(path, columns=["step", "group"]) for path in run.glob("log/step-*.parquet")]
@@ -291,7 +303,7 @@ def project(environment: dict[str, str]) -> Iterator[House]:
     own = {"COMPOSE_PROJECT_NAME": f"gspo-test-{os.getpid()}", **{name: str(port) for name, port in ports.items()}}
     docker = Docker({**environment, **own})
     try:
-        yield House(docker, ports)
+        yield House(docker, own["COMPOSE_PROJECT_NAME"], ports)
     finally:
         docker.compose(
             "--profile", "tools", "down", "-v", "--timeout", "20", "--remove-orphans", timeout_s=180, check=False
@@ -310,8 +322,9 @@ def story(house: House) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         refusals(docker, folder)
-        start(house, services)
-        house.token = docker.compose("exec", "-T", "coordinator", "cat", "/secrets/token").strip()
+        start(house, services, "docker compose up -d --build --wait")
+        house.token = house.as_documented("docker compose exec coordinator cat /secrets/token").strip()
+        assert house.as_documented("docker compose exec coordinator cat /secrets/grafana_password").strip()
         say(f"ready: {', '.join(services)}")
         house.ask("GSPO_PORT", "/v1/pause", post=True)
         contained(house)
@@ -322,6 +335,9 @@ def story(house: House) -> None:
         watched(house)
         finish(house)
         results(house, folder)
+        house.as_documented("docker compose down")
+        kept = docker.run("volume", "ls", "-q", "--filter", f"label=com.docker.compose.project={house.project}").stdout
+        assert f"{house.project}_runs" in kept.split(), f"`down` removed the run: {kept}"
 
 
 def main() -> None:

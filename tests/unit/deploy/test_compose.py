@@ -117,7 +117,7 @@ def test_secrets_come_as_files() -> None:
         (mounted,) = [volume for volume in CONTAINERS[name]["volumes"] if ":/secrets" in volume]
         assert mounted.endswith(":ro")
         assert not [key for key in CONTAINERS[name]["environment"] if re.search("TOKEN|PASSWORD|SECRET", key)]
-    assert words("redis")[1] == "/secrets/redis.conf"
+    assert words("redis")[1] == "--protected-mode"
     grafana = CONTAINERS["grafana"]["environment"]
     assert grafana["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/secrets/grafana_password"
     assert "GF_SECURITY_ADMIN_PASSWORD" not in grafana
@@ -179,3 +179,12 @@ def test_what_is_mounted_from_the_repository_is_there() -> None:
                 assert (ROOT / source).is_dir(), f"{name}: {source}"
             else:
                 assert source in COMPOSE["volumes"], f"{name}: {source}"
+
+
+def test_the_commands_of_the_documents_are_those_that_the_engine_test_runs() -> None:
+    driven = (ROOT / "tests/compose/drive.py").read_text()
+    for document in ("README.md", "docs/deployment.md"):
+        blocks = re.findall(r"```sh\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+        lines = [line for block in blocks for line in block.splitlines() if line.startswith("docker compose")]
+        assert lines
+        assert [line for line in lines if f'"{line}"' not in driven] == [], document

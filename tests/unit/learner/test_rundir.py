@@ -422,3 +422,9 @@ def test_a_kill_while_step_files_are_removed_is_made_good(
         run.prune(keep_checkpoints=1, keep_log_steps=1)
         assert run.steps() == [3]
     assert len((tmp_path / "log" / "settled.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_directory_that_cannot_be_written_is_the_users_to_know(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file stands where the folder belongs")
+    with pytest.raises(InputError, match=r"run.directory: .* cannot be written by user \d+ \(Not a directory\)"):
+        RunDir(tmp_path / "runs" / "mine")
