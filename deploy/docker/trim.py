@@ -14,8 +14,8 @@ PACKAGES = Path(sysconfig.get_paths()["purelib"])
 UNUSED = (
     *("numpy/**/tests", "pandas/tests", "regex/tests", "dill/tests", "fsspec/tests", "multiprocess/tests"),
     *("pyarrow/tests", "pyarrow/include", "pyarrow/src", "pyarrow/**/*.p[xy][dxi]"),
-    # Arrow's network server, object store and query plans; the copies of its library under other names.
-    *("pyarrow/*arrow_flight*", "pyarrow/_flight*", "pyarrow/*arrow_s3*", "pyarrow/_s3fs*", "pyarrow/*substrait*"),
+    # Arrow's network server and object store; the copies of its library under other names.
+    *("pyarrow/*arrow_flight*", "pyarrow/_flight*", "pyarrow/*arrow_s3*", "pyarrow/_s3fs*"),
     *("pyarrow/libarrow_python.so", "pyarrow/libarrow_python.so.*.*"),
     # Not those of models/auto, which the tokenizers look into.
     *("transformers/models/[!a]*/modeling_*.py", "transformers/models/*/modular_*.py"),

@@ -142,11 +142,18 @@ def stay(error: InputError, host: str, http_port: int) -> NoReturn:
 
 
 def check_bind(host: str, config: Config) -> None:
-    """Refuse to listen beyond loopback without a token.
+    """Refuse a token that cannot be read, and to listen beyond loopback without one.
 
     Raises:
-        InputError: The address is not loopback and services.token_file is not set.
+        InputError: As said.
     """
+    file = config.services.token_file
+    if file is not None:
+        try:
+            file.read_bytes()
+        except OSError as error:
+            rule = f"{file} cannot be read ({error.strerror})"
+            raise InputError("services.token_file", rule, "Mend the path, or write a secret into it") from error
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

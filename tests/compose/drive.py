@@ -118,7 +118,7 @@ class House:
 
 def torch_wheel() -> None:
     """The images take torch from PyTorch's index; a machine that finds it elsewhere puts it into the build context."""
-    (version,) = re.findall(r" (torch==[\w.+]+);? fi$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
+    (version,) = re.findall(r" (torch==[\w.+]+); fi", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
     if not list(WHEELS.glob("torch-*.whl")):
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(WHEELS), version]
         found = subprocess.run(pip, capture_output=True, check=False, timeout=300).returncode == 0

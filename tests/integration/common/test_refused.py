@@ -18,9 +18,9 @@ import pytest
 
 from services.common.errors import EXIT_BAD_INPUT
 from tests.conftest import free_port
-from tests.service_process import log_events, make_run, service_process, wait_exit
+from tests.service_process import START_S, log_events, make_run, service_process, wait_exit
 
-START_S, END_S = 60.0, 20.0
+END_S = 20.0
 SECRET = "a-secret-of-many-characters"
 
 
@@ -51,16 +51,18 @@ def problems(port: int, cause: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("sections", "reason"),
+    ("model", "services", "reason"),
     [
         # A compose file without its secrets.
-        ({"services": {"token_file": "/nowhere/token"}}, "services.token_file: /nowhere/token"),
+        (".", {"token_file": "/nowhere/token"}, "services.token_file: /nowhere/token"),
         # A model that is not in the container: the service itself finds it missing, in the middle of its start.
-        ({"model": {"path": "/nowhere/model"}}, "model.path: /nowhere/model is not a folder"),
+        ("/nowhere/model", {}, "model.path: /nowhere/model is not a folder"),
     ],
 )
-def test_it_stays_and_says_why(tmp_path: Path, redis_url: str, sections: dict[str, Any], reason: str) -> None:
-    config, port, log = make_run(tmp_path, tmp_path, **sections), free_port(), tmp_path / "log"
+def test_it_stays_and_says_why(
+    tmp_path: Path, redis_url: str, model: str, services: dict[str, Any], reason: str
+) -> None:
+    config, port, log = make_run(tmp_path, Path(model), services=services), free_port(), tmp_path / "log"
     with service_process("coordinator", config, redis_url, "--http-port", str(port), "--stay", log=log) as process:
         assert problems(port, "bad_input").startswith(reason)
         assert ask(port, "/healthz") == (200, {"status": "alive"})

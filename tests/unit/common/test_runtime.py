@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +20,13 @@ def test_loopback_needs_no_token(host: str, config: Config) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gpu-3"])
-def test_a_bind_beyond_loopback_needs_one(host: str, config: Config, given: dict[str, Any]) -> None:
+def test_a_bind_beyond_loopback_needs_one(host: str, config: Config, given: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="token_file") as error:
         check_bind(host, config)
     assert error.value.where == "services.host"
     assert host in error.value.rule
-    check_bind(host, Config.model_validate(given | {"services": {"token_file": "/run/secrets/token"}}))
+    (tmp_path / "token").write_text("secret")
+    check_bind(host, Config.model_validate(given | {"services": {"token_file": tmp_path / "token"}}))
 
 
 async def _app(*_: object) -> None:
