@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.lineup import SERVICES
 from services.common import runtime
 from services.common.config import RunConfig
+from services.common.keys import SERVICES
 from services.common.redis_server import redis_command
 from services.common.runtime import Options, parse_options
 from tests.service_process import make_run

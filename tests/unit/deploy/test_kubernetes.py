@@ -17,10 +17,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from services.cli.lineup import SERVICES
 from services.common import runtime
 from services.common.config import RunConfig
 from services.common.errors import EXIT_BAD_INPUT
+from services.common.keys import SERVICES
 from services.common.runtime import parse_options
 from tests.service_process import make_run
 
