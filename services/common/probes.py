@@ -78,8 +78,11 @@ class HttpServer:
         self._server = _QuietServer(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
 
     async def run(self) -> None:
-        """Serve until cancelled."""
-        await self._server.serve(sockets=[self._socket])
+        """Serve until cancelled; the address is free then."""
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            self._socket.close()
 
 
 def _bound(host: str, port: int) -> socket.socket:
