@@ -178,11 +178,7 @@ class Trainer:
             weight_decay=learner.weight_decay,
             fused=True,
         )
-        engine, *_ = deepspeed.initialize(model=self._model, optimizer=optimizer, config=engine_config(self._config))
-        if learner.zero_stage in (1, 2):
-            # Outside of fp16 these stages would apply an infinite norm; stage 3 never does.
-            engine.optimizer.check_grad_overflow = True
-        return engine
+        return deepspeed.initialize(model=self._model, optimizer=optimizer, config=engine_config(self._config))[0]
 
     def _start_reference(self) -> Any:
         """The first policy: a frozen copy, spread over the ranks under ZeRO 3, or what the adapters stand on."""

@@ -61,8 +61,8 @@ def test_noise_share_agrees_with_drawn_noise():
 
 
 def test_reward_stats():
-    reported = figures(reward_stats(torch.tensor([0.1, 1.0, 0.1, 0.0]), torch.tensor([4, 2, 4, 2])))
-    assert reported["zero_spread_groups"] == 0.5
+    reported = figures(reward_stats(torch.tensor([0.1, 1.0, 0.1, 0.0, 0.3]), torch.tensor([4, 2, 4, 2, 7])))
+    assert reported["zero_spread_groups"] == pytest.approx(2 / 3)
     assert reported["reward_mean"] == pytest.approx(0.3)
 
 

@@ -5,13 +5,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_core.packing import micro_batches, pad
+from gspo_core.packing import micro_batches, packed_micro_batches, pad
 
 
 def test_literal():
     assert micro_batches([3, 10, 4, 10, 1], max_tokens=20) == [[1, 3], [2, 0, 4]]
     assert micro_batches([5, 5, 5], max_tokens=10) == [[0, 1], [2]]
     assert micro_batches([], max_tokens=10) == []
+
+
+def test_packed_literal():
+    assert packed_micro_batches([3, 10, 4, 10, 1], max_tokens=20) == [[1, 3], [2, 0, 4]]
+    assert packed_micro_batches([3, 10, 4, 10, 1], max_tokens=14) == [[1], [3, 2], [0, 4]]
+    assert packed_micro_batches([], max_tokens=10) == []
+
+
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(50, 200))
+def test_packed_rows_fill_the_budget_and_no_more(lengths, max_tokens):
+    batches = packed_micro_batches(lengths, max_tokens)
+    assert sorted(row for rows in batches for row in rows) == list(range(len(lengths)))
+    for rows in batches:
+        assert rows
+        assert sum(lengths[row] for row in rows) <= max_tokens
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(50, 200))
@@ -23,11 +38,12 @@ def test_every_row_once_and_within_the_budget(lengths, max_tokens):
         assert len(rows) * max(lengths[row] for row in rows) <= max_tokens
 
 
-def test_refusals():
+@pytest.mark.parametrize("cut", [micro_batches, packed_micro_batches])
+def test_refusals(cut):
     with pytest.raises(ValueError, match="row 1 has 11 tokens; raise max_tokens, 10"):
-        micro_batches([3, 11], max_tokens=10)
+        cut([3, 11], max_tokens=10)
     with pytest.raises(ValueError, match="lengths holds -1"):
-        micro_batches([3, -1], max_tokens=10)
+        cut([3, -1], max_tokens=10)
 
 
 def test_pad():

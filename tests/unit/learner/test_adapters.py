@@ -142,6 +142,11 @@ def test_dropout_is_drawn_from_seed_and_step(folder: Path) -> None:
     for trainer in (*dropped, plain := make_trainer(folder)):
         trainer.train(1, make_rows(folder))
     assert digest(dropped[0]) == digest(dropped[1]) != digest(plain)
+    # The same rows as another step: only what is dropped can differ.
+    others = make_trainer(folder, lora=lora), make_trainer(folder)
+    for trainer in others:
+        trainer.train(2, make_rows(folder))
+    assert digest(others[0]) != digest(dropped[0]) and digest(others[1]) == digest(plain)
 
 
 @pytest.mark.parametrize("learner", [{}, {"lora": {}}, {"zero_stage": 3}, {"lora": {}, "zero_stage": 3}])

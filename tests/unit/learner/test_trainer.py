@@ -143,6 +143,21 @@ def test_a_mini_batch_that_is_not_finite_is_left_out_whole(
     assert digest(trainer) == digest(told)
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_loss_that_is_not_finite_is_left_out_though_its_gradient_is(folder: Path, zero_stage: int) -> None:
+    """An answer far outside the clip has no gradient; with so large an advantage its sum over tokens overflows."""
+    rows = make_rows(folder)
+    far = next(n for n, row in enumerate(rows) if row.mini_batch == 1 and row.mask.sum() > 3)
+    rows[far] = replace(rows[far], advantage=3e38, logp=rows[far].logp - rows[far].mask)
+    config = make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage})
+    trainer, told = (Trainer(config, folder, seed=0) for _ in range(2))
+    (left_out,) = trainer.train(1, rows).not_applied
+    assert (left_out.mini_batch, left_out.reason) == (1, "the loss is -inf")
+    # What is known not to have been applied is not tried: with these rows it would be.
+    told.train(1, make_rows(folder), known=[left_out.update])
+    assert digest(trainer) == digest(told)
+
+
 def test_three_in_a_row_end_the_run_also_over_steps(folder: Path) -> None:
     trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
     spoilt = [replace(row, advantage=math.inf) if row.mini_batch >= 2 else row for row in make_rows(folder)]

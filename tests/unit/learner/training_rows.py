@@ -15,9 +15,15 @@ from services.common.config import Config
 from services.common.configfile import parse_config
 from services.learner.rows import Row
 
+# DeepSpeed leaves what has fewer elements whole on every rank: without this every tensor of a tiny model.
+SPREAD = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
 
 def make_config(folder: Path, *, algorithm: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """A configuration of the learner; sections are laid over small defaults."""
+    learner = sections.pop("learner", {})
+    if learner.get("zero_stage") == 3:
+        learner = {"deepspeed": SPREAD, **learner}
     given: dict[str, Any] = {
         "name": "test",
         "model": {"path": str(folder)},
@@ -25,7 +31,7 @@ def make_config(folder: Path, *, algorithm: dict[str, Any] | None = None, **sect
         "reward": {"functions": [{"path": "reward.py"}]},
         "algorithm": {"prompt_length": 64, "response_length": 64, **(algorithm or {})},
         "run": {"total_steps": 10},
-        "learner": {"learning_rate": 1e-3, "micro_batch_tokens": 256, "threads": 1, **sections.pop("learner", {})},
+        "learner": {"learning_rate": 1e-3, "micro_batch_tokens": 256, "threads": 1, **learner},
         **sections,
     }
     return parse_config(given, base=folder)
