@@ -28,7 +28,6 @@ from services.common.streams import create_consumer_groups
 from tests.conftest import free_port
 from tests.integration.learner.feeder import Feeder, lines, run_of
 from tests.service_process import end, registered, wait_exit
-from tests.unit.learner.training_rows import SPREAD
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="function"),
@@ -118,7 +117,7 @@ async def test_two_hosts_train_a_run_and_a_cut_cable_ends_both_with_a_message(
 ) -> None:
     keys = Keys("test")
     await create_consumer_groups(redis, keys)
-    learner = {"zero_stage": 3, "deepspeed": SPREAD, "rank_timeout_s": _RANK_TIMEOUT_S}
+    learner = {"zero_stage": 3, "rank_timeout_s": _RANK_TIMEOUT_S}
     config, feeder = run_of(tmp_path, learner=learner, run={"total_steps": 2}), Feeder(redis, keys)
     with learner_on_both_hosts(config, redis_url) as processes:
         await registered(processes[0], redis, keys, "learner")

@@ -20,7 +20,6 @@ from services.common.events import Events
 from services.common.keys import Keys
 from tests.integration.learner.feeder import Feeder, lines, run_of
 from tests.service_process import registered, service_process, wait_exit
-from tests.unit.learner.training_rows import SPREAD
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -44,8 +43,7 @@ async def end(redis: Redis, keys: Keys, feeder: Feeder, process: subprocess.Pope
 
 
 def of_two_ranks(tmp_path: Path, zero_stage: int) -> Config:
-    learner = {"ranks": 2, "zero_stage": zero_stage, "deepspeed": SPREAD if zero_stage == 3 else {}}
-    return run_of(tmp_path, learner=learner, run={"checkpoint_every": 1000})
+    return run_of(tmp_path, learner={"ranks": 2, "zero_stage": zero_stage}, run={"checkpoint_every": 1000})
 
 
 @pytest.mark.asyncio(loop_scope="function")
