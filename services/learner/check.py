@@ -155,7 +155,7 @@ def _check_stacked(learner: LearnerConfig, stacked: set[str]) -> None:
     if learner.zero_stage == _SPREAD:
         raise InputError(
             "learner.zero_stage",
-            f"{_SPREAD} spreads weights over the ranks, and peft's adapters of {chosen} need them whole",
+            f"{_SPREAD} spreads weights over the ranks, which is not supported with adapters of {chosen}",
             "Set it to 2 or less, or name other layers alone, such as q_proj",
         )
 
