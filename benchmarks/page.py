@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from benchmarks import rows, rows_push
+from benchmarks import rows, rows_push, rows_tail
 from benchmarks.material import HIDDEN_SIZE, LAYERS, model_folder, num_parameters
 from benchmarks.plots import draw_learning, draw_steps, draw_waits
 from benchmarks.rows import Results
@@ -65,6 +65,7 @@ def _render(results: Results) -> str:
         reward=rows.reward(results) if "reward" in results else "",
         logprobs=rows.logprobs(results) if "logprobs" in results else "",
         push=_push(results) if "push" in results else None,
+        tail=_tail(results) if "tail" in results else None,
         peer_again=bool(peer),
         peer_s=number(peer_s),
     )
@@ -85,6 +86,11 @@ def _push(results: Results) -> dict[str, str]:
         "wire": rows_push.wire(found),
         "pushes": rows_push.pushes(found),
     }
+
+
+def _tail(results: Results) -> dict[str, str]:
+    found = rows.cases(results, "tail")
+    return rows_tail.facts(found) | {"table": rows_tail.tail(found)}
 
 
 def _shape() -> dict[str, Any]:

@@ -26,6 +26,7 @@ from benchmarks import (
     part_push,
     part_reward,
     part_system,
+    part_tail,
 )
 from benchmarks.cases import Case, PartResults, load_results
 from benchmarks.children import MeasurementError
@@ -40,6 +41,7 @@ PARTS = {
     "D": "learning",
     "L": "logprobs",
     "R": "reward",
+    "T": "tail",
     "W": "push",
     "P": "peer",
 }
@@ -48,7 +50,7 @@ _BUSY_SHARE = 0.1
 
 
 def main(
-    only: Annotated[str, typer.Option(help=_PARTS_HELP)] = "A,B,C,D,L,R,W",
+    only: Annotated[str, typer.Option(help=_PARTS_HELP)] = "A,B,C,D,L,R,T,W",
     quick: Annotated[bool, typer.Option(help="Two rounds or steps of everything, to see that it works")] = False,
     steps: Annotated[int | None, typer.Option(min=4, help="Steps of each run in C (8) and in D (40)")] = None,
     peer: Annotated[bool, typer.Option(help="Measure the peer too; needs the trl package")] = False,
@@ -85,6 +87,7 @@ def _measure(parts: list[str], results: Path, *, quick: bool, steps: int | None)
         "D": lambda: part_learning.cases(quick=quick, steps=steps),
         "L": lambda: part_logprobs.cases(quick=quick),
         "R": lambda: part_reward.cases(quick=quick),
+        "T": lambda: part_tail.cases(quick=quick),
         "W": lambda: part_push.cases(quick=quick),
         "P": lambda: part_peer.cases(quick=quick),
     }

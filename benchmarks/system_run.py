@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,14 +80,20 @@ def logged(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def system_run(config: Path) -> Iterator[SystemRun]:
-    """A run of this configuration; at the end of the block it is ended, and with it everything it has started."""
+def system_run(config: Path, module: str = "", environment: Mapping[str, str] | None = None) -> Iterator[SystemRun]:
+    """A run of this configuration; at the end of the block it is ended, and with it everything it has started.
+
+    Args:
+        module: What runs it instead of `gspo run`.
+        environment: Further variables of it.
+    """
     given = yaml.safe_load(config.read_text())
     run_dir = config.parent / given["run"]["directory"] / given["name"]
     output = config.parent / "output.txt"
-    command = [sys.executable, "-m", "services.cli", "run", str(config), "--plain"]
+    program = [module] if module else ["services.cli", "run"]
+    command = [sys.executable, "-m", *program, str(config), "--plain"]
     began = time.time()
-    with started(command, output, patience_s=_DRAIN_S) as process:
+    with started(command, output, environment, patience_s=_DRAIN_S) as process:
         yield SystemRun(process, run_dir, output, began)
 
 

@@ -43,11 +43,13 @@ class Groups:
         counts: All five settlements.
         reasons: Of those that were not trained, by settlement.
         twice: Groups that ended more than once, which must not be.
+        dropped_lengths: Sampled tokens of each rollout of the groups that were too old.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     reasons: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     twice: list[int] = field(default_factory=list)
+    dropped_lengths: list[int] = field(default_factory=list)
     _ended: dict[int, str] = field(default_factory=dict)
 
     def add(self, group: int, settlement: str, reason: str = "") -> None:
@@ -202,6 +204,7 @@ def _count(step_files: dict[int, Path], settled: Path, problems: list[str]) -> t
         if record["settlement"] == TRAINED:
             with_line.add(record["group"])
         groups.add(record["group"], record["settlement"], record.get("reason", ""))
+        groups.dropped_lengths += record.get("response_tokens", [])
     for step, path in step_files.items():
         try:
             table = read_columns(path, ["group", "skipped"])

@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from services.cli.report_held_out import held_out_tables
+from services.cli.report_lengths import lost_by_length
 from services.cli.report_log import SETTLEMENTS, RunLog
 from services.cli.report_plots import Plot
 from services.cli.report_samples import read_samples
@@ -67,6 +68,7 @@ def render(log: RunLog, summary: dict[str, Any], plots: list[Plot], folder: Path
         phases=_shares(summary["wall_s"] or {}),
         times=[(share.in_words, share.seconds, share.share) for share in shares(*log.figures)],
         endings=[(name, _MEANINGS[name], summary["groups"][name], _reasons(log, name)) for name in SETTLEMENTS],
+        lost=lost_by_length(log),
         samples=read_samples(log),
         environment=log.environment,
         run_dir=log.run_dir.resolve(),

@@ -34,6 +34,11 @@ class Keys:
         return self._key("prompts")
 
     @property
+    def aside(self) -> str:
+        """Stream of GroupTask whose rollouts have used up their tokens of a step: generation to generation."""
+        return self._key("aside")
+
+    @property
     def rollouts(self) -> str:
         """Stream of Rollout: generation to reward."""
         return self._key("rollouts")
@@ -146,6 +151,7 @@ def consumer_groups(keys: Keys) -> dict[str, str]:
     """Stream -> the consumer group that reads it."""
     return {
         keys.prompts: GENERATION,
+        keys.aside: GENERATION,
         keys.eval_prompts: GENERATION,
         keys.rollouts: REWARD,
         keys.eval_rollouts: REWARD,

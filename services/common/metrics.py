@@ -36,6 +36,7 @@ _are_of("")
 # Coordinator
 GROUPS_ISSUED = Counter("gspo_groups_issued", "Groups issued, repeats not counted")
 GROUPS_REISSUED = Counter("gspo_groups_reissued", "Groups issued again, by reason", ["reason"])
+GROUPS_EXTENDED = Counter("gspo_groups_extended", "Times that a group past its deadline went on, further than before")
 GROUPS_OPEN = Gauge("gspo_groups_open", "Groups issued and not settled")
 SLOTS = Gauge("gspo_slots", "Groups that may be open at a time")
 GROUPS_SETTLED = Counter("gspo_groups_settled", "Groups by how they ended", ["settlement"])
@@ -98,6 +99,12 @@ ROLLOUT_WAIT_SECONDS = Histogram(
     "gspo_rollout_wait_seconds", "From the score of a rollout to the step that trains it", buckets=_LATENCY
 )
 ROLLOUTS_SKIPPED = Counter("gspo_rollouts_skipped", "Rollouts that came and were not trained on", ["reason"])
+STALE_TOKENS = Counter(
+    "gspo_stale_tokens", "Policy tokens too old to train on: masked, or dropped with their group", ["how"]
+)
+STALE_WAIT_SECONDS = Counter(
+    "gspo_stale_wait_seconds", "Time the learner waited for groups that a further version would make too old"
+)
 PUSH_SECONDS = Histogram("gspo_push_seconds", "Time of one weight push to one generator", ["kind"], buckets=_LATENCY)
 PUSH_BYTES = Counter("gspo_push_bytes", "Bytes of weights sent", ["kind"])
 PUSH_FAILURES = Counter("gspo_push_failures", "Weight pushes that failed, by gRPC status", ["status"])

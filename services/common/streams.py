@@ -91,13 +91,13 @@ end
 return saved
 """
 
-# KEYS: stream, open hash. ARGV: group, consumer, entry, attempt, payload, field of `open` or nothing. The entry goes to
-# the end of its stream as a new one, for any worker; one whose group has ended in the meantime is only removed.
+# KEYS: stream, open hash, stream it goes to. ARGV: group, consumer, entry, attempt, payload, field of `open` or none.
+# The entry goes to the end of that stream as a new one; one whose group has ended in the meantime is only removed.
 _GIVE_BACK = """
 local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1)
 if #held == 0 or held[1][2] ~= ARGV[2] or held[1][4] ~= tonumber(ARGV[4]) then return 0 end
 if ARGV[6] == '' or redis.call('HEXISTS', KEYS[2], ARGV[6]) == 1 then
-  redis.call('XADD', KEYS[1], '*', 'd', ARGV[5])
+  redis.call('XADD', KEYS[3], '*', 'd', ARGV[5])
 end
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
 redis.call('XDEL', KEYS[1], ARGV[3])
@@ -232,15 +232,16 @@ class Inbox:
         found: Any = await self._redis.hmget(self._keys.partial, list(marks)) if marks else []
         return list(found)
 
-    async def give_back(self, delivery: Delivery, *, group: int | None = None) -> bool:
-        """Put the entry to the end of the stream, for any worker to take; one of a `group` that has ended is removed.
+    async def give_back(self, delivery: Delivery, *, stream: str = "", group: int | None = None) -> bool:
+        """Put the entry to the end of its stream, or of another, for any worker to take.
 
-        Returns whether the entry was still ours; if not, nothing was done.
+        One of a `group` that has ended meanwhile is removed. Returns whether the entry was still ours; if not, nothing
+        was done.
         """
         field = "" if group is None else str(group)
         args: list[Any] = [self._group, self.consumer, delivery.entry, delivery.attempt, delivery.payload, field]
         try:
-            return bool(await self._give_back(keys=[self.stream, self._keys.open], args=args))
+            return bool(await self._give_back(keys=[self.stream, self._keys.open, stream or self.stream], args=args))
         except ResponseError as error:
             _unless_missing(error)
             return False

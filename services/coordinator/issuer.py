@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import structlog
 from redis.asyncio import Redis
 
-from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Prompt, Scored
+from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Prompt, RolloutState, Scored
 from services.common import metrics
 from services.common.config import Config
 from services.common.events import SCHEMA
 from services.common.keys import GENERATION, Keys, rollout_id
-from services.common.streams import FIELD
+from services.common.streams import DONE, FIELD
 from services.coordinator.entries import all_entries
 from services.coordinator.group_traces import GroupTraces
 from services.coordinator.order import PromptOrder
@@ -82,15 +83,24 @@ class Issuer:
         metrics.GROUPS_REISSUED.labels("redis_wiped").inc(len(entries))
 
     async def handle_expired(self) -> None:
-        """Issue groups past their deadline again; give those up whose attempts are used up."""
+        """Look at groups past their deadline: those whose rollouts go on get another one, the others are issued again.
+
+        Those whose attempts are used up are given up. A group can go on only so often: its tokens are bounded.
+        """
+        going_on: dict[int, OpenGroup] = {}
         again: dict[int, OpenGroup] = {}
         given_up: dict[int, OpenGroup] = {}
-        for group in self._slots.expired(time.time()):
+        for group, progress in (await self._progress(self._slots.expired(time.time()))).items():
             entry = self._slots.open[group]
-            if entry.attempt < self._config.staleness.max_attempts:
-                again[group] = self._entry(entry.attempt + 1, entry.min_version)
+            if progress > entry.progress:
+                later = time.time() + self._config.staleness.group_deadline_s
+                going_on[group] = replace(entry, deadline_unix_s=later, progress=progress)
+            elif entry.attempt < self._config.staleness.max_attempts:
+                again[group] = replace(self._entry(entry.attempt + 1, entry.min_version), progress=progress)
             else:
                 given_up[group] = self._entry(entry.attempt, entry.min_version)
+        if going_on:
+            await self._extend(going_on)
         if again:
             log.warning("groups_reissued", groups=sorted(again), reason="deadline")
             await self._write(again)
@@ -98,8 +108,30 @@ class Issuer:
         if given_up:
             await self._give_up(given_up)
 
+    async def _progress(self, groups: Sequence[int]) -> dict[int, int]:
+        """How far the rollouts of each group are: tokens saved, and more than any answer has for a finished one."""
+        longest = self._config.algorithm.response_length + 1
+        numbers = range(self._config.algorithm.num_return_sequences_in_group)
+        progress = {}
+        for group in groups:
+            marks = [rollout_id(group, number) for number in numbers]
+            found = [state for state in await self._redis.hmget(self._keys.partial, marks) if state is not None]
+            progress[group] = sum(
+                longest if state == DONE else len(RolloutState.FromString(state).token_ids) for state in found
+            )
+        return progress
+
+    async def _extend(self, entries: dict[int, OpenGroup]) -> None:
+        await self._redis.hset(
+            self._keys.open, mapping={str(group): entry.to_json() for group, entry in entries.items()}
+        )
+        for group, entry in entries.items():
+            self._slots.issue(group, entry)
+        metrics.GROUPS_EXTENDED.inc(len(entries))
+        log.info("groups_go_on", groups=sorted(entries), detail="past their deadline, and further than before")
+
     async def remove_settled(self, groups: Iterable[int]) -> None:
-        """Remove settled groups from `open`, and the marks of their rollouts."""
+        """Remove settled groups from `open`, and the marks and saved states of their rollouts."""
         groups = list(groups)
         if not groups:
             return
@@ -110,14 +142,15 @@ class Issuer:
             await pipe.execute()
 
     async def remove_leftover_tasks(self) -> None:
-        """Take tasks of settled groups out of `prompts`: repeats, and what was given up while it waited."""
-        entries = await all_entries(self._redis, self._keys.prompts)
-        left = [entry for entry, payload in entries if GroupTask.FromString(payload).group in self._slots.settled]
-        if left:
-            async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.xack(self._keys.prompts, GENERATION, *left)
-                pipe.xdel(self._keys.prompts, *left)
-                await pipe.execute()
+        """Take tasks of settled groups out of their streams: repeats, and what was given up while it waited."""
+        for stream in (self._keys.prompts, self._keys.aside):
+            entries = await all_entries(self._redis, stream)
+            left = [entry for entry, payload in entries if GroupTask.FromString(payload).group in self._slots.settled]
+            if left:
+                async with self._redis.pipeline(transaction=True) as pipe:
+                    pipe.xack(stream, GENERATION, *left)
+                    pipe.xdel(stream, *left)
+                    await pipe.execute()
 
     def _entry(self, attempt: int, min_version: int) -> OpenGroup:
         now = time.time()

@@ -202,10 +202,11 @@ class Coordinator:
 
     async def _remove_settled(self) -> None:
         groups, self._settled = self._settled, []
-        await self._issuer.remove_settled(groups)
+        # The tasks first: whoever holds one could save a rollout under a mark that is gone already.
         if self._sweep:
             self._sweep = False
             await self._issuer.remove_leftover_tasks()
+        await self._issuer.remove_settled(groups)
 
     async def _watch(self) -> None:
         """Once a second: a wiped Redis, deadlines, the pause mark, stream lengths, the learner's account."""

@@ -19,12 +19,14 @@ class OpenGroup:
     """One value of the `open` hash: a group issued and not settled.
 
     `min_version` is that of the first issue: answers of an earlier attempt count, so no token can be older.
+    `progress` is how far its rollouts were when its deadline was last looked at.
     """
 
     attempt: int
     issued_unix_s: float
     deadline_unix_s: float
     min_version: int
+    progress: int = 0
 
     def to_json(self) -> str:
         """The text in the hash."""

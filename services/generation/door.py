@@ -20,7 +20,7 @@ from gspo_proto.generation_pb2 import (
     PushResult,
     WeightFrame,
 )
-from gspo_proto.rollout_pb2 import Rollout
+from gspo_proto.rollout_pb2 import GroupTask, Rollout
 from services.common import metrics
 from services.common.runtime import Service
 from services.generation.engine_api import EngineBrokenError, EngineLike, LoadFailedError
@@ -61,7 +61,7 @@ class Door(generation_pb2_grpc.GenerationServicer):
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Rollout]:
         """Rollouts of one task, each as soon as it is finished."""
-        task = request.task
+        task = self._fitting(request.task)
         pending = [self._rollouts.generate(task, number) for number in range(max(1, task.num_rollouts))]
         try:
             for finished in asyncio.as_completed(pending):
@@ -70,6 +70,14 @@ class Door(generation_pb2_grpc.GenerationServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except (AbortedError, EngineBrokenError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    def _fitting(self, task: GroupTask) -> GroupTask:
+        """The task, with no more tokens asked for than the engine has places."""
+        algorithm = self._service.config.algorithm
+        places = algorithm.prompt_length + algorithm.response_length - len(task.prompt.token_ids)
+        if 0 < places < task.sampling.max_tokens:
+            task.sampling.max_tokens = places
+        return task
 
     async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Context) -> PushResult:
         """Take one version; old weights stay in place on any failure."""

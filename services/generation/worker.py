@@ -1,6 +1,7 @@
 """The generation loop: takes groups from the prompts streams, and writes each rollout as soon as it is finished.
 
-consumes: prompts, and eval_prompts when prompts has nothing. produces: rollouts, eval_rollouts, what is put aside.
+consumes: aside when a step begins, prompts, and eval_prompts when there is nothing else. produces: rollouts,
+eval_rollouts, aside.
 waits for: room in the engine, a task, weights new enough for a task. unblocked by: a finished group, the
 coordinator, a push. Neighbours: rollouts.py makes the rollouts, saver.py saves them, door.py changes the weights.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import structlog
 
@@ -21,6 +21,7 @@ from services.common.runtime import Service
 from services.common.streams import DONE, Delivery, Inbox, Output, new_consumer
 from services.common.traces import Traces
 from services.generation.engine_api import EngineLike
+from services.generation.held import Held, Source
 from services.generation.outbox import Outbox
 from services.generation.rollouts import AbortedError, Rollouts
 from services.generation.saver import Saver
@@ -35,30 +36,6 @@ _WEIGHTS_PATIENCE_S = 5.0
 _OUT_S = 30.0
 
 
-@dataclass(frozen=True)
-class Source:
-    """One stream of tasks and where its results go."""
-
-    inbox: Inbox
-    outbox: Outbox
-    rollouts: str
-    scored: str
-    group_size: int  # rollouts of a task, at most
-    segment_tokens: int | None = None  # of a rollout in one step, while others wait
-
-
-@dataclass
-class Held:
-    """One task in this worker's hands."""
-
-    source: Source
-    delivery: Delivery
-    task: GroupTask
-    num_running: int  # its rollouts that take room
-    under_way: dict[int, UnderWay] = field(default_factory=dict)
-    puts_aside: bool = False  # what of it has used up its tokens of this step waits for a later one
-
-
 class Worker:
     """Keeps the engine full and no fuller."""
 
@@ -67,19 +44,20 @@ class Worker:
         consumer, lease_s = new_consumer(service.options.name), config.services.lease_s
         self._service, self._engine, self._rollouts = service, engine, rollouts
         self._max_rollouts, self._max_attempts = config.generation.max_rollouts, config.staleness.max_attempts
-        training = Inbox(service.redis, keys, keys.prompts, consumer=consumer, lease_s=lease_s)
-        evaluation = Inbox(service.redis, keys, keys.eval_prompts, consumer=consumer, lease_s=lease_s)
-        self._training = Source(
-            training,
-            Outbox(training),
-            keys.rollouts,
-            keys.scored,
-            config.algorithm.num_return_sequences_in_group,
-            config.generation.segment_tokens,
+        training, aside, evaluation = (
+            Inbox(service.redis, keys, stream, consumer=consumer, lease_s=lease_s)
+            for stream in (keys.prompts, keys.aside, keys.eval_prompts)
         )
+        size, segment = config.algorithm.num_return_sequences_in_group, config.generation.segment_tokens
+        self._training = Source(training, Outbox(training), keys.rollouts, keys.scored, size, segment)
+        self._aside = Source(aside, Outbox(aside), keys.rollouts, keys.scored, size, segment)
         self._evaluation = Source(
             evaluation, Outbox(evaluation), keys.eval_rollouts, keys.eval_scored, config.evaluation.num_answers
         )
+        self._sources = [self._training, self._aside, self._evaluation]
+        # Tasks that had their tokens of the step before: they go first when a step begins, after the others within it.
+        self._num_due = 0
+        self._step_begins = True
         self._held: dict[asyncio.Task[None], Held] = {}
         self._saver = Saver(config.generation, engine, self._under_way)
         self._num_running = 0
@@ -92,8 +70,9 @@ class Worker:
         return self._num_running
 
     def weights_changed(self) -> None:
-        """Tell the tasks that wait for newer weights; take tasks again."""
+        """A step begins. Tell the tasks that wait for newer weights; take tasks again."""
         self._out_until = 0.0
+        self._step_begins = True
         self._changed.set()
 
     async def run(self) -> None:
@@ -117,7 +96,15 @@ class Worker:
                 self._service.activity.set("waiting", "weights", f"newer than version {self._engine.version}")
             await self._wait_for_change()
             return
-        for source in (self._training, self._evaluation):
+        if self._step_begins:
+            self._step_begins, self._num_due = False, await self._aside.inbox.num_untaken()
+        if self._num_due:
+            room = min(self._room(self._aside), self._num_due)
+            taken = await self._aside.inbox.take(room, block_s=0)
+            self._num_due = self._num_due - len(taken) if taken else 0
+            self._start(self._aside, taken)
+            return
+        for source in self._sources:
             if (room := self._room(source)) and (taken := await source.inbox.take(room, block_s=0)):
                 self._start(source, taken)
                 return
@@ -159,7 +146,7 @@ class Worker:
         unfinished = await self._unfinished(held)
         # A holder that saved something has not failed: only what came of nothing counts.
         fruitless = delivery.attempt - max((rollout.state.delivery for rollout in unfinished), default=0)
-        if fruitless > self._max_attempts:
+        if unfinished and fruitless > self._max_attempts:
             await self._give_up(held, f"handed out {fruitless - 1} times and never finished")
             return
         if not await self._has_version(task.min_version):
@@ -195,7 +182,9 @@ class Worker:
 
     async def _others_wait(self, source: Source) -> bool:
         """Whether tasks wait that fit into no engine: this one's room would have been filled."""
-        return not self._room(source) and await source.inbox.num_untaken() > 0
+        if self._room(source):
+            return False
+        return any([await waiting.inbox.num_untaken() for waiting in (self._training, self._aside)])
 
     async def _end_or_put_aside(self, held: Held) -> None:
         """Acknowledge a task whose rollouts are all written; save what is not, and leave it to any generator."""
@@ -204,8 +193,8 @@ class Worker:
             await inbox.finish(delivery)
             return
         metrics.ROLLOUTS_PUT_ASIDE.inc(len(held.under_way))
-        await self._saver.save(_rollouts_of(held), put_aside=True)
-        await inbox.give_back(delivery, group=None if held.task.evaluation else held.task.group)
+        await self._saver.save(held.rollouts(), put_aside=True)
+        await inbox.give_back(delivery, stream=self._aside.inbox.stream, group=held.task.group)
 
     async def _unfinished(self, held: Held) -> list[UnderWay]:
         """The rollouts that no earlier holder has finished, each as it was saved last."""
@@ -221,7 +210,7 @@ class Worker:
     def _under_way(self) -> Iterator[tuple[Inbox, Delivery, UnderWay]]:
         for task, held in self._held.items():
             if not task.done():
-                yield from _rollouts_of(held)
+                yield from held.rollouts()
 
     async def _give_up(self, held: Held, reason: str) -> None:
         """Settle the way of a group that cannot be generated: a failure for the learner, a dead letter for people."""
@@ -260,14 +249,17 @@ class Worker:
         """Renew what is held, drop what was lost, and take over what other workers let go."""
         while True:
             await asyncio.sleep(self._training.inbox.lease_s / 3)
-            for source in (self._training, self._evaluation):
-                mine = {task: held for task, held in self._held.items() if held.source is source and not task.done()}
-                kept = await source.inbox.renew([held.delivery for held in mine.values()])
-                for task, held in mine.items():
-                    if held.delivery.entry not in kept and not task.done():
-                        log.warning("lease_lost", group=held.task.group)
-                        task.cancel()
+            for source in self._sources:
+                await self._renew(source)
                 await self._take_over(source)
+
+    async def _renew(self, source: Source) -> None:
+        mine = {task: held for task, held in self._held.items() if held.source is source and not task.done()}
+        kept = await source.inbox.renew([held.delivery for held in mine.values()])
+        for task, held in mine.items():
+            if held.delivery.entry not in kept and not task.done():
+                log.warning("lease_lost", group=held.task.group)
+                task.cancel()
 
     async def _take_over(self, source: Source) -> None:
         """Start what other workers let go, as much as fits: a dead one may have held as many groups as we can run."""
@@ -293,19 +285,16 @@ class Worker:
     async def _drain(self) -> None:
         """Finish the groups under way; what the deadline cuts off is saved, and goes on elsewhere at once."""
         deadline = time.monotonic() + self._service.config.run.drain_timeout_s / 2
+        for source in self._sources:
+            await self._renew(source)  # at the end of a run the coordinator has taken its tasks back
         while any(not task.done() for task in self._held) and time.monotonic() < deadline:
             self._service.activity.set("busy", "draining", f"{self._num_running} rollouts")
             await self._wait_for_change()
         left = {task: held for task, held in self._held.items() if not task.done()}
-        await self._saver.save([entry for held in left.values() for entry in _rollouts_of(held)], put_aside=True)
+        await self._saver.save([entry for held in left.values() for entry in held.rollouts()], put_aside=True)
         for task, held in left.items():
             task.cancel()
             await held.source.inbox.give_back(held.delivery)
-
-
-def _rollouts_of(held: Held) -> Iterator[tuple[Inbox, Delivery, UnderWay]]:
-    for rollout in held.under_way.values():
-        yield held.source.inbox, held.delivery, rollout
 
 
 def _trace(traces: Traces, rollout: Rollout) -> None:

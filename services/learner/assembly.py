@@ -148,9 +148,10 @@ class Assembler:
             take_in(self.moments, rows)
 
     def _settle(self, group: int, settlement: Settlement, reason: str) -> SettledGroup:
-        self._groups.pop(group, None)
+        left = self._groups.pop(group, None)
         self._settlements.add(group, settlement)
-        return SettledGroup(group, settlement, reason)
+        lengths = tuple(row.num_sampled for row in left.rows()) if left and settlement is Settlement.STALE else ()
+        return SettledGroup(group, settlement, reason, lengths)
 
     def _settle_spent(self, version: int) -> tuple[SettledGroup, ...]:
         """End the complete groups that cannot be trained on, by number."""

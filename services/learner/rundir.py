@@ -238,7 +238,9 @@ class RunDir:
     def _append_settled(self, groups: Sequence[SettledGroup]) -> None:
         now = time.time()
         self._settled_lines.append(
-            {"group": s.group, "settlement": s.settlement.value, "reason": s.reason, "unix_s": now} for s in groups
+            {"group": s.group, "settlement": s.settlement.value, "reason": s.reason, "unix_s": now}
+            | ({"response_tokens": list(s.response_tokens)} if s.response_tokens else {})
+            for s in groups
         )
 
     def _refuse_settled(self, groups: Sequence[int]) -> None:

@@ -24,11 +24,12 @@ class Settlement(StrEnum):
 
 @dataclass(frozen=True)
 class SettledGroup:
-    """A group that ended, and why."""
+    """A group that ended, and why. `response_tokens` of each of its rollouts, where it was too old to train on."""
 
     group: int
     settlement: Settlement
     reason: str
+    response_tokens: tuple[int, ...] = ()
 
     def to_proto(self) -> rollout_pb2.SettledGroup:
         """As it travels in a GroupsSettled event."""

@@ -152,6 +152,14 @@ async def test_what_is_given_back_goes_to_the_end_for_any_worker(redis: Redis, k
     assert [(taken.payload, taken.attempt) for taken in found] == [(b"next", 1), (b"task", 1)]
 
 
+async def test_what_is_given_back_may_go_to_another_stream(redis: Redis, keys: Keys) -> None:
+    worker, delivery = await take_one(redis, keys, "a")
+    assert await worker.give_back(delivery, stream=keys.aside)
+    assert await redis.xlen(keys.prompts) == 0
+    aside = Inbox(redis, keys, keys.aside, consumer="b", lease_s=LEASE_S)
+    assert [found.payload for found in await aside.take(2, block_s=1)] == [b"task"]
+
+
 async def test_what_is_given_back_after_its_group_has_ended_is_gone(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
     await redis.hset(keys.open, "8", "{}")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from gspo_proto.rollout_pb2 import GroupTask, Scored
+from gspo_proto.rollout_pb2 import GroupTask, RolloutState, Scored
 from services.common.keys import Keys, rollout_id
 from services.common.streams import FIELD
 from tests.integration.coordinator.conftest import Coordinator, Until
@@ -60,6 +60,7 @@ async def test_as_many_groups_as_slots_and_no_more(
         "issued_unix_s": first.issued_unix_s,
         "deadline_unix_s": first.deadline_unix_s,
         "min_version": 0,
+        "progress": 0,
     }
 
 
@@ -122,6 +123,27 @@ async def test_an_expired_group_is_issued_again_and_then_given_up(
         return set(await groups(redis, keys)) == {2, 3}
 
     await until(only_new, "new groups, and the tasks of settled ones gone")
+
+
+async def test_a_group_that_goes_on_is_not_issued_again_at_its_deadline(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+) -> None:
+    """Group 0's rollouts grow from look to look, group 1's do not."""
+    coordinator.start(configure(staleness={"max_lag": 0, "group_deadline_s": 1.0, "max_attempts": 2}))
+    lengths = iter(range(1, 1000))
+
+    async def given_up() -> bool:
+        state = RolloutState(schema=1, started_unix_s=1.0, token_ids=range(next(lengths)))
+        await redis.hset(keys.partial, rollout_id(0, 0), state.SerializeToString())
+        return await redis.xlen(keys.scored) > 0
+
+    await until(given_up, "group 1 to be given up")
+    entries: Any = await redis.xrange(keys.scored)
+    assert {Scored.FromString(fields[FIELD]).failure.group for _, fields in entries} == {1}
+    assert [task.attempt for task in await tasks(redis, keys) if task.group == 0] == [1]
+    entry = (await open_groups(redis, keys))[0]
+    assert entry["progress"] > 0
+    assert entry["deadline_unix_s"] > entry["issued_unix_s"] + 1.5
 
 
 async def test_a_killed_coordinator_misses_no_group_and_repeats_none(

@@ -192,6 +192,46 @@ async def test_a_push_with_requests_in_flight(generator: Generator, tmp_path: Pa
     assert np.abs(delta).max() < 1e-4
 
 
+async def test_a_push_under_restart_ends_what_is_under_way(generator: Generator, tmp_path: Path) -> None:
+    engine, staged, old = generator.engine, generator.staged, generator.engine.version
+    folder = make_tiny_model(tmp_path / "new", seed=10 + old, scale=4.0)
+    tasks = await running(engine, sampling(300, ignore_eos=True))
+    push(staged, folder)
+    await engine.load(old + 1, staged, on_update="restart", timeout_s=60)
+    generator.folders.append(folder)
+    for completion in await asyncio.gather(*tasks):
+        assert completion.finish == "restart"
+        assert set(completion.version) == {old}
+        assert 0 < len(completion.token_ids) == len(completion.logp) < 300
+    delta = difference(Reference.load(folder), PROMPTS, await answers(engine, sampling(60)))
+    assert delta.std() < 1e-5
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+async def test_what_goes_on_after_a_push_meets_no_keys_and_values_of_before_it(
+    generator: Generator, tmp_path: Path, on_update: OnUpdate
+) -> None:
+    """A prompt of several blocks, and an answer that is put aside, before and after the weights change."""
+    engine, staged, old = generator.engine, generator.staged, generator.engine.version
+    prompt = [4 + place % 90 for place in range(300)]
+    first = await engine.generate("first", prompt, sampling(40, ignore_eos=True))
+    longer = prompt + first.token_ids
+    again = await engine.generate("again", longer, sampling(20, ignore_eos=True))
+    before = Reference.load(generator.folder)
+    assert np.abs(np.array(again.logp) - before.logp(longer, again.token_ids)).max() < 1e-4
+
+    folder = make_tiny_model(tmp_path / "new", seed=10 + old, scale=4.0)
+    await engine.load(old + 1, push(staged, folder), on_update=on_update, timeout_s=60)
+    generator.folders.append(folder)
+    later = await engine.generate("later", longer, sampling(20, ignore_eos=True))
+    after = Reference.load(folder)
+    reported = np.array(later.logp)
+    assert set(later.version) == {old + 1}
+    assert np.abs(reported - after.logp(longer, later.token_ids)).max() < 1e-4
+    # Had the prefix's blocks been found, they would be of the other policy.
+    assert np.abs(reported - before.logp(longer, later.token_ids)).max() > 0.1
+
+
 async def test_changes_give_the_same_weights_as_a_full_push(generator: Generator, tmp_path: Path) -> None:
     engine, staged = generator.engine, generator.staged
     folder = tmp_path / "changed"

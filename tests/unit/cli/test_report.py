@@ -155,6 +155,21 @@ def ended(path: Path) -> Path:
     return path
 
 
+def test_the_report_says_which_lengths_were_lost_to_age(path: Path) -> None:
+    """The trained answers have 3 tokens; of those dropped one as well, and two have 4 to 7."""
+    with RunDir(path) as run_dir:
+        train(run_dir, 1, 1)
+        run_dir.settle([SettledGroup(4, Settlement.STALE, "too old", (3, 7, 4))])
+    _, html = report(path)
+    text = " ".join(html.split())
+    assert '<th>2 to 3</th><td class="num">8</td><td class="num">1</td><td class="num">11 %</td>' in text
+    assert '<th>4 to 7</th><td class="num">0</td><td class="num">2</td><td class="num">100 %</td>' in text
+
+
+def test_a_report_without_losses_to_age_has_no_table_of_them(ended: Path) -> None:
+    assert "What age has cost" not in report(ended)[1]
+
+
 def page(run_dir: Path) -> str:
     """The report as it stands on the disk."""
     return (run_dir / "report.html").read_text()

@@ -207,6 +207,34 @@ def test_keys_that_may_change(given: dict[str, Any], section: str, keys: dict[st
 
 
 @pytest.mark.parametrize(
+    ("staleness", "on_update", "fix"),
+    [
+        ({"max_lag": 0}, "recompute", "Leave it out, or raise max_lag"),
+        ({"max_lag": 0, "on_stale": "mask"}, "recompute", "Leave it out, or raise max_lag"),
+        ({"max_lag": 3}, "recompute", "Set staleness.max_lag: 4 or more, on_stale: mask, or longer segments"),
+        ({"max_lag": 3, "on_stale": "drop"}, "keep", "Set staleness.max_lag: 4 or more, on_stale: mask, or longer"),
+        ({"max_lag": 4}, "restart", "Leave one of them out"),
+        ({"max_lag": 4}, "recompute", None),
+        ({"max_lag": 4, "on_stale": "drop"}, "keep", None),
+        ({"max_lag": 1, "on_stale": "mask"}, "recompute", None),
+    ],
+)
+def test_segments_need_steps_to_go_on_in(
+    given: dict[str, Any], staleness: dict[str, Any], on_update: str, fix: str | None
+) -> None:
+    """Answers of 1,000 tokens in segments of 300 take four steps."""
+    given["staleness"] = staleness
+    given["algorithm"] = {"response_length": 1000}
+    given["generation"] = {"segment_tokens": 300, "on_update": on_update}
+    if fix is None:
+        assert parse_config(given, Path()).generation.segment_tokens == 300
+        return
+    error = refusal(given)
+    assert error.where == "generation.segment_tokens"
+    assert error.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
     ("section", "keys"),
     [
         ("algorithm", {"num_mini_batches": 2}),

@@ -6,7 +6,7 @@ from redis.cluster import key_slot
 
 from services.common.keys import HEARTBEAT_S, MEMBER_TTL_S, Keys, consumer_groups, rollout_id
 
-NAMES = ("prompts", "rollouts", "scored", "eval_prompts", "eval_rollouts", "eval_scored")
+NAMES = ("prompts", "aside", "rollouts", "scored", "eval_prompts", "eval_rollouts", "eval_scored")
 OTHERS = ("dead", "events", "partial", "open", "redis_epoch", "members", "paused")
 
 

@@ -370,10 +370,11 @@ def test_drop_and_mask_do_not_wait(fill, on_stale: str) -> None:
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
 def test_a_group_with_a_token_too_old_is_stale(scored, on_stale: str) -> None:
     a = assembler(max_lag=1, on_stale=on_stale)
-    a.add(scored(0, 0, version=[5, 5]))
+    a.add(scored(0, 0, version=[5, 5, -1, 5]))
     a.add(scored(0, 1, version=[3, 5]))
     reason = "sampled by version 3, trained at 5; at most 1 behind"
-    assert a.next_batch(5, {}).settled == (SettledGroup(0, Settlement.STALE, reason),)
+    # With how long its answers were: the loss by length is reported.
+    assert a.next_batch(5, {}).settled == (SettledGroup(0, Settlement.STALE, reason, (3, 2)),)
 
 
 def test_only_tokens_that_count_make_a_group_old(scored) -> None:
@@ -411,7 +412,8 @@ def test_a_group_that_masking_empties_is_stale(fill) -> None:
     a = assembler(max_lag=1, on_stale="mask")
     fill(a, 0, version=3)
     reason = "sampled by version 3, trained at 5; at most 1 behind"
-    assert a.next_batch(5, {}).settled == (SettledGroup(0, Settlement.STALE, reason),)
+    (settled,) = a.next_batch(5, {}).settled
+    assert (settled.group, settled.settlement, settled.reason) == (0, Settlement.STALE, reason)
 
 
 def test_a_lag_lowered_on_resume_does_not_wait_for_ever(fill) -> None:

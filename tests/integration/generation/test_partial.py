@@ -1,0 +1,242 @@
+"""Rollouts that are cut in two: by a worker's death, by their budget of a step, by its end, by new weights.
+
+Workers, saves and streams are real, on a real Redis; the engine only takes time, and its log-probs follow from token,
+place and weights, so every token can be checked. test_service.py kills a real generator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from benchmarks.simulated.answers import key_of, log_probs
+from benchmarks.simulated.engine import SimulatedEngine
+from benchmarks.simulated.settings import Settings
+from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout, RolloutState, Sampling
+from services.common.config import Config
+from services.common.keys import Keys
+from services.common.runtime import Service
+from services.common.streams import append
+from services.generation.rollouts import Rollouts
+from services.generation.staging import StagedWeights
+from services.generation.worker import Worker
+from tests.integration.push_peers import SHAPES, policy, service_of
+from tests.service_process import make_run
+from tests.tiny_model import make_tokenizer
+
+pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
+LENGTH, SAVE_TOKENS, PROMPT = 120, 32, [1, 4, 50, 5]
+# What stands for the weights of versions 0 and 1.
+KEYS = {0: 7, 1: 1234}
+
+
+@dataclass
+class Generator:
+    """A worker with its engine."""
+
+    service: Service
+    engine: SimulatedEngine
+    worker: Worker
+    running: asyncio.Task[None]
+
+    async def end(self) -> None:
+        self.service.stopping.set()
+        await self.running
+        await self.close()
+
+    async def kill(self) -> None:
+        """As SIGKILL does: nothing is said to anybody."""
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.close()
+
+    async def close(self) -> None:
+        await self.engine.stop()
+        await self.service.redis.aclose()
+
+
+def configure(folder: Path, **generation: Any) -> Config:
+    return make_run(
+        folder,
+        folder,
+        algorithm={"response_length": 128},
+        generation={"max_rollouts": 4, "save_tokens": SAVE_TOKENS, **generation},
+        staleness={"max_lag": 8},
+        services={"lease_s": 0.6},
+        run={"drain_timeout_s": 0.2},
+    )
+
+
+def start(config: Config, redis_url: str, name: str, *, version: int = 0) -> Generator:
+    service = service_of(f"generation-{name}", config, redis_url)
+    settings = Settings(decode_s=0.004, decode_s_per_request=0.0, length_median=LENGTH)
+    engine = SimulatedEngine(settings, max_num_seqs=4, vocabulary=90, eos=2, key=KEYS[version], version=version)
+    rollouts = Rollouts(engine, make_tokenizer(), config.generation, name)
+    worker = Worker(service, engine, rollouts)
+    return Generator(service, engine, worker, asyncio.create_task(worker.run()))
+
+
+async def issue(redis: Redis, keys: Keys, *groups: int) -> None:
+    for group in groups:
+        await redis.hset(keys.open, str(group), "{}")
+    await append(redis, keys.prompts, [task(group) for group in groups])
+
+
+def task(group: int) -> bytes:
+    prompt, sampling = Prompt(token_ids=PROMPT), Sampling(temperature=1.0, max_tokens=128)
+    return GroupTask(
+        schema=1, group=group, attempt=1, num_rollouts=4, prompt=prompt, sampling=sampling
+    ).SerializeToString()
+
+
+async def finished(redis: Redis, keys: Keys, num: int) -> list[Rollout]:
+    while await redis.xlen(keys.rollouts) < num:
+        await asyncio.sleep(0.01)
+    while await redis.xlen(keys.prompts) + await redis.xlen(keys.aside):
+        await asyncio.sleep(0.01)
+    found = [Rollout.FromString(fields[b"d"]) for _, fields in await redis.xrange(keys.rollouts)]
+    assert len({(rollout.group, rollout.number) for rollout in found}) == len(found) == num
+    return found
+
+
+def check_tokens(rollout: Rollout, keys_of: dict[int, int]) -> None:
+    """Whole, and every log-prob is that of its token, place and version."""
+    assert len(rollout.token_ids) == len(rollout.version) == len(rollout.mask) == LENGTH
+    assert rollout.token_ids[-1] == 2
+    expected = [
+        log_probs([token], len(PROMPT) + place, keys_of[version])[0]
+        for place, (token, version) in enumerate(zip(rollout.token_ids, rollout.version, strict=True))
+    ]
+    assert np.array_equal(np.array(rollout.logp, np.float32), np.array(expected))
+
+
+async def sampled_at_least(generator: Generator, num: int) -> dict[int, int]:
+    """Tokens of each rollout once each has so many."""
+    while True:
+        found = {
+            rollout.number: len(rollout.state.token_ids) + generator.engine.num_sampled(rollout.request_id)
+            for _, _, rollout in generator.worker._under_way()
+        }
+        if len(found) == 4 and min(found.values()) >= num:
+            return found
+        await asyncio.sleep(0.005)
+
+
+async def test_what_a_killed_worker_had_saved_goes_on_elsewhere(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    config = configure(tmp_path)
+    dying = start(config, redis_url, "dying")
+    await issue(redis, keys, 7)
+    sampled = await sampled_at_least(dying, 2 * SAVE_TOKENS)
+    await dying.kill()
+
+    other = start(config, redis_url, "other", version=1)
+    for rollout in await finished(redis, keys, 4):
+        kept = list(rollout.version).count(0)
+        assert list(rollout.version) == [0] * kept + [1] * (LENGTH - kept)
+        assert 0 <= sampled[rollout.number] - kept <= SAVE_TOKENS
+        assert rollout.generator == "other"
+        check_tokens(rollout, KEYS)
+    await other.end()
+
+
+async def test_answers_beyond_their_budget_make_room_and_go_on_later(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    """Room for one group, and three of them: each goes on by turns, and none has to wait for the end of another."""
+    config = configure(tmp_path, segment_tokens=50)
+    generators = [start(config, redis_url, "one")]
+    await issue(redis, keys, 0, 1, 2)
+    while not await redis.hlen(keys.partial):
+        await asyncio.sleep(0.005)
+    # On any generator: what the first has put aside the second, with newer weights, takes up.
+    generators.append(start(config, redis_url, "two", version=1))
+    found = await finished(redis, keys, 12)
+    for rollout in found:
+        check_tokens(rollout, KEYS)
+    moved = [rollout for rollout in found if set(rollout.version) == {0, 1} and rollout.version[49:51] == [0, 1]]
+    assert moved, "no answer was put aside after its 50 tokens and went on elsewhere"
+    for generator in generators:
+        await generator.end()
+
+
+async def test_nothing_is_put_aside_while_nobody_waits(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    generator = start(configure(tmp_path, segment_tokens=50, save_tokens=1000), redis_url, "one")
+    await issue(redis, keys, 0)
+    await sampled_at_least(generator, 60)
+    assert await redis.hlen(keys.partial) == 0
+    for rollout in await finished(redis, keys, 4):
+        check_tokens(rollout, KEYS)
+    await generator.end()
+
+
+async def test_a_worker_that_is_told_to_stop_saves_and_lets_go_at_once(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    generator = start(configure(tmp_path, save_tokens=1000), redis_url, "one")
+    await issue(redis, keys, 0)
+    sampled = await sampled_at_least(generator, 20)
+    await generator.end()
+    assert (await redis.xpending(keys.prompts, "generation"))["pending"] == 0
+    assert await redis.xlen(keys.prompts) == 1
+    states = [RolloutState.FromString(state) for state in await redis.hvals(keys.partial)]
+    assert len(states) == 4
+    assert all(len(state.token_ids) >= min(sampled.values()) and state.delivery == 0 for state in states)
+
+
+async def test_new_weights_under_restart_drop_the_tokens_and_keep_the_ids(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    config = configure(tmp_path, on_update="restart")
+    generator = start(config, redis_url, "one")
+    await issue(redis, keys, 3)
+    await sampled_at_least(generator, 40)
+    staged = StagedWeights(SHAPES, "bfloat16")
+    staged.begin(changes=False)
+    for name, bits in policy(1).bits.items():
+        staged.write(name, 0, bits.tobytes())
+    await generator.engine.load(1, staged, on_update="restart", timeout_s=5)
+    for rollout in await finished(redis, keys, 4):
+        assert set(rollout.version) == {1}
+        check_tokens(rollout, {1: key_of(staged, staged.current)})
+    await generator.end()
+    staged.close()
+
+
+async def test_saved_tokens_of_older_weights_are_dropped_under_restart(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    config = configure(tmp_path, on_update="restart")
+    dying = start(config, redis_url, "dying")
+    await issue(redis, keys, 3)
+    await sampled_at_least(dying, 2 * SAVE_TOKENS)
+    await dying.kill()
+    other = start(config, redis_url, "other", version=1)
+    assert {version for rollout in await finished(redis, keys, 4) for version in rollout.version} == {1}
+    await other.end()
+
+
+async def test_a_holder_that_saved_something_does_not_count_as_one_that_failed(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    """More deaths than staleness.max_attempts (3) allows a task that comes to nothing."""
+    config = configure(tmp_path, save_tokens=4)
+    await issue(redis, keys, 5)
+    for death in range(5):
+        generator = start(config, redis_url, str(death))
+        await sampled_at_least(generator, 20 * death + 10)
+        await generator.kill()
+    generator = start(config, redis_url, "last")
+    for rollout in await finished(redis, keys, 4):
+        check_tokens(rollout, KEYS)
+    assert await redis.xlen(keys.dead) == 0
+    await generator.end()
