@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import structlog
 from redis.asyncio import Redis
@@ -115,9 +116,10 @@ class Issuer:
         progress = {}
         for group in groups:
             marks = [rollout_id(group, number) for number in numbers]
-            found = [state for state in await self._redis.hmget(self._keys.partial, marks) if state is not None]
+            found: Any = await self._redis.hmget(self._keys.partial, marks)
+            states: list[bytes] = [state for state in found if state is not None]
             progress[group] = sum(
-                longest if state == DONE else len(RolloutState.FromString(state).token_ids) for state in found
+                longest if state == DONE else len(RolloutState.FromString(state).token_ids) for state in states
             )
         return progress
 

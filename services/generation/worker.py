@@ -236,11 +236,11 @@ class Worker:
         self._out_until = time.monotonic() + _OUT_S
         await held.source.inbox.give_back(held.delivery)
 
-    async def _wait_for_change(self) -> None:
+    async def _wait_for_change(self, most_s: float = 1.0) -> None:
         """Until a group ended or weights changed; a second at most, so that a lost signal only costs that."""
         self._changed.clear()
         try:
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(min(1.0, most_s)):
                 await self._changed.wait()
         except TimeoutError:
             return
@@ -289,7 +289,7 @@ class Worker:
             await self._renew(source)  # at the end of a run the coordinator has taken its tasks back
         while any(not task.done() for task in self._held) and time.monotonic() < deadline:
             self._service.activity.set("busy", "draining", f"{self._num_running} rollouts")
-            await self._wait_for_change()
+            await self._wait_for_change(max(0.0, deadline - time.monotonic()))
         left = {task: held for task, held in self._held.items() if not task.done()}
         await self._saver.save([entry for held in left.values() for entry in held.rollouts()], put_aside=True)
         for task, held in left.items():

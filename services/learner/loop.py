@@ -34,6 +34,7 @@ from services.common.advice import NEVER_CLIPPED_STEPS, advice
 from services.common.events import Events
 from services.common.runtime import Service
 from services.common.step_time import seconds_by_cause
+from services.learner.age_cost import AgeCost
 from services.learner.assembly import Assembler, Batch, Exhausted, Hopeless, Waiting
 from services.learner.held_out import HeldOut
 from services.learner.intake import Intake
@@ -85,10 +86,9 @@ class Learner:
         self._version, self._digest = version, ""
         self._in_training: tuple[int, ...] = ()
         self._ended_untrained: Counter[Settlement] = Counter()
-        self._dropped_lengths: list[int] = []
+        self._age_cost = AgeCost()
         self._recent: list[Mapping[str, float]] = []
         self._trained_s, self._clock = run_dir.trained_s, StepClock(self.intake.journeys, service.traces)
-        self._waited_for_old_s = 0.0
         self._is_generated = False
         self._num_groups: int | None = None
         self._stop_reason = self._done_reason = ""
@@ -236,7 +236,7 @@ class Learner:
             return
         finally:
             if waiting.what == "old_groups":
-                self._waited_for_old_s += time.monotonic() - began
+                self._age_cost.waited(time.monotonic() - began)
 
     async def _step(self, batch: Batch) -> None:
         """Log, acknowledge, train, publish, record, announce: in this order, so that a kill anywhere loses nothing."""
@@ -266,30 +266,12 @@ class Learner:
         untrained = (Settlement.FILTERED, Settlement.STALE, Settlement.FAILED)
         figures |= {f"groups_{ending}": float(self._ended_untrained[ending]) for ending in untrained}
         self._ended_untrained.clear()
-        figures |= self._stale_figures()
+        figures |= self._age_cost.figures()
         self._clock.published(policy.version)
         # Generators wait for the weights, nobody for the record.
         self.publisher.publish(policy)
         await self._record(batch, figures)
         await self._put_aside()
-
-    def _stale_figures(self) -> dict[str, float]:
-        """What on_stale has cost since the step before: time waited, or answers dropped, and how long they were."""
-        lengths, waited_s = self._dropped_lengths, self._waited_for_old_s
-        self._dropped_lengths, self._waited_for_old_s = [], 0.0
-        metrics.STALE_TOKENS.labels("dropped").inc(sum(lengths))
-        metrics.STALE_WAIT_SECONDS.inc(waited_s)
-        figures = {
-            "wait_old_s": waited_s,
-            "dropped_rollouts": float(len(lengths)),
-            "dropped_tokens": float(sum(lengths)),
-        }
-        if lengths:
-            figures |= {
-                "dropped_response_tokens_mean": sum(lengths) / len(lengths),
-                "dropped_response_tokens_max": float(max(lengths)),
-            }
-        return figures
 
     async def _record(self, batch: Batch, figures: dict[str, float]) -> None:
         """The step's figures: on disk, in the metrics, on the events stream."""
@@ -317,7 +299,7 @@ class Learner:
             return
         await asyncio.to_thread(self._run_dir.settle, groups)
         self._ended_untrained.update(group.settlement for group in groups)
-        self._dropped_lengths += [length for group in groups for length in group.response_tokens]
+        self._age_cost.ended(groups)
         await self.intake.acknowledge(group.group for group in groups)
         self.intake.journeys.take(group.group for group in groups)
         await self._announce(groups_settled=GroupsSettled(groups=[group.to_proto() for group in groups]))

@@ -233,7 +233,7 @@ async def test_a_holder_that_saved_something_does_not_count_as_one_that_failed(
     await issue(redis, keys, 5)
     for death in range(5):
         generator = start(config, redis_url, str(death))
-        await sampled_at_least(generator, 20 * death + 10)
+        await sampled_at_least(generator, 10 * death + 5)
         await generator.kill()
     generator = start(config, redis_url, "last")
     for rollout in await finished(redis, keys, 4):

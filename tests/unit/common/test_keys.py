@@ -34,6 +34,7 @@ def test_every_stream_of_work_has_one_reader() -> None:
     keys = Keys("math")
     assert consumer_groups(keys) == {
         keys.prompts: "generation",
+        keys.aside: "generation",
         keys.eval_prompts: "generation",
         keys.rollouts: "reward",
         keys.eval_rollouts: "reward",

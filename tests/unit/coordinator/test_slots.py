@@ -123,8 +123,8 @@ def test_deadlines() -> None:
 
 
 def test_an_open_group_survives_its_text() -> None:
-    group = OpenGroup(attempt=2, issued_unix_s=1.5, deadline_unix_s=601.5, min_version=7)
-    text = '{"attempt": 2, "issued_unix_s": 1.5, "deadline_unix_s": 601.5, "min_version": 7}'
+    group = OpenGroup(attempt=2, issued_unix_s=1.5, deadline_unix_s=601.5, min_version=7, progress=30)
+    text = '{"attempt": 2, "issued_unix_s": 1.5, "deadline_unix_s": 601.5, "min_version": 7, "progress": 30}'
     assert group.to_json() == text
     assert OpenGroup.from_json(text.encode()) == group
 
