@@ -73,9 +73,9 @@ def configure(folder: Path, **generation: Any) -> Config:
     )
 
 
-def start(config: Config, redis_url: str, name: str, *, version: int = 0) -> Generator:
+def start(config: Config, redis_url: str, name: str, *, version: int = 0, decode_s: float = 0.004) -> Generator:
     service = service_of(f"generation-{name}", config, redis_url)
-    settings = Settings(decode_s=0.004, decode_s_per_request=0.0, length_median=LENGTH)
+    settings = Settings(decode_s=decode_s, decode_s_per_request=0.0, length_median=LENGTH)
     engine = SimulatedEngine(settings, max_num_seqs=4, vocabulary=90, eos=2, key=KEYS[version], version=version)
     rollouts = Rollouts(engine, make_tokenizer(), config.generation, name)
     worker = Worker(service, engine, rollouts)
@@ -182,9 +182,9 @@ async def test_nothing_is_put_aside_while_nobody_waits(
 async def test_a_worker_that_is_told_to_stop_saves_and_lets_go_at_once(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
-    generator = start(configure(tmp_path, save_tokens=1000), redis_url, "one")
+    generator = start(configure(tmp_path, save_tokens=1000), redis_url, "one", decode_s=0.05)
     await issue(redis, keys, 0)
-    sampled = await sampled_at_least(generator, 20)
+    sampled = await sampled_at_least(generator, 10)
     await generator.end()
     assert (await redis.xpending(keys.prompts, "generation"))["pending"] == 0
     assert await redis.xlen(keys.prompts) == 1
@@ -233,7 +233,8 @@ async def test_a_holder_that_saved_something_does_not_count_as_one_that_failed(
     await issue(redis, keys, 5)
     for death in range(5):
         generator = start(config, redis_url, str(death))
-        await sampled_at_least(generator, 10 * death + 5)
+        while not (held := list(generator.worker._under_way())) or min(r.num_saved for *_, r in held) <= 10 * death:
+            await asyncio.sleep(0.005)
         await generator.kill()
     generator = start(config, redis_url, "last")
     for rollout in await finished(redis, keys, 4):
