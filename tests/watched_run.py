@@ -6,6 +6,7 @@ The run is whole_run.py's. Neighbours: tests/integration/conftest.py starts both
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -29,7 +30,6 @@ from tests.prometheus_server import ROOT, Prometheus
 
 PAGES = ("operations.md", "metrics.md")
 _LOOK_S = 0.5
-_WATCHED_S = 4.0
 
 
 @dataclass
@@ -120,16 +120,26 @@ def commands_of_pages() -> list[str]:
 
 
 def _live_page(folder: Path) -> str:
-    """The page of `gspo status --watch`, ended as a person ends it."""
+    """What `gspo status --watch` shows on a terminal; ended as a person ends it, once it knows CPU and memory."""
+    ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "services.cli", "status", "--watch", "runs/demo"]
-    process = subprocess.Popen(command, cwd=folder, env=_environment(), stdout=subprocess.PIPE, text=True)
-    time.sleep(_WATCHED_S)
-    process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=30)
-    assert process.returncode == 0, printed
-    return printed
+    process = subprocess.Popen(
+        command, cwd=folder, env=_environment() | {"TERM": "xterm"}, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown, asked = b"", False
+    try:
+        while part := os.read(ours, 65_536):
+            shown += part
+            if not asked and b" cores" in shown:
+                process.send_signal(signal.SIGINT)
+                asked = True
+    except OSError:  # a terminal whose last program has ended
+        pass
+    assert process.wait(30) == 0, shown
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
 
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "COLUMNS": "250", "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
+    return {**os.environ, "PATH": path, "COLUMNS": "250", "LINES": "60", "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from services.common.traces import Traces
+from services.coordinator.slots import OpenGroup
 
 
 class GroupTraces:
@@ -24,24 +25,27 @@ class GroupTraces:
         self._traces, self._numbers = traces, range(group_size)
         self._issued: dict[int, float] = {}
         self._not_live: dict[int, list[int]] = defaultdict(list)
+        self._live_version = -1
 
-    def issued(self, groups: Iterable[int], began_unix_s: float) -> None:
-        """Groups were written, again perhaps, after their prompts were read from `began_unix_s` on."""
+    def issued(self, groups: Mapping[int, OpenGroup]) -> None:
+        """Groups were written, again perhaps; what their prompts still needed took the time since they were begun."""
         if not self._traces.on:
             return
         now = time.time()
-        for group in groups:
-            self._issued.setdefault(group, began_unix_s)
+        for group, entry in groups.items():
+            self._issued.setdefault(group, entry.issued_unix_s)
             for number in self._numbers:
-                self._traces.add("prompt", group, number, began_unix_s, now)
+                self._traces.add("prompt", group, number, entry.issued_unix_s, now, attempt=entry.attempt)
 
     def trained(self, groups: Iterable[int], version: int) -> None:
-        """Groups are in the step that made `version`; their way ends when it is live."""
+        """Groups are in the step that made `version`; their way ends when it is live, of which may be heard before."""
         if self._traces.on:
             self._not_live[version] += groups
+            self.live(self._live_version)
 
     def live(self, version: int) -> None:
         """A generator serves `version`."""
+        self._live_version = version
         for made in [made for made in self._not_live if made <= version]:
             self.ended(self._not_live.pop(made), "trained")
 

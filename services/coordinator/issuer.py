@@ -162,7 +162,6 @@ class Issuer:
         """Add tasks and `open` entries in one transaction."""
         if not entries:
             return
-        began_unix_s = time.time()
         await self._read([group for group in entries if group not in self._ahead])
         async with self._redis.pipeline(transaction=True) as pipe:
             for group, entry in entries.items():
@@ -174,7 +173,7 @@ class Issuer:
             await pipe.execute()
         for group, entry in entries.items():
             self._slots.issue(group, entry)
-        self._traces.issued(entries, began_unix_s)
+        self._traces.issued(entries)
 
     async def _give_up(self, entries: dict[int, OpenGroup]) -> None:
         """Write a failure for each group; the learner settles it. Its new deadline only repeats the failure."""

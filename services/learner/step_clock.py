@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from services.common import metrics
 from services.common.traces import Traces
-from services.learner.step_traces import StepTraces
+from services.learner.step_traces import StepTimes, StepTraces
 from services.learner.waits import Journey, Journeys, Wait, seconds_waited
 
 
@@ -25,7 +25,8 @@ class StepClock:
 
     def __init__(self, journeys: Journeys, traces: Traces) -> None:
         self._journeys, self._traces = journeys, StepTraces(traces)
-        self._trained: list[Journey] = []
+        self._journeys_now: list[Journey] = []
+        self._trained = 0.0
         self._wait = Wait(0.0, 0.0, 0.0, 0.0)
         self._phases: dict[str, float] = {}
         self._mark = self._ended = self._checkpoint_s = 0.0
@@ -36,7 +37,7 @@ class StepClock:
 
     def begin(self, groups: Iterable[int]) -> None:
         """A step of these groups begins, now that they are complete."""
-        self._trained = journeys = self._journeys.take(groups)
+        self._journeys_now = journeys = self._journeys.take(groups)
         for journey in journeys:
             metrics.ROLLOUT_WAIT_SECONDS.observe(max(0.0, self._wait.ended - journey.scored))
         wait_s, now = self._wait.ended - self._wait.began, time.monotonic()
@@ -54,10 +55,12 @@ class StepClock:
         now = time.monotonic()
         self._phases[phase], self._mark = now - self._mark, now
         self._ended = now
+        if phase == "train_s":
+            self._trained = time.time()
 
     def published(self, version: int) -> None:
         """The version is handed to the publisher."""
-        self._traces.trained(version, self._trained, self._wait.ended, time.time())
+        self._traces.trained(version, self._journeys_now, StepTimes(self._wait.ended, self._trained, time.time()))
 
     def live(self, version: int) -> None:
         """A generator serves the version."""

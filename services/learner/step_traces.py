@@ -18,6 +18,15 @@ class _Published:
     unix_s: float
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """When a step began, when it was trained, and when its version was handed to the publisher; Unix seconds."""
+
+    began: float
+    trained: float
+    published: float
+
+
 class StepTraces:
     """Holds the rollouts of a step until its version is live; nothing where traces are off."""
 
@@ -25,15 +34,15 @@ class StepTraces:
         self._traces = traces
         self._published: dict[int, _Published] = {}
 
-    def trained(self, step: int, journeys: Sequence[Journey], began_unix_s: float, published_unix_s: float) -> None:
-        """A step of these rollouts began, and made a version that is pushed from `published_unix_s` on."""
+    def trained(self, step: int, journeys: Sequence[Journey], times: StepTimes) -> None:
+        """A step of these rollouts was made; its version is pushed from now on."""
         if not self._traces.on:
             return
         for journey in journeys:
             which = (journey.group, journey.number)
-            self._traces.add("wait", *which, journey.scored, began_unix_s)
-            self._traces.add("train", *which, began_unix_s, published_unix_s, step=step)
-        self._published[step] = _Published(journeys, published_unix_s)
+            self._traces.add("wait", *which, journey.scored, times.began)
+            self._traces.add("train", *which, times.began, times.trained, step=step)
+        self._published[step] = _Published(journeys, times.published)
 
     def live(self, version: int, unix_s: float) -> None:
         """A generator serves a version."""

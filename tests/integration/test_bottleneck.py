@@ -26,7 +26,7 @@ QUICK = Settings(decode_s=0.001, decode_s_per_request=0.0, length_median=4, load
 REWARD = """
 import time
 
-def {name}(completions, **columns):
+def reward(completions, **columns):
     time.sleep({seconds})
     return [float(len(c) % 2) for c in completions]
 """
@@ -80,12 +80,12 @@ def run(folder: Path, model: Path, slow: Slow) -> dict[str, Any]:
     folder.mkdir()
     records = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(40)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "reward.py").write_text(REWARD.format(name="slow_one", seconds=slow.reward_s))
+    (folder / "slow_one.py").write_text(REWARD.format(seconds=slow.reward_s))
     config = {
         "name": "slow",
         "model": {"path": str(model)},
         "data": {"prompts": "prompts.jsonl"},
-        "reward": {"functions": [{"path": "reward.py"}], "workers": 1},
+        "reward": {"functions": [{"path": "slow_one.py"}], "workers": 1},
         "algorithm": {
             "prompt_length": 16,
             "response_length": 8,

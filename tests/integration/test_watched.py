@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -60,10 +61,19 @@ def test_no_process_serves_what_is_another_service_s(run: WholeRun, watched: Wat
         assert {series["metric"]["job"] for series in found} == {job}
 
 
-def stations(spans: list[Span]) -> list[tuple[str, str]]:
-    """(service, name) of the spans below the root, by their start."""
-    below = sorted((span for span in spans if span.parent), key=lambda span: (span.start_unix_s, span.end_unix_s))
-    return [(span.service.removeprefix("gspo-"), span.name) for span in below]
+STATIONS = [
+    ("coordinator", "prompt", ""), ("generation", "queue", "generate"), ("generation", "generate", ""),
+    ("reward", "queue", "score"), ("reward", "score", ""), ("learner", "wait", ""), ("learner", "train", ""),
+    ("learner", "push", ""),
+]  # fmt: skip
+
+
+def stations(spans: list[Span]) -> dict[tuple[str, str, str], Span]:
+    """(service, name, what it is the queue of) -> the span below the root; fails where two are the same."""
+    below = [span for span in spans if span.parent]
+    found = {(s.service.removeprefix("gspo-"), s.name, s.attributes.get("gspo.before", "")): s for s in below}
+    assert len(found) == len(below)
+    return found
 
 
 def test_every_rollout_that_was_trained_has_its_whole_way_in_one_trace(run: WholeRun, watched: Watched) -> None:
@@ -77,14 +87,17 @@ def test_every_rollout_that_was_trained_has_its_whole_way_in_one_trace(run: Whol
         (root,) = [span for span in spans if not span.parent]
         assert (root.span, root.name, root.service) == (root_id, "rollout", "gspo-coordinator")
         assert {span.parent for span in spans if span is not root} == {root_id}
-        assert stations(spans) == [
-            ("coordinator", "prompt"), ("generation", "queue"), ("generation", "generate"), ("reward", "queue"),
-            ("reward", "score"), ("learner", "wait"), ("learner", "train"), ("learner", "push"),
-        ]  # fmt: skip
-        (generate,) = [span for span in spans if span.name == "generate"]
+        found = stations(spans)
+        assert set(found) == set(STATIONS)
+        way = [found[station] for station in STATIONS[1:]]
+        for before, after in pairwise(way):
+            # Each station begins where the one before ended; a version is held back until the one before is measured.
+            assert after.start_unix_s == pytest.approx(before.end_unix_s, abs=1e-3) or after.name == "push"
+            assert before.start_unix_s <= before.end_unix_s <= after.end_unix_s
+        assert root.start_unix_s <= found[STATIONS[0]].start_unix_s + 1e-3
+        generate, score = found[STATIONS[2]], found[STATIONS[4]]
         assert generate.attributes["gspo.tokens"] == len(row["token_ids"])
         assert generate.end_unix_s == pytest.approx(row["finished_unix_s"], abs=1e-3)
-        (score,) = [span for span in spans if span.name == "score"]
         assert score.attributes["gspo.reward"] == row["reward"]
 
 
@@ -108,7 +121,7 @@ def test_status_says_what_everybody_waits_for_while_the_run_is_paused(run: Whole
 
 
 def test_the_live_page_shows_what_each_process_uses_and_where_the_time_goes(run: WholeRun, watched: Watched) -> None:
-    (learner,) = [line for line in watched.page.splitlines() if line.startswith("learner-0")]
+    *_, learner = [line for line in watched.page.splitlines() if "learner-0 " in line and " cores" in line]
     assert "waiting for rollouts" in learner
     cores, memory = learner.split(" cores")[0].split()[-1], learner.split(" MiB")[0].split()[-1]
     assert 0 <= float(cores) < 64
