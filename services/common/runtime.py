@@ -272,11 +272,11 @@ def run_service(options: Options, life: Callable[[Service], Coroutine[Any, Any, 
 
 
 async def _live(options: Options, life: Callable[[Service], Coroutine[Any, Any, None]]) -> int:
-    service = Service(options)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, service)
     try:
+        service = Service(options)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _on_signal, service)
         await life(service)
     except InputError:
         raise

@@ -12,6 +12,7 @@ import threading
 from hashlib import blake2b
 from typing import Any
 
+from services.common.errors import InputError
 from services.common.keys import rollout_id
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -31,6 +32,9 @@ class Traces:
 
     Args:
         endpoint: Of a collector, as http://host:4317; the standard variable where it is None.
+
+    Raises:
+        InputError: OTEL_TRACES_SAMPLER_ARG is no share.
     """
 
     def __init__(self, service: str, *, name: str, run: str, endpoint: str | None) -> None:
@@ -54,7 +58,7 @@ class Traces:
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_S, insecure=endpoint.startswith("http://"))
         self._provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=_QUEUE))
         self._tracer = self._provider.get_tracer("gspo")
-        share = TraceIdRatioBased(float(os.environ.get(SHARE_VARIABLE, "1")))
+        share = TraceIdRatioBased(_share())
         self._is_sampled = lambda trace: share.should_sample(None, trace, "").decision is Decision.RECORD_AND_SAMPLE
 
     def add(
@@ -100,6 +104,17 @@ class Traces:
             closing = threading.Thread(target=self._provider.shutdown, daemon=True)
             closing.start()
             closing.join(2 * _EXPORT_S)
+
+
+def _share() -> float:
+    text = os.environ.get(SHARE_VARIABLE, "1")
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise InputError(SHARE_VARIABLE, f"{text!r} is no share of the rollouts", "Set it to a number from 0 to 1")
+    return share
 
 
 def ids_of(run: str, rollout: str) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.errors import InputError
 from services.common.traces import SHARE_VARIABLE, Traces, ids_of
 from tests.conftest import free_port
 from tests.otlp_collector import collector
@@ -80,3 +81,10 @@ def test_a_collector_that_is_not_there_holds_up_nobody(monkeypatch: pytest.Monke
     lost.add("score", 1, 0, 1.0, 2.0)
     lost.close()
     assert time.monotonic() - began < 30, "closing waits 0.4 s for a collector; an exporter by itself, minutes"
+
+
+@pytest.mark.parametrize("text", ["half", "1.5", "-0.1", "nan"])
+def test_a_share_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHARE_VARIABLE, text)
+    with pytest.raises(InputError, match=rf"OTEL_TRACES_SAMPLER_ARG: '{text}' is no share"):
+        traces("http://127.0.0.1:4317")
