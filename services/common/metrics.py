@@ -16,7 +16,7 @@ _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 # A series beside each counter that nobody asks.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 # Whoever else would serve a service's metrics would serve zeros. What is under "" is everyone's.
 OF_SERVICE: dict[str, tuple[MetricWrapperBase, ...]] = {}
 
