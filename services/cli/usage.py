@@ -35,7 +35,8 @@ class Usage:
 
     def look(self, members: Iterable[Member]) -> dict[str, Used]:
         """By uid of the member; those that are not on this machine are left out."""
-        found, seen = {}, {}
+        found: dict[str, Used] = {}
+        seen: dict[int, psutil.Process] = {}
         for member in members:
             try:
                 process = self._seen.get(member.pid) or psutil.Process(member.pid)
