@@ -55,7 +55,7 @@ def _bound(log: RunLog) -> dict[str, Any] | None:
     if log.config is None:
         return None
     found = verdict(log.figures, log.config, log.config.generation.replicas)
-    return found and {"stage": found.stage, "because": found.because, "change": list(found.change)}
+    return None if found is None else {"stage": found.stage, "because": found.because, "change": list(found.change)}
 
 
 def _accuracies(log: RunLog) -> dict[str, Any]:

@@ -51,15 +51,20 @@ class Traces:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision, TraceIdRatioBased
 
-        self._ids: Any = _Ids()
+        self._ids = _Ids()
+        ids: Any = self._ids  # the SDK asks for a subclass
         self._provider = TracerProvider(
-            resource=Resource.create(resource), sampler=ALWAYS_ON, id_generator=self._ids, shutdown_on_exit=False
+            resource=Resource.create(resource), sampler=ALWAYS_ON, id_generator=ids, shutdown_on_exit=False
         )
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_S, insecure=endpoint.startswith("http://"))
         self._provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=_QUEUE))
         self._tracer = self._provider.get_tracer("gspo")
         share = TraceIdRatioBased(_share())
-        self._is_sampled = lambda trace: share.should_sample(None, trace, "").decision is Decision.RECORD_AND_SAMPLE
+
+        def is_sampled(trace_id: int) -> bool:
+            return share.should_sample(None, trace_id, "").decision is Decision.RECORD_AND_SAMPLE
+
+        self._is_sampled = is_sampled
 
     def add(
         self, name: str, group: int, number: int, start_unix_s: float, end_unix_s: float, **attributes: Any

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import structlog
 
@@ -301,5 +302,9 @@ def _trace(traces: Traces, rollout: Rollout) -> None:
     """Its wait for a generator, and its generation."""
     which = (rollout.group, rollout.number)
     traces.add("queue", *which, rollout.issued_unix_s, rollout.started_unix_s, before="generate")
-    about = {"tokens": len(rollout.token_ids), "attempt": rollout.attempt, "generator": rollout.generator}
+    about: dict[str, Any] = {
+        "tokens": len(rollout.token_ids),
+        "attempt": rollout.attempt,
+        "generator": rollout.generator,
+    }
     traces.add("generate", *which, rollout.started_unix_s, rollout.finished_unix_s, **about)
