@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 from services.common.errors import InputError
 from services.common.keys import rollout_id
@@ -52,9 +52,11 @@ class Traces:
         from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision, TraceIdRatioBased
 
         self._ids = _Ids()
-        ids: Any = self._ids  # the SDK asks for a subclass
         self._provider = TracerProvider(
-            resource=Resource.create(resource), sampler=ALWAYS_ON, id_generator=ids, shutdown_on_exit=False
+            resource=Resource.create(resource),
+            sampler=ALWAYS_ON,
+            id_generator=cast("Any", self._ids),  # the SDK's types ask for a subclass
+            shutdown_on_exit=False,
         )
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_S, insecure=endpoint.startswith("http://"))
         self._provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=_QUEUE))
