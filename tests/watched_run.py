@@ -83,13 +83,14 @@ class Watched:
         self.status = httpx.get(f"{url}/status", trust_env=False).raise_for_status().json()
         learner = next(address for address, service in addresses(run_dir).items() if service == "learner")
         variables = {"COORDINATOR": coordinator, "SERVICE": learner, "TOKEN": "none"}
-        for command in commands_of_pages():
+        # What resumes the run comes last: it would end before the others are through.
+        for command in sorted(commands_of_pages(), key=lambda command: "/v1/resume" in command):
             done = subprocess.run(
                 ["bash", "-euc", command], cwd=folder, env=_environment() | variables, capture_output=True, text=True,
                 timeout=60, check=False,
             )  # fmt: skip
             self.commands.append((command, done.returncode, done.stdout + done.stderr))
-        httpx.post(f"{url}/resume", trust_env=False).raise_for_status()
+        assert self.commands[-1][1] == 0, self.commands[-1]
 
 
 def addresses(run_dir: Path) -> dict[str, str]:
