@@ -78,6 +78,17 @@ def test_where_stages_overlap_the_one_that_is_waited_for_is_the_slowest() -> Non
     )
 
 
+def test_without_a_lag_each_saving_is_what_the_times_allow() -> None:
+    found = verdict([{"wait_queue_s": 4.0, "train_s": 1.0}], config_with(0), num_generators=1)
+    assert found is not None
+    assert found.stage == "generation"
+    lag, one_more, _ = found.change
+    # Only training can disappear behind generation; a second generator halves the wait.
+    assert lag.endswith("overlap: about 1 s of 5 s a step less")
+    assert one_more.startswith("one more generator (generation.replicas: 2)")
+    assert one_more.endswith("up to about 2 s of 5 s a step less")
+
+
 def test_a_small_wait_does_not_bound_a_run_whose_stages_overlap() -> None:
     found = verdict([{"wait_queue_s": 0.3, "train_s": 9.7}], config_with(1), num_generators=1)
     assert found is not None
