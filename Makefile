@@ -5,7 +5,7 @@ SEED ?= 0
 COMPILE = $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-annotate --no-header
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help setup demo test compose-test lint bench proto lock clean
+.PHONY: help setup demo test compose-test lint bench chaos proto lock clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ lint: setup ## ruff and mypy strict
 
 bench: setup ## Measure speed and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.speed
+
+chaos: setup ## Strike a simulated run with everything that can go wrong, check it, write docs/chaos.md (SEED=0; 40 minutes)
+	$(BIN)/python -m benchmarks.chaos --seed $(SEED)
 
 proto: setup ## Generate the contract's Python code
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto \

@@ -19,7 +19,7 @@ from benchmarks.shape import CACHE
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 from services.common.configfile import parse_config
 from services.common.configfile import write_config as write_whole_config
-from services.common.events import SCHEMA
+from services.common.entries import SCHEMA
 from services.common.keys import Keys
 from services.common.members import wait_for_member
 from services.common.runtime import CONFIG_NAME

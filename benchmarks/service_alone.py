@@ -22,7 +22,7 @@ from services.cli.supervisor import Supervisor
 from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.configfile import write_config as write_whole_config
-from services.common.events import SCHEMA
+from services.common.entries import SCHEMA
 from services.common.keys import Keys
 from services.common.members import wait_for_member
 from services.common.runtime import CONFIG_NAME, connect_redis

@@ -103,7 +103,8 @@ async def registered(process: subprocess.Popen[bytes], redis: Redis, keys: Keys,
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         assert process.poll() is None, f"{service} ended with exit code {process.returncode} before it registered"
-        if found := await members(redis, keys, service):
+        found = await members(redis, keys, service)
+        if found and (found[0].grpc or service == "coordinator"):
             return found[0]
         await asyncio.sleep(0.1)
     raise AssertionError(f"{service} did not register within {START_S} s")

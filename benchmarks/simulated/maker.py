@@ -33,12 +33,21 @@ _CHANGE = 1e-2
 
 
 class SimulatedMaker:
-    """Makes a version of each step."""
+    """Makes a version of each step.
 
-    def __init__(self, config: Config, folder: Path, run_dir: Path) -> None:
-        self._settings, self._folder = Settings.from_environment(), folder
+    Args:
+        settings: The environment's by default.
+    """
+
+    def __init__(self, config: Config, folder: Path, run_dir: Path, settings: Settings | None = None) -> None:
+        self._settings, self._folder = settings or Settings.from_environment(), folder
         self._dtype = getattr(torch, config.generation.dtype)
         self._weights = _weights_of(folder)
+
+    @property
+    def has_followers(self) -> bool:
+        """There are no other ranks."""
+        return False
 
     def train(self, step: int, rows: Sequence[Row], known: Collection[int] = ()) -> Trained:
         """Change a share of every tensor, and take the time that training takes."""

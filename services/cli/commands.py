@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from services.cli.dead_letter_commands import app as dead_letter_app
 from services.cli.reward_commands import app as reward_app
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
     epilog="New here? [bold]gspo init my-run --model PATH[/], then [bold]gspo run my-run/config.yaml[/].",
 )
 app.add_typer(reward_app, name="reward")
+app.add_typer(dead_letter_app, name="deadletter")
 Plain = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")]
 
 

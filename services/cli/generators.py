@@ -13,11 +13,12 @@ from services.cli.view import Line, duration
 from services.common.members import Member
 
 OUT = "out"
+_PATIENCE_S = 5.0
 
 
 def in_trouble(found: Iterable[Member]) -> list[str]:
-    """A line for every generator whose last push failed: since when it lacks the newest version, and why."""
-    return [_line(generator) for generator in _generators(found) if generator["problem"]]
+    """A line for every generator that lacks the newest version for a while: since when, and why."""
+    return [_line(generator) for generator in _generators(found) if generator["problem"] or _lags(generator)]
 
 
 class GeneratorNews:
@@ -40,8 +41,17 @@ def _generators(found: Iterable[Member]) -> list[dict[str, Any]]:
     return [generator for member in found for generator in member.facts.get("generators", [])]
 
 
+def _lags(generator: dict[str, Any]) -> bool:
+    """Whether a push to it takes long."""
+    since = generator["since_unix_s"]
+    return since is not None and time.time() - since > _PATIENCE_S
+
+
 def _line(generator: dict[str, Any]) -> str:
+    why = "the push to it is under way"
+    if generator["problem"]:
+        why = f"{generator['num_failures']} pushes failed, the last: {generator['problem']}"
     return (
         f"{generator['name']} is {generator['state']} for {duration(time.time() - generator['since_unix_s'])}, serving "
-        f"version {generator['version']}: {generator['num_failures']} pushes failed, the last: {generator['problem']}"
+        f"version {generator['version']}: {why}"
     )

@@ -45,7 +45,7 @@ class Job:
         return [f"{service}-{number}" for service in self.services for number in range(self._replicas(service))]
 
     def _replicas(self, service: str) -> int:
-        return self.config.generation.replicas if service == "generation" else 1
+        return {"generation": self.config.generation.replicas, "reward": self.config.reward.replicas}.get(service, 1)
 
 
 def free_port() -> int:
@@ -79,9 +79,10 @@ def learner_by_hand(job: Job, redis_url: str) -> str:
 
 def _service_program(job: Job, name: str, redis_url: str) -> Program:
     service = name.rsplit("-", 1)[0]
-    ports = {"coordinator": job.config.services.coordinator_port, "reward": job.config.services.reward_port}
+    # A port that was chosen is the first replica's.
+    ports = {"coordinator-0": job.config.services.coordinator_port, "reward-0": job.config.services.reward_port}
     command = [sys.executable, "-m", f"services.{service}", "--run-dir", str(job.run_dir), "--redis-url", redis_url]
-    command += ["--name", name, "--http-port", str(ports.get(service, 0)), "--grpc-port", "0"]
+    command += ["--name", name, "--http-port", str(ports.get(name, 0)), "--grpc-port", "0"]
     if service == "coordinator":
         command += job.coordinator_options
     if job.resume:

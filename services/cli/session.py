@@ -22,6 +22,7 @@ from services.cli.checks import check_unused
 from services.cli.lineup import LOOPBACK, REDIS, Job, free_port, learner_by_hand, redis_program, service_programs
 from services.cli.outcome import EXIT_INTERRUPTED, RunError
 from services.cli.processes import Program
+from services.cli.room import watch_room
 from services.cli.rundir import SERVICES_DIR, write_supervisor_facts
 from services.cli.screen import Screen
 from services.cli.supervisor import Supervisor
@@ -148,7 +149,13 @@ async def _until_over(
     job: Job, view: View, screen: Screen, interrupts: Interrupts, supervisor: Supervisor, watcher: Watcher
 ) -> None:
     """Return when the run has finished or was stopped; raise what ends it otherwise."""
-    background = [watcher.poll(), _refresh(view, screen), supervisor.watch(), _start_in_time(job, watcher)]
+    background = [
+        watcher.poll(),
+        _refresh(view, screen),
+        supervisor.watch(),
+        _start_in_time(job, watcher),
+        watch_room(job.run_dir, screen.say),
+    ]
     ends = [watcher.follow(), _stop_when_asked(job, view, screen, interrupts)]
     await first_of(ends, background)
 

@@ -21,6 +21,7 @@ from rich.text import Text
 from services.cli.explained import last_step_table, verdict_lines, verdict_of
 from services.cli.generators import in_trouble
 from services.cli.live import process_cells
+from services.cli.room import no_room
 from services.cli.rundir import PAGE_NAME, SUMMARY_NAME, check_run_dir, is_held, supervisor_facts
 from services.cli.usage import Usage, Used
 from services.cli.view import Phases, Process, View, held_out_line, load_history, step_line
@@ -99,6 +100,8 @@ class Look:
             parts += ["", last_step_table(view), *map(Text, verdict_lines(bound))]
         if not self.runs:
             return Group(*parts, Text(how_it_rests(run_dir, view.step)))
+        if told := no_room(run_dir):
+            parts.append(Text(told, "yellow"))
         return Group(*parts, "", *members_parts(found, used))
 
     def _history(self) -> View:

@@ -24,6 +24,8 @@ from services.common.errors import EXIT_BAD_INPUT
 
 # A service that lived so long before it died is not in a crash loop: its deaths are counted afresh.
 STEADY_S = 600.0
+# One that lived so long was started well: it is not the start that kills it, so the next one need not wait longer.
+_STARTED_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _TERMINATE_S, _KILL_S, _SWEEP_S = 15.0, 5.0, 10.0
 # An end that takes longer is told, for nothing else moves on the screen meanwhile.
@@ -135,7 +137,7 @@ class Supervisor:
             self._guard.stdin.write(f"{session}\n")
 
     async def _keep(self, child: Child) -> None:
-        deaths = 0
+        deaths = early = 0
         while not self._ending.is_set():
             session = await child.start(again=deaths > 0)
             self._tell_guard(session)
@@ -145,11 +147,14 @@ class Supervisor:
             self._tell_guard(-session)
             if self._ending.is_set():
                 return
-            deaths = 1 if time.monotonic() - child.started > STEADY_S else deaths + 1
-            await self._answer_death(child, code, deaths)
+            lived_s = time.monotonic() - child.started
+            deaths = 1 if lived_s > STEADY_S else deaths + 1
+            early = 1 if lived_s > _STARTED_S else early + 1
+            await self._answer_death(child, code, deaths, early)
 
-    async def _answer_death(self, child: Child, code: int, deaths: int) -> None:
-        pause_s = min(_FIRST_PAUSE_S * 2 ** (deaths - 1), _LONGEST_PAUSE_S)
+    async def _answer_death(self, child: Child, code: int, deaths: int, early: int) -> None:
+        """Start it again after a pause, which grows with the deaths that came soon after a start; or give up."""
+        pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(early - 1, 10), _LONGEST_PAUSE_S)
         if code == 0:
             # It may have seen the end of the run before we have.
             with contextlib.suppress(TimeoutError):

@@ -149,6 +149,12 @@ class RewardConfig(Section):
     batch_size: PositiveInt = Field(
         64, description="Answers handed to a function in one call, at most", json_schema_extra=ON_RESUME
     )
+    replicas: PositiveInt = Field(
+        1,
+        le=64,
+        description="Reward services that `gspo run` starts on this machine; services.reward_port is the first one's",
+        json_schema_extra=ON_RESUME,
+    )
     workers: PositiveInt = Field(
         2, description="Calls of one function that are answered at once", json_schema_extra=ON_RESUME
     )

@@ -9,14 +9,16 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import structlog
 from redis.asyncio import Redis
 
 from gspo_proto.rollout_pb2 import Event, Finished
+from services.common.entries import SCHEMA, MalformedEntryError, read_entry
 from services.common.keys import EVENTS_KEPT, Keys
 from services.common.streams import FIELD
 
-SCHEMA = 1
 FROM_START = b"0"
+log = structlog.get_logger()
 
 
 class Events:
@@ -43,14 +45,18 @@ class Events:
         )
         if not reply:
             return []
-        return [(entry, Event.FromString(fields[FIELD])) for entry, fields in reply[0][1]]
+        return [(entry, _read(entry, fields.get(FIELD, b""))) for entry, fields in reply[0][1]]
 
     async def follow(self, position: bytes = FROM_START) -> AsyncIterator[Event]:
         """Every event after `position`, for ever; ends with its task."""
         while True:
-            for entry, event in await self.read(position, block_s=1.0):
+            found = await self.read(position, block_s=1.0)
+            for entry, event in found:
                 position = entry
                 yield event
+            if not found and _number(await self.newest()) < _number(position):
+                # Redis was wiped, and its clock may have been set back since: what comes now would lie before.
+                position = FROM_START
 
     async def newest(self) -> bytes:
         """Position of the newest event: what comes after it is new to a service that starts now."""
@@ -67,3 +73,17 @@ class Events:
             if event.WhichOneof("what") == "finished":
                 return event.finished
         raise AssertionError("follow never ends")  # pragma: no cover
+
+
+def _number(position: bytes) -> tuple[int, ...]:
+    """A position as what it is ordered by."""
+    return tuple(int(part) for part in position.split(b"-"))
+
+
+def _read(entry: bytes, payload: bytes) -> Event:
+    """An event; an empty one for bytes that are none, so that whoever follows goes on behind them."""
+    try:
+        return read_entry(Event, payload)
+    except MalformedEntryError as error:
+        log.warning("unreadable_event", entry=entry.decode(), reason=str(error))
+        return Event()

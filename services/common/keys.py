@@ -63,9 +63,13 @@ class Keys:
         """Stream of Scored: reward to coordinator."""
         return self._key("eval_scored")
 
+    def stream(self, name: str) -> str:
+        """A stream by its name without the prefix."""
+        return self._key(name)
+
     @property
     def dead(self) -> str:
-        """Stream of entries that were given up, with the reason."""
+        """Stream of DeadLetter: entries that were given up, with the reason."""
         return self._key("dead")
 
     @property

@@ -12,7 +12,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -26,6 +26,7 @@ class Member:
     """One process of the run.
 
     `facts` holds what the service adds: a generator its version, digest and dtype. `uid` is of no other process.
+    `grpc` is empty where it cannot be called: while it starts, and of a service without such a door.
     """
 
     service: str
@@ -50,6 +51,11 @@ class Registration:
         self, redis: Redis, keys: Keys, member: Member, activity: Activity, facts: Callable[[], dict[str, Any]]
     ) -> None:
         self._redis, self._keys, self._member, self._activity, self._facts = redis, keys, member, activity, facts
+
+    async def open(self, grpc: str, facts: Callable[[], dict[str, Any]]) -> None:
+        """Say where a service is called that has been starting until now, and what it adds from now on."""
+        self._member, self._facts = replace(self._member, grpc=grpc), facts
+        await self.beat()
 
     async def beat(self) -> None:
         """Write one heartbeat now, as after a change that others wait for."""
@@ -99,14 +105,14 @@ async def members(redis: Redis, keys: Keys, service: str | None = None) -> list[
 
 
 async def wait_for_member(redis: Redis, keys: Keys, service: str, timeout_s: float) -> Member:
-    """The first living member of a service.
+    """The first living member of a service that can be called: one that is starting has no gRPC address yet.
 
     Raises:
         TimeoutError: None has registered within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if found := await members(redis, keys, service):
+        if found := [member for member in await members(redis, keys, service) if member.grpc]:
             return found[0]
         await asyncio.sleep(0.2)
     raise TimeoutError(f"no {service} registered within {timeout_s:g} s")

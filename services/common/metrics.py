@@ -33,6 +33,8 @@ ACTIVITY_SECONDS = Counter("gspo_activity_seconds", "Time by what the service wa
 BUILD_INFO = Gauge("gspo_build_info", "1, with the version of gspo as label", ["service", "version"])
 _are_of("")
 
+DEAD_LETTERS = Counter("gspo_dead_letters", "Entries given up, by the stream they were in", ["stream"])
+
 # Coordinator
 GROUPS_ISSUED = Counter("gspo_groups_issued", "Groups issued, repeats not counted")
 GROUPS_REISSUED = Counter("gspo_groups_reissued", "Groups issued again, by reason", ["reason"])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import io
 import ipaddress
 import logging
 import os
@@ -18,7 +20,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -32,6 +34,7 @@ from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.errors import EXIT_BAD_INPUT, InputError
 from services.common.keys import Keys
+from services.common.patient_redis import PatientRedis
 from services.common.traces import Traces
 
 EXIT_FAILED = 1
@@ -182,10 +185,28 @@ def set_up_logs(level: str, **bound: str) -> None:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Unbreakable(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(**bound)
+
+
+class _Unbreakable(io.TextIOBase):
+    """A stream whose full disk, or closed pipe, costs the lines and not the process that says them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, as far as there is room."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, as far as there is room."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 class Service:
@@ -245,7 +266,10 @@ async def end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
 
 
 def connect_redis(url: str) -> Redis:
-    """A client with binary replies that tries again while Redis restarts, REDIS_PATIENCE_S long."""
+    """A client with binary replies that tries again while Redis restarts, REDIS_PATIENCE_S long.
+
+    While Redis answers and refuses writes, for lack of room, it waits without an end.
+    """
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=MAX_CONNECTIONS,
@@ -257,7 +281,8 @@ def connect_redis(url: str) -> Redis:
         retry=Retry(ExponentialBackoff(cap=2, base=0.05), retries=REDIS_PATIENCE_S // 2),
         retry_on_error=[RedisConnectionError, RedisTimeoutError],
     )
-    return Redis.from_pool(pool)
+    client: Redis = PatientRedis.from_pool(pool)
+    return client
 
 
 def run_service(options: Options, life: Callable[[Service], Coroutine[Any, Any, None]]) -> NoReturn:

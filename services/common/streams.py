@@ -16,6 +16,8 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from services.common import metrics
+from services.common.entries import MalformedEntryError, entry_kinds, make_letter, read_entry
 from services.common.keys import Keys, consumer_groups
 
 FIELD = b"d"
@@ -107,11 +109,17 @@ return 1
 
 @dataclass(frozen=True)
 class Delivery:
-    """One entry in a worker's hands: `attempt` counts how often it was handed out, from 1."""
+    """One entry in a worker's hands.
+
+    Attributes:
+        attempt: How often it was handed out, from 1.
+        message: What it says: the message of its stream (entries.py).
+    """
 
     entry: bytes
     payload: bytes
     attempt: int
+    message: Any = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,7 @@ class Inbox:
     def __init__(self, redis: Redis, keys: Keys, stream: str, *, consumer: str, lease_s: float) -> None:
         self.stream, self.consumer, self.lease_s = stream, consumer, lease_s
         self._redis, self._keys = redis, keys
-        self._group = consumer_groups(keys)[stream]
+        self._group, self._kind = consumer_groups(keys)[stream], entry_kinds(keys)[stream]
         self._write = redis.register_script(_WRITE)
         self._finish_many = redis.register_script(_FINISH_MANY)
         self._renew = redis.register_script(_RENEW)
@@ -155,18 +163,21 @@ class Inbox:
         self._give_back = redis.register_script(_GIVE_BACK)
 
     async def take(self, count: int, block_s: float) -> list[Delivery]:
-        """Up to `count` new entries; waits `block_s` at most (0 looks once), and returns none then."""
+        """Up to `count` new entries; waits `block_s` at most (0 looks once), and returns none then.
+
+        What cannot be read is buried, here and below: nobody sees it.
+        """
         block_ms = max(1, round(block_s * 1000)) if block_s else None
         reply = await self._read(">", count, block_ms)
-        return [Delivery(entry, fields[FIELD], 1) for entry, fields in reply]
+        return await self._readable([(entry, fields, 1) for entry, fields in reply])
 
     async def resume(self, count: int) -> list[Delivery]:
         """What this consumer took in an earlier life and did not finish; for a consumer name that outlives it."""
         found = []
         for entry, fields in await self._read("0", count, None):
             if fields and (attempt := await self._attempt(entry)):
-                found.append(Delivery(entry, fields[FIELD], attempt))
-        return found
+                found.append((entry, fields, attempt))
+        return await self._readable(found)
 
     async def reclaim(self, count: int) -> list[Delivery]:
         """Entries whose worker let its lease end, now ours."""
@@ -181,8 +192,8 @@ class Inbox:
         found = []
         for entry, fields in entries:
             if fields and (attempt := await self._attempt(entry)):
-                found.append(Delivery(entry, fields[FIELD], attempt))
-        return found
+                found.append((entry, fields, attempt))
+        return await self._readable(found)
 
     async def renew(self, deliveries: Sequence[Delivery]) -> set[bytes]:
         """Renew the leases; the entries that are still ours. What is not returned must be dropped unfinished."""
@@ -266,6 +277,18 @@ class Inbox:
             _unless_missing(error)
             return False
 
+    async def bury(self, delivery: Delivery, reason: str, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
+        """Finish an entry as a dead letter, with the outputs, in one transaction; whether it was still ours."""
+        name = self.stream.rpartition(":")[2]
+        letter = make_letter(
+            name, delivery.payload, delivery.message, reason=reason, by=self.consumer, attempts=delivery.attempt
+        )
+        if not await self.finish(delivery, [*outputs, (self._keys.dead, letter)]):
+            return False
+        metrics.DEAD_LETTERS.labels(name).inc()
+        log.error("dead_letter", stream=name, entry=delivery.entry.decode(), reason=reason, look="gspo deadletter list")
+        return True
+
     async def finish_many(self, stream: str, outputs: Sequence[tuple[Delivery, bytes]]) -> set[bytes]:
         """Finish many entries with one output each, all in one transaction.
 
@@ -299,6 +322,17 @@ class Inbox:
         payloads = [payload for _, payload in outputs]
         args: list[Any] = [self._group, self.consumer, delivery.entry, delivery.attempt, int(done), mark, *payloads]
         return await self._write(keys=keys, args=args, client=client)
+
+    async def _readable(self, found: Iterable[tuple[bytes, dict[bytes, bytes], int]]) -> list[Delivery]:
+        """The entries with what they say; what says nothing that this version reads is buried."""
+        deliveries = []
+        for entry, fields, attempt in found:
+            payload = fields.get(FIELD, b"")
+            try:
+                deliveries.append(Delivery(entry, payload, attempt, read_entry(self._kind, payload)))
+            except MalformedEntryError as error:
+                await self.bury(Delivery(entry, payload, attempt), str(error))
+        return deliveries
 
     async def _attempt(self, entry: bytes) -> int:
         """How often an entry was handed out; 0 where it is not ours."""

@@ -69,22 +69,30 @@ class Ending:
             self._records_deadline = time.monotonic() + self._config.start_timeout_s
         return not self.stopped and time.monotonic() <= self._records_deadline
 
-    def conclude(self, live_version: int) -> Finished | None:
-        """The end of the run, once nothing is left to wait for, or once that has taken too long."""
-        if self.training_done and (self.stopped or live_version >= self.last_version):
+    def conclude(self, live_version: int, num_open: int = 0) -> Finished | None:
+        """The end of the run, once nothing is left to wait for, or once that has taken too long.
+
+        Args:
+            num_open: Groups that were issued before it was known that training is done, and are not settled.
+        """
+        if self.training_done and (self.stopped or (live_version >= self.last_version and not num_open)):
             return Finished(reason=self.training_reason)
         if time.monotonic() <= self._deadline:
             return None
         if self.training_done:
             limit = f"{self._config.start_timeout_s:g} s (run.start_timeout_s)"
             reason = f"version {self.last_version} was not live on any generator within {limit}"
+            if live_version >= self.last_version:
+                reason = f"the learner did not settle the last {num_open} groups within {limit}"
         else:
             limit = f"{self._config.drain_timeout_s:g} s (run.drain_timeout_s)"
             reason = f"the learner did not end within {limit} after a stop ({self.stop_reason})"
         return Finished(reason=reason, failed=True)
 
-    def describe(self, live_version: int) -> tuple[str, str]:
+    def describe(self, live_version: int, num_open: int = 0) -> tuple[str, str]:
         """What the end waits for: a bounded name and its completion."""
         if not self.training_done:
             return "learner", f"to end after a stop ({self.stop_reason})"
+        if live_version >= self.last_version and num_open:
+            return "learner", f"to settle the last {num_open} groups"
         return "live version", f"{self.last_version} on a generator, which has {max(live_version, 0)}"

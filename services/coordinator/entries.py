@@ -5,12 +5,17 @@ Taking work is services/common/streams.py's. Neighbours: issuer.py, evaluation.p
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
+from services.common.entries import MalformedEntryError, read_entry
 from services.common.events import FROM_START
 from services.common.streams import FIELD
+
+_Kind = TypeVar("_Kind")
 
 
 async def all_entries(redis: Redis, stream: str) -> list[tuple[bytes, bytes]]:
@@ -29,5 +34,14 @@ async def newest_position(redis: Redis, stream: str) -> bytes:
     return newest[0][0] if newest else FROM_START
 
 
+def readable(kind: type[_Kind], entries: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, _Kind]]:
+    """(entry, message) of those that can be read; whoever takes the others buries them."""
+    found = []
+    for entry, payload in entries:
+        with suppress(MalformedEntryError):
+            found.append((entry, read_entry(kind, payload)))
+    return found
+
+
 def _payloads(reply: Any) -> list[tuple[bytes, bytes]]:
-    return [(entry, fields[FIELD]) for entry, fields in reply]
+    return [(entry, fields.get(FIELD, b"")) for entry, fields in reply]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import structlog
 from redis.asyncio import Redis
 
-from gspo_proto.rollout_pb2 import GroupTask, Scored
+from gspo_proto.rollout_pb2 import GroupTask
 from services.common import metrics
 from services.common.config import Config
 from services.common.keys import COORDINATOR, GENERATION, Keys, evaluation_label, rollout_id
@@ -144,7 +144,7 @@ class Evaluator:
         if not deliveries:
             return
         for delivery in deliveries:
-            tally.add(Scored.FromString(delivery.payload))
+            tally.add(delivery.message)
         await self._inbox.acknowledge(deliveries)
         missing = set(tally.incomplete_groups(self._under_way))
         self._under_way = {group: task for group, task in self._under_way.items() if group in missing}

@@ -18,10 +18,10 @@ from redis.asyncio import Redis
 from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Prompt, RolloutState, Scored
 from services.common import metrics
 from services.common.config import Config
-from services.common.events import SCHEMA
+from services.common.entries import SCHEMA
 from services.common.keys import GENERATION, Keys, rollout_id
 from services.common.streams import DONE, FIELD
-from services.coordinator.entries import all_entries
+from services.coordinator.entries import all_entries, readable
 from services.coordinator.group_traces import GroupTraces
 from services.coordinator.order import PromptOrder
 from services.coordinator.prompts import PromptSet
@@ -147,7 +147,7 @@ class Issuer:
         """Take tasks of settled groups out of their streams: repeats, and what was given up while it waited."""
         for stream in (self._keys.prompts, self._keys.aside):
             entries = await all_entries(self._redis, stream)
-            left = [entry for entry, payload in entries if GroupTask.FromString(payload).group in self._slots.settled]
+            left = [entry for entry, task in readable(GroupTask, entries) if task.group in self._slots.settled]
             if left:
                 async with self._redis.pipeline(transaction=True) as pipe:
                     pipe.xack(stream, GENERATION, *left)

@@ -84,6 +84,7 @@ class Coordinator:
         await self._start()
         while not self._ended:
             await self._turn()
+        await self._remove_settled()
         await self.measuring.cancel()
         if self._reconciling:
             self._reconciling.cancel()
@@ -307,7 +308,7 @@ class Coordinator:
             self._next_reconcile = 0.0
             await self._reconcile()
             return
-        if finished := self.ending.conclude(self.slots.live_version):
+        if finished := self.ending.conclude(self.slots.live_version, len(self.slots.open)):
             await self._events.send(Event(epoch=self.epoch, finished=finished))
             self.ending.on_finished(finished.reason, finished.failed)
             log.info("finished", reason=finished.reason, failed=finished.failed)
@@ -318,7 +319,7 @@ class Coordinator:
         if (progress := self.measuring.describe()) and (self.measuring.before_training or self.ending.over):
             return "evaluation", progress
         if self.ending.over:
-            return self.ending.describe(slots.live_version)
+            return self.ending.describe(slots.live_version, len(slots.open))
         if self.paused:
             because = f" ({self.paused_because})" if self.paused_because else ""
             return "resume", f"issue is paused{because}, {len(slots.open)} groups are open"

@@ -10,8 +10,8 @@ from typing import Any
 
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, RewardUse, Sampling
 from services.common.config import Config
+from services.common.entries import SCHEMA
 from services.common.environment_config import ENVIRONMENT_PART
-from services.common.events import SCHEMA
 
 
 def training_task(config: Config, group: int, prompt: Prompt) -> GroupTask:

@@ -21,7 +21,7 @@ from services.common.config import Config
 from services.common.keys import GENERATION, Keys
 from services.common.members import Member, members
 from services.common.step_time import seconds_by_function, shares
-from services.coordinator.entries import newest_entries
+from services.coordinator.entries import newest_entries, readable
 from services.coordinator.loop import Coordinator
 from services.coordinator.measuring import Measuring
 
@@ -124,8 +124,7 @@ class RecentRollouts:
         return [shown for _, shown in newest[:limit]]
 
     async def _look(self, count: int) -> None:
-        for entry, payload in await newest_entries(self._redis, self._keys.scored, count):
-            scored = Scored.FromString(payload)
+        for entry, scored in readable(Scored, await newest_entries(self._redis, self._keys.scored, count)):
             if entry not in self._seen and scored.HasField("rollout"):
                 self._seen[entry] = _shown(scored.rollout)
         while len(self._seen) > _KEPT:

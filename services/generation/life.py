@@ -21,7 +21,7 @@ from services.common.members import Member, Registration
 from services.common.model_folder import model_folder
 from services.common.probes import HttpServer, Probes
 from services.common.rpc import GrpcServer
-from services.common.runtime import Service
+from services.common.runtime import Service, end_tasks
 from services.generation.check import check
 from services.generation.door import SERVICE_NAME, Door
 from services.generation.engine_api import EngineLike
@@ -44,6 +44,10 @@ async def live(service: Service, start_engine: StartEngine) -> None:
     position = await events.newest()
     http = HttpServer(Probes(service), options.host, options.http_port)
     serving = asyncio.create_task(http.run())
+    # Before the engine, which takes a while: whoever looks sees what this process is doing.
+    member = Member("generation", options.name, http=http.address, pid=os.getpid())
+    registration = Registration(service.redis, service.keys, member, service.activity, dict)
+    beating = asyncio.create_task(registration.run())
     try:
         if options.stay:  # nobody has checked before
             await asyncio.to_thread(check, config)
@@ -52,12 +56,17 @@ async def live(service: Service, start_engine: StartEngine) -> None:
         staged = await asyncio.to_thread(StagedWeights.from_folder, folder, config.generation.dtype)
         engine = await start_engine(config, folder)
         try:
-            await _serve(service, engine, staged, http.address, _until_end(service, events, position))
+            background = {"heartbeat": _outcome(beating), "end": _until_end(service, events, position)}
+            await _serve(service, engine, staged, registration, background)
         finally:
             await engine.stop()
             staged.close()
     finally:
-        serving.cancel()
+        await end_tasks({serving, beating})
+
+
+async def _outcome(task: asyncio.Task[None]) -> None:
+    await task
 
 
 async def _until_end(service: Service, events: Events, position: bytes) -> None:
@@ -67,7 +76,11 @@ async def _until_end(service: Service, events: Events, position: bytes) -> None:
 
 
 async def _serve(
-    service: Service, engine: EngineLike, staged: StagedWeights, http_address: str, until_end: Coroutine[Any, Any, None]
+    service: Service,
+    engine: EngineLike,
+    staged: StagedWeights,
+    registration: Registration,
+    background: dict[str, Coroutine[Any, Any, None]],
 ) -> None:
     options = service.options
     folder = model_folder(service.config.model)
@@ -83,17 +96,9 @@ async def _serve(
         token=options.token,
     )
     await grpc_server.start()
-    member = Member("generation", options.name, http=http_address, grpc=grpc_server.address, pid=os.getpid())
-    registration = Registration(service.redis, service.keys, member, service.activity, door.facts)
+    await registration.open(grpc_server.address, door.facts)
     service.problems.clear()
     try:
-        await service.run(
-            worker.run(),
-            {
-                "heartbeat": registration.run(),
-                "engine": door.until_broken(),
-                "end": until_end,
-            },
-        )
+        await service.run(worker.run(), {**background, "engine": door.until_broken()})
     finally:
         await grpc_server.stop(grace_s=1.0)

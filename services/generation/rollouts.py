@@ -15,7 +15,7 @@ from gspo_proto import rollout_pb2
 from gspo_proto.rollout_pb2 import GroupTask, Rollout
 from services.common import metrics
 from services.common.config import GenerationConfig
-from services.common.events import SCHEMA
+from services.common.entries import SCHEMA
 from services.generation.engine_api import Completion, EngineLike, Sampling
 from services.generation.stop_strings import cut_at_stop
 from services.generation.under_way import UnderWay

@@ -10,7 +10,7 @@ import time
 
 from gspo_proto import rollout_pb2
 from gspo_proto.rollout_pb2 import GroupTask, RolloutState
-from services.common.events import SCHEMA
+from services.common.entries import SCHEMA
 from services.common.keys import rollout_id
 from services.generation.engine_api import Tokens
 

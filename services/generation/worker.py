@@ -17,7 +17,7 @@ import structlog
 
 from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Rollout, Scored
 from services.common import metrics
-from services.common.events import SCHEMA
+from services.common.entries import SCHEMA
 from services.common.runtime import Service
 from services.common.streams import DONE, Delivery, Inbox, Output, new_consumer
 from services.common.traces import Traces
@@ -122,7 +122,7 @@ class Worker:
 
     def _start(self, source: Source, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
-            task = GroupTask.FromString(delivery.payload)
+            task: GroupTask = delivery.message
             held = Held(source, delivery, task, task.num_rollouts)
             self._num_running += held.num_running
             metrics.ROLLOUTS_RUNNING.set(self._num_running)
@@ -218,8 +218,7 @@ class Worker:
         failure = GroupFailure(group=held.task.group, attempt=held.task.attempt, reason=f"generation: {reason}")
         payload = Scored(schema=SCHEMA, failure=failure).SerializeToString()
         log.error("group_given_up", group=held.task.group, evaluation=held.task.evaluation, reason=reason)
-        outputs = [(held.source.scored, payload), (self._service.keys.dead, payload)]
-        await held.source.inbox.finish(held.delivery, outputs)
+        await held.source.inbox.bury(held.delivery, reason, [(held.source.scored, payload)])
 
     async def _has_version(self, min_version: int) -> bool:
         """Whether the engine serves `min_version` or a newer one, within a while."""

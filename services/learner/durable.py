@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from services.learner.disk import Disk
+
 # A name that ends so is unfinished: removed at the next start, read by nobody.
 TEMPORARY = ".tmp"
 
@@ -59,10 +61,13 @@ class JsonLines:
     """A file of one JSON object a line that only grows.
 
     Opening it cuts off a last line without an end, which a kill left.
+
+    Args:
+        disk: Waits for room, where it does.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, disk: Disk | None = None) -> None:
+        self.path, self._disk = path, disk or Disk()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         fsync(path.parent)
         self._cut_torn_line()
@@ -86,9 +91,18 @@ class JsonLines:
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Add lines; they are on the disk when this returns."""
         data = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-        os.fsync(self._descriptor)
+        self._disk.write(f"{len(data)} bytes of {self.path.name}", self.path, lambda: self._write_whole(data))
+
+    def _write_whole(self, data: bytes) -> None:
+        """Write all of it, or nothing: what a full disk took of a line would stand before the next one."""
+        before = os.fstat(self._descriptor).st_size
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+            os.fsync(self._descriptor)
+        except OSError:
+            os.ftruncate(self._descriptor, before)
+            raise
 
     def _cut_torn_line(self) -> None:
         data = self.path.read_bytes()

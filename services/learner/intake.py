@@ -26,6 +26,8 @@ _BLOCK_S = 1.0
 _AT_A_TIME = 256
 # All that an earlier life took and did not finish; the open groups bound it.
 _EVERYTHING = 1_000_000
+# A learner that is killed hands on everything that waits for its group, so this is far more than accidents make.
+_MOST_LIVES = 20
 
 
 class Intake:
@@ -71,13 +73,14 @@ class Intake:
 
     async def _take_in(self, delivery: Delivery) -> bool:
         """Whether the entry is to be held; if not, it has no further use."""
-        entry = _content(Scored.FromString(delivery.payload))
+        entry = _content(delivery.message)
+        if delivery.attempt > _MOST_LIVES:
+            entry = await self._give_up(delivery, entry)
         try:
             added = self._assembler.add(entry)
         except ValueError as error:
-            log.error("malformed_rollout", reason=str(error))
             metrics.ROLLOUTS_SKIPPED.labels("malformed").inc()
-            await self._inbox.finish(delivery, [(self._service.keys.dead, delivery.payload)])
+            await self._inbox.bury(delivery, str(error))
             return True
         if added is Added.NEW:
             group = entry.group if isinstance(entry, GroupFailure) else entry.rollout.group
@@ -87,6 +90,13 @@ class Intake:
             return True
         metrics.ROLLOUTS_SKIPPED.labels(added.value).inc()
         return False
+
+    async def _give_up(self, delivery: Delivery, entry: ScoredRollout | GroupFailure) -> GroupFailure:
+        """An entry that so many learners died over: its group fails, so that it holds no slot."""
+        reason = f"handed to {delivery.attempt - 1} learners, and each died with it in hand"
+        await self._inbox.bury(delivery, reason)
+        group = entry.group if isinstance(entry, GroupFailure) else entry.rollout.group
+        return GroupFailure(group=group, attempt=delivery.attempt, reason=reason)
 
 
 def _content(scored: Scored) -> ScoredRollout | GroupFailure:

@@ -21,7 +21,8 @@ from services.common.members import Member, Registration
 from services.common.model_folder import model_folder
 from services.common.probes import HttpServer, Probes
 from services.common.rpc import GrpcServer
-from services.common.runtime import Service
+from services.common.runtime import Service, end_tasks
+from services.learner.disk import Disk
 from services.learner.door import SERVICE_NAME, Door
 from services.learner.loop import Learner
 from services.learner.making import StartMaker
@@ -38,18 +39,28 @@ async def live(service: Service, start: StartMaker) -> None:
     """
     options = service.options
     http = HttpServer(Probes(service), options.host, options.http_port)
-    serving = asyncio.create_task(http.run())
+    member = Member(LEARNER, options.name, http=http.address, pid=os.getpid())
+    registration = Registration(service.redis, service.keys, member, service.activity, dict)
+    running = {asyncio.create_task(http.run())}
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
     try:
-        with RunDir(options.run_dir) as run_dir:
+        disk = Disk(service.activity, service.stopping.is_set)
+        with await asyncio.to_thread(_open, options.run_dir, disk) as run_dir:
             metrics.DISK_FREE.set_function(lambda: shutil.disk_usage(options.run_dir).free)
             metrics.DISK_SIZE.set_function(lambda: shutil.disk_usage(options.run_dir).total)
-            learner = await _recovered(service, run_dir, thread, start)
-            await _serve(service, learner, http.address)
+            # Before the model and the replay, which take a while: whoever looks sees what this process is doing.
+            beating = asyncio.create_task(registration.run())
+            running.add(beating)
+            learner = await _recovered(service, run_dir, thread, start, disk)
+            await _serve(service, learner, registration, beating)
             await learner.release_ranks()
     finally:
-        serving.cancel()
+        await end_tasks(running)
         thread.shutdown(cancel_futures=True)
+
+
+def _open(path: Path, disk: Disk) -> RunDir:
+    return disk.write("the run directory's lock and epoch", path, lambda: RunDir(path, disk))
 
 
 async def live_as_follower(service: Service, follow: Callable[[Config, Path, Path], None]) -> None:
@@ -61,15 +72,17 @@ async def live_as_follower(service: Service, follow: Callable[[Config, Path, Pat
         await service.redis.aclose()
 
 
-async def _recovered(service: Service, run_dir: RunDir, thread: ThreadPoolExecutor, start: StartMaker) -> Learner:
+async def _recovered(
+    service: Service, run_dir: RunDir, thread: ThreadPoolExecutor, start: StartMaker, disk: Disk
+) -> Learner:
     model = model_folder(service.config.model)
     loop = asyncio.get_running_loop()
     recovering = loop.run_in_executor(thread, recover, service.config, model, run_dir, service.activity, start)
     trainer, assembler, version = await recovering
-    return Learner(service, run_dir, trainer, assembler, thread, version=version)
+    return Learner(service, run_dir, trainer, assembler, thread, disk, version=version)
 
 
-async def _serve(service: Service, learner: Learner, http_address: str) -> None:
+async def _serve(service: Service, learner: Learner, registration: Registration, beating: asyncio.Task[None]) -> None:
     options = service.options
     position = await Events(service.redis, service.keys, options.service).newest()
     grpc_server = GrpcServer(
@@ -82,14 +95,13 @@ async def _serve(service: Service, learner: Learner, http_address: str) -> None:
         token=options.token,
     )
     await grpc_server.start()
-    member = Member(LEARNER, options.name, http=http_address, grpc=grpc_server.address, pid=os.getpid())
-    facts = learner.facts
+    await registration.open(grpc_server.address, learner.facts)
     trackers = Trackers(service.config.tracking, options.run_dir)
     try:
         await service.run(
             learner.run(),
             {
-                "heartbeat": Registration(service.redis, service.keys, member, service.activity, facts).run(),
+                "heartbeat": _outcome(beating),
                 "intake": learner.intake.run(),
                 "publisher": learner.publisher.run(),
                 "events": learner.watch_events(position),
@@ -100,6 +112,10 @@ async def _serve(service: Service, learner: Learner, http_address: str) -> None:
         )
     finally:
         await asyncio.gather(grpc_server.stop(grace_s=1.0), trackers.finish())
+
+
+async def _outcome(task: asyncio.Task[None]) -> None:
+    await task
 
 
 async def _stop_on_request(service: Service, learner: Learner) -> None:

@@ -9,6 +9,7 @@ Neighbours: assembly.py decides, rundir.py records, trainer.py computes, publish
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -36,6 +37,7 @@ from services.common.runtime import Service
 from services.common.step_time import seconds_by_cause
 from services.learner.age_cost import AgeCost
 from services.learner.assembly import Assembler, Batch, Exhausted, Hopeless, Waiting
+from services.learner.disk import Disk
 from services.learner.held_out import HeldOut
 from services.learner.intake import Intake
 from services.learner.making import Maker, NotFiniteError
@@ -65,6 +67,7 @@ class Learner:
     Args:
         version: The version that the trainer holds: the steps trained so far.
         thread: The one thread that calls the trainer.
+        disk: Waits for room for checkpoints and exported models.
     """
 
     def __init__(
@@ -74,11 +77,12 @@ class Learner:
         trainer: Maker,
         assembler: Assembler,
         thread: ThreadPoolExecutor,
+        disk: Disk,
         *,
         version: int,
     ) -> None:
         self._service, self._config, self._run_dir = service, service.config, run_dir
-        self._trainer, self._assembler, self._thread = trainer, assembler, thread
+        self._trainer, self._assembler, self._thread, self._disk = trainer, assembler, thread, disk
         self.intake = Intake(service, assembler)
         self.publisher = Publisher(service, run_dir.epoch, self._on_live)
         self._held_out = HeldOut(self._config, run_dir, service.activity)
@@ -325,7 +329,7 @@ class Learner:
             return path
         began = time.monotonic()
         with self._service.activity.doing("checkpoint", f"step {self._version}"):
-            await self._in_thread(self._write_checkpoint)
+            await self._in_thread(self._with_room, "a checkpoint", self._write_checkpoint)
             run = self._config.run
             await asyncio.to_thread(
                 self._run_dir.prune, keep_checkpoints=run.keep_checkpoints, keep_log_steps=run.keep_log_steps
@@ -343,12 +347,11 @@ class Learner:
     async def _end(self, reason: str) -> None:
         """Settle what is open (not after a stop: a resume goes on with it), save, and wait for the coordinator."""
         self._done_reason = reason
-        if not self._stop_reason:
-            unused = self._assembler.settle_unused(await self.intake.open_groups(), reason)
-            await self._settle(unused)
+        await self._settle_unused(reason)
         await self._checkpoint()
         with self._service.activity.doing("exporting", f"version {self._version}"):
-            await self._in_thread(self._trainer.export, self._run_dir.path / _EXPORT)
+            export = self._run_dir.path / _EXPORT
+            await self._in_thread(self._with_room, "the exported model", lambda: self._trainer.export(export))
             if not self._stop_reason:
                 await self._put_aside(last=True)
         await self._announce(
@@ -359,13 +362,26 @@ class Learner:
         patience_s = self._held_out.patience_s + self._config.generation.push_timeout_s
         try:
             async with asyncio.timeout(patience_s):
-                await self._finished.wait()
+                while not self._finished.is_set():
+                    # The coordinator may have issued some before it heard that this is the end.
+                    await self._settle_unused(reason)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._finished.wait(), _LOOK_AGAIN_S)
         except TimeoutError as error:
             raise RunFailedError(f"the coordinator did not finish the run within {patience_s:g} s") from error
 
+    async def _settle_unused(self, reason: str) -> None:
+        """Settle what is open and was not trained; not after a stop, for a resume goes on with it."""
+        if not self._stop_reason:
+            await self._settle(self._assembler.settle_unused(await self.intake.open_groups(), reason))
+
     async def _put_aside(self, *, last: bool = False) -> None:
         """Where the best version is kept: this one stays on the disk until it is measured, if it will be."""
-        await self._in_thread(lambda: self._held_out.put_aside(self._version, self._trainer.export, last=last))
+
+        def keep() -> None:
+            self._held_out.put_aside(self._version, self._trainer.export, last=last)
+
+        await self._in_thread(self._with_room, "a version that may be the best", keep)
 
     async def _on_live(self, live: Live) -> None:
         self._clock.live(live.policy.version)
@@ -381,6 +397,13 @@ class Learner:
 
     async def _announce(self, **what: Any) -> None:
         await self._events.send(Event(epoch=self._run_dir.epoch, **what))
+
+    def _with_room(self, what: str, write: Callable[[], None]) -> None:
+        """Wait for room; not with other ranks, which may be a call ahead: all are started again then."""
+        if self._trainer.has_followers:
+            write()
+        else:
+            self._disk.write(what, self._run_dir.path, write)
 
     def _make_policy(self) -> Policy:
         return policy_from(self._version, self._trainer.policy())

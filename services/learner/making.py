@@ -46,6 +46,10 @@ class Trained:
 class Maker(Protocol):
     """The calls of orders.Leader and trainer.Trainer, which say what each does."""
 
+    @property
+    def has_followers(self) -> bool:
+        """Whether other ranks make the same calls."""
+
     def train(self, step: int, rows: Sequence[Row], known: Collection[int] = ()) -> Trained:
         """Train the policy of version step - 1."""
 

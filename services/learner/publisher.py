@@ -122,7 +122,7 @@ class Publisher:
 
     async def _look(self) -> None:
         """Take notice of generators that came or left."""
-        found = {m.uid: m for m in await members(self._service.redis, self._service.keys, "generation")}
+        found = {m.uid: m for m in await members(self._service.redis, self._service.keys, "generation") if m.grpc}
         for uid in self._targets.keys() - found.keys():
             target = self._targets.pop(uid)
             log.warning("generator_left", generator=target.name)

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from services.common.errors import InputError
 from services.learner.checkpoints import Checkpoints
+from services.learner.disk import Disk
 from services.learner.durable import TEMPORARY, JsonLines, finite_or_null, replace_whole
 from services.learner.rows import Row
 from services.learner.settlement import SettledGroup, Settlement, Settlements
@@ -39,6 +40,9 @@ class RunDir:
 
     Opening locks it, raises the epoch, removes what a kill left unfinished, and reads how every group ended.
 
+    Args:
+        disk: Waits for room before each write, where it does; opening does not wait.
+
     Attributes:
         trained_s: Seconds that the recorded steps took before it was opened.
 
@@ -47,10 +51,10 @@ class RunDir:
         ValueError: Something else wrote into the log: a broken line, or a group that ended twice.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, disk: Disk | None = None) -> None:
         self.path = path
         log_folder = path / "log"
-        self.steplog = StepLog(log_folder)
+        self.steplog = StepLog(log_folder, disk)
         self.checkpoints = Checkpoints(path / "checkpoints")
         _check_writable(path)
         for folder in (log_folder, self.checkpoints.folder):
@@ -59,11 +63,11 @@ class RunDir:
             held.callback(os.close, _take_lock(path))
             self.epoch = _raise_epoch(path / "epoch")
             _remove_unfinished(log_folder, self.checkpoints.folder)
-            self._settled_lines = held.enter_context(JsonLines(log_folder / "settled.jsonl"))
-            self._policy_lines = held.enter_context(JsonLines(log_folder / "policy.jsonl"))
-            self._metrics_lines = held.enter_context(JsonLines(log_folder / "metrics.jsonl"))
-            self._evaluation_lines = held.enter_context(JsonLines(log_folder / "evaluations.jsonl"))
-            self._not_applied_lines = held.enter_context(JsonLines(log_folder / "not_applied.jsonl"))
+            self._settled_lines = held.enter_context(JsonLines(log_folder / "settled.jsonl", disk))
+            self._policy_lines = held.enter_context(JsonLines(log_folder / "policy.jsonl", disk))
+            self._metrics_lines = held.enter_context(JsonLines(log_folder / "metrics.jsonl", disk))
+            self._evaluation_lines = held.enter_context(JsonLines(log_folder / "evaluations.jsonl", disk))
+            self._not_applied_lines = held.enter_context(JsonLines(log_folder / "not_applied.jsonl", disk))
             self._trained_lines: set[int] = set()
             self.settlements = self._read_settlements()
             self._versions = {r["version"]: _policy_version(r) for r in self._policy_lines.records()}
@@ -271,8 +275,12 @@ def _take_lock(path: Path) -> int:
         raise InputError(
             str(path), f"one learner at a time, and it is held by {holder}", "Let that run end, or stop it"
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"pid {os.getpid()} on host {socket.gethostname()}".encode())
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"pid {os.getpid()} on host {socket.gethostname()}".encode())
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from services.learner.disk import Disk
 from services.learner.durable import fsync, link_new, temporary
 from services.learner.rows import Row, from_table, to_table
 
@@ -19,10 +20,14 @@ _NAME = re.compile(r"step-(\d{6,})\.parquet")
 
 
 class StepLog:
-    """The step files of one folder."""
+    """The step files of one folder.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        disk: Waits for room, where it does.
+    """
+
+    def __init__(self, folder: Path, disk: Disk | None = None) -> None:
+        self.folder, self._disk = folder, disk or Disk()
 
     def path(self, step: int) -> Path:
         """Where a step's file is, or will be."""
@@ -37,8 +42,16 @@ class StepLog:
 
         FileExistsError: the step has a file already; it stays as it is.
         """
+        table = to_table(rows)
+        self._disk.write(self.path(step).name, self.folder, lambda: self._write_whole(step, table))
+
+    def _write_whole(self, step: int, table: Any) -> None:
         unfinished = temporary(self.path(step))
-        pq.write_table(to_table(rows), unfinished, compression="zstd")
+        try:
+            pq.write_table(table, unfinished, compression="zstd")
+        except OSError:
+            unfinished.unlink(missing_ok=True)  # half a file would take the room that others need
+            raise
         link_new(unfinished, self.path(step))
 
     def read(self, step: int) -> list[Row]:

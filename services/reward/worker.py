@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import structlog
-from google.protobuf.message import DecodeError
 
 from gspo_proto.rollout_pb2 import Event, Rollout, Score, Scored, ScoredRollout, ScoringFails
 from services.common import metrics
-from services.common.events import SCHEMA, Events
+from services.common.entries import SCHEMA
+from services.common.events import Events
 from services.common.keys import rollout_id
 from services.common.runtime import Service
 from services.common.streams import Delivery, Inbox, new_consumer
@@ -85,7 +85,7 @@ class Worker:
                     deliveries = await inbox.reclaim(self._batch_size)
                     next_reclaim = now() + inbox.lease_s / 2
                 if deliveries := deliveries or await self._take(inbox):
-                    for batch in _by_functions(await self._read(inbox, deliveries)):
+                    for batch in _by_functions(await self._give_up(inbox, out, deliveries)):
                         working.add(asyncio.create_task(self._work(inbox, out, batch), name="batch"))
             await asyncio.gather(*working)
         finally:
@@ -105,7 +105,7 @@ class Worker:
         taken_unix_s = time.time()
         with self._busy():
             async with keep_leases(inbox, [delivery for delivery, _ in rollouts]):
-                scores = await self._score(rollouts)
+                scores = await self._scorer.score([rollout for _, rollout in rollouts])
             for score in scores:
                 score.taken_unix_s = taken_unix_s
             outputs = [
@@ -121,30 +121,19 @@ class Worker:
                     log.error("scoring_fails", reason=said)
                     await self._events.send(Event(scoring_fails=ScoringFails(reason=said)))
 
-    async def _read(self, inbox: Inbox, deliveries: Sequence[Delivery]) -> list[tuple[Delivery, Rollout]]:
-        """Decode entries; what is no rollout of ours is set aside in `dead`, and its group's deadline does the rest."""
+    async def _give_up(self, inbox: Inbox, out: str, deliveries: Sequence[Delivery]) -> list[tuple[Delivery, Rollout]]:
+        """The rollouts; those that too many scorers were lost over are failures, and dead letters for people."""
         found = []
         for delivery in deliveries:
-            try:
-                rollout = Rollout.FromString(delivery.payload)
-                problem = (
-                    "" if rollout.schema == SCHEMA else f"schema {rollout.schema}, and this version reads {SCHEMA}"
-                )
-            except DecodeError as error:
-                problem = str(error)
-            if problem:
-                log.error("unreadable_rollout", entry=delivery.entry.decode(), reason=problem)
-                await inbox.finish(delivery, [(self._service.keys.dead, delivery.payload)])
-            else:
+            rollout: Rollout = delivery.message
+            if delivery.attempt <= MAX_ATTEMPTS:
                 found.append((delivery, rollout))
+                continue
+            reason = f"handed out more than {MAX_ATTEMPTS} times: every scorer that took it was lost"
+            score = Score(failure=reason, failure_kind="crash")
+            if await inbox.bury(delivery, reason, [(out, pack(rollout, score))]):
+                _count(rollout, score)
         return found
-
-    async def _score(self, rollouts: Sequence[tuple[Delivery, Rollout]]) -> list[Score]:
-        fresh = [rollout for delivery, rollout in rollouts if delivery.attempt <= MAX_ATTEMPTS]
-        scores = iter(await self._scorer.score(fresh))
-        reason = f"handed out more than {MAX_ATTEMPTS} times: every scorer that took it was lost"
-        lost = Score(failure=reason, failure_kind="crash")
-        return [next(scores) if delivery.attempt <= MAX_ATTEMPTS else lost for delivery, _ in rollouts]
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

@@ -32,3 +32,14 @@ async def test_the_end_of_an_earlier_life_does_not_end_this_one(redis: Redis, ke
     assert not done
     await events.send(Event(finished=Finished(reason="the second life")))
     assert (await asyncio.wait_for(waiting, 5)).reason == "the second life"
+
+
+async def test_who_follows_goes_on_after_a_wipe_by_a_clock_that_was_set_back(redis: Redis, keys: Keys) -> None:
+    events = Events(redis, keys, "coordinator")
+    await events.send(Event(stop_requested=StopRequested(reason="before")))
+    waiting = asyncio.create_task(events.until_finished(await events.newest()))
+    await asyncio.sleep(0.1)
+    await redis.flushall()
+    payload = Event(schema=1, finished=Finished(reason="after")).SerializeToString()
+    await redis.xadd(keys.events, {"d": payload}, id="5-1")
+    assert (await asyncio.wait_for(waiting, 10)).reason == "after"

@@ -31,6 +31,17 @@ async def test_two_processes_of_one_name_and_process_id_are_two_members(redis: R
     assert (await wait_for_member(redis, keys, "generation", 1)).uid == second.uid
 
 
+async def test_one_that_is_starting_is_seen_and_not_called(redis: Redis, keys: Keys) -> None:
+    starting = registration(redis, keys, Member("generation", "generation-0"))
+    await starting.beat()
+    assert [member.name for member in await members(redis, keys)] == ["generation-0"]
+    with pytest.raises(TimeoutError):
+        await wait_for_member(redis, keys, "generation", 0.1)
+    await starting.open("host:1", lambda: {"version": 4})
+    found = await wait_for_member(redis, keys, "generation", 1)
+    assert (found.grpc, found.facts) == ("host:1", {"version": 4})
+
+
 async def test_a_member_without_a_heartbeat_is_forgotten_and_comes_back_with_the_next(redis: Redis, keys: Keys) -> None:
     member = Member("reward", "reward-0")
     alive = registration(redis, keys, member)

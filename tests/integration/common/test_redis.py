@@ -1,4 +1,4 @@
-"""A Redis that dies and comes back under a client."""
+"""A Redis that dies and comes back under a client, and one that has no room."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import asyncio
 import subprocess
 from pathlib import Path
 
-from gspo_proto.rollout_pb2 import Event, StopRequested
+import pytest
+from redis.asyncio import Redis
+
+from gspo_proto.rollout_pb2 import Event, GroupTask, Prompt, StopRequested
 from services.common.events import Events
 from services.common.keys import Keys
 from services.common.redis_server import redis_command
 from services.common.runtime import connect_redis
+from services.common.streams import Inbox, append
 from tests.conftest import free_port
 
 
@@ -35,3 +39,27 @@ async def test_a_client_waits_for_a_redis_that_is_started_again(tmp_path: Path) 
         server.kill()
         server.wait(10)
         await client.aclose()
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_a_redis_without_room_is_waited_for_and_each_write_is_made_once(redis: Redis, keys: Keys) -> None:
+    worker = Inbox(redis, keys, keys.prompts, consumer="a", lease_s=30.0)
+    task = GroupTask(schema=1, num_rollouts=1, prompt=Prompt(token_ids=[1])).SerializeToString()
+    await append(redis, keys.prompts, [task])
+    (delivery,) = await worker.take(1, block_s=1)
+    await redis.config_set("maxmemory", "1")
+    try:
+        # A command, a transaction, and a script.
+        waiting = [
+            asyncio.create_task(redis.xadd(keys.rollouts, {"d": "command"})),
+            asyncio.create_task(append(redis, keys.rollouts, [b"first", b"second"])),
+            asyncio.create_task(worker.finish(delivery, [(keys.rollouts, b"script")])),
+        ]
+        await asyncio.sleep(1.2)
+        assert not [write for write in waiting if write.done()]
+        assert await redis.xlen(keys.rollouts) == 0
+    finally:
+        await redis.config_set("maxmemory", "0")
+    assert (await asyncio.gather(*waiting))[2] is True
+    written = sorted(fields[b"d"] for _, fields in await redis.xrange(keys.rollouts))
+    assert written == [b"command", b"first", b"script", b"second"]

@@ -7,11 +7,19 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
+from gspo_proto.rollout_pb2 import GroupTask, Prompt
 from services.common.keys import Keys
 from services.common.streams import DONE, Delivery, Inbox, Output, Saved, append
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 LEASE_S = 0.05
+
+
+def task(group: int) -> bytes:
+    return GroupTask(schema=1, group=group, num_rollouts=1, prompt=Prompt(token_ids=[1])).SerializeToString()
+
+
+TASK = task(0)
 
 
 def inbox(redis: Redis, keys: Keys, consumer: str) -> Inbox:
@@ -20,7 +28,7 @@ def inbox(redis: Redis, keys: Keys, consumer: str) -> Inbox:
 
 async def take_one(redis: Redis, keys: Keys, consumer: str) -> tuple[Inbox, Delivery]:
     worker = inbox(redis, keys, consumer)
-    await append(redis, keys.prompts, [b"task"])
+    await append(redis, keys.prompts, [TASK])
     (delivery,) = await worker.take(1, block_s=1)
     return worker, delivery
 
@@ -32,7 +40,7 @@ async def put(worker: Inbox, delivery: Delivery, keys: Keys, payload: bytes, mar
 
 async def test_finish_writes_the_output_and_removes_the_entry(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
-    assert (delivery.payload, delivery.attempt) == (b"task", 1)
+    assert (delivery.payload, delivery.attempt) == (TASK, 1)
     assert await worker.finish(delivery, [(keys.rollouts, b"out")])
     assert await redis.xlen(keys.prompts) == 0
     assert (await redis.xpending(keys.prompts, "generation"))["pending"] == 0
@@ -43,7 +51,7 @@ async def test_a_worker_that_lost_its_lease_cannot_write(redis: Redis, keys: Key
     sleeper, delivery = await take_one(redis, keys, "a")
     await asyncio.sleep(2 * LEASE_S)
     (taken,) = await inbox(redis, keys, "b").reclaim(10)
-    assert (taken.payload, taken.attempt) == (b"task", 2)
+    assert (taken.payload, taken.attempt) == (TASK, 2)
     assert await sleeper.renew([delivery]) == set()
     assert not await put(sleeper, delivery, keys, b"late", "1-0")
     assert not await sleeper.finish(delivery, [(keys.rollouts, b"late")])
@@ -61,7 +69,7 @@ async def test_the_same_worker_at_an_older_attempt_cannot_write(redis: Redis, ke
 
 async def test_finish_many_writes_only_what_is_still_held(redis: Redis, keys: Keys) -> None:
     worker = inbox(redis, keys, "a")
-    await append(redis, keys.prompts, [b"kept", b"lost"])
+    await append(redis, keys.prompts, [task(1), task(2)])
     kept, lost = await worker.take(2, block_s=1)
     await asyncio.sleep(2 * LEASE_S)
     assert await worker.renew([kept]) == {kept.entry}
@@ -101,7 +109,7 @@ async def test_a_partial_save_does_not_count_as_finished(redis: Redis, keys: Key
 async def test_a_consumer_finds_what_it_held_in_an_earlier_life(redis: Redis, keys: Keys) -> None:
     _, delivery = await take_one(redis, keys, "learner")
     (found,) = await inbox(redis, keys, "learner").resume(10)
-    assert (found.entry, found.payload, found.attempt) == (delivery.entry, b"task", 2)
+    assert (found.entry, found.payload, found.attempt) == (delivery.entry, TASK, 2)
 
 
 async def test_a_wiped_redis_gives_nothing_and_no_error(redis: Redis, keys: Keys) -> None:
@@ -115,8 +123,8 @@ async def test_a_wiped_redis_gives_nothing_and_no_error(redis: Redis, keys: Keys
     assert not await worker.give_back(delivery)
     assert await worker.num_untaken() == 0
     assert await worker.take(1, block_s=0.01) == []
-    await append(redis, keys.prompts, [b"again"])
-    assert [found.payload for found in await worker.take(1, block_s=1)] == [b"again"]
+    await append(redis, keys.prompts, [TASK])
+    assert [found.payload for found in await worker.take(1, block_s=1)] == [TASK]
 
 
 async def test_a_save_stands_until_the_output_is_written(redis: Redis, keys: Keys) -> None:
@@ -144,12 +152,12 @@ async def test_a_worker_that_lost_its_lease_cannot_save_or_give_back(redis: Redi
 
 async def test_what_is_given_back_goes_to_the_end_for_any_worker(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
-    await append(redis, keys.prompts, [b"next"])
+    await append(redis, keys.prompts, [task(1)])
     assert await worker.num_untaken() == 1
     assert await worker.give_back(delivery)
     assert await worker.num_untaken() == 2
     found = await inbox(redis, keys, "b").take(2, block_s=1)
-    assert [(taken.payload, taken.attempt) for taken in found] == [(b"next", 1), (b"task", 1)]
+    assert [(taken.payload, taken.attempt) for taken in found] == [(task(1), 1), (TASK, 1)]
 
 
 async def test_what_is_given_back_may_go_to_another_stream(redis: Redis, keys: Keys) -> None:
@@ -165,7 +173,7 @@ async def test_what_is_given_back_after_its_group_has_ended_is_gone(redis: Redis
     await redis.hset(keys.open, "8", "{}")
     assert await worker.give_back(delivery, group=7)
     assert await redis.xlen(keys.prompts) == 0
-    await append(redis, keys.prompts, [b"open"])
+    await append(redis, keys.prompts, [TASK])
     (delivery,) = await worker.take(1, block_s=1)
     assert await worker.give_back(delivery, group=8)
     assert await redis.xlen(keys.prompts) == 1

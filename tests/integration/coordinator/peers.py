@@ -111,6 +111,10 @@ class LearnerPeer:
         await self.send(Event(version_live=VersionLive(version=version)))
 
     async def training_done(self, reason: str) -> None:
+        """The last step is trained; what is open is settled, as after a stop it is not."""
+        if not reason.startswith("stopped") and not self.down:
+            settled = {group for part in self.progress.settled for group in range(part.first, part.last + 1)}
+            await self.filtered(*({int(group) for group in await self.redis.hkeys(self.keys.open)} - settled))
         self.progress.done, self.progress.done_reason = True, reason
         await self.send(Event(training_done=TrainingDone(version=self.progress.version, reason=reason)))
 
@@ -135,7 +139,7 @@ class GeneratorPeer:
         self._beats: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        member = Member("generation", "generation-0")
+        member = Member("generation", "generation-0", grpc="nowhere:1")
         registration = Registration(self.redis, self.keys, member, Activity("generation"), dict)
         self._beats = asyncio.create_task(registration.run())
 

@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from gspo_proto.reward_pb2 import ResetRequest, ScoreRequest, StepRequest
 from gspo_proto.reward_pb2_grpc import RewardStub
 from gspo_proto.rollout_pb2 import Event, Finished, RewardUse, Scored
+from services.common.dead_letters import letters
 from services.common.events import Events
 from services.common.keys import Keys
 from services.common.members import Member, members, wait_for_member
@@ -343,7 +344,9 @@ async def test_an_entry_that_is_no_rollout_is_set_aside(
     with reward_service(tmp_path, redis_url):
         await append(redis, keys.rollouts, [b"\xff\xff", other.SerializeToString(), answer_of("1").SerializeToString()])
         assert await scored(redis, keys.scored, 1) == {(0, 0): 1.0}
-        assert [fields[b"d"] for _, fields in await redis.xrange(keys.dead)] == [b"\xff\xff", other.SerializeToString()]
+        found = [one.letter for one in await letters(redis, keys)]
+        assert [letter.payload for letter in found] == [b"\xff\xff", other.SerializeToString()]
+        assert "schema 99" in found[1].reason
         assert await redis.xlen(keys.rollouts) == 0
 
 

@@ -54,6 +54,12 @@ def test_one_that_is_only_being_pushed_to_is_not_worth_a_line() -> None:
     assert in_trouble([learner(**behind)]) == []
 
 
+def test_a_push_that_takes_long_is_worth_one() -> None:
+    behind = {"name": "generation-0 (b:1)", "state": "behind", "problem": "", "since_unix_s": time.time() - 7}
+    expected = "generation-0 (b:1) is behind for 7 s, serving version 7: the push to it is under way"
+    assert in_trouble([learner(**behind)]) == [expected]
+
+
 def test_departure_and_return_are_told_once_each_while_a_run_is_watched() -> None:
     news = GeneratorNews()
     back = {"name": "generation-0 (b:1)"}

@@ -23,6 +23,20 @@ def test_after_the_last_step_the_end_waits_for_its_version() -> None:
     assert (finished.reason, finished.failed) == ("5 steps are done", False)
 
 
+def test_the_end_waits_for_groups_that_were_issued_while_the_last_step_was_trained() -> None:
+    end = ending()
+    end.on_training_done(5, "5 steps are done")
+    assert end.conclude(5, num_open=2) is None
+    assert end.describe(5, num_open=2) == ("learner", "to settle the last 2 groups")
+    assert end.conclude(5, num_open=0) is not None
+    late = ending(start_timeout_s=1e-9)
+    late.on_training_done(5, "5 steps are done")
+    finished = late.conclude(5, num_open=2)
+    assert finished is not None
+    assert finished.failed
+    assert "did not settle the last 2 groups" in finished.reason
+
+
 def test_a_stop_waits_for_the_learner_and_for_nothing_else() -> None:
     end = ending()
     end.on_stop("enough")

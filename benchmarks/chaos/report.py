@@ -1,0 +1,91 @@
+"""docs/chaos.md, chaos.json and chaos.png from the files of the rounds.
+
+It plays nothing. Neighbours: rounds.py wrote the files, chaos.md.j2 is the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from benchmarks.machine import machine_facts
+
+
+def write_report(results: Path, seed: int, out: Path) -> None:
+    """Write page, figures and plot of every round of a seed."""
+    rounds = [json.loads(path.read_text()) for path in sorted(results.glob(f"seed-{seed}-round-*.json"))]
+    rounds.sort(key=lambda one: one["number"])
+    (out / "chaos.json").write_text(json.dumps({"seed": seed, "rounds": rounds}, indent=1) + "\n")
+    _plot(rounds, out / "chaos.png")
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        autoescape=False,  # noqa: S701 - Markdown
+    )  # fmt: skip
+    page = environment.get_template("chaos.md.j2").render(
+        seed=seed, rounds=rounds, kinds=_by_kind(rounds), machine=machine_facts(), findings=_findings(rounds)
+    )
+    (out / "chaos.md").write_text(page)
+
+
+def _by_kind(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each kind of strike."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for one in rounds:
+        for struck in one["struck"]:
+            found[struck["kind"]].append(struck)
+    rows = []
+    for kind, struck in sorted(found.items()):
+        seconds = [one["recovered_s"] for one in struck if one["recovered_s"] is not None]
+        rows.append(
+            {
+                "kind": kind,
+                "times": len(struck),
+                "lasts_s": struck[0]["lasts_s"],
+                "median_s": median(seconds) if seconds else None,
+                "most_s": max(seconds, default=None),
+                "not_well": len(struck) - len(seconds),
+            }
+        )
+    return rows
+
+
+def _findings(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each invariant, over all rounds."""
+    found: dict[int, dict[str, Any]] = {}
+    for one in rounds:
+        for finding in one["findings"]:
+            row = found.setdefault(finding["number"], {**finding, "seen": [], "broken": []})
+            row["seen"].append(finding["seen"])
+            row["broken"] += finding["broken"]
+    return [found[number] for number in sorted(found)]
+
+
+def _seconds(rounds: list[dict[str, Any]], kind: str) -> list[float]:
+    struck = [one for played in rounds for one in played["struck"] if one["kind"] == kind]
+    return [one["recovered_s"] for one in struck if one["recovered_s"] is not None]
+
+
+def _plot(rounds: list[dict[str, Any]], path: Path) -> None:
+    """Seconds to recover, a dot a strike, by kind."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    rows = _by_kind(rounds)
+    figure, axes = pyplot.subplots(figsize=(9, 0.35 * len(rows) + 1.2))
+    for place, row in enumerate(rows):
+        seconds = _seconds(rounds, row["kind"])
+        axes.plot(seconds, [place] * len(seconds), "o", color="tab:blue", alpha=0.6)
+        axes.plot([row["lasts_s"]] * 2, [place - 0.35, place + 0.35], color="tab:gray")
+    axes.set_yticks(range(len(rows)), [row["kind"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds from the beginning of a strike until the run is well again (grey: how long it lasts)")
+    axes.grid(axis="x", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,103 @@
+"""From the bytes of a stream entry to its message, or why it is none: unknown schema, cut off, other bytes, too large.
+
+Also the letter about an entry that is given up. It takes nothing from a stream. Neighbours: streams.py reads with it
+and buries what is refused, events.py skips it, dead_letters.py is for people.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from gspo_proto.rollout_pb2 import DeadLetter, GroupTask, Rollout, Scored
+from services.common.keys import Keys
+
+SCHEMA = 1
+# A group of long rollouts stays well below this; it is also what gRPC takes.
+MAX_ENTRY_BYTES = 64 * 2**20
+_Kind = TypeVar("_Kind", bound=Any)
+
+
+class MalformedEntryError(ValueError):
+    """The bytes are not an entry that this version reads."""
+
+
+def entry_kinds(keys: Keys) -> dict[str, type[Any]]:
+    """Stream -> what its entries are."""
+    return {
+        keys.prompts: GroupTask,
+        keys.aside: GroupTask,
+        keys.eval_prompts: GroupTask,
+        keys.rollouts: Rollout,
+        keys.eval_rollouts: Rollout,
+        keys.scored: Scored,
+        keys.eval_scored: Scored,
+    }
+
+
+def read_entry(kind: type[_Kind], payload: bytes) -> _Kind:
+    """The message.
+
+    Raises:
+        MalformedEntryError: Says what is wrong with the bytes.
+    """
+    name = kind.DESCRIPTOR.name
+    if len(payload) > MAX_ENTRY_BYTES:
+        raise MalformedEntryError(f"{len(payload)} bytes, and an entry has at most {MAX_ENTRY_BYTES}")
+    try:
+        message: _Kind = kind.FromString(payload)
+    except DecodeError as error:
+        raise MalformedEntryError(f"{len(payload)} bytes that are no {name}: {error}") from error
+    if message.schema != SCHEMA:
+        raise MalformedEntryError(f"schema {message.schema}, and this version reads {SCHEMA}")
+    if problem := _problem(message):
+        raise MalformedEntryError(f"a {name} that cannot be: {problem}")
+    return message
+
+
+def _problem(message: Any) -> str:
+    """What random bytes that happen to parse would still lack."""
+    if isinstance(message, GroupTask):
+        lacks = {
+            "no rollouts": not message.num_rollouts,
+            "no prompt": not message.prompt.token_ids,
+        }
+        return ", ".join(text for text, lacking in lacks.items() if lacking)
+    if isinstance(message, Scored):
+        return "" if message.WhichOneof("what") else "neither a rollout nor a failure"
+    return ""
+
+
+def make_letter(stream: str, payload: bytes, message: Any, *, reason: str, by: str, attempts: int) -> bytes:
+    """The entry of `dead`.
+
+    Args:
+        stream: Name of the stream that the entry was in, without the run's prefix.
+        message: What the payload was read as; None where it could not be.
+        attempts: How often it was handed out.
+    """
+    letter = DeadLetter(
+        schema=SCHEMA,
+        stream=stream,
+        payload=payload,
+        reason=reason,
+        by=by,
+        attempts=attempts,
+        unix_s=time.time(),
+    )
+    _name(letter, message)
+    return letter.SerializeToString()
+
+
+def _name(letter: DeadLetter, message: Any) -> None:
+    """Whose entry it is, as far as that could be read."""
+    if isinstance(message, GroupTask):
+        letter.group, letter.evaluation = message.group, message.evaluation
+    elif isinstance(message, Rollout):
+        letter.group, letter.number, letter.evaluation = message.group, message.number, message.evaluation
+    elif isinstance(message, Scored) and message.WhichOneof("what") == "rollout":
+        _name(letter, message.rollout.rollout)
+    elif isinstance(message, Scored):
+        letter.group = message.failure.group

@@ -1,0 +1,189 @@
+"""Leases against a model, on a real Redis: any order of delivery, redelivery, crash, restart and wipe.
+
+The end of a lease is made by setting an entry's idle time, so nothing depends on a clock. Stale hands are kept: what a
+worker that lost its lease tries to write is part of every example.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from redis.asyncio import Redis
+
+from gspo_proto.rollout_pb2 import GroupTask, Prompt
+from services.common.keys import GENERATION, Keys
+from services.common.streams import Delivery, Inbox, Output, append, create_consumer_groups
+
+WORKERS = ("a", "b", "c")
+LEASE_S, EXPIRED_MS = 60.0, 120_000
+NUM_ROLLOUTS = 2
+
+
+@dataclass
+class Model:
+    """What Redis must hold: entry -> (owner, attempt, whether its lease ended), and what was written."""
+
+    held: dict[bytes, tuple[str, int, bool]] = field(default_factory=dict)
+    waiting: list[bytes] = field(default_factory=list)
+    written: Counter[bytes] = field(default_factory=Counter)
+    marks: set[str] = field(default_factory=set)
+
+    def owns(self, worker: str, delivery: Delivery) -> bool:
+        """Whether a worker may write for a delivery."""
+        return self.held.get(delivery.entry, ("", 0, False))[:2] == (worker, delivery.attempt)
+
+
+class Leases(RuleBasedStateMachine):
+    """Three workers on one stream."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop, self.keys, self.model = asyncio.new_event_loop(), Keys("leases"), Model()
+        self.redis = Redis.from_url(self.url, protocol=2)
+        self.inboxes = {name: self._inbox(name) for name in WORKERS}
+        self.hands: list[tuple[str, Delivery]] = []
+        self.num_added = 0
+
+    @initialize()
+    def begin(self) -> None:
+        self._do(self.redis.flushall())
+        self._do(create_consumer_groups(self.redis, self.keys))
+
+    @rule(num=st.integers(1, 3))
+    def add(self, num: int) -> None:
+        for _ in range(num):
+            self.num_added += 1
+            task = GroupTask(schema=1, group=self.num_added, num_rollouts=NUM_ROLLOUTS, prompt=Prompt(token_ids=[1]))
+            self._do(append(self.redis, self.keys.prompts, [task.SerializeToString()]))
+        entries = [entry for entry, _ in self._do(self.redis.xrange(self.keys.prompts))]
+        self.model.waiting = [entry for entry in entries if entry not in self.model.held]
+
+    @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 3))
+    def take(self, worker: str, count: int) -> None:
+        taken = self._do(self.inboxes[worker].take(count, 0))
+        assert [one.entry for one in taken] == self.model.waiting[:count]
+        del self.model.waiting[:count]
+        self._hand(worker, taken, attempts=dict.fromkeys((one.entry for one in taken), 1))
+
+    @precondition(lambda self: self.model.held)
+    @rule(data=st.data())
+    def let_a_lease_end(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(sorted(self.model.held)))
+        owner, attempt, _ = self.model.held[entry]
+        self._do(self.redis.xclaim(self.keys.prompts, GENERATION, owner, 0, [entry], idle=EXPIRED_MS, justid=True))
+        self.model.held[entry] = (owner, attempt, True)
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def reclaim(self, worker: str) -> None:
+        found = self._do(self.inboxes[worker].reclaim(100))
+        expired = {entry: attempt for entry, (_, attempt, is_over) in self.model.held.items() if is_over}
+        assert {one.entry for one in found} == set(expired)
+        self._hand(worker, found, attempts={entry: attempt + 1 for entry, attempt in expired.items()})
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def crash_and_restart(self, worker: str) -> None:
+        """A process of the same name finds what it held; the hands of the one before stay, as a zombie's would."""
+        self.inboxes[worker] = self._inbox(worker)
+        found = self._do(self.inboxes[worker].resume(100))
+        mine = {entry: attempt for entry, (owner, attempt, _) in self.model.held.items() if owner == worker}
+        assert {one.entry for one in found} == set(mine)
+        self._hand(worker, found, attempts={entry: attempt + 1 for entry, attempt in mine.items()})
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        worker, delivery = data.draw(st.sampled_from(self.hands))
+        is_ours = self.model.owns(worker, delivery)
+        assert self._do(self.inboxes[worker].renew([delivery])) == ({delivery.entry} if is_ours else set())
+        if is_ours:
+            self.model.held[delivery.entry] = (worker, delivery.attempt, False)
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data(), number=st.integers(0, NUM_ROLLOUTS - 1))
+    def write_a_rollout(self, data: st.DataObject, number: int) -> None:
+        worker, delivery = data.draw(st.sampled_from(self.hands))
+        mark, is_ours = f"{delivery.message.group}-{number}", self.model.owns(worker, delivery)
+        output = Output(delivery, self.keys.rollouts, mark.encode(), mark)
+        assert self._do(self.inboxes[worker].put([output])) == [is_ours]
+        if is_ours:
+            self.model.held[delivery.entry] = (worker, delivery.attempt, False)
+            if mark not in self.model.marks:
+                self.model.marks.add(mark)
+                self.model.written[mark.encode()] += 1
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data(), how=st.sampled_from(("finish", "finish_many", "bury")))
+    def finish(self, data: st.DataObject, how: str) -> None:
+        worker, delivery = data.draw(st.sampled_from(self.hands))
+        inbox, payload = self.inboxes[worker], f"end of {delivery.message.group}".encode()
+        if how == "finish_many":
+            done = delivery.entry in self._do(inbox.finish_many(self.keys.rollouts, [(delivery, payload)]))
+        elif how == "bury":
+            done = self._do(inbox.bury(delivery, "no reason", [(self.keys.rollouts, payload)]))
+        else:
+            done = self._do(inbox.finish(delivery, [(self.keys.rollouts, payload)]))
+        assert done == self.model.owns(worker, delivery)
+        if done:
+            del self.model.held[delivery.entry]
+            self.model.written[payload] += 1
+
+    @rule()
+    def wipe(self) -> None:
+        """Redis comes back empty; the hands of before may write nothing."""
+        self._do(self.redis.flushall())
+        self.model = Model()
+        for worker, delivery in self.hands:
+            assert not self._do(self.inboxes[worker].finish(delivery, [(self.keys.rollouts, b"late")]))
+        self._do(create_consumer_groups(self.redis, self.keys))
+
+    @invariant()
+    def redis_holds_what_the_model_holds(self) -> None:
+        if not self.num_added:
+            return
+        pending = self._do(self.redis.xpending_range(self.keys.prompts, GENERATION, "-", "+", 1000))
+        held = {one["message_id"]: (one["consumer"].decode(), one["times_delivered"]) for one in pending}
+        assert held == {entry: (owner, attempt) for entry, (owner, attempt, _) in self.model.held.items()}
+        written = Counter(fields[b"d"] for _, fields in self._do(self.redis.xrange(self.keys.rollouts)))
+        assert written == self.model.written
+        assert max(written.values(), default=0) <= 1
+        assert self._do(self.redis.xlen(self.keys.prompts)) == len(self.model.held) + len(self.model.waiting)
+
+    def teardown(self) -> None:
+        self._do(self.redis.aclose())
+        self.loop.close()
+
+    def _hand(self, worker: str, taken: list[Delivery], attempts: dict[bytes, int]) -> None:
+        for delivery in taken:
+            assert delivery.attempt == attempts[delivery.entry]
+            self.model.held[delivery.entry] = (worker, delivery.attempt, False)
+            self.hands.append((worker, delivery))
+
+    def _inbox(self, worker: str) -> Inbox:
+        return Inbox(self.redis, self.keys, self.keys.prompts, consumer=worker, lease_s=LEASE_S)
+
+    def _do(self, work):  # type: ignore[no-untyped-def]
+        return self.loop.run_until_complete(work)
+
+
+def test_leases_hold_in_any_order_of_delivery_crash_and_wipe(redis_url: str) -> None:
+    Leases.url = redis_url
+    run_state_machine_as_test(
+        Leases,
+        settings=settings(
+            max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )

@@ -1,0 +1,109 @@
+"""The learner's end of the stream on a real Redis: what is held, and what is acknowledged and counted at once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from redis.asyncio import Redis
+
+from gspo_core.advantage import RunningMoments
+from gspo_proto.rollout_pb2 import Scored
+from services.common.dead_letters import letters
+from services.common.keys import LEARNER, Keys
+from services.common.streams import append
+from services.learner import intake as intake_module
+from services.learner.assembly import Assembler
+from services.learner.intake import Intake
+from services.learner.settlement import Settlement, Settlements
+from tests.integration.learner.feeder import scored
+from tests.integration.push_peers import service_of
+from tests.service_process import make_run
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+
+
+class Desk:
+    """An intake that runs, and what it has made of its stream."""
+
+    def __init__(self, redis: Redis, keys: Keys, redis_url: str, folder: Path) -> None:
+        config = make_run(folder, folder)
+        settlements = Settlements()
+        settlements.add(1, Settlement.TRAINED)
+        settlements.add(2, Settlement.FAILED)
+        self.assembler = Assembler(
+            config.algorithm, config.staleness, seed=0, settlements=settlements, moments=RunningMoments()
+        )
+        self._redis, self._keys, self._service = redis, keys, service_of("learner-0", config, redis_url)
+
+    async def take(self, *payloads: bytes) -> int:
+        """Let these come; how many entries are held afterwards."""
+        await append(self._redis, self._keys.scored, payloads)
+        intake = Intake(self._service, self.assembler)
+        running = asyncio.create_task(intake.run())
+        async with asyncio.timeout(10):
+            # All are taken once a last one is.
+            while await self._left():
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        pending: Any = await self._redis.xpending(self._keys.scored, LEARNER)
+        assert pending["pending"] == await self._redis.xlen(self._keys.scored)
+        return int(pending["pending"])
+
+    async def _left(self) -> bool:
+        stream = await self._redis.xinfo_stream(self._keys.scored)
+        (group,) = await self._redis.xinfo_groups(self._keys.scored)
+        return bool(group["last-delivered-id"] != stream["last-generated-id"])
+
+    async def close(self) -> None:
+        await self._service.redis.aclose()
+
+
+def skipped(reason: str) -> float:
+    return REGISTRY.get_sample_value("gspo_rollouts_skipped_total", {"reason": reason}) or 0.0
+
+
+@pytest.fixture
+async def desk(redis: Redis, keys: Keys, redis_url: str, tmp_path: Path) -> Any:
+    made = Desk(redis, keys, redis_url, tmp_path)
+    yield made
+    await made.close()
+
+
+async def test_late_and_repeated_rollouts_are_acknowledged_and_counted(desk: Desk) -> None:
+    late, repeated = skipped("late"), skipped("duplicate")
+    # Of a trained group, of a failed one, and one of an open group twice.
+    held = await desk.take(scored(1, 0, 0), scored(2, 0, 0), scored(2, 1, 0), scored(5, 0, 0), scored(5, 0, 0))
+    assert held == 1
+    assert (skipped("late") - late, skipped("duplicate") - repeated) == (2, 2)
+
+
+async def test_a_rollout_that_does_not_fit_is_a_dead_letter(desk: Desk, redis: Redis, keys: Keys) -> None:
+    wrong = Scored.FromString(scored(5, 0, 0))
+    del wrong.rollout.rollout.logp[0]
+    assert await desk.take(wrong.SerializeToString(), scored(5, 1, 0)) == 1
+    (found,) = await letters(redis, keys)
+    assert (found.letter.group, found.letter.number, found.letter.stream) == (5, 0, "scored")
+    assert "have lengths" in found.letter.reason
+
+
+async def test_what_learner_after_learner_dies_over_fails_its_group(
+    desk: Desk, redis: Redis, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake_module, "_MOST_LIVES", 3)
+    assert await desk.take(scored(5, 0, 0)) == 1
+    for _ in range(2):
+        desk.assembler._groups.clear()  # a new learner knows nothing
+        assert await desk.take() == 1
+    desk.assembler._groups.clear()
+    assert await desk.take() == 0
+    (found,) = await letters(redis, keys)
+    assert (found.letter.group, found.letter.attempts) == (5, 4)
+    ended = desk.assembler.next_batch(0, {5: 0})
+    assert [(group.group, group.settlement) for group in ended.settled] == [(5, Settlement.FAILED)]
+    assert "3 learners" in ended.settled[0].reason

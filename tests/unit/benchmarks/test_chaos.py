@@ -1,0 +1,155 @@
+"""The chaos runner's own parts: the schedule repeats, and the check sees each breach in a log that was sound before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.chaos.check import Left, check
+from benchmarks.chaos.schedule import PROCESSES, kinds, round_of
+from benchmarks.simulated.answers import key_of_bits, log_probs
+from benchmarks.simulated.maker import SimulatedMaker
+from benchmarks.simulated.settings import Settings
+from services.learner.rows import Row
+from services.learner.steplog import StepLog
+from services.learner.weights import policy_from
+from tests.service_process import make_run
+from tests.tiny_model import make_tiny_model
+from tests.unit.learner.training_rows import make_rows
+
+STEPS = 3
+
+
+def test_a_seed_repeats_a_schedule_and_another_does_not() -> None:
+    assert round_of(5, 2, kinds()) == round_of(5, 2, kinds())
+    assert round_of(5, 2, kinds()) != round_of(6, 2, kinds())
+    assert round_of(5, 2, kinds()) != round_of(5, 3, kinds())
+
+
+def test_a_round_strikes_once_with_each_kind_and_every_process_is_killed_and_stopped() -> None:
+    planned = [one.kind for one in round_of(0, 0, kinds())]
+    assert sorted(planned) == sorted(kinds())
+    assert {f"{verb} {process}" for verb in ("kill", "stop") for process in PROCESSES} <= set(planned)
+    assert not {"cut network", "fill disk"} & set(kinds(cuts=False, disks=False))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def sound(tmp_path: Path, model: Path) -> Left:
+    """The log of a run of three steps, as the simulated run writes it."""
+    config = make_run(tmp_path, model, staleness={"max_lag": 1})
+    run_dir = config.run_dir
+    log, maker = StepLog(run_dir / "log"), SimulatedMaker(config, model, run_dir, Settings(time_scale=0))
+    (run_dir / "log").mkdir()
+    (run_dir / "services").mkdir()
+    policy, versions, loaded, metrics = policy_from(0, maker.policy()), [], [], []
+    for step in range(1, STEPS + 1):
+        versions.append({"version": step - 1, "digest": policy.digest})
+        loaded.append({"event": "version_loaded", "version": step - 1, "digest": policy.digest[:12]})
+        key = key_of_bits(policy.bits[min(policy.bits)])
+        rows = [_row(row, step, key) for row in make_rows(model, step=step, num_groups=2)]
+        log.write(step, rows)
+        maker.train(step, rows)
+        policy = policy_from(step, maker.policy())
+        metrics.append({"step": step})
+    versions.append({"version": STEPS, "digest": policy.digest})
+    settled = [{"group": 2 * STEPS, "settlement": "unused", "reason": "the end"}]
+    for name, lines in (("log/policy.jsonl", versions), ("log/metrics.jsonl", metrics), ("log/settled.jsonl", settled),
+                        ("services/generation-0.log", loaded)):  # fmt: skip
+        _write(run_dir / name, lines)
+    groups = {"issued": 2 * STEPS + 1, "trained": 2 * STEPS, "filtered": 0, "stale": 0, "failed": 0, "unused": 1}
+    (run_dir / "summary.json").write_text(json.dumps({"groups": groups}))
+    return Left(run_dir, config, 0, {"open": 0, "dead": 3}, {"scored": 8})
+
+
+def _row(row: Row, step: int, key: int) -> Row:
+    version_T = np.full(len(row.token_ids), step - 1, np.int32)
+    logp_T = log_probs(row.token_ids.tolist(), len(row.prompt_token_ids), key)
+    return replace(row, group=row.group + 2 * (step - 1), version=version_T, logp=logp_T)
+
+
+def _write(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def broken(left: Left) -> set[int]:
+    return {found.number for found in check(left) if found.broken}
+
+
+def test_a_sound_log_breaks_nothing(sound: Left) -> None:
+    found = check(sound)
+    assert [one.number for one in found] == [1, 2, 3, 4, 5, 6, 7]
+    assert [one.broken for one in found] == [()] * 7
+
+
+def _change_last_step(left: Left, change: Callable[[Row], Row]) -> None:
+    log = StepLog(left.run_dir / "log")
+    first, *others = log.read(STEPS)
+    log.path(STEPS).unlink()
+    log.write(STEPS, [change(first), *others])
+
+
+@pytest.mark.parametrize(
+    ("number", "change"),
+    [
+        (1, lambda row: replace(row, group=0, number=0)),
+        (2, lambda row: replace(row, version=np.zeros_like(row.version))),
+        (3, lambda row: replace(row, logp=row.logp - np.float32(0.01))),
+        (3, lambda row: replace(row, version=row.version - 1)),
+        (5, lambda row: replace(row, failure="raised")),
+        (7, lambda row: replace(row, reward=9.0)),
+    ],
+    ids=["twice", "old", "other log-probs", "other version", "failed and counts", "another row"],
+)
+def test_a_changed_rollout_is_seen(sound: Left, number: int, change: Callable[[Row], Row]) -> None:
+    _change_last_step(sound, change)
+    assert number in broken(sound)
+
+
+def test_a_group_that_never_ended_is_seen(sound: Left) -> None:
+    _write(sound.run_dir / "log/settled.jsonl", [{"group": 2 * STEPS + 1, "settlement": "unused", "reason": "end"}])
+    assert broken(sound) == {1}
+
+
+def test_a_group_that_ended_twice_or_for_no_reason_is_seen(sound: Left) -> None:
+    settled = _read(sound.run_dir / "log/settled.jsonl")
+    _write(sound.run_dir / "log/settled.jsonl", [*settled, {"group": 0, "settlement": "failed", "reason": ""}])
+    (finding,) = [found for found in check(sound) if found.broken]
+    assert finding.broken == ("group 0 is settled 2 times", "group 0 is failed for no reason")
+
+
+def test_other_digests_are_seen(sound: Left) -> None:
+    loaded = _read(sound.run_dir / "services/generation-0.log")
+    _write(sound.run_dir / "services/generation-0.log", [*loaded, {**loaded[0], "version": STEPS}])
+    assert broken(sound) == {4}
+    versions = _read(sound.run_dir / "log/policy.jsonl")
+    _write(sound.run_dir / "log/policy.jsonl", [*versions, {**versions[0], "version": STEPS}])
+    assert broken(sound) == {4, 7}
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"exit_code": 1},
+        {"in_redis": {"open": 1}},
+        {"on_their_way": frozenset({99})},
+        {"longest": {"prompts": 1_000}},
+        {"longest": {"scored": 100_000}},
+    ],
+)
+def test_an_end_that_is_none_is_seen(sound: Left, left: dict[str, Any]) -> None:
+    assert broken(replace(sound, **left)) == {6}
