@@ -1,0 +1,49 @@
+"""The clock of a step: every phase once, what came between two steps, and an evaluation that holds up the first."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from gspo_proto.rollout_pb2 import Rollout, Score, ScoredRollout
+from services.common.step_time import seconds_by_cause
+from services.common.traces import Traces
+from services.learner.step_clock import StepClock
+from services.learner.waits import Journeys
+
+
+def a_step(clock: StepClock, journeys: Journeys, group: int, *, evaluated_s_ago: float) -> dict[str, float]:
+    """The figures of a step of one rollout that was waited for 10 s and issued 2 s ago."""
+    now = time.time()
+    rollout = Rollout(group=group, issued_unix_s=now - 2, started_unix_s=now - 2, finished_unix_s=now - 1)
+    score = Score(reward=1.0, taken_unix_s=now - 1, scored_unix_s=now)
+    journeys.add(ScoredRollout(rollout=rollout, score=score))
+    clock.wait_over(now - 10, live_unix_s=now - 8, evaluated_unix_s=now - evaluated_s_ago)
+    clock.begin([group])
+    for phase in ("log_s", "train_s", "publish_s", "hold_s"):
+        clock.over(phase)
+    return clock.figures()
+
+
+def test_a_steps_time_is_told_by_phase_and_by_cause() -> None:
+    journeys = Journeys()
+    clock = StepClock(journeys, Traces("learner", name="learner-0", run="r", endpoint=None))
+    first = a_step(clock, journeys, 1, evaluated_s_ago=5)
+    assert first["wait_s"] == pytest.approx(10, abs=0.5)
+    assert first["step_s"] == sum(first[name] for name in ("wait_s", "log_s", "train_s", "publish_s", "hold_s"))
+    assert (first["checkpoint_s"], first["record_s"]) == (0, 0), "nothing came before the first step"
+    by_cause = seconds_by_cause(first)
+    expected = {"push": 2, "evaluation": 3, "issue": 3, "queue": 0, "generation": 1, "reward": 1}
+    assert {cause: by_cause[cause] for cause in expected} == pytest.approx(expected, abs=0.5)
+
+
+def test_between_two_steps_a_checkpoint_is_told_and_an_evaluation_holds_nothing_up() -> None:
+    journeys = Journeys()
+    clock = StepClock(journeys, Traces("learner", name="learner-0", run="r", endpoint=None))
+    a_step(clock, journeys, 1, evaluated_s_ago=5)
+    clock.checkpoint(0.25)
+    second = a_step(clock, journeys, 2, evaluated_s_ago=5)
+    assert second["checkpoint_s"] == 0.25
+    assert (second["wait_evaluation_s"], second["wait_issue_s"]) == (0, pytest.approx(6, abs=0.5))
+    assert a_step(clock, journeys, 3, evaluated_s_ago=5)["checkpoint_s"] == 0
