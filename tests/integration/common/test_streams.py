@@ -165,7 +165,7 @@ async def test_what_is_given_back_may_go_to_another_stream(redis: Redis, keys: K
     assert await worker.give_back(delivery, stream=keys.aside)
     assert await redis.xlen(keys.prompts) == 0
     aside = Inbox(redis, keys, keys.aside, consumer="b", lease_s=LEASE_S)
-    assert [found.payload for found in await aside.take(2, block_s=1)] == [b"task"]
+    assert [found.payload for found in await aside.take(2, block_s=1)] == [TASK]
 
 
 async def test_what_is_given_back_after_its_group_has_ended_is_gone(redis: Redis, keys: Keys) -> None:
