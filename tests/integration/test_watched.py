@@ -102,6 +102,10 @@ def test_every_rollout_that_was_trained_has_its_whole_way_in_one_trace(run: Whol
         assert score.attributes["gspo.reward"] == row["reward"]
 
 
+def test_all_was_seen(run: WholeRun, watched: Watched) -> None:
+    assert watched.trouble == ""
+
+
 @pytest.mark.parametrize("command", commands_of_pages())
 def test_the_pages_commands_work_while_a_run_goes(command: str, run: WholeRun, watched: Watched) -> None:
     (found,) = [(code, printed) for ran, code, printed in watched.commands if ran == command]
