@@ -215,8 +215,7 @@ OPERATIONS = {
     "What does it cost?": [
         ask("How many bytes of weights are sent?", BYTES_PER_S,
             (f"sum by (kind) (rate(gspo_push_bytes_total{RATE}))", "{{kind}}")),
-        ask("How long does a checkpoint take?", SECONDS,
-            ("sum(gspo_checkpoint_seconds_sum) / sum(gspo_checkpoint_seconds_count)", "mean")),
+        ask("How long do checkpoints and the record hold up a step?", SECONDS, *figure("checkpoint_s", "record_s")),
     ],
 }  # fmt: skip
 
