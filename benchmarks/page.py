@@ -13,9 +13,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from benchmarks import rows, rows_push, rows_tail
+from benchmarks import rows, rows_pipeline, rows_push, rows_tail
 from benchmarks.material import HIDDEN_SIZE, LAYERS, model_folder, num_parameters
-from benchmarks.plots import draw_learning, draw_steps, draw_waits
+from benchmarks.plots import draw_learning, draw_memory, draw_steps, draw_waits
 from benchmarks.rows import Results
 from benchmarks.shape import GROUP_SIZE, GROUPS, MAX_TOKENS, NUM_MINI_BATCHES, NUM_ROLLOUTS
 from benchmarks.tables import number
@@ -62,6 +62,7 @@ def _render(results: Results) -> str:
         learner=rows.learner(results) if "learner" in results else "",
         system=_system(results, peer_s) if "system" in results else None,
         learning=rows.learning(results) if "learning" in results else "",
+        pipeline=_pipeline(results) if "pipeline" in results else None,
         reward=rows.reward(results) if "reward" in results else "",
         logprobs=rows.logprobs(results) if "logprobs" in results else "",
         push=_push(results) if "push" in results else None,
@@ -77,6 +78,11 @@ def _system(results: Results, peer_s: float) -> dict[str, str]:
         "shares": rows.shares(results),
         "pushes": rows.pushes(results),
     }
+
+
+def _pipeline(results: Results) -> dict[str, str]:
+    found = rows.cases(results, "pipeline")
+    return {"rates": rows_pipeline.rates(found), "memory": rows_pipeline.memory(found)}
 
 
 def _push(results: Results) -> dict[str, str]:
@@ -111,5 +117,7 @@ def _draw(results: Results, folder: Path) -> None:
     if system := rows.cases(results, "system"):
         draw_steps(system, rows.alone(results), folder / f"{NAME}-steps.png")
         draw_waits(system, folder / f"{NAME}-waits.png")
+    if pipeline := rows.cases(results, "pipeline"):
+        draw_memory(pipeline, folder / f"{NAME}-memory.png")
     if learning := rows.cases(results, "learning"):
         draw_learning(learning, folder / f"{NAME}-learning.png")

@@ -95,6 +95,22 @@ def draw_learning(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
         _save(figure, "What does lag cost, and what does it buy?", path)
 
 
+def draw_memory(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Memory of every service over the rollouts of the longest pipeline run."""
+    case = max((case for case in cases if case["what"] == "pipeline"), key=lambda case: case["rollouts"])
+    done = np.array(case["memory"]["steps"]) * case["step_rollouts"]
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 3.4), dpi=_DPI, layout="constrained")
+        panel = figure.subplots()
+        for (name, mib), colour in zip(case["memory"]["mib"].items(), _COLOURS, strict=False):
+            panel.plot(done[-len(mib) :], mib, color=colour, label=name, linewidth=1.4)
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel("rollouts trained on")
+        panel.set_ylabel("resident memory, MiB")
+        _legend(figure, [panel])
+        _save(figure, "Does memory stay where it is?", path)
+
+
 def _legend(figure: Any, panels: Sequence[Any]) -> None:
     """One legend for all panels, below them: from the panel that has the most to explain."""
     handles, labels = max((panel.get_legend_handles_labels() for panel in panels), key=lambda found: len(found[1]))

@@ -62,8 +62,8 @@ async def beside(service: str, config: Config, work: Callable[[Redis, str], Coro
     complaints: list[str] = []
     try:
         async with Supervisor(config.run_dir / "services", 0, complaints.append) as supervisor:
-            supervisor.start([redis_program(config.run_dir, port)])
-            await _until_up(url)
+            supervisor.start([redis_program(config, config.run_dir, port)])
+            await until_up(url)
             await create_consumer_groups(redis, Keys(config.name))
             supervisor.start(service_programs(Job(config, config.run_dir, services=(service,)), url))
             # What dies takes the measurement with it instead of letting it wait.
@@ -79,7 +79,7 @@ async def beside(service: str, config: Config, work: Callable[[Redis, str], Coro
         await redis.aclose()
 
 
-async def _until_up(url: str) -> None:
+async def until_up(url: str) -> None:
     """Wait for a Redis that was just started."""
     probe, deadline = Redis.from_url(url, protocol=2, socket_timeout=1), time.monotonic() + _REDIS_S
     try:

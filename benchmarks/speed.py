@@ -23,6 +23,7 @@ from benchmarks import (
     part_learning,
     part_logprobs,
     part_peer,
+    part_pipeline,
     part_push,
     part_reward,
     part_system,
@@ -40,6 +41,7 @@ PARTS = {
     "C": "system",
     "D": "learning",
     "L": "logprobs",
+    "Q": "pipeline",
     "R": "reward",
     "T": "tail",
     "W": "push",
@@ -50,7 +52,7 @@ _BUSY_SHARE = 0.1
 
 
 def main(
-    only: Annotated[str, typer.Option(help=_PARTS_HELP)] = "A,B,C,D,L,R,T,W",
+    only: Annotated[str, typer.Option(help=_PARTS_HELP)] = "A,B,C,D,L,Q,R,T,W",
     quick: Annotated[bool, typer.Option(help="Two rounds or steps of everything, to see that it works")] = False,
     steps: Annotated[int | None, typer.Option(min=4, help="Steps of each run in C (8) and in D (40)")] = None,
     peer: Annotated[bool, typer.Option(help="Measure the peer too; needs the trl package")] = False,
@@ -86,6 +88,7 @@ def _measure(parts: list[str], results: Path, *, quick: bool, steps: int | None)
         "C": lambda: part_system.cases(quick=quick, steps=steps),
         "D": lambda: part_learning.cases(quick=quick, steps=steps),
         "L": lambda: part_logprobs.cases(quick=quick),
+        "Q": lambda: part_pipeline.cases(quick=quick),
         "R": lambda: part_reward.cases(quick=quick),
         "T": lambda: part_tail.cases(quick=quick),
         "W": lambda: part_push.cases(quick=quick),

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from redis.asyncio import Redis
 
 from services.common.config import Config
@@ -82,6 +83,19 @@ def end(process: subprocess.Popen[bytes], timeout_s: float = 20.0) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait(timeout_s)
+
+
+def doors_of(pid: int) -> set[str]:
+    """Addresses on which a process and all below it listen."""
+    parent = psutil.Process(pid)
+    found = {
+        connection.laddr.ip
+        for process in (parent, *parent.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    # gRPC listens on a socket for both versions of IP.
+    return {address.removeprefix("::ffff:") for address in found}
 
 
 def log_events(path: Path) -> list[dict[str, Any]]:

@@ -35,11 +35,12 @@ from services.common.configfile import read_config
 from services.common.entries import entry_kinds, read_entry
 from services.common.keys import Keys, consumer_groups
 from services.common.members import members
-from services.common.redis_server import redis_command
+from services.common.redis_server import redis_command, write_password
 from tests.tiny_model import make_tiny_model
 
 NAME, SERVICES = "chaos", tuple(name for kind, names in PROCESSES.items() if kind != "redis" for name in names)
 GROUPS, SIZE, MAX_LAG, MAX_ATTEMPTS = 6, 4, 1, 5
+_SECRET = "a-secret-of-the-chaos"  # noqa: S105 - of a Redis that lives for minutes
 # A run is asked to stop long before this.
 _ENDLESS = 1_000_000
 _STEPS_AFTERWARDS = 3
@@ -189,11 +190,12 @@ class World:
         port, address = free_port(), self.network.outside if self.network else "127.0.0.1"
         data = self.disk / "redis"
         data.mkdir()
-        command = [*redis_command(address, port, data), "--protected-mode", "no"]
+        command = redis_command(address, port, data, write_password(data, _SECRET))
         self._supervisor = await self._resources.enter_async_context(Supervisor(self.folder / "logs", 1000, print))
         self._supervisor.start([Program("redis", tuple(command))])
         self.redis_url = f"redis://{address}:{port}/0"
-        self.redis = Redis.from_url(self.redis_url, protocol=2, socket_timeout=2, socket_connect_timeout=2)
+        limits = {"socket_timeout": 2, "socket_connect_timeout": 2}
+        self.redis = Redis.from_url(self.redis_url, protocol=2, password=_SECRET, **limits)
         self._resources.push_async_callback(self.redis.aclose)
         self._watching = asyncio.create_task(self._watch_streams())
         self._resources.callback(self._watching.cancel)
@@ -243,7 +245,7 @@ class World:
             records = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}]} for n in range(40)]
             (self.folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
             (self.folder / "reward.py").write_text(_REWARD.format(file=str(self.faults / "hang")))
-            (self.folder / "token").write_text("chaos\n")
+            (self.folder / "token").write_text(f"{_SECRET}\n")
         config = {
             "name": NAME,
             "seed": self._seed,
@@ -275,6 +277,7 @@ class World:
             "services": {
                 "redis_url": self.redis_url,
                 "token_file": "token",
+                "redis_password_file": "token",
                 "lease_s": 3.0,
                 "max_restarts": 1000,
             },

@@ -102,8 +102,8 @@ def container_config(folder: Path, runs: Path, secrets: Path, redis_url: str | N
         )
     given = read_mapping(path)
     given["run"] = {**(given.get("run") or {}), "directory": str(runs)}
-    services = {**(given.get("services") or {}), "token_file": str(secrets / "token"), "redis_url": redis_url}
-    given["services"] = services
+    files = {"token_file": str(secrets / "token"), "redis_password_file": str(secrets / "redis_password")}
+    given["services"] = {**(given.get("services") or {}), **files, "redis_url": redis_url}
     return parse_config(given, folder)
 
 

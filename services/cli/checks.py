@@ -20,7 +20,7 @@ from services.cli.processes import describe_exit
 from services.common.config import Config
 from services.common.errors import EXIT_BAD_INPUT, InputError
 from services.common.keys import Keys
-from services.common.runtime import check_bind
+from services.common.trust import check_trust, redis_arguments, redis_refusal, without_password
 
 CHECK_TIMEOUT_S = 180.0
 # How a service's check begins a line that stops nothing.
@@ -81,15 +81,13 @@ def _message(errors: str) -> str:
 
 
 def check_ports(config: Config) -> None:
-    """Refuse ports that are in use, or asked for twice, and a bind beyond loopback without a token.
+    """Refuse ports that are in use, or asked for twice, and secrets and certificates that cannot work.
 
     Raises:
         InputError: Names the key.
     """
     services = config.services
-    check_bind(services.host, config)
-    if services.token_file is not None and not services.token_file.is_file():
-        raise InputError("services.token_file", f"{services.token_file} is not a file", "Write a secret into it")
+    check_trust(config, services.host, services.redis_url)
     if services.coordinator_port and services.coordinator_port == services.reward_port:
         raise InputError(
             "services.reward_port", f"{services.reward_port} is services.coordinator_port too", "Set another, or 0"
@@ -108,20 +106,22 @@ def _check_port(key: str, host: str, port: int) -> None:
         ) from error
 
 
-async def check_redis(url: str) -> None:
+async def check_redis(url: str, config: Config) -> None:
     """Refuse a Redis that does not answer or is too old.
 
     Raises:
         InputError: Names services.redis_url; a password in it is not shown.
     """
-    key = "services.redis_url"
+    key, given = "services.redis_url", redis_arguments(url, config)
     try:
-        client = Redis.from_url(url, protocol=2, socket_connect_timeout=_CONNECT_S, socket_timeout=_CONNECT_S)
+        client = Redis.from_url(url, protocol=2, socket_connect_timeout=_CONNECT_S, socket_timeout=_CONNECT_S, **given)
     except ValueError as error:
         raise InputError(key, f"is not a Redis address ({error})", "Write it as redis://HOST:PORT/0") from error
     try:
         facts = await client.info("server")
     except (RedisError, OSError, TimeoutError) as error:
+        if refusal := redis_refusal(error):
+            raise refusal from error
         reason = str(error) or type(error).__name__
         raise InputError(
             key,
@@ -148,9 +148,3 @@ async def check_unused(redis: Redis, config: Config) -> None:
             f"{config.name} has keys in the Redis of services.redis_url: another run of that name uses it, or did",
             f"Set another name, or remove the keys that start with gspo:{{{config.name}}}:",
         )
-
-
-def without_password(url: str) -> str:
-    """A Redis address that can be shown."""
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

@@ -147,6 +147,27 @@ def init(
 
 
 @app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Folder for the files.", show_default=False)],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Further name or address in the certificate.", show_default=False),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="How long the certificate is valid.")] = 365,
+) -> None:
+    """Make what a cluster needs to trust itself: a token, a Redis password, a certificate for TLS.
+
+    Every host of the cluster gets the same files, by a way that keeps secrets.
+
+    Example: [bold]gspo certs /etc/gspo[/]
+    """
+    from services.cli.certs import make_secrets, settings
+
+    paths = make_secrets(folder, tuple(host or ()), days)
+    print(settings(paths))
+
+
+@app.command()
 def doctor(
     config: Annotated[
         Path | None, typer.Argument(help="Look at what this configuration needs.", show_default=False)

@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli.running import open_run
+from services.common.config import Config
 from services.common.dead_letters import Found, Retried, drop, letters, retry
 from services.common.errors import InputError, nearest
 from services.common.keys import Keys
+from services.common.trust import redis_arguments, redis_refusal
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -115,14 +117,17 @@ def _ask(run: Path | None, question: Callable[[Redis, Keys], Awaitable[T]]) -> T
         raise InputError(
             str(opened.run_dir), "is not running, and its dead letters are in its Redis", "Resume it, then ask again"
         )
-    return asyncio.run(_answer(opened.redis_url, opened.config.name, question))
+    return asyncio.run(_answer(opened.redis_url, opened.config, question))
 
 
-async def _answer(url: str, name: str, question: Callable[[Redis, Keys], Awaitable[T]]) -> T:
-    redis = Redis.from_url(url, protocol=2, socket_connect_timeout=3.0, socket_timeout=10.0)
+async def _answer(url: str, config: Config, question: Callable[[Redis, Keys], Awaitable[T]]) -> T:
+    given = redis_arguments(url, config)
+    redis = Redis.from_url(url, protocol=2, socket_connect_timeout=3.0, socket_timeout=10.0, **given)
     try:
-        return await question(redis, Keys(name))
+        return await question(redis, Keys(config.name))
     except (RedisError, OSError) as error:
+        if refusal := redis_refusal(error):
+            raise refusal from error
         raise InputError("redis", f"does not answer ({error})", "The run may be starting or ending") from error
     finally:
         await redis.aclose()

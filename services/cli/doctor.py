@@ -128,7 +128,7 @@ def _redis(config: Config) -> Finding:
     if config.services.redis_url is None:
         return findings.redis()
     try:
-        asyncio.run(check_redis(config.services.redis_url))
+        asyncio.run(check_redis(config.services.redis_url, config))
     except InputError as error:
         return Finding("Redis", "problem", f"{error.where}: {error.rule}", error.fix)
     return Finding("Redis", "OK", "the one of services.redis_url answers")

@@ -13,7 +13,8 @@ from pathlib import Path
 from services.cli.processes import Program
 from services.common.config import Config
 from services.common.keys import LEARNER, SERVICES
-from services.common.redis_server import redis_command
+from services.common.redis_server import redis_command, write_password
+from services.common.trust import EVERY_INTERFACE, is_loopback, redis_password
 
 LOOPBACK = "127.0.0.1"
 REDIS = "redis"
@@ -55,11 +56,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def redis_program(run_dir: Path, port: int) -> Program:
-    """The Redis of this run, with its data in the run directory; reachable from this machine only."""
+def redis_program(config: Config, run_dir: Path, port: int) -> Program:
+    """The Redis of this run, with its data in the run directory; it binds what the services bind."""
     folder = run_dir / REDIS
     folder.mkdir(parents=True, exist_ok=True)
-    return Program(REDIS, tuple(redis_command(LOOPBACK, port, folder)))
+    host, password = config.services.host, redis_password(config)
+    hosts = (LOOPBACK,) if is_loopback(host) else (host,) if host in EVERY_INTERFACE else (LOOPBACK, host)
+    secrets = write_password(folder, password) if password else None
+    return Program(REDIS, tuple(redis_command(hosts, port, folder, secrets)))
 
 
 def service_programs(job: Job, redis_url: str) -> list[Program]:

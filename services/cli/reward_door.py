@@ -14,15 +14,17 @@ from typing import Any
 
 import httpx
 
+from services.cli import doors
 from services.cli.outcome import RunError
 from services.cli.rundir import check_run_dir, is_held, supervisor_facts
 from services.cli.status import read_members
-from services.common.config import Config
+from services.common.config import Config, TlsConfig
 from services.common.configfile import read_config
 from services.common.errors import InputError
 from services.common.runtime import CONFIG_NAME
+from services.common.trust import check_tls, shared_token
 
-URL_VARIABLE, TOKEN_VARIABLE = "GSPO_REWARD_URL", "GSPO_REWARD_TOKEN"
+URL_VARIABLE, TOKEN_VARIABLE, CA_VARIABLE = "GSPO_REWARD_URL", "GSPO_REWARD_TOKEN", "GSPO_REWARD_CA"
 # A submission is loaded and tested before it is answered.
 TIMEOUT_S = 180.0
 # A refusal by these is about what the user gave.
@@ -52,11 +54,11 @@ class RewardDoor:
     Args:
         url: Its address, such as http://127.0.0.1:8081.
         token: Empty where it asks for none.
+        tls: Whose certificate it must show, where the address is https.
     """
 
-    def __init__(self, url: str, token: str) -> None:
-        self._url = url
-        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+    def __init__(self, url: str, token: str, tls: TlsConfig) -> None:
+        self._url, self._token, self._tls = url, token, tls
 
     def call(self, method: str, path: str = "", **given: Any) -> Any:
         """The JSON of an answer; `path` comes behind /v1/rewards.
@@ -66,7 +68,7 @@ class RewardDoor:
             RunError: The service cannot be reached, or failed.
         """
         try:
-            with httpx.Client(base_url=self._url, timeout=TIMEOUT_S, headers=self._headers, trust_env=False) as client:
+            with doors.blocking_client(self._url, self._token, self._tls, timeout_s=TIMEOUT_S) as client:
                 reply = client.request(method, f"/v1/rewards{path}", **given)
         except httpx.HTTPError as error:
             raise RunError(f"the reward service at {self._url} does not answer ({error})") from error
@@ -90,11 +92,20 @@ def find_door(run: Path | None, url: str | None) -> RewardDoor:
     url = url or os.environ.get(URL_VARIABLE)
     token = os.environ.get(TOKEN_VARIABLE, "")
     if url and run is None:
-        return RewardDoor(url, token)
+        return RewardDoor(url, token, TlsConfig(ca=_authority()))
     run_dir = run or _newest(Path("runs"))
     check_run_dir(run_dir)
     config = read_config(run_dir / CONFIG_NAME)
-    return RewardDoor(f"http://{_address(run_dir, config)}", token or shared_token(config))
+    found = doors.url(_address(run_dir, config), config)
+    return RewardDoor(found, token or shared_token(config), config.services.tls)
+
+
+def _authority() -> Path | None:
+    """The certificates that are believed where there is only an address."""
+    given = os.environ.get(CA_VARIABLE)
+    if given:
+        check_tls(TlsConfig(ca=Path(given)), "")
+    return Path(given) if given else None
 
 
 def _newest(folder: Path) -> Path:
@@ -106,16 +117,10 @@ def _newest(folder: Path) -> Path:
     return next((path for path in found if is_held(path)), found[0])
 
 
-def shared_token(config: Config) -> str:
-    """The token that the services of a run share."""
-    file = config.services.token_file
-    return file.read_text().strip() if file else ""
-
-
 def _address(run_dir: Path, config: Config) -> str:
     with _explained(run_dir):
         redis_url = config.services.redis_url or str(supervisor_facts(run_dir)["redis_url"])
-        members = asyncio.run(read_members(redis_url, config.name))
+        members = asyncio.run(read_members(redis_url, config))
         return next(member.http for member in members if member.service == "reward")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 from rich.console import Console
 
+from services.cli import doors
 from services.cli.checks import check_ports, check_redis
 from services.cli.lineup import REDIS, Job, service_programs
 from services.cli.rundir import SERVICES_DIR, Plan, hold, prepare, write_supervisor_facts
@@ -62,7 +63,7 @@ async def _serve(config: Config, console: Console) -> int:
     interrupts = Interrupts()
     interrupts.install()
     if config.services.redis_url:
-        await check_redis(config.services.redis_url)
+        await check_redis(config.services.redis_url, config)
     prepare(Plan(config, config.run_dir, resume=True))
     # As on resume: the keys of an earlier time are ours.
     job = Job(config, config.run_dir, resume=True, services=("reward",))
@@ -89,6 +90,6 @@ async def _until_asked(interrupts: Interrupts) -> None:
 async def _tell(config: Config, redis: Redis, console: Console) -> None:
     """Say where it is, once it is there."""
     member = await wait_for_member(redis, Keys(config.name), "reward", START_TIMEOUT_S)
-    url = f"http://{member.http}"
+    url = doors.url(member.http, config)
     console.print(f"reward functions at {url}, described at {url}/docs; Ctrl-C ends it", highlight=False)
     console.print(f"what is submitted stays in {config.registry_dir}", highlight=False)

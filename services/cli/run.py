@@ -78,7 +78,7 @@ async def check_all(config: Config, services: tuple[str, ...], config_file: Path
     """Everything that can be known before anything is started; what the services warn of."""
     check_ports(config)
     if config.services.redis_url:
-        await check_redis(config.services.redis_url)
+        await check_redis(config.services.redis_url, config)
     return await check_services(services, config_file)
 
 

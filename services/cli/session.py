@@ -18,6 +18,7 @@ import httpx
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from services.cli import doors
 from services.cli.checks import check_unused
 from services.cli.lineup import LOOPBACK, REDIS, Job, free_port, learner_by_hand, redis_program, service_programs
 from services.cli.outcome import EXIT_INTERRUPTED, RunError
@@ -28,7 +29,9 @@ from services.cli.screen import Screen
 from services.cli.supervisor import Supervisor
 from services.cli.view import Line, Phases, Process, View, load_history
 from services.cli.watch import Watcher
+from services.common.config import Config
 from services.common.runtime import REDIS_PATIENCE_S, connect_redis, end_tasks
+from services.common.trust import redis_arguments
 
 # The service processes of a job that uses the Redis at an address.
 Programs: TypeAlias = Callable[[Job, str], list[Program]]
@@ -117,19 +120,19 @@ async def start_redis(job: Job, supervisor: Supervisor) -> tuple[Redis, str]:
     """A client of the Redis that the services will use, and its address; starts one where none is given."""
     given = job.config.services.redis_url
     if given:
-        redis = connect_redis(given)
+        redis = connect_redis(given, job.config)
         if not job.resume:
             await check_unused(redis, job.config)
         return redis, given
     port = free_port()
-    supervisor.start([redis_program(job.run_dir, port)])
+    supervisor.start([redis_program(job.config, job.run_dir, port)])
     url = f"redis://{LOOPBACK}:{port}/0"
-    await _until_redis_answers(url, supervisor)
-    return connect_redis(url), url
+    await _until_redis_answers(url, job.config, supervisor)
+    return connect_redis(url, job.config), url
 
 
-async def _until_redis_answers(url: str, supervisor: Supervisor) -> None:
-    probe = Redis.from_url(url, protocol=2, socket_timeout=1)
+async def _until_redis_answers(url: str, config: Config, supervisor: Supervisor) -> None:
+    probe = Redis.from_url(url, protocol=2, socket_timeout=1, **redis_arguments(url, config))
     deadline = time.monotonic() + _REDIS_START_S
     try:
         while time.monotonic() < deadline:
@@ -215,8 +218,6 @@ async def _stop_when_asked(job: Job, view: View, screen: Screen, interrupts: Int
 
 
 async def _call_stop(address: str, job: Job) -> None:
-    file = job.config.services.token_file
-    headers = {"authorization": f"Bearer {file.read_text().strip()}"} if file else {}
-    async with httpx.AsyncClient(timeout=_STOP_CALL_S, trust_env=False) as client:
-        reply = await client.post(f"http://{address}/v1/stop", json={"reason": "Ctrl-C"}, headers=headers)
+    async with doors.client(job.config, timeout_s=_STOP_CALL_S) as client:
+        reply = await client.post(f"{doors.url(address, job.config)}/v1/stop", json={"reason": "Ctrl-C"})
         reply.raise_for_status()

@@ -31,6 +31,7 @@ from services.common.errors import InputError
 from services.common.keys import GENERATION, Keys
 from services.common.members import Member, members
 from services.common.runtime import CONFIG_NAME
+from services.common.trust import redis_arguments, redis_refusal
 
 _ANSWER_S = 3.0
 _WATCH_S = 1.0
@@ -83,7 +84,7 @@ class Look:
         """
         given = self._config.services.redis_url
         redis_url = given or str(supervisor_facts(self._run_dir).get("redis_url", ""))
-        return await read_members(redis_url, self._config.name) if self.runs else []
+        return await read_members(redis_url, self._config) if self.runs else []
 
     def page(self, found: list[Member], used: dict[str, Used] | None = None) -> RenderableType:
         """The run so far, where a step's time goes, who does what; `used` adds what each process uses."""
@@ -134,16 +135,19 @@ def _newest(folder: Path) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime)
 
 
-async def read_members(url: str, run: str) -> list[Member]:
+async def read_members(url: str, config: Config) -> list[Member]:
     """Everyone who is registered with a run.
 
     Raises:
         InputError: Redis does not answer.
     """
-    redis = Redis.from_url(url, protocol=2, socket_connect_timeout=_ANSWER_S, socket_timeout=_ANSWER_S)
+    given = redis_arguments(url, config)
+    redis = Redis.from_url(url, protocol=2, socket_connect_timeout=_ANSWER_S, socket_timeout=_ANSWER_S, **given)
     try:
-        return await members(redis, Keys(run))
+        return await members(redis, Keys(config.name))
     except (RedisError, OSError) as error:
+        if refusal := redis_refusal(error):
+            raise refusal from error
         raise InputError(
             "redis", f"does not answer ({error})", "The run may be starting or ending; try again"
         ) from error

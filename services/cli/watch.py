@@ -13,6 +13,7 @@ from collections.abc import Callable
 import httpx
 from redis.asyncio import Redis
 
+from services.cli import doors
 from services.cli.generators import GeneratorNews
 from services.cli.view import Line, View
 from services.common.events import FROM_START, Events
@@ -52,7 +53,7 @@ class Watcher:
 
     async def poll(self) -> None:
         """Refresh heartbeats and readiness, for ever."""
-        async with httpx.AsyncClient(timeout=_READY_TIMEOUT_S, trust_env=False) as client:
+        async with doors.client(self._view.config, timeout_s=_READY_TIMEOUT_S) as client:
             while True:
                 await self._read_members()
                 await asyncio.gather(*(self._ask_ready(client, name) for name in self._view.processes))
@@ -86,7 +87,7 @@ class Watcher:
         if process.ready or process.member is None or not process.member.http:
             return
         try:
-            reply = await client.get(f"http://{process.member.http}/readyz")
+            reply = await client.get(f"{doors.url(process.member.http, self._view.config)}/readyz")
             process.ready = reply.status_code == httpx.codes.OK
             problems = {} if process.ready else reply.json().get("problems", {})
             process.problem = "; ".join(str(problem) for problem in problems.values())

@@ -28,6 +28,8 @@ PATH_KEYS = (
     "reward.registry",
     "reward.tokens",
     "run.directory",
+    "services.redis_password_file",
+    "services.tls",
     "services.token_file",
 )
 

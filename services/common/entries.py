@@ -7,21 +7,30 @@ and buries what is refused, events.py skips it, dead_letters.py is for people.
 from __future__ import annotations
 
 import time
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from gspo_proto.rollout_pb2 import DeadLetter, GroupTask, Rollout, Scored
+from gspo_proto.rollout_pb2 import DeadLetter, GroupTask, Outcome, Rollout, Scored
 from services.common.keys import Keys
 
 SCHEMA = 1
 # A group of long rollouts stays well below this; it is also what gRPC takes.
 MAX_ENTRY_BYTES = 64 * 2**20
+# Rows of the log hold ids as int64, and counts as int32.
+_MAX_ID, _MAX_COUNT = 2**63 - 1, 2**31 - 1
+# Rollouts of one group: far beyond any use, and few enough to be asked for at once.
+MAX_GROUP_SIZE = 4096
+Kind = Literal["too_large", "undecodable", "schema", "malformed"]
 _Kind = TypeVar("_Kind", bound=Any)
 
 
 class MalformedEntryError(ValueError):
-    """The bytes are not an entry that this version reads."""
+    """The bytes are not an entry that this version reads; `kind` is the bounded name of what is wrong."""
+
+    def __init__(self, detail: str, kind: Kind = "malformed") -> None:
+        super().__init__(detail)
+        self.kind: Kind = kind
 
 
 def entry_kinds(keys: Keys) -> dict[str, type[Any]]:
@@ -45,16 +54,25 @@ def read_entry(kind: type[_Kind], payload: bytes) -> _Kind:
     """
     name = kind.DESCRIPTOR.name
     if len(payload) > MAX_ENTRY_BYTES:
-        raise MalformedEntryError(f"{len(payload)} bytes, and an entry has at most {MAX_ENTRY_BYTES}")
+        raise MalformedEntryError(f"{len(payload)} bytes, and an entry has at most {MAX_ENTRY_BYTES}", "too_large")
     try:
         message: _Kind = kind.FromString(payload)
     except DecodeError as error:
-        raise MalformedEntryError(f"{len(payload)} bytes that are no {name}: {error}") from error
-    if message.schema != SCHEMA:
-        raise MalformedEntryError(f"schema {message.schema}, and this version reads {SCHEMA}")
-    if problem := _problem(message):
-        raise MalformedEntryError(f"a {name} that cannot be: {problem}")
+        raise MalformedEntryError(f"{len(payload)} bytes that are no {name}: {error}", "undecodable") from error
+    check_message(message)
     return message
+
+
+def check_message(message: Any) -> None:
+    """Refuse a message of another schema number, or one that contradicts itself.
+
+    Raises:
+        MalformedEntryError: Says why.
+    """
+    if message.schema != SCHEMA:
+        raise MalformedEntryError(f"schema {message.schema}, and this version reads {SCHEMA}", "schema")
+    if problem := _problem(message):
+        raise MalformedEntryError(f"a {message.DESCRIPTOR.name} that cannot be: {problem}")
 
 
 def _problem(message: Any) -> str:
@@ -63,11 +81,37 @@ def _problem(message: Any) -> str:
         lacks = {
             "no rollouts": not message.num_rollouts,
             "no prompt": not message.prompt.token_ids,
+            f"more than {MAX_GROUP_SIZE} rollouts": message.num_rollouts > MAX_GROUP_SIZE,
+            "an id or a count beyond what the log holds": _too_big(message),
         }
         return ", ".join(text for text, lacking in lacks.items() if lacking)
+    if isinstance(message, Rollout):
+        return _rollout_problem(message)
     if isinstance(message, Scored):
-        return "" if message.WhichOneof("what") else "neither a rollout nor a failure"
+        return _scored_problem(message)
     return ""
+
+
+def _scored_problem(scored: Scored) -> str:
+    what = scored.WhichOneof("what")
+    if what is None:
+        return "neither a rollout nor a failure"
+    if what == "failure":
+        return "an id or a count beyond what the log holds" if _too_big(scored.failure) else ""
+    return _rollout_problem(scored.rollout.rollout)
+
+
+def _rollout_problem(rollout: Rollout) -> str:
+    """What would end the training that a rollout reaches; whether its arrays fit together, the learner asks."""
+    if _too_big(rollout):
+        return "an id or a count beyond what the log holds"
+    if rollout.outcome not in Outcome.values():
+        return f"an outcome {rollout.outcome} that this version does not know"
+    return ""
+
+
+def _too_big(message: Any) -> bool:
+    return bool(message.group > _MAX_ID or message.attempt > _MAX_COUNT)
 
 
 def make_letter(stream: str, payload: bytes, message: Any, *, reason: str, by: str, attempts: int) -> bytes:

@@ -31,6 +31,7 @@ def _are_of(service: str) -> None:
 # Every service
 ACTIVITY_SECONDS = Counter("gspo_activity_seconds", "Time by what the service was doing", ["service", "kind", "what"])
 BUILD_INFO = Gauge("gspo_build_info", "1, with the version of gspo as label", ["service", "version"])
+CALLS_REFUSED = Counter("gspo_calls_refused", "Calls that no service heard: by door, and why", ["door", "reason"])
 DEAD_LETTERS = Counter("gspo_dead_letters", "Entries given up, by the stream they were in", ["stream"])
 _are_of("")
 

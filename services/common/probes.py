@@ -17,8 +17,11 @@ import uvicorn
 from prometheus_client import CollectorRegistry, make_asgi_app
 
 from services.common import metrics
+from services.common.config import TlsConfig
 from services.common.errors import InputError
-from services.common.runtime import Service, reachable_host
+from services.common.refusals import note_refusal
+from services.common.runtime import Service
+from services.common.trust import reachable_host
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -54,7 +57,9 @@ class Probes:
                 send, 503 if problems else 200, {"ready": not problems, "problems": problems} | self._service.facts
             )
         elif not self._may_enter(scope):
-            await reply(send, 401, {"detail": "the shared token is missing or wrong: send it as 'Bearer TOKEN'"})
+            why = "the shared token is missing or wrong: send it as 'Authorization: Bearer TOKEN'"
+            note_refusal("http", "token", caller=_caller(scope), asked=path, detail=why)
+            await reply(send, 401, {"detail": why})
         elif self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
@@ -65,17 +70,28 @@ class Probes:
         return not self._expected or hmac.compare_digest(given, self._expected)
 
 
+def _caller(scope: Scope) -> str:
+    host, port = scope.get("client") or ("unknown", 0)
+    return f"{host}:{port}"
+
+
 class HttpServer:
     """Serves an app on a socket that is bound at once, so that its port is known.
+
+    Args:
+        tls: Plain text where it is None or not on.
 
     Raises:
         InputError: The address cannot be bound.
     """
 
-    def __init__(self, app: App, host: str, port: int) -> None:
+    def __init__(self, app: App, host: str, port: int, tls: TlsConfig | None = None) -> None:
         self._socket = _bound(host, port)
         self.address = f"{reachable_host(host)}:{self._socket.getsockname()[1]}"
-        self._server = _QuietServer(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+        settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        if tls is not None and tls.cert is not None:
+            settings.ssl_certfile, settings.ssl_keyfile = tls.cert, tls.key
+        self._server = _QuietServer(settings)
 
     async def run(self) -> None:
         """Serve until cancelled; the address is free then."""

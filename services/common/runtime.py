@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import io
-import ipaddress
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
+from urllib.parse import urlsplit
 
 import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -36,6 +36,7 @@ from services.common.errors import EXIT_BAD_INPUT, InputError
 from services.common.keys import Keys
 from services.common.patient_redis import PatientRedis
 from services.common.traces import Traces
+from services.common.trust import check_trust, redis_arguments, redis_refusal, shared_token
 
 EXIT_FAILED = 1
 CONFIG_NAME = "config.yaml"
@@ -44,7 +45,8 @@ REDIS_PATIENCE_S = 60
 CANCEL_PATIENCE_S = 5.0
 # Hundreds of rollouts may end at once, each with a write: they wait for a connection instead of failing.
 MAX_CONNECTIONS = 50
-EVERY_INTERFACE = ("0.0.0.0", "::")  # noqa: S104 - recognised here, bound by who asks for it
+REDIS_VARIABLE = "GSPO_REDIS_URL"
+_REDIS_ON_LOOPBACK = "redis://127.0.0.1:6379/0"
 log = structlog.get_logger()
 
 
@@ -67,8 +69,7 @@ class Options:
     @property
     def token(self) -> str:
         """The shared token of the services; empty where there is none."""
-        file = self.config.services.token_file
-        return file.read_text().strip() if file else ""
+        return shared_token(self.config)
 
 
 def parse_options(
@@ -85,7 +86,11 @@ def parse_options(
     parser = argparse.ArgumentParser(prog=f"python -m services.{service}", description=meaning)
     parser.add_argument("--check", type=Path, metavar="FILE", help="check a configuration for this service, and exit")
     parser.add_argument("--run-dir", type=Path, help="the run directory; its config.yaml is the configuration")
-    parser.add_argument("--redis-url", default=os.environ.get("GSPO_REDIS_URL", "redis://127.0.0.1:6379/0"))
+    parser.add_argument(
+        "--redis-url",
+        type=_redis_address,
+        help=f"{REDIS_VARIABLE}, services.redis_url, or {_REDIS_ON_LOOPBACK}, by default",
+    )
     parser.add_argument(
         "--name", default=f"{service}-0", help="name of this process in the run; {host} is this machine's"
     )
@@ -107,7 +112,8 @@ def parse_options(
             parser.error("--run-dir or --check is needed")
         config = read_config(given.run_dir / CONFIG_NAME)
         host = given.host or config.services.host
-        check_bind(host, config)
+        redis_url = given.redis_url or os.environ.get(REDIS_VARIABLE) or config.services.redis_url or _REDIS_ON_LOOPBACK
+        check_trust(config, host, redis_url)
         set_up_logs(config.services.log_level, service=service, name=name, run=config.name)
         if given.stay and not checks_in_life:
             check(config)
@@ -119,7 +125,7 @@ def parse_options(
     return Options(
         service,
         given.run_dir,
-        given.redis_url,
+        redis_url,
         name,
         host,
         given.http_port,
@@ -144,34 +150,14 @@ def stay(error: InputError, host: str, http_port: int) -> NoReturn:
     stay_refused(error, host, http_port)
 
 
-def check_bind(host: str, config: Config) -> None:
-    """Refuse a token that cannot be read, and to listen beyond loopback without one.
-
-    Raises:
-        InputError: As said.
-    """
-    file = config.services.token_file
-    if file is not None:
-        try:
-            file.read_bytes()
-        except OSError as error:
-            rule = f"{file} cannot be read ({error.strerror})"
-            raise InputError("services.token_file", rule, "Mend the path, or write a secret into it") from error
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback and config.services.token_file is None:
-        raise InputError(
-            "services.host",
-            f"{host} can be reached from other machines, and there is no token",
-            "Set services.token_file to a file with a secret, or services.host to 127.0.0.1",
+def _redis_address(url: str) -> str:
+    """A password on a command line could be read by every user of the machine."""
+    if urlsplit(url).password is not None:
+        raise argparse.ArgumentTypeError(
+            f"holds a password; write it into a file and name that in services.redis_password_file, or set "
+            f"{REDIS_VARIABLE}"
         )
-
-
-def reachable_host(host: str) -> str:
-    """The name that others call a bound address by: this machine's own, where every interface is bound."""
-    return socket.gethostname() if host in EVERY_INTERFACE else host
+    return url
 
 
 def set_up_logs(level: str, **bound: str) -> None:
@@ -222,7 +208,7 @@ class Service:
     def __init__(self, options: Options) -> None:
         self.options, self.config = options, options.config
         self.keys = Keys(self.config.name)
-        self.redis = connect_redis(options.redis_url)
+        self.redis = connect_redis(options.redis_url, self.config)
         self.activity = Activity(options.service)
         self.traces = Traces(
             options.service,
@@ -265,20 +251,38 @@ async def end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
         log.error("tasks_left", names=sorted(task.get_name() for task in tasks))
 
 
-def connect_redis(url: str) -> Redis:
+class _Patience(Retry):
+    """Tries again while Redis restarts, but not where it refuses us: that does not pass."""
+
+    async def call_with_retry(
+        self, do: Any, fail: Any, is_retryable: Any = None, with_failure_count: bool = False
+    ) -> Any:
+        """As Retry does it."""
+        return await super().call_with_retry(do, fail, is_retryable or _may_pass, with_failure_count)
+
+
+def _may_pass(error: Exception) -> bool:
+    return redis_refusal(error) is None
+
+
+def connect_redis(url: str, config: Config | None = None) -> Redis:
     """A client with binary replies that tries again while Redis restarts, REDIS_PATIENCE_S long.
 
     While Redis answers and refuses writes, for lack of room, it waits without an end.
+
+    Args:
+        config: Where its password and certificates are; None where it needs none.
     """
     pool = BlockingConnectionPool.from_url(
         url,
+        **(redis_arguments(url, config) if config else {}),
         max_connections=MAX_CONNECTIONS,
         timeout=REDIS_PATIENCE_S,
         protocol=2,
         socket_connect_timeout=5,
         socket_timeout=30,
         health_check_interval=15,
-        retry=Retry(ExponentialBackoff(cap=2, base=0.05), retries=REDIS_PATIENCE_S // 2),
+        retry=_Patience(ExponentialBackoff(cap=2, base=0.05), retries=REDIS_PATIENCE_S // 2),
         retry_on_error=[RedisConnectionError, RedisTimeoutError],
     )
     client: Redis = PatientRedis.from_pool(pool)
@@ -308,6 +312,8 @@ async def _live(options: Options, life: Callable[[Service], Coroutine[Any, Any, 
     except asyncio.CancelledError:
         log.info("cancelled")
     except Exception as error:
+        if refusal := redis_refusal(error):
+            raise refusal from error
         log.exception("service_failed", reason=f"{type(error).__name__}: {error}")
         return EXIT_FAILED
     log.info("service_ended")

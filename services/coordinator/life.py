@@ -62,7 +62,7 @@ class _Face:
             rollouts=self._rollouts,
         )
         port = service.options.http_port or service.config.services.coordinator_port
-        self._http = HttpServer(Probes(service, app), service.options.host, port)
+        self._http = HttpServer(Probes(service, app), service.options.host, port, service.config.services.tls)
 
     def background(self) -> dict[str, Coroutine[Any, Any, Any]]:
         """What runs beside the main loop."""
@@ -95,7 +95,7 @@ async def _coordinate(service: Service, face: _Face) -> None:
         issuer=Issuer(redis, keys, config, training, order, slots, traces),
         traces=traces,
         measuring=_measuring(service, held_out),
-        progress=ProgressSource(redis, keys, service.options.token),
+        progress=ProgressSource(service),
     )
     face.state = lambda: run_state(redis, keys, coordinator)
     face.steps = lambda: list(coordinator.steps)

@@ -22,6 +22,8 @@ from gspo_proto.generation_pb2 import (
 )
 from gspo_proto.rollout_pb2 import GroupTask, Rollout
 from services.common import metrics
+from services.common.entries import MalformedEntryError, check_message
+from services.common.grpc_guard import refuse_message
 from services.common.runtime import Service
 from services.generation.engine_api import EngineBrokenError, EngineLike, LoadFailedError
 from services.generation.receiver import Receiver, Refused
@@ -61,8 +63,12 @@ class Door(generation_pb2_grpc.GenerationServicer):
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Rollout]:
         """Rollouts of one task, each as soon as it is finished."""
+        try:
+            check_message(request.task)
+        except MalformedEntryError as error:
+            await refuse_message(context, error, "Generate")
         task = self._fitting(request.task)
-        pending = [self._rollouts.generate(task, number) for number in range(max(1, task.num_rollouts))]
+        pending = [self._rollouts.generate(task, number) for number in range(task.num_rollouts)]
         try:
             for finished in asyncio.as_completed(pending):
                 yield await finished

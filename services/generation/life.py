@@ -42,7 +42,7 @@ async def live(service: Service, start_engine: StartEngine) -> None:
     options, config = service.options, service.config
     events = Events(service.redis, service.keys, options.service)
     position = await events.newest()
-    http = HttpServer(Probes(service), options.host, options.http_port)
+    http = HttpServer(Probes(service), options.host, options.http_port, config.services.tls)
     serving = asyncio.create_task(http.run())
     # Before the engine, which takes a while: whoever looks sees what this process is doing.
     member = Member("generation", options.name, http=http.address, pid=os.getpid())
@@ -94,6 +94,7 @@ async def _serve(
         host=options.host,
         port=options.grpc_port,
         token=options.token,
+        tls=service.config.services.tls,
     )
     await grpc_server.start()
     await registration.open(grpc_server.address, door.facts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from itertools import count
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from gspo_proto import rollout_pb2
@@ -74,7 +75,8 @@ class Rollouts:
     def finished(self, rollout: UnderWay) -> Rollout:
         """A rollout that has ended, as it goes into the stream; counted."""
         task, state = rollout.task, rollout.state
-        policy_token_ids = [token for token, counts in zip(state.token_ids, state.mask, strict=True) if counts]
+        # In C: a thousand tokens one by one would take as long as all else here.
+        policy_token_ids = np.array(state.token_ids)[np.frombuffer(state.mask, np.bool_)].tolist()
         finished = Rollout(
             schema=SCHEMA,
             group=task.group,
@@ -159,7 +161,8 @@ def _count(rollout: Rollout) -> None:
     evaluation = "yes" if rollout.evaluation else "no"
     outcome = rollout_pb2.Outcome.Name(rollout.outcome).removeprefix("OUTCOME_").lower()
     metrics.ROLLOUTS_GENERATED.labels(outcome, evaluation).inc()
-    metrics.TOKENS_GENERATED.labels(evaluation).inc(sum(rollout.mask))
+    num_policy_tokens = rollout.mask.count(1)
+    metrics.TOKENS_GENERATED.labels(evaluation).inc(num_policy_tokens)
     metrics.ROLLOUT_QUEUE_SECONDS.observe(max(0.0, rollout.started_unix_s - rollout.issued_unix_s))
     metrics.ROLLOUT_SECONDS.observe(rollout.finished_unix_s - rollout.started_unix_s)
-    metrics.RESPONSE_TOKENS.observe(sum(rollout.mask))
+    metrics.RESPONSE_TOKENS.observe(num_policy_tokens)

@@ -38,7 +38,7 @@ async def live(service: Service, start: StartMaker) -> None:
         start: orders.Leader, or one that simulates.
     """
     options = service.options
-    http = HttpServer(Probes(service), options.host, options.http_port)
+    http = HttpServer(Probes(service), options.host, options.http_port, service.config.services.tls)
     member = Member(LEARNER, options.name, http=http.address, pid=os.getpid())
     registration = Registration(service.redis, service.keys, member, service.activity, dict)
     running = {asyncio.create_task(http.run())}
@@ -93,6 +93,7 @@ async def _serve(service: Service, learner: Learner, registration: Registration,
         host=options.host,
         port=options.grpc_port,
         token=options.token,
+        tls=service.config.services.tls,
     )
     await grpc_server.start()
     await registration.open(grpc_server.address, learner.facts)

@@ -6,6 +6,8 @@ trainer's. Neighbours: both, and ranks.py for who this process is.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +20,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 from gspo_core.stats import Stats
 from services.learner.ranks import is_launched
 
+_LOOPBACKS = ("lo", "lo0")
 # What the libraries' messages about other ranks have in common; torch has no class for gloo's.
 _MARKS = ("gloo", "nccl", "connection closed", "timed out", "connection reset", "broken pipe")
 
@@ -34,6 +37,10 @@ def join(backend: str, timeout_s: float) -> None:
         with in_time(timeout_s):
             distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     else:
+        # gloo listens for other ranks even where there are none, on the address of the host's name.
+        for _, interface in socket.if_nameindex():
+            if interface in _LOOPBACKS:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 

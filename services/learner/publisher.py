@@ -26,6 +26,7 @@ from gspo_proto.generation_pb2_grpc import GenerationStub
 from services.common import metrics
 from services.common.errors import InputError
 from services.common.members import members
+from services.common.refusals import heard_by, refused_by
 from services.common.rpc import open_channel, token_metadata
 from services.common.runtime import Service
 from services.learner.frames import Frames
@@ -126,11 +127,13 @@ class Publisher:
         for uid in self._targets.keys() - found.keys():
             target = self._targets.pop(uid)
             log.warning("generator_left", generator=target.name)
+            heard_by(self._service, target.name)
             await target.close()
         for uid in found.keys() - self._targets.keys():
             member = found[uid]
             version, digest = int(member.facts["version"]), str(member.facts["digest"])
-            self._targets[uid] = target = Target(member, open_channel(member.grpc), version, digest)
+            channel = open_channel(member.grpc, self._service.config.services.tls)
+            self._targets[uid] = target = Target(member, channel, version, digest)
             log.info("generator_joined", generator=target.name, version=version, digest=digest[:12])
 
     async def _reconcile(self, target: Target) -> None:
@@ -156,6 +159,7 @@ class Publisher:
         except grpc.aio.AioRpcError as error:
             await self._note_failure(target, policy, base, error)
             return
+        heard_by(self._service, target.name)
         target.version, target.digest = result.version, result.digest
         metrics.PUSH_SECONDS.labels(kind).observe(time.monotonic() - began)
         metrics.PUSH_BYTES.labels(kind).inc(num_bytes)
@@ -207,6 +211,10 @@ class Publisher:
         """Ask the generator what it holds: its answer may have been lost, or it is another than we thought."""
         reason = f"{error.code().name}: {error.details()}"
         metrics.PUSH_FAILURES.labels(error.code().name.lower()).inc()
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            refused_by(self._service, target.name)
+            target.fail(reason)
+            return
         log.warning("push_failed", generator=target.name, version=policy.version, reason=reason)
         await self._ask(target)
         if target.digest == policy.digest:

@@ -21,6 +21,8 @@ from gspo_proto.rollout_pb2 import Outcome, Rollout, Score, ScoredRollout
 
 SCHEMA_NUMBER = b"1"
 NO_MINI_BATCH = -1
+# What float32 holds, squared, in sums over a batch: beyond it advantages are not numbers.
+_LARGEST_REWARD = 1e15
 
 Int = Annotated[int, pa.int64()]
 Small = Annotated[int, pa.int32()]
@@ -145,16 +147,16 @@ def lowered(row: Row, name: str, penalty: float) -> Row:
 
 
 def _token_arrays(rollout: Rollout) -> dict[str, Any]:
+    where = f"rollout {rollout.group}-{rollout.number}"
+    lengths = {name: len(getattr(rollout, name)) for name in ("token_ids", "logp", "version", "mask")}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"{where}: its arrays run over the same tokens and have lengths {lengths}")
     arrays = {
         "token_ids": np.array(rollout.token_ids, dtype=np.int32),
         "logp": np.array(rollout.logp, dtype=np.float32),
         "version": np.array(rollout.version, dtype=np.int32),
         "mask": np.frombuffer(rollout.mask, dtype=np.uint8).astype(np.bool_),
     }
-    lengths = {name: len(array) for name, array in arrays.items()}
-    where = f"rollout {rollout.group}-{rollout.number}"
-    if len(set(lengths.values())) != 1:
-        raise ValueError(f"{where}: its arrays run over the same tokens and have lengths {lengths}")
     if (arrays["version"][arrays["mask"]] < 0).any():
         raise ValueError(f"{where}: a policy token has no version")
     return arrays
@@ -166,7 +168,7 @@ def _reward_or_failure(score: Score, logp_T: NDArray[np.float32]) -> tuple[float
         raise ValueError("a score holds neither a reward nor a failure")
     if result == "failure":
         return None, score.failure
-    if not math.isfinite(score.reward):
+    if not abs(score.reward) <= _LARGEST_REWARD:
         return None, f"the reward is {score.reward}, not a finite number"
     if not np.isfinite(logp_T).all():
         return None, "a behavior log-prob is not a finite number"

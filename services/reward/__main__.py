@@ -62,13 +62,15 @@ async def live(service: Service) -> None:
 async def _serve(service: Service, scorer: Scorer, desk: Desk, events: Events, position: bytes) -> None:
     options = service.options
     app: App = rest_app(desk)
-    http = HttpServer(Probes(service, app, guards_itself=True), options.host, options.http_port)
+    tls = service.config.services.tls
+    http = HttpServer(Probes(service, app, guards_itself=True), options.host, options.http_port, tls)
     grpc = GrpcServer(
         lambda server: add_RewardServicer_to_server(RewardServicer(scorer, session=service.config.name), server),
         (GRPC_SERVICE,),
         host=options.host,
         port=options.grpc_port,
         token=options.token,
+        tls=tls,
     )
     await grpc.start()
     member = Member("reward", options.name, http=http.address, grpc=grpc.address, pid=os.getpid())

@@ -20,6 +20,7 @@ from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 from services.common.config import Config, RewardFunction
 from services.common.episodes import task_json
 from services.common.errors import InputError, nearest
+from services.common.trust import redis_arguments
 from services.reward.callers import read_tokens
 from services.reward.calls import CallFailed
 from services.reward.environment_check import try_environment
@@ -73,7 +74,8 @@ async def _registered(config: Config) -> AsyncIterator[Registry | RegistryCopy]:
     if config.services.redis_url is None:
         yield RegistryCopy(config.registry_dir)
         return
-    redis = Redis.from_url(config.services.redis_url, protocol=2, socket_connect_timeout=REDIS_TIMEOUT_S)
+    given = redis_arguments(config.services.redis_url, config)
+    redis = Redis.from_url(config.services.redis_url, protocol=2, socket_connect_timeout=REDIS_TIMEOUT_S, **given)
     try:
         yield Registry(redis, config.registry_dir, replica="check")
     finally:

@@ -206,7 +206,7 @@ def arguments_for(
 
 
 def _arguments(signature: Signature, rollouts: Sequence[Rollout], args: dict[str, Any]) -> dict[str, Any]:
-    columns = [json.loads(rollout.prompt.columns_json or "{}") for rollout in rollouts]
+    columns = [_columns(rollout) for rollout in rollouts]
     match signature.convention:
         case "verl":
             return {"rows": [_verl_row(signature, *pair, args) for pair in zip(rollouts, columns, strict=True)]}
@@ -215,6 +215,21 @@ def _arguments(signature: Signature, rollouts: Sequence[Rollout], args: dict[str
         case "environment":
             raise Unaskable("is an environment, which answers steps and scores no answers")
     return {"arguments": _trl_arguments(signature, rollouts, columns, args) | args}
+
+
+def _columns(rollout: Rollout) -> dict[str, Any]:
+    """The data set's columns.
+
+    Raises:
+        ValueError: They are not a JSON object.
+    """
+    try:
+        found = json.loads(rollout.prompt.columns_json or "{}")
+    except RecursionError as error:
+        raise ValueError("its columns are nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"its columns are {type(found).__name__}, not a JSON object")
+    return found
 
 
 def _openrlhf_arguments(rollouts: Sequence[Rollout], columns: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 
 from gspo_proto import reward_pb2, reward_pb2_grpc
+from services.common.entries import MalformedEntryError, check_message
+from services.common.grpc_guard import refuse_message
 from services.reward.calls import CallFailed
 from services.reward.environment import Turn
 from services.reward.environments import Environments
@@ -31,6 +33,11 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreReply:
         """A score for each rollout, in their order."""
+        try:
+            for rollout in request.rollouts:
+                check_message(rollout)
+        except MalformedEntryError as error:
+            await refuse_message(context, error, "Score")
         return reward_pb2.ScoreReply(scores=await self._scorer.score(request.rollouts))
 
     async def ResetEnvironment(self, request: reward_pb2.ResetRequest, context: Context) -> reward_pb2.EnvironmentReply:

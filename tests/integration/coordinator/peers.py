@@ -179,6 +179,10 @@ def _scored(task: GroupTask, number: int, reward: float) -> bytes:
     rollout = Rollout(
         group=task.group,
         number=number,
+        num_rollouts=task.num_rollouts,
+        token_ids=[5, 6],
+        logp=[-0.5, -0.25],
+        version=[task.min_version, task.min_version],
         mask=b"\x01\x01",
         outcome=OUTCOME_EOS,
         evaluation=task.evaluation,

@@ -198,7 +198,7 @@ async def test_the_door_shows_pauses_and_stops_the_run(
     redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
 ) -> None:
     run_dir = configure(held_out=1, services={"token_file": "token"}, run={"total_epochs": 0.5})
-    (run_dir / "token").write_text("secret\n")
+    (run_dir / "token").write_text("a-secret-of-tests\n")
     learner.progress.evaluations.append("v0")
     coordinator.start(run_dir)
 
@@ -209,7 +209,7 @@ async def test_the_door_shows_pauses_and_stops_the_run(
     url = await door_of(redis, keys)
     assert httpx.get(f"{url}/v1/state").status_code == 401
     assert httpx.post(f"{url}/v1/pause", headers={"Authorization": "Bearer wrong"}).status_code == 401
-    async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer secret"}) as door:
+    async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer a-secret-of-tests"}) as door:
         assert (await door.get("/readyz")).json() == {"ready": True, "problems": {}}
         state = (await door.get("/v1/state")).json()
         assert (state["run"], state["step"], state["version"], state["live_version"]) == ("test", 0, 0, 0)
@@ -271,7 +271,8 @@ async def _scoring_fails(redis: Redis, keys: Keys, door: httpx.AsyncClient, unti
 
 
 async def _look_at_rollouts(redis: Redis, keys: Keys, door: httpx.AsyncClient) -> None:
-    rollout = Rollout(group=1, number=1, text="42", version=[3, 4, -1], mask=b"\x01\x01\x00", logp=[-0.5, -0.25, 0.0])
+    arrays = {"token_ids": [5, 6, 7], "version": [3, 4, -1], "mask": b"\x01\x01\x00", "logp": [-0.5, -0.25, 0.0]}
+    rollout = Rollout(group=1, number=1, num_rollouts=2, text="42", **arrays)
     good = Scored(schema=1, rollout=ScoredRollout(rollout=rollout, score=Score(reward=0.0)))
     bad = Scored(schema=1, rollout=ScoredRollout(rollout=rollout, score=Score(failure="raised")))
     await append(redis, keys.scored, [good.SerializeToString(), bad.SerializeToString()])

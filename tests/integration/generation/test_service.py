@@ -48,7 +48,7 @@ from services.common.streams import DONE, append, create_consumer_groups
 from services.learner.frames import Frames
 from services.learner.weights import Policy, policy_from
 from tests.integration.generation.test_engine import Reference
-from tests.service_process import make_run, registered, service_process, wait_exit
+from tests.service_process import doors_of, make_run, registered, service_process, wait_exit
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(400)
@@ -163,6 +163,11 @@ async def test_a_rollout_that_an_earlier_attempt_finished_is_not_made_again(runn
 async def test_the_heartbeat_has_the_digest_of_the_folder(running: Running) -> None:
     member = await wait_for_member(running.redis, running.keys, "generation", 5)
     assert (member.facts["version"], member.facts["digest"]) == (0, running.policy.digest)
+
+
+async def test_every_door_is_on_loopback_alone(running: Running) -> None:
+    """vLLM's own among them."""
+    assert doors_of(running.process.pid) <= {"127.0.0.1", "::1"}
 
 
 async def test_generate_streams_rollouts(running: Running) -> None:

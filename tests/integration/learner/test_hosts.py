@@ -22,7 +22,7 @@ from gspo_proto.rollout_pb2 import Event, Finished
 from services.common.config import Config
 from services.common.events import Events
 from services.common.keys import Keys
-from services.common.redis_server import redis_command
+from services.common.redis_server import redis_command, write_password
 from services.common.runtime import connect_redis
 from services.common.streams import create_consumer_groups
 from tests.conftest import free_port
@@ -41,6 +41,7 @@ _CABLE_A, _CABLE_B, _REDIS_A, _REDIS_END = (f"g{name}{_OWN}" for name in ("ab", 
 _ADDRESS_A, _ADDRESS_B = f"10.213.{_OWN}.1", f"10.213.{_OWN}.2"
 _ADDRESS_REDIS, _ADDRESS_TO_REDIS = f"10.214.{_OWN}.1", f"10.214.{_OWN}.2"
 _MASTER_PORT, _RANK_TIMEOUT_S = 29555, 10
+PASSWORD = "a-password-of-tests"
 
 
 def ip(words: str) -> None:
@@ -78,7 +79,7 @@ def redis_url(hosts: None, tmp_path: Path) -> Iterator[str]:
     port = free_port()
     folder = tmp_path / "redis"
     folder.mkdir()
-    command = [*redis_command(_ADDRESS_REDIS, port, folder), "--protected-mode", "no"]
+    command = redis_command(_ADDRESS_REDIS, port, folder, write_password(folder, PASSWORD))
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     yield f"redis://{_ADDRESS_REDIS}:{port}/0"
     end(process)
@@ -87,7 +88,7 @@ def redis_url(hosts: None, tmp_path: Path) -> Iterator[str]:
 @pytest_asyncio.fixture(loop_scope="function")
 async def redis(redis_url: str) -> AsyncIterator[Redis]:
     """A client, once the server answers."""
-    client = connect_redis(redis_url)
+    client = connect_redis(redis_url.replace("//", f"//:{PASSWORD}@"))
     await client.ping()
     yield client
     await client.aclose()
@@ -118,7 +119,10 @@ async def test_two_hosts_train_a_run_and_a_cut_cable_ends_both_with_a_message(
     keys = Keys("test")
     await create_consumer_groups(redis, keys)
     learner = {"zero_stage": 3, "rank_timeout_s": _RANK_TIMEOUT_S}
-    config, feeder = run_of(tmp_path, learner=learner, run={"total_steps": 2}), Feeder(redis, keys)
+    (tmp_path / "password").write_text(PASSWORD)
+    services = {"redis_password_file": str(tmp_path / "password")}
+    config = run_of(tmp_path, learner=learner, run={"total_steps": 2}, services=services)
+    feeder = Feeder(redis, keys)
     with learner_on_both_hosts(config, redis_url) as processes:
         await registered(processes[0], redis, keys, "learner")
         await feeder.feed(range(4), 0)

@@ -219,13 +219,13 @@ def _asking(name: str, number: int) -> bytes:
 
 
 async def test_a_token_guards_both_doors(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").write_text("a-secret-of-tests\n")
     with reward_service(tmp_path, redis_url, services={"token_file": str(tmp_path / "token")}):
         member = await ready(redis, keys)
         async with httpx.AsyncClient(base_url=f"http://{member.http}", timeout=10) as client:
             assert (await client.get("/v1/rewards")).status_code == 401
             assert (await client.get("/readyz")).status_code == 200
-            given = {"Authorization": "Bearer secret"}
+            given = {"Authorization": "Bearer a-secret-of-tests"}
             assert (await client.get("/v1/rewards", headers=given)).status_code == 200
         async with grpc.aio.insecure_channel(member.grpc) as channel:
             with pytest.raises(grpc.aio.AioRpcError, match="token is missing or wrong"):

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from services.cli import findings
 from services.cli.__main__ import main
-from services.cli.checks import check_redis, check_unused, without_password
+from services.cli.checks import check_redis, check_unused
 from services.cli.commands import app
 from services.cli.doctor import _memory_gib
 from services.cli.evaluate import Question, eval_config, in_words_of_the_options
@@ -30,7 +30,7 @@ from services.common.keys import Keys
 from services.common.model_files import ModelFiles
 
 Call = Callable[..., tuple[int, str, str]]
-COMMANDS = ("run", "status", "config", "export", "report", "init", "doctor", "eval")
+COMMANDS = ("run", "status", "config", "export", "report", "init", "doctor", "eval", "certs")
 
 
 @pytest.fixture
@@ -75,8 +75,12 @@ def test_every_command_is_known_and_its_help_teaches_with_an_example(gspo: Call)
         ({"services": {"host": "0.0.0.0", "token_file": "no"}}, "services.token_file: "),
         ({"services": {"coordinator_port": 4711, "reward_port": 4711}}, "services.reward_port: 4711 is services.coord"),
         (
-            {"services": {"redis_url": "redis://:hunter2@127.0.0.1:1/0"}},
+            {"services": {"redis_url": "redis://127.0.0.1:1/0"}},
             "services.redis_url: redis://127.0.0.1:1/0 cannot be",
+        ),
+        (
+            {"services": {"redis_url": "redis://:hunter2@127.0.0.1:1/0"}},
+            "services.redis_url: holds a password",
         ),
         ({"services": {"redis_url": "127.0.0.1"}}, "services.redis_url: is not a Redis address"),
     ],
@@ -139,16 +143,11 @@ def test_a_port_in_use_is_named(gspo: Call, tmp_path: Path, given: dict[str, Any
 async def test_a_redis_that_answers_passes_and_foreign_keys_are_refused(
     redis: Redis, redis_url: str, config: Config
 ) -> None:
-    await check_redis(redis_url)
+    await check_redis(redis_url, config)
     await check_unused(redis, config)
     await redis.hset(Keys("small").open, "0", "{}")
     with pytest.raises(InputError, match=r"name: small has keys in the Redis.*gspo:\{small\}:"):
         await check_unused(redis, config)
-
-
-def test_a_shown_address_has_no_password() -> None:
-    assert without_password("rediss://me:p@ss@host:6380/1") == "rediss://host:6380/1"
-    assert without_password("redis://host/0") == "redis://host/0"
 
 
 def test_config_explains_every_key(gspo: Call) -> None:

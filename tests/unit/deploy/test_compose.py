@@ -56,7 +56,7 @@ def test_a_service_starts_by_the_command_that_gspo_run_uses(
 ) -> None:
     (tmp_path / "token").write_text("a-secret-of-many-characters")
     (tmp_path / "redis_password").write_text("another-secret-of-many-characters")
-    secrets = {"token_file": str(tmp_path / "token")}
+    secrets = {"token_file": str(tmp_path / "token"), "redis_password_file": str(tmp_path / "redis_password")}
     config = make_run(tmp_path, tmp_path, services=secrets)
     assert words(service)[:3] == ["python", "-m", f"services.{service}"]
     options = options_of(service, config.run_dir, monkeypatch)
@@ -117,7 +117,7 @@ def test_secrets_come_as_files() -> None:
         (mounted,) = [volume for volume in CONTAINERS[name]["volumes"] if ":/secrets" in volume]
         assert mounted.endswith(":ro")
         assert not [key for key in CONTAINERS[name]["environment"] if re.search("TOKEN|PASSWORD|SECRET", key)]
-    assert words("redis")[1] == "--protected-mode"
+    assert words("redis")[1] == "/secrets/redis.conf"
     grafana = CONTAINERS["grafana"]["environment"]
     assert grafana["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/secrets/grafana_password"
     assert "GF_SECURITY_ADMIN_PASSWORD" not in grafana

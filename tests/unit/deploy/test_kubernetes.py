@@ -102,8 +102,10 @@ def test_a_service_understands_its_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (container,) = pod(rendered[overlay], workload(service), f"gspo-{service}")["containers"]
-    config = make_run(tmp_path, tmp_path, services={"token_file": str(tmp_path / "token")})
     (tmp_path / "token").write_text("a-secret-of-many-characters")
+    (tmp_path / "redis_password").write_text("another-secret-of-many-characters")
+    secrets = {"token_file": str(tmp_path / "token"), "redis_password_file": str(tmp_path / "redis_password")}
+    config = make_run(tmp_path, tmp_path, services=secrets)
     assert f"services.{service}" in container["command"]
     words = [word.replace("$(POD_IP)", "10.1.2.3") for word in container["args"]]
     words[words.index("--run-dir") + 1] = str(config.run_dir)

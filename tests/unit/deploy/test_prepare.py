@@ -68,6 +68,7 @@ def test_a_users_folder_becomes_a_run(folder: Path, secrets: Path, tmp_path: Pat
     assert Path(config.model.path) == folder / "model"
     assert config.reward.functions[0].path == folder / "reward.py"
     assert config.services.token_file == secrets / "token"
+    assert config.services.redis_password_file == secrets / "redis_password"
     assert config.services.redis_url == REDIS
 
 

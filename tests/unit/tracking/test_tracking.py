@@ -37,7 +37,7 @@ def config(tmp_path: Path) -> Config:
         "reward": {"functions": [{"path": "r.py"}]},
         "evaluation": {"prompts": {"easy": "e.jsonl"}},
         "run": {"total_steps": 10, "directory": str(tmp_path)},
-        "services": {"redis_url": "redis://:secret@host:6379/0"},
+        "services": {"redis_url": "redis://host:6379/0", "token_file": "secret"},
         "tracking": {"tensorboard": True, "wandb": {"project": "sums", "mode": "offline", "tags": ["a", "b"]}},
     }
     config = parse_config(given, tmp_path)
