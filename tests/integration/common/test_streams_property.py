@@ -141,6 +141,18 @@ class Leases(RuleBasedStateMachine):
             del self.model.held[delivery.entry]
             self.model.written[payload] += 1
 
+    @precondition(lambda self: self._late())
+    @rule(data=st.data())
+    def write_late(self, data: st.DataObject) -> None:
+        """Whatever a worker tries that has lost its lease, or the same at an older attempt: nothing comes of it."""
+        worker, delivery = data.draw(st.sampled_from(self._late()))
+        inbox, late = self.inboxes[worker], [(self.keys.rollouts, b"late")]
+        assert self._do(inbox.put([Output(delivery, self.keys.rollouts, b"late", "late")])) == [False]
+        assert self._do(inbox.finish_many(self.keys.rollouts, [(delivery, b"late")])) == set()
+        assert self._do(inbox.renew([delivery])) == set()
+        assert not self._do(inbox.finish(delivery, late))
+        assert not self._do(inbox.bury(delivery, "late", late))
+
     @rule()
     def wipe(self) -> None:
         """Redis comes back empty; the hands of before may write nothing."""
@@ -171,6 +183,9 @@ class Leases(RuleBasedStateMachine):
             assert delivery.attempt == attempts[delivery.entry]
             self.model.held[delivery.entry] = (worker, delivery.attempt, False)
             self.hands.append((worker, delivery))
+
+    def _late(self) -> list[tuple[str, Delivery]]:
+        return [(worker, delivery) for worker, delivery in self.hands if not self.model.owns(worker, delivery)]
 
     def _inbox(self, worker: str) -> Inbox:
         return Inbox(self.redis, self.keys, self.keys.prompts, consumer=worker, lease_s=LEASE_S)
