@@ -231,10 +231,14 @@ async def test_a_holder_that_saved_something_does_not_count_as_one_that_failed(
     """More deaths than staleness.max_attempts (3) allows a task that comes to nothing."""
     config = configure(tmp_path, save_tokens=4)
     await issue(redis, keys, 5)
+    before: dict[int, int] = {}
     for death in range(5):
-        generator = start(config, redis_url, str(death))
-        while not (held := list(generator.worker._under_way())) or min(r.num_saved for *_, r in held) <= 10 * death:
+        generator = start(config, redis_url, str(death), decode_s=0.02)
+        saved: dict[int, int] = {}
+        while len(saved) < 4 or any(num <= before.get(number, 0) for number, num in saved.items()):
             await asyncio.sleep(0.005)
+            saved = {rollout.number: rollout.num_saved for *_, rollout in generator.worker._under_way()}
+        before = saved
         await generator.kill()
     generator = start(config, redis_url, "last")
     for rollout in await finished(redis, keys, 4):
