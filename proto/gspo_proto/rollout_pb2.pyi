@@ -517,13 +517,14 @@ class RolloutState(_message.Message):
     TURN_START_FIELD_NUMBER: _builtins.int
     NUM_TURNS_FIELD_NUMBER: _builtins.int
     STATE_JSON_FIELD_NUMBER: _builtins.int
-    ENVIRONMENT_VERSION_FIELD_NUMBER: _builtins.int
-    ENVIRONMENT_REWARD_FIELD_NUMBER: _builtins.int
     STARTED_UNIX_S_FIELD_NUMBER: _builtins.int
     GENERATOR_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     DELIVERY_FIELD_NUMBER: _builtins.int
+    EPISODE_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    TURN_ENDED_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
     mask: _builtins.bytes
     turn_start: _builtins.int
@@ -532,10 +533,6 @@ class RolloutState(_message.Message):
     """of the model, with the one under way"""
     state_json: _builtins.str
     """the environment's state before the turn under way"""
-    environment_version: _builtins.str
-    """content hash of the environment that made it"""
-    environment_reward: _builtins.float
-    """sum over its steps so far"""
     started_unix_s: _builtins.float
     generator: _builtins.str
     """the last one that sampled"""
@@ -544,12 +541,22 @@ class RolloutState(_message.Message):
     stop: _builtins.str
     delivery: _builtins.int
     """how often its task had been handed out when this was saved; 0 when put aside"""
+    turn_ended: _builtins.bool
+    """the turn under way is the environment's to answer"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logp(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def version(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def episode(self) -> Global___Episode:
+        """of the environment, from its reset on"""
+
+    @_builtins.property
+    def prompt(self) -> Global___Prompt:
+        """in place of the task's, where reset had something to say"""
+
     def __init__(
         self,
         *,
@@ -561,17 +568,18 @@ class RolloutState(_message.Message):
         turn_start: _builtins.int = ...,
         num_turns: _builtins.int = ...,
         state_json: _builtins.str = ...,
-        environment_version: _builtins.str = ...,
-        environment_reward: _builtins.float = ...,
         started_unix_s: _builtins.float = ...,
         generator: _builtins.str = ...,
         outcome: Global___Outcome.ValueType = ...,
         stop: _builtins.str = ...,
         delivery: _builtins.int = ...,
+        episode: Global___Episode | None = ...,
+        prompt: Global___Prompt | None = ...,
+        turn_ended: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "environment_reward", b"environment_reward", "environment_version", b"environment_version", "generator", b"generator", "logp", b"logp", "mask", b"mask", "num_turns", b"num_turns", "outcome", b"outcome", "schema", b"schema", "started_unix_s", b"started_unix_s", "state_json", b"state_json", "stop", b"stop", "token_ids", b"token_ids", "turn_start", b"turn_start", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "episode", b"episode", "generator", b"generator", "logp", b"logp", "mask", b"mask", "num_turns", b"num_turns", "outcome", b"outcome", "prompt", b"prompt", "schema", b"schema", "started_unix_s", b"started_unix_s", "state_json", b"state_json", "stop", b"stop", "token_ids", b"token_ids", "turn_ended", b"turn_ended", "turn_start", b"turn_start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,6 +47,7 @@ def _table(log: RunLog, file: str, records: list[dict[str, Any]]) -> HeldOutTabl
     columns |= {f"pass@{k}": (f"pass_at_{k}", f"pass_at_{k}_stderr") for k in ks if k > 1}
     columns |= {name[5:-5]: (name, "") for name in names if name.startswith("part_") and name.endswith("_mean")}
     columns |= {"tokens": ("response_tokens_mean", ""), "cut off": ("truncated_share", "")}
+    columns |= {"turns": ("turns_mean", ""), "tool calls": ("tool_calls_mean", "")}
     columns |= {"prompts": ("num_prompts", ""), "without a score": ("num_failed", "")}
     shown = {head: pair for head, pair in columns.items() if pair[0] in names}
     best = log.best[0] if log.best else None
@@ -68,8 +69,10 @@ def _cell(figures: dict[str, float], name: str, error: str) -> str:
         return f"{figures[name]:,.0f}"
     if name == "truncated_share":
         return f"{figures[name]:.1%}"
+    if name in ("response_tokens_mean", "turns_mean"):
+        return f"{figures[name]:.1f}"
     more = f" ± {figures[error]:.3f}" if error in figures else ""
-    return f"{figures[name]:.1f}" if name.endswith("tokens_mean") else f"{figures[name]:.3f}{more}"
+    return f"{figures[name]:.3f}{more}"
 
 
 def draw_reward(figure: Any, log: RunLog) -> bool:

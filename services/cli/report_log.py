@@ -181,12 +181,17 @@ def read_log(run_dir: Path) -> RunLog:
     )
 
 
-def read_columns(path: Path, columns: list[str]) -> Any:
-    """Some columns of a step file, as a pyarrow Table. ValueError or OSError: it is not one."""
+def read_columns(path: Path, columns: list[str], added: tuple[str, ...] = ()) -> Any:
+    """Some columns of a step file, and those of `added` that it has, as a pyarrow Table.
+
+    Raises:
+        ValueError, OSError: It is not one.
+    """
     with pq.ParquetFile(path) as file:
-        if missing := set(columns) - set(file.schema_arrow.names):
+        there = set(file.schema_arrow.names)
+        if missing := set(columns) - there:
             raise ValueError(f"has no column {', '.join(sorted(missing))}")
-        return file.read(columns=columns)
+        return file.read(columns=[*columns, *(name for name in added if name in there)])
 
 
 def _step_files(log: Path) -> dict[int, Path]:

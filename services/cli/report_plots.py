@@ -16,6 +16,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from services.cli.report_conversations import draw_ends, draw_tools, draw_turns
 from services.cli.report_held_out import draw_pass, draw_reward
 from services.cli.report_log import SETTLEMENTS, RunLog
 from services.cli.report_panels import (
@@ -206,6 +207,25 @@ PLOTS = (
         "pass@k: the chance that the best of k sampled answers has at least evaluation.pass_reward. Where pass@1 rises "
         "and pass@k with a large k does not, the policy finds more surely what it could find before.",
         draw_pass,
+    ),
+    Plot(
+        "turns",
+        "How many turns does it take?",
+        "Of conversations that a limit ends the length says what the limit allows: see how they end.",
+        draw_turns,
+    ),
+    Plot(
+        "tools",
+        "Does it use its tools?",
+        "Calls that the environment answered. A malformed call is answered with what is wrong with it, and costs a "
+        "turn.",
+        draw_tools,
+    ),
+    Plot(
+        "ends",
+        "How do conversations end?",
+        "Hatched: cut off by a limit of the section environment, or by the environment's failure.",
+        draw_ends,
     ),
     Plot(
         "spread",

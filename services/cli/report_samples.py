@@ -30,6 +30,8 @@ _SHOWN = (
     "version",
     "mask",
 )
+# A log from before conversations lacks it.
+_ADDED = ("turns_json",)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def read_samples(log: RunLog) -> list[StepSamples]:
 
 def _read_step(path: Path) -> tuple[Sample, ...]:
     chosen = _choose(read_columns(path, ["group", "reward"]).to_pylist())
-    rows = read_columns(path, list(_SHOWN)).take(list(chosen)).to_pylist()
+    rows = read_columns(path, list(_SHOWN), _ADDED).take(list(chosen)).to_pylist()
     return tuple(_sample(kind, row) for kind, row in zip(chosen.values(), rows, strict=True))
 
 
@@ -109,13 +111,18 @@ def _sample(kind: str, row: dict[str, Any]) -> Sample:
     counted = [version for version, counts in zip(row.pop("version"), row.pop("mask"), strict=True) if counts]
     versions = sorted(set(counted))
     parts = json.loads(row.pop("parts_json") or "[]")
+    text = _conversation(json.loads(row.pop("turns_json", "") or "[]")) or row["text"]
     return Sample(
         kind=kind,
-        **{**row, "prompt": _short(row["prompt"]), "text": _short(row["text"])},
+        **{**row, "prompt": _short(row["prompt"]), "text": _short(text)},
         versions=f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(map(str, versions)),
         num_tokens=len(counted),
         parts=", ".join(f"{part['name']} {part['value']} x {part['weight']:g}" for part in parts if len(parts) > 1),
     )
+
+
+def _conversation(turns: list[dict[str, Any]]) -> str:
+    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
 
 
 def _short(text: str) -> str:

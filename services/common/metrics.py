@@ -71,6 +71,13 @@ RESPONSE_TOKENS = Histogram("gspo_response_tokens", "Policy tokens of one rollou
 GENERATOR_VERSION = Gauge("gspo_generator_version", "Policy version that the engine serves")
 PUSH_PAUSE_SECONDS = Histogram("gspo_push_pause_seconds", "Time generation stood still for a push", buckets=_LATENCY)
 PUSHES_RECEIVED = Counter("gspo_pushes_received", "Weight pushes by result", ["result"])
+ENVIRONMENT_SECONDS = Histogram(
+    "gspo_environment_seconds", "From asking for a reset or step to its answer", ["call"], buckets=_LATENCY
+)
+ENVIRONMENT_RETRIES = Counter("gspo_environment_retries", "Resets and steps asked again of another reward replica")
+ENVIRONMENT_FAILURES = Counter("gspo_environment_failures", "Rollouts ended by their environment's failure", ["kind"])
+TURNS = Counter("gspo_turns", "Turns of the policy in conversations")
+TOOL_CALLS = Counter("gspo_tool_calls", "Tool calls by tool, and turns with malformed ones", ["tool", "result"])
 _are_of("generation")
 
 # Reward

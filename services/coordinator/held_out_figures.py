@@ -23,12 +23,15 @@ class Answer:
         reward: None where it has no score.
         num_tokens: What the policy sampled; 0 where the answer never came.
         parts: Values of the reward functions by name, where there are several.
+        num_turns, num_tool_calls: Of a conversation; 0 turns where it is one answer.
     """
 
     reward: float | None
     num_tokens: int
     truncated: bool
     parts: dict[str, float] = field(default_factory=dict)
+    num_turns: int = 0
+    num_tool_calls: int = 0
 
 
 def sampled_figures(
@@ -55,6 +58,7 @@ def sampled_figures(
     found |= _mean(f"best_at_{largest}", [best_of(values, largest) for values in rewards if len(values) >= largest])
     found |= _mean("response_tokens_mean", [answer.num_tokens for answer in came])
     found |= _mean("truncated_share", [float(answer.truncated) for answer in came])
+    found |= _conversations("", came)
     names = dict.fromkeys(name for answer in came for name in answer.parts)
     for name in list(names)[:_MOST_PARTS]:
         found |= _mean(f"part_{name}_mean", [answer.parts[name] for answer in came if name in answer.parts])
@@ -67,7 +71,14 @@ def greedy_figures(answers: Sequence[Answer]) -> dict[str, float]:
     came = [answer for answer in answers if answer.num_tokens]
     found = _mean("greedy_mean", rewards) | _error("greedy_stderr", rewards)
     found |= _mean("greedy_response_tokens_mean", [answer.num_tokens for answer in came])
-    return found | _mean("greedy_truncated_share", [float(answer.truncated) for answer in came])
+    found |= _mean("greedy_truncated_share", [float(answer.truncated) for answer in came])
+    return found | _conversations("greedy_", came)
+
+
+def _conversations(prefix: str, came: Sequence[Answer]) -> dict[str, float]:
+    talked = [answer for answer in came if answer.num_turns]
+    turns = _mean(f"{prefix}turns_mean", [answer.num_turns for answer in talked])
+    return turns | _mean(f"{prefix}tool_calls_mean", [answer.num_tool_calls for answer in talked])
 
 
 def best_of(values: Sequence[float], k: int) -> float:

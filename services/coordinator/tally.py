@@ -116,4 +116,6 @@ def _answer(scored: ScoredRollout) -> Answer:
         num_tokens=sum(rollout.mask),
         truncated=rollout.outcome == OUTCOME_TRUNCATED,
         parts=parts,
+        num_turns=rollout.num_turns if rollout.environment else 0,
+        num_tool_calls=rollout.episode.num_tool_calls,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 from services.common.config import Config
 from services.common.errors import InputError
@@ -40,6 +41,8 @@ def check(config: Config) -> None:
     _check_length(config)
     _check_gpus(config)
     _check_memory(config)
+    if config.environment.used:
+        _check_chat_template(config)
     if config.generation.engine:
         from services.generation.start import check_values  # here: only what is given is worth vLLM's import
 
@@ -69,6 +72,28 @@ def _check_length(config: Config) -> None:
             f"prompt_length + response_length is {longest}, and the model has {known} positions",
             "Lower prompt_length or response_length",
         )
+
+
+def _check_chat_template(config: Config) -> None:
+    """Show a made-up observation to the chat template, and a tool's answer where there are tools."""
+    from transformers import AutoTokenizer  # here: only conversations need it before the start
+
+    from services.generation.chat_turns import ChatTurns, ObservationError
+
+    folder, tools = model_folder(config.model), config.environment.descriptions
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    if not tokenizer.chat_template and not tools:
+        return
+    try:
+        turns = ChatTurns(tokenizer, tools)
+        turns.between("a", "user", None)
+        if tools:
+            turns.between([{"role": "tool", "name": "a", "content": "a"}], "tool", None)
+    except ObservationError as error:
+        said = f"environment: an observation {error}"
+        if tools:
+            raise InputError("environment.tools", said, "Mend chat_template in the model's tokenizer files") from error
+        sys.stderr.write(f"warning: {said}; that is as well where prompts are plain text\n")
 
 
 def _check_memory(config: Config) -> None:

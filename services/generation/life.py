@@ -25,6 +25,8 @@ from services.common.runtime import Service, end_tasks
 from services.generation.check import check
 from services.generation.door import SERVICE_NAME, Door
 from services.generation.engine_api import EngineLike
+from services.generation.environments import Environments
+from services.generation.episodes import Episodes
 from services.generation.rollouts import Rollouts
 from services.generation.staging import StagedWeights
 from services.generation.worker import Worker
@@ -85,7 +87,10 @@ async def _serve(
     options = service.options
     folder = model_folder(service.config.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=service.config.model.trust_remote_code)
-    rollouts = Rollouts(engine, tokenizer, service.config.generation, options.name)
+    tls = service.config.services.tls
+    environments = Environments(service.redis, service.keys, options.token, service.activity, tls=tls)
+    episodes = Episodes(environments, tokenizer)
+    rollouts = Rollouts(engine, tokenizer, service.config.generation, options.name, episodes)
     worker = Worker(service, engine, rollouts)
     door = Door(service, engine, staged, rollouts, worker)
     grpc_server = GrpcServer(
@@ -100,6 +105,7 @@ async def _serve(
     await registration.open(grpc_server.address, door.facts)
     service.problems.clear()
     try:
-        await service.run(worker.run(), {**background, "engine": door.until_broken()})
+        watched = {**background, "engine": door.until_broken(), "environments": environments.run()}
+        await service.run(worker.run(), watched)
     finally:
         await grpc_server.stop(grace_s=1.0)

@@ -6,10 +6,13 @@ was sampled so far.
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from gspo_proto import rollout_pb2
@@ -17,7 +20,8 @@ from gspo_proto.rollout_pb2 import GroupTask, Rollout
 from services.common import metrics
 from services.common.config import GenerationConfig
 from services.common.entries import SCHEMA
-from services.generation.engine_api import Completion, EngineLike, Sampling
+from services.generation.engine_api import Completion, EngineLike, Finish, Sampling
+from services.generation.episodes import Episodes, end_conversation, seconds_left
 from services.generation.stop_strings import cut_at_stop
 from services.generation.under_way import UnderWay
 
@@ -37,11 +41,19 @@ class Rollouts:
 
     Args:
         generator: This generator's name, as the rollouts carry it.
+        episodes: Plays the environments of tasks that name one; None where no task does.
     """
 
     def __init__(
-        self, engine: EngineLike, tokenizer: PreTrainedTokenizerBase, config: GenerationConfig, generator: str
+        self,
+        engine: EngineLike,
+        tokenizer: PreTrainedTokenizerBase,
+        config: GenerationConfig,
+        generator: str,
+        episodes: Episodes | None = None,
     ) -> None:
+        self._episodes = episodes
+        self._aborting: set[asyncio.Future[None]] = set()  # held, or they could be collected before they are done
         self._engine, self._tokenizer, self._generator = engine, tokenizer, generator
         self._restarts = config.on_update == "restart"
         self._request_numbers = count()
@@ -66,8 +78,11 @@ class Rollouts:
         rollout.begin_segment()
         while not rollout.ended:
             self._restart_if_outdated(rollout)
+            if rollout.is_environments:
+                await self._ask_environment(rollout)
+                continue
             most = rollout.may_sample(self._engine.version, segment_tokens)
-            if not most and rollout.tokens_left:
+            if not most and rollout.tokens_left and rollout.turn_tokens_left:
                 return False
             await self._take_turn(rollout, most)
         return True
@@ -75,20 +90,21 @@ class Rollouts:
     def finished(self, rollout: UnderWay) -> Rollout:
         """A rollout that has ended, as it goes into the stream; counted."""
         task, state = rollout.task, rollout.state
-        # In C: a thousand tokens one by one would take as long as all else here.
-        policy_token_ids = np.array(state.token_ids)[np.frombuffer(state.mask, np.bool_)].tolist()
+        text = self._tokenizer.decode(list(state.token_ids[state.turn_start :]), skip_special_tokens=True)
+        if task.environment:
+            text = end_conversation(state, text)
         finished = Rollout(
             schema=SCHEMA,
             group=task.group,
             number=rollout.number,
             attempt=task.attempt,
             num_rollouts=task.num_rollouts,
-            prompt=task.prompt,
+            prompt=rollout.prompt,
             token_ids=state.token_ids,
             logp=state.logp,
             version=state.version,
             mask=state.mask,
-            text=self._tokenizer.decode(policy_token_ids, skip_special_tokens=True),
+            text=text,
             outcome=state.outcome,
             stop=state.stop,
             rewards=task.rewards,
@@ -101,19 +117,28 @@ class Rollouts:
             started_unix_s=state.started_unix_s,
             finished_unix_s=time.time(),
             temperature=task.sampling.temperature,
+            episode=state.episode if task.environment else None,
         )
         _count(finished)
         return finished
 
     async def _take_turn(self, rollout: UnderWay, most: int) -> None:
         """Have the model go on for `most` tokens at most, and end its turn where it ends it."""
-        if not most:  # a saved one, and algorithm.response_length is less than it was
-            rollout.state.outcome = rollout_pb2.OUTCOME_TRUNCATED
-            return
-        completion = await self._sample(rollout, most)
-        if completion and (completion.finish != "length" or not rollout.tokens_left):
-            rollout.state.outcome = _OUTCOMES[completion.finish]
-            rollout.state.stop = completion.stop_string or ""
+        state = rollout.state
+        if rollout.task.environment and not seconds_left(rollout):
+            state.outcome = rollout_pb2.OUTCOME_TIME_LIMIT
+        elif not most:  # a saved one, and a limit is less than it was
+            _end_turn(rollout, "length", "")
+        elif completion := await self._sample(rollout, most):
+            _end_turn(rollout, completion.finish, completion.stop_string or "")
+
+    async def _ask_environment(self, rollout: UnderWay) -> None:
+        if self._episodes is None:
+            raise ValueError(f"task of group {rollout.task.group} names an environment, and this generator has none")
+        if rollout.state.turn_ended:
+            await self._episodes.respond(rollout)
+        else:
+            await self._episodes.begin(rollout)
 
     async def _sample(self, rollout: UnderWay, most: int) -> Completion | None:
         """Append what the engine samples next; None where a change of weights had it begin anew."""
@@ -123,10 +148,11 @@ class Rollouts:
         rollout.request_id = f"{rollout.mark}:{rollout.task.attempt}.{next(self._request_numbers)}.{num_before}"
         sampling = _sampling(rollout.task.sampling, most, num_before)
         try:
-            completion = await self._engine.generate(rollout.request_id, rollout.context, sampling)
+            with self._time_limit(rollout):
+                completion = await self._engine.generate(rollout.request_id, rollout.context, sampling)
         finally:
             rollout.request_id = ""
-        if completion.finish == "aborted":
+        if completion.finish == "aborted" and not rollout.out_of_time:
             raise AbortedError(f"rollout {rollout.mark} was aborted in the engine")
         if completion.finish == "restart":
             metrics.TOKENS_RESTARTED.inc(rollout.restart() + len(completion.token_ids))
@@ -137,11 +163,47 @@ class Rollouts:
         rollout.append(completion)
         return completion
 
+    @contextmanager
+    def _time_limit(self, rollout: UnderWay) -> Iterator[None]:
+        """Ends the request when the conversation's time is over; what it has sampled by then counts."""
+        if not rollout.task.environment or (left := seconds_left(rollout)) == math.inf:
+            yield
+            return
+        timer = asyncio.get_running_loop().call_later(left, self._out_of_time, rollout)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _out_of_time(self, rollout: UnderWay) -> None:
+        rollout.out_of_time = True
+        aborting = asyncio.ensure_future(self._engine.abort(rollout.request_id))
+        self._aborting.add(aborting)
+        aborting.add_done_callback(self._aborting.discard)
+
     def _restart_if_outdated(self, rollout: UnderWay) -> None:
         """Under on_update: restart nothing goes on that older weights began."""
         oldest = rollout.oldest_version if self._restarts else None
         if oldest is not None and oldest < self._engine.version:
             metrics.TOKENS_RESTARTED.inc(rollout.restart())
+
+
+def _end_turn(rollout: UnderWay, finish: Finish, stop_string: str) -> None:
+    """What the end of a piece means: the rollout's, the turn's for its environment to answer, or nothing yet."""
+    state, play, is_cut = rollout.state, rollout.task.play, finish == "length"
+    if is_cut and rollout.tokens_left and rollout.turn_tokens_left:
+        return
+    if not rollout.task.environment:
+        state.outcome, state.stop = _OUTCOMES[finish], stop_string
+    elif finish == "aborted":
+        state.outcome = rollout_pb2.OUTCOME_TIME_LIMIT
+    elif is_cut and not rollout.tokens_left:
+        state.outcome = rollout_pb2.OUTCOME_TRUNCATED
+    elif is_cut and play.end_long_turns:
+        state.outcome = rollout_pb2.OUTCOME_TURN_TOKEN_LIMIT
+    else:
+        state.episode.num_cut_turns += is_cut
+        state.turn_ended, state.stop = True, stop_string
 
 
 def _sampling(sampling: rollout_pb2.Sampling, max_tokens: int, num_before: int) -> Sampling:
@@ -166,3 +228,5 @@ def _count(rollout: Rollout) -> None:
     metrics.ROLLOUT_QUEUE_SECONDS.observe(max(0.0, rollout.started_unix_s - rollout.issued_unix_s))
     metrics.ROLLOUT_SECONDS.observe(rollout.finished_unix_s - rollout.started_unix_s)
     metrics.RESPONSE_TOKENS.observe(num_policy_tokens)
+    if rollout.environment:
+        metrics.TURNS.inc(rollout.num_turns)

@@ -7,9 +7,10 @@ taken up as it is: its tokens keep their log-probs and versions. Neighbours: rol
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from gspo_proto import rollout_pb2
-from gspo_proto.rollout_pb2 import GroupTask, RolloutState
+from gspo_proto.rollout_pb2 import GroupTask, Prompt, RolloutState
 from services.common.entries import SCHEMA
 from services.common.keys import rollout_id
 from services.generation.engine_api import Tokens
@@ -29,6 +30,7 @@ class UnderWay:
 
     Attributes:
         request_id: The request that samples for it now; empty while none does.
+        out_of_time: Whether its request was ended because a conversation's time is over.
         num_saved: Tokens in what was saved last.
         saved_s: When that was, by the monotonic clock.
     """
@@ -38,6 +40,7 @@ class UnderWay:
         self.state = RolloutState.FromString(saved) if saved else _fresh(time.time())
         self.state.generator = generator
         self.request_id = ""
+        self.out_of_time = False
         self.num_saved, self.saved_s = len(self.state.token_ids), time.monotonic()
         self._segment_start = 0
 
@@ -49,7 +52,23 @@ class UnderWay:
     @property
     def context(self) -> list[int]:
         """The prompt and every token after it: what the engine goes on from."""
-        return [*self.task.prompt.token_ids, *self.state.token_ids]
+        return [*self.prompt.token_ids, *self.state.token_ids]
+
+    @property
+    def prompt(self) -> Prompt:
+        """The task's, or what an environment's reset has made of it."""
+        return self.state.prompt if self.state.HasField("prompt") else self.task.prompt
+
+    @property
+    def is_environments(self) -> bool:
+        """Whether it is not the policy that goes on: an environment has to begin, or to answer a turn."""
+        return bool(self.task.environment) and (self.state.turn_ended or not self.state.HasField("episode"))
+
+    @property
+    def turn_tokens_left(self) -> int:
+        """Tokens until the turn is as long as one may be."""
+        most = self.task.play.turn_tokens or self.task.sampling.max_tokens
+        return max(0, most - (len(self.state.token_ids) - self.state.turn_start))
 
     @property
     def oldest_version(self) -> int | None:
@@ -67,14 +86,25 @@ class UnderWay:
 
     def may_sample(self, version: int, segment_tokens: int | None) -> int:
         """Tokens that the engine may add now, under `version`; 0 where those of this step are used up."""
+        left = min(self.tokens_left, self.turn_tokens_left)
         if segment_tokens is None:
-            return self.tokens_left
+            return left
         used = sum(of == version for of in self.state.version[self._segment_start :])
-        return max(0, min(self.tokens_left, segment_tokens - used))
+        return max(0, min(left, segment_tokens - used))
 
     def append(self, sampled: Tokens) -> None:
         """Add tokens that the policy sampled."""
         _append(self.state, sampled)
+
+    def begin_turn(self, observed_token_ids: Sequence[int]) -> None:
+        """Add what the policy sees next, which is none of its own, and begin its turn behind it."""
+        state, num = self.state, len(observed_token_ids)
+        state.token_ids.extend(observed_token_ids)
+        state.logp.extend([0.0] * num)
+        state.version.extend([-1] * num)
+        state.mask += b"\x00" * num
+        state.turn_start, state.turn_ended = len(state.token_ids), False
+        state.num_turns += 1
 
     def snapshot(self, running: Tokens, delivery: int) -> RolloutState:
         """The state with what a running request has sampled on top; the rollout itself stays as it is."""

@@ -100,18 +100,18 @@ class Worker:
         if self._step_begins:
             self._step_begins, self._num_due = False, await self._aside.inbox.num_untaken()
         if self._num_due:
-            room = min(self._room(self._aside), self._num_due)
-            taken = await self._aside.inbox.take(room, block_s=0)
-            self._num_due = self._num_due - len(taken) if taken else 0
-            self._start(self._aside, taken)
+            if room := min(self._room(self._aside), self._num_due):
+                taken = await self._aside.inbox.take(room, block_s=0)
+                self._num_due = self._num_due - len(taken) if taken else 0
+                self._start(self._aside, taken)
             return
         for source in self._sources:
             if (room := self._room(source)) and (taken := await source.inbox.take(room, block_s=0)):
                 self._start(source, taken)
                 return
         self._describe_idle()
-        room = self._room(self._training)
-        self._start(self._training, await self._training.inbox.take(room, block_s=_IDLE_S))
+        if room := self._room(self._training):  # what others let go may have come in meanwhile
+            self._start(self._training, await self._training.inbox.take(room, block_s=_IDLE_S))
 
     def _room(self, source: Source) -> int:
         """Whole groups that fit into the engine: what is taken must not wait there while another worker is free."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import pairwise
 from typing import Annotated, Any, get_type_hints
 
@@ -43,12 +43,16 @@ class Row:
     logp: Behavior log-prob of each policy token, 0 elsewhere.
     version: Policy version that sampled each policy token, -1 elsewhere.
     mask: The tokens that count. Under on_stale: mask without those too old, which `version` still shows.
-    outcome: eos, stop_string, truncated, environment_done, turn_limit, turn_token_limit, time_limit, unspecified.
+    outcome: eos, stop_string, truncated; of a conversation also environment_done, turn_limit, turn_token_limit,
+        time_limit, step_time_limit, environment_failed; unspecified.
     reward, failure: A number or a reason, never both.
     parts_json: List of {name, value, weight, version}, one for each reward function.
     advantage: The normalised reward, null when skipped.
     skipped: Why the row is not trained on: failed, truncated or stale; null when it is.
     mini_batch: Optimizer step within the step, from 0; -1 when skipped.
+    num_turns: Of the policy; 1 where it gave one answer.
+    num_malformed_calls, num_cut_turns: Turns with a tool call that cannot be made, and turns cut off at turn_tokens.
+    turns_json: A conversation after its prompt, as chat messages; empty where it is one answer.
     """
 
     step: Small
@@ -81,6 +85,11 @@ class Row:
     started_unix_s: Number
     finished_unix_s: Number
     scored_unix_s: Number
+    num_turns: Small = 1
+    num_tool_calls: Small = 0
+    num_malformed_calls: Small = 0
+    num_cut_turns: Small = 0
+    turns_json: Text = ""
 
     @property
     def num_sampled(self) -> int:
@@ -135,6 +144,11 @@ def row_from_scored(scored: ScoredRollout) -> Row:
         started_unix_s=rollout.started_unix_s,
         finished_unix_s=rollout.finished_unix_s,
         scored_unix_s=score.scored_unix_s,
+        num_turns=max(1, rollout.num_turns),
+        num_tool_calls=rollout.episode.num_tool_calls,
+        num_malformed_calls=rollout.episode.num_malformed,
+        num_cut_turns=rollout.episode.num_cut_turns,
+        turns_json=rollout.episode.turns_json,
     )
 
 
@@ -205,10 +219,21 @@ def _to_column(values: list[Any], arrow_type: Any) -> Any:
 
 def from_table(table: Any) -> list[Row]:
     """The rows of a table that `to_table` made. ValueError: its columns are others."""
+    table = _with_added(table)
     if not table.schema.equals(SCHEMA):
         raise ValueError(f"the table's columns are not those of a step file of this version:\n{table.schema}")
     columns = [_from_column(table.column(column.name), column.type) for column in SCHEMA]
     return [Row(*values) for values in zip(*columns, strict=True)]
+
+
+def _with_added(table: Any) -> Any:
+    """A table of a log from before conversations, with the columns that came with them."""
+    if "num_turns" in table.column_names:
+        return table
+    for added in (field for field in fields(Row) if field.default is not MISSING):
+        column = SCHEMA.field(added.name)
+        table = table.append_column(column, pa.array([added.default] * len(table), column.type))
+    return table
 
 
 def _from_column(column: Any, arrow_type: Any) -> Iterable[Any]:

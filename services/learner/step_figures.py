@@ -36,6 +36,7 @@ def row_figures(rows: Sequence[Row]) -> dict[str, float]:
         **{f"skipped_tokens_{reason}": float(_skipped_tokens(rows, reason)) for reason in SKIP_REASONS},
         "response_tokens_mean": math.fsum(lengths) / max(1, len(rows)),
         "truncated_share": sum(row.outcome == "truncated" for row in rows) / max(1, len(rows)),
+        **_conversation_figures(rows),
     }
     scored = [row for row in rows if row.reward is not None]
     if not scored:
@@ -44,6 +45,21 @@ def row_figures(rows: Sequence[Row]) -> dict[str, float]:
     reward = figures(reward_stats(rewards_B, torch.tensor([row.group for row in scored])))
     reward |= {"reward_min": float(rewards_B.min()), "reward_max": float(rewards_B.max())}
     return counted | reward | _part_means(scored)
+
+
+def _conversation_figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Turns, tool calls and how conversations ended; nothing where every rollout is one answer."""
+    talked = [row for row in rows if row.turns_json]
+    if not talked:
+        return {}
+    ends = Counter(row.outcome for row in rows)
+    return {
+        "turns_mean": sum(row.num_turns for row in talked) / len(talked),
+        "tool_calls_mean": sum(row.num_tool_calls for row in talked) / len(talked),
+        "malformed_calls_mean": sum(row.num_malformed_calls for row in talked) / len(talked),
+        "cut_turns_mean": sum(row.num_cut_turns for row in talked) / len(talked),
+        **{f"ended_{outcome}": number / len(rows) for outcome, number in sorted(ends.items())},
+    }
 
 
 def _part_means(scored: Sequence[Row]) -> dict[str, float]:

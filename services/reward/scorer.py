@@ -283,9 +283,7 @@ async def open_scorer(
 
 def uses_of(config: RewardConfig, environment: EnvironmentConfig | None = None) -> list[RewardUse]:
     """The functions of a configuration as a rollout would name them, and its environment."""
-    episodes = environment is not None and environment.used
-    weights = [RewardUse(name=ENVIRONMENT_PART, weight=environment.weight)] if environment and episodes else []
-    return weights + [
+    functions = [
         RewardUse(
             name=function.label,
             version=function.version or "",
@@ -294,3 +292,6 @@ def uses_of(config: RewardConfig, environment: EnvironmentConfig | None = None) 
         )
         for function in config.functions
     ]
+    if environment is None or not environment.used:
+        return functions
+    return [*functions, RewardUse(name=ENVIRONMENT_PART, weight=environment.weight)]

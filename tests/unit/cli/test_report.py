@@ -219,8 +219,9 @@ def test_the_page_shows_the_headline_and_stands_alone(ended: Path) -> None:
     assert "policy version 0 to 20: +0.500 ± 0.042" in text
     assert "the five endings add up to it" in text
     assert "To know when reading this" not in text
-    assert text.count("data:image/png;base64,") == len(PLOTS)
-    assert {file.stem for file in (ended / "plots").iterdir()} == {plot.name for plot in PLOTS}
+    drawn = {plot.name for plot in PLOTS} - {"turns", "tools", "ends"}  # those are of conversations
+    assert text.count("data:image/png;base64,") == len(drawn)
+    assert {file.stem for file in (ended / "plots").iterdir()} == drawn
     assert 'src="http' not in text
     assert "<script" not in text
     assert "reward raised &lt;b&gt;KeyError&lt;/b&gt; (1)" in text
@@ -265,6 +266,20 @@ def test_text_of_a_rollout_is_shown_and_never_run(path: Path) -> None:
     assert "<script" not in text
     assert "<i>" not in text.split("Rollouts to read")[1]
     assert text.count("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp; \x00 {{ 7 * 7 }}") == 2
+
+
+def test_conversations_have_plots_and_are_read_turn_by_turn(path: Path) -> None:
+    turns = '[{"role": "assistant", "content": "16"}, {"role": "user", "content": "higher"}]'
+    talked = {"turns_mean": 4.0, "tool_calls_mean": 1.0, "malformed_calls_mean": 0.0, "ended_turn_limit": 1.0}
+    with RunDir(path) as run_dir:
+        train(run_dir, 1, 3, **talked)
+        run_dir.write_step(4, [row(4, 90, 0, turns_json=turns), row(4, 90, 1)])
+        evaluate(run_dir, 3, 0.5, turns_mean=3.5)
+    write_report(path)
+    text = page(path)
+    assert {"turns", "tools", "ends"} <= {file.stem for file in (path / "plots").iterdir()}
+    assert "assistant: 16\nuser: higher" in text
+    assert '<th class="num">turns</th>' in text
 
 
 def test_open_groups_are_counted_up_to_the_highest_known(path: Path) -> None:

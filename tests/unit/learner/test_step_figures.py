@@ -35,6 +35,17 @@ def test_parts_of_the_reward_have_their_means(tmp_path: Path) -> None:
     assert not [name for name in row_figures([replace(first, parts_json=alone)]) if name.startswith("part_")]
 
 
+def test_conversations_have_figures_and_single_answers_none(tmp_path: Path) -> None:
+    one, two, three, *_ = make_rows(make_tiny_model(tmp_path / "model"), num_groups=1)
+    talked = replace(one, turns_json="[1]", num_turns=2, num_tool_calls=3, outcome="environment_done")
+    cut = replace(two, turns_json="[1]", num_turns=5, num_malformed_calls=2, num_cut_turns=1, outcome="turn_limit")
+    figures = row_figures([talked, cut])
+    assert (figures["turns_mean"], figures["tool_calls_mean"]) == (3.5, 1.5)
+    assert (figures["malformed_calls_mean"], figures["cut_turns_mean"]) == (1.0, 0.5)
+    assert (figures["ended_environment_done"], figures["ended_turn_limit"]) == (0.5, 0.5)
+    assert not [name for name in row_figures([three]) if name.startswith(("turns", "ended", "tool"))]
+
+
 def outside(sigma: float, low: float, high: float) -> float:
     """P(log s < log(1 - low)) + P(log s > log(1 + high)), log s ~ N(0, sigma^2)."""
     root2_sigma = sigma * math.sqrt(2)

@@ -1,0 +1,227 @@
+"""What both conversation examples share: a small model that is taught to talk, and the call of `gspo run` on it.
+
+Not part of the package, and no reinforcement learning. Each example says in its cold_start.py what its teacher says,
+and which prompts there are. A teacher's conversation is made of the very tokens that a generator would make of it.
+"""
+
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
+ROLES = ("system", "user", "assistant", "tool")
+CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\ntools:{% for tool in tools %} {{ tool['function']['name'] }}{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+IGNORE = -100
+MARKER = "cold_start.json"
+
+
+@dataclass(frozen=True)
+class Talk:
+    """One conversation of the teacher: the policy's turns, and what is said between them (text, or messages)."""
+
+    prompt: list[dict[str, Any]]
+    turns: list[str]
+    observations: list[Any]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What an example teaches, and how long.
+
+    Attributes:
+        words: Texts that become one token each; every other byte is a token.
+        talk: Draws a conversation.
+        tools: Descriptions that the chat template gets.
+        role: Of an observation that is text.
+    """
+
+    words: Sequence[str]
+    talk: Callable[[random.Random], Talk]
+    tools: Sequence[dict[str, Any]] = ()
+    role: str = "user"
+    num_steps: int = 300
+    batch_size: int = 64
+    learning_rate: float = 0.01
+    max_length: int = 512
+
+
+def build_tokenizer(words: Sequence[str]) -> Any:
+    """Byte tokens, the chat markers, the role names and `words`; `<|im_end|>` ends a turn."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in (START, END, PAD)])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*ROLES, *words)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+class Spelling:
+    """Makes tokens and labels of conversations; what was spelt once is not spelt again."""
+
+    def __init__(self, tokenizer: Any, lesson: Lesson) -> None:
+        from services.generation.chat_turns import ChatTurns
+
+        self._tokenizer, self._lesson = tokenizer, lesson
+        self._turns = ChatTurns(tokenizer, lesson.tools)
+        self._known: dict[str, list[int]] = {}
+
+    def encode(self, talk: Talk) -> tuple[list[int], list[int]]:
+        """Tokens and labels; labels are IGNORE but on the policy's turns."""
+        tokens = self._cached(json.dumps(talk.prompt), lambda: self._prompt(talk.prompt))
+        labels = [IGNORE] * len(tokens)
+        for number, said in enumerate(talk.turns):
+            turn = self._cached(said, lambda said=said: self._encode(f"{said}{END}"))
+            tokens, labels = tokens + turn, labels + turn
+            if number < len(talk.observations):
+                observation = talk.observations[number]
+                between = self._cached(json.dumps([observation]), lambda seen=observation: self._between(seen))
+                tokens, labels = tokens + between, labels + [IGNORE] * len(between)
+        return tokens, labels
+
+    def _cached(self, key: str, spell: Callable[[], list[int]]) -> list[int]:
+        if key not in self._known:
+            self._known[key] = spell()
+        return self._known[key]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        tools = list(self._lesson.tools) or None
+        return self._encode(
+            self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        )
+
+    def _between(self, observation: Any) -> list[int]:
+        return self._turns.between(observation, self._lesson.role, self._tokenizer.eos_token_id)
+
+
+def teach(folder: Path, lesson: Lesson, seed: int, threads: int = 2) -> dict[str, Any]:
+    """Train a small Qwen3 on the teacher's conversations and save it to `folder`/model; facts about it."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin at a barrier take a shared core for nothing
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    disable_progress_bar()
+    draw, tokenizer = random.Random(seed), build_tokenizer(lesson.words)
+    spelling = Spelling(tokenizer, lesson)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=512,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=lesson.max_length,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
+    known = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in known]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=lesson.learning_rate, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    peak, loss = [optimizer.param_groups[0]["lr"] for optimizer in optimizers], None
+    for step in range(1, lesson.num_steps + 1):
+        rows = [spelling.encode(lesson.talk(draw)) for _ in range(lesson.batch_size)]
+        width = max(len(tokens) for tokens, _ in rows)
+        token_BT = torch.tensor([tokens + [tokenizer.pad_token_id] * (width - len(tokens)) for tokens, _ in rows])
+        label_BT = torch.tensor([labels + [IGNORE] * (width - len(labels)) for _, labels in rows])
+        logits = model(input_ids=token_BT, use_cache=False).logits[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1), label_BT[:, 1:].flatten(), ignore_index=IGNORE)
+        cosine = 0.5 * (1 + math.cos(math.pi * step / lesson.num_steps))
+        for optimizer, rate in zip(optimizers, peak, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * min(1.0, step / 10) * (0.1 + 0.9 * cosine)
+            optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        if step % 50 == 0:
+            print(f"cold start: step {step} of {lesson.num_steps}, loss {loss.item():.3f}", flush=True)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return {"num_steps": lesson.num_steps, "loss": loss.item() if loss is not None else None}
+
+
+def write_jsonl(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """One line a record."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def cold_start(
+    folder: Path, lesson: Lesson, files: dict[str, Sequence[dict[str, Any]]], seed: int, sources: Sequence[Path]
+) -> None:
+    """Make `folder` with model and prompts, unless these very sources made it before."""
+    made_of = "\0".join(path.read_text(encoding="utf-8") for path in (Path(__file__), *sources))
+    marker = folder / MARKER
+    if marker.is_file() and json.loads(marker.read_text(encoding="utf-8"))["made_of"] == made_of:
+        print(f"{folder}: up to date")
+        return
+    if folder.exists() and not marker.is_file() and any(folder.iterdir()):
+        sys.exit(f"error: {folder} exists and is no cold start. Name an empty or new folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, records in files.items():
+        write_jsonl(folder / name, records)
+    began = time.monotonic()
+    facts = teach(folder, lesson, seed)
+    facts |= {"seed": seed, "seconds": round(time.monotonic() - began, 1), "made_of": made_of}
+    marker.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    print(f"{folder}: {facts['num_steps']} steps, loss {facts['loss']:.3f}, {facts['seconds']:.0f} s")
+
+
+def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None) -> int:
+    """`gspo run` on the example's configuration and this cold start; its exit code."""
+    config = yaml.safe_load((here / "config.yaml").read_text(encoding="utf-8"))
+    config["name"] = f"{here.name}-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    config["seed"] = seed
+    config["run"]["directory"] = str(runs)
+    if "path" in config["environment"]:
+        config["environment"]["path"] = str(here / config["environment"]["path"])
+    if steps is not None:
+        config["run"]["total_steps"] = steps
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return subprocess.run([sys.executable, "-m", "services.cli", "run", path], check=False, cwd=ROOT).returncode

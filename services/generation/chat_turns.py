@@ -1,0 +1,108 @@
+"""What stands between two turns of the policy, as tokens: an observation in the words of the chat template.
+
+Token in, token out: nothing that the policy wrote is rendered or tokenised here, so a template that drops earlier
+thinking, or trims what it is given, changes nothing of it. An observation is rendered behind a made-up conversation
+that is always the same, and what the template writes behind the made-up answer is taken. Neighbour: episodes.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from gspo_proto.rollout_pb2 import Prompt
+
+Message = dict[str, Any]
+# No template trims, splits or drops it; what follows it is what follows an answer.
+_ANSWER = "the-answer-of-the-policy"
+_BEFORE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+
+
+class ObservationError(Exception):
+    """An observation that cannot be shown to the policy; the message completes 'the observation ...'."""
+
+
+class ChatTurns:
+    """Renders observations by one tokenizer's chat template.
+
+    Args:
+        tools: Descriptions that the template puts into every prompt.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()) -> None:
+        self._tokenizer, self._tools = tokenizer, list(tools) or None
+
+    def opening(self, prompt: Prompt, observation: Any) -> Prompt:
+        """The prompt with what `reset` has to say behind it.
+
+        Raises:
+            ObservationError: The template does not take it.
+        """
+        messages = [*json.loads(prompt.messages_json), *as_messages(observation, "user")]
+        text = self._render(messages)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return Prompt(
+            token_ids=token_ids, text=text, messages_json=json.dumps(messages), columns_json=prompt.columns_json
+        )
+
+    def between(self, observation: Any, role: str, last_token_id: int | None) -> list[int]:
+        """The tokens from the end of the policy's turn to where its next one begins.
+
+        Args:
+            observation: Text, which becomes a message of `role`, or messages.
+            last_token_id: The last token of the turn; the template's own end of a turn is not repeated where it is
+                this one, and is added where the turn was cut off.
+
+        Raises:
+            ObservationError: The template does not take it.
+        """
+        text = self._render([*_BEFORE, *as_messages(observation, role)])
+        _, found, behind = text.partition(_ANSWER)
+        if not found:
+            raise ObservationError("cannot be placed: the chat template does not show answers as they are given")
+        token_ids: list[int] = self._tokenizer.encode(behind, add_special_tokens=False)
+        return token_ids[1:] if token_ids and token_ids[0] == last_token_id else token_ids
+
+    def _render(self, messages: list[Message]) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=self._tools, tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ObservationError(f"is refused by the model's chat template ({error})") from error
+        return str(text)
+
+
+class PlainTurns:
+    """Observations behind prompts that are plain text: their text, as it is."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def opening(self, prompt: Prompt, observation: Any) -> Prompt:
+        """The prompt with what `reset` has to say behind it.
+
+        Raises:
+            ObservationError: It is messages.
+        """
+        token_ids = [*prompt.token_ids, *self.between(observation, "user", None)]
+        return Prompt(token_ids=token_ids, text=f"{prompt.text}{observation}", columns_json=prompt.columns_json)
+
+    def between(self, observation: Any, role: str, last_token_id: int | None) -> list[int]:  # noqa: ARG002 - as above
+        """The observation's tokens.
+
+        Raises:
+            ObservationError: It is messages.
+        """
+        if not isinstance(observation, str):
+            raise ObservationError("is chat messages, and the prompts of this run are plain text")
+        return list(self._tokenizer.encode(observation, add_special_tokens=False))
+
+
+def as_messages(observation: Any, role: str) -> list[Message]:
+    """An observation as chat messages: text is one message of `role`."""
+    return [{"role": role, "content": observation}] if isinstance(observation, str) else list(observation)

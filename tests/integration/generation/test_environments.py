@@ -1,0 +1,110 @@
+"""Steps asked of reward replicas that hang, end, refuse, or are not there: each is answered, or fails with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from redis.asyncio import Redis
+
+from gspo_proto import reward_pb2_grpc
+from gspo_proto.reward_pb2 import EnvironmentReply, StepRequest
+from services.common.activity import Activity
+from services.common.keys import Keys
+from services.common.members import Member, Registration
+from services.common.rpc import GrpcServer
+from services.generation.environments import Environments
+
+REQUEST = StepRequest(environment="game", state_json="1", action="a")
+
+
+class Replica(reward_pb2_grpc.RewardServicer):
+    """Answers steps at once, after a while, or by a refusal."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.asked, self.hangs = name, 0, False
+        self.refuses: tuple[grpc.StatusCode, str] | None = None
+
+    async def StepEnvironment(self, request: StepRequest, context: Any) -> EnvironmentReply:
+        self.asked += 1
+        if self.refuses:
+            await context.abort(*self.refuses)
+        if self.hangs:
+            await asyncio.sleep(600)
+        return EnvironmentReply(state_json=request.state_json, version=self.name)
+
+
+@asynccontextmanager
+async def registered(redis: Redis, keys: Keys, replica: Replica) -> AsyncIterator[None]:
+    """A replica that serves; its heartbeat ends with the block."""
+    server = GrpcServer(
+        lambda made: reward_pb2_grpc.add_RewardServicer_to_server(replica, made),
+        ("gspo.Reward",),
+        host="127.0.0.1",
+        port=0,
+        token="",
+    )
+    await server.start()
+    member = Member("reward", replica.name, grpc=server.address)
+    registration = Registration(redis, keys, member, Activity("reward"), dict)
+    beating = asyncio.create_task(registration.run())
+    while not await redis.exists(keys.member("reward", member.uid)):
+        await asyncio.sleep(0.01)
+    try:
+        yield
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        await server.stop(0)
+
+
+def environments_of(redis: Redis, keys: Keys, reach_timeout_s: float = 30.0) -> Environments:
+    return Environments(redis, keys, "", Activity("generation"), reach_timeout_s=reach_timeout_s)
+
+
+async def test_a_step_goes_to_another_replica_when_its_own_is_gone(redis: Redis, keys: Keys) -> None:
+    environments = environments_of(redis, keys)
+    hanging, other = Replica("a"), Replica("b")
+    hanging.hangs = True
+    following = asyncio.create_task(environments.run())
+    async with registered(redis, keys, hanging):
+        asked = asyncio.create_task(environments.step(REQUEST, 1.0))
+        while not hanging.asked:
+            await asyncio.sleep(0.01)
+    # Its heartbeat has ended with its server, and nobody is left: the step waits for the next one.
+    async with registered(redis, keys, other):
+        assert (await asked).version == "b"
+    assert (hanging.asked, other.asked) == (1, 1)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_calls_are_spread_over_the_living(redis: Redis, keys: Keys) -> None:
+    environments = environments_of(redis, keys)
+    replicas = [Replica("a"), Replica("b")]
+    async with registered(redis, keys, replicas[0]), registered(redis, keys, replicas[1]):
+        await asyncio.gather(*(environments.step(REQUEST, 1.0) for _ in range(20)))
+    assert [replica.asked for replica in replicas] == [10, 10]
+
+
+async def test_what_every_replica_would_refuse_fails_at_once(redis: Redis, keys: Keys) -> None:
+    environments, replica = environments_of(redis, keys), Replica("a")
+    replica.refuses = (grpc.StatusCode.NOT_FOUND, "nobody has submitted it")
+    async with registered(redis, keys, replica):
+        failure = (await environments.step(REQUEST, 1.0)).failure
+    assert (failure.kind, failure.text, replica.asked) == ("unknown_function", "nobody has submitted it", 1)
+
+
+async def test_without_any_replica_it_fails_with_its_reason(redis: Redis, keys: Keys) -> None:
+    failure = (await environments_of(redis, keys, 0.3).step(REQUEST, 0.1)).failure
+    assert failure.kind == "unreachable"
+    assert failure.text == "no reward service answered a step in 0.3 s: none is registered"
+    replica = Replica("a")
+    replica.refuses = (grpc.StatusCode.UNAVAILABLE, "overloaded")
+    async with registered(redis, keys, replica):
+        failure = (await environments_of(redis, keys, 0.3).step(REQUEST, 0.1)).failure
+    assert failure.text.endswith("a said UNAVAILABLE: overloaded")
+    assert replica.asked > 1

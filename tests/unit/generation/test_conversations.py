@@ -1,0 +1,365 @@
+"""Conversations token for token: what the engine is asked, what is kept of it, under three chat templates.
+
+The engine is scripted, so that the policy says what the test needs; it keeps every prompt that it was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from gspo_proto import rollout_pb2
+from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetRequest, StepRequest
+from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Rollout, Sampling
+from services.common.config import GenerationConfig
+from services.common.tools import BUILTIN_TOOLS
+from services.generation import engine_api
+from services.generation.chat_turns import ChatTurns, ObservationError, PlainTurns
+from services.generation.engine_api import Completion, EngineLike
+from services.generation.environments import Environments
+from services.generation.episodes import Episodes
+from services.generation.rollouts import Rollouts
+from services.generation.under_way import UnderWay
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Trims contents, and ends a turn without a line break.
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+# Drops the thinking of every answer but the last, and shows what tools say as a user's message.
+QWEN3 = (
+    "{% for m in messages %}{% set content = m['content'] %}"
+    "{% if m['role'] == 'assistant' and '</think>' in content and not loop.last %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if m['role'] == 'tool' %}"
+    "{{ '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THOUGHT = "<think>\nhalf of it?\n</think>\n\n16 "
+
+
+def tokenizer_of(template: str, specials: list[str], end: str) -> PreTrainedTokenizerFast:
+    """A token for each byte, and the template's markers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in (*specials, "<|pad|>")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=specials[0],
+        eos_token=end,
+        pad_token="<|pad|>",
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+IM = ["<|im_start|>", "<|im_end|>"]
+HEADERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+TOKENIZERS = {
+    "chatml": tokenizer_of(CHATML, IM, "<|im_end|>"),
+    "llama3": tokenizer_of(LLAMA3, HEADERS, "<|eot_id|>"),
+    "qwen3": tokenizer_of(QWEN3, IM, "<|im_end|>"),
+}
+# A turn that ended itself, one that was cut off after its fourth token, one that ended the game.
+SAID = {
+    "chatml": f"<|im_start|>user\nGuess<|im_end|>\n<|im_start|>assistant\n{THOUGHT}<|im_end|>\n"
+    "<|im_start|>user\n higher <|im_end|>\n<|im_start|>assistant\n24 o<|im_end|>\n"
+    "<|im_start|>user\n lower <|im_end|>\n<|im_start|>assistant\n20<|im_end|>",
+    "llama3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nGuess<|eot_id|>"
+    f"<|start_header_id|>assistant<|end_header_id|>\n\n{THOUGHT}<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nhigher<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n24 o<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nlower<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n20<|eot_id|>",
+}
+SAID["qwen3"] = SAID["chatml"]
+
+
+@dataclass
+class ScriptedEngine:
+    """Says its lines one after the other; every line is given, whole, or cut where the request ends."""
+
+    tokenizer: PreTrainedTokenizerFast
+    lines: list[str]
+    prompts: list[list[int]] = field(default_factory=list)
+    sampled: list[list[int]] = field(default_factory=list)
+    version: int = 3
+    hangs: asyncio.Event | None = None
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: engine_api.Sampling) -> Completion:
+        self.prompts.append(prompt_token_ids)
+        if self.hangs is not None:
+            await self.hangs.wait()
+            return Completion([65], [-0.5], [self.version], "aborted")
+        line = [*self.tokenizer.encode(self.lines[len(self.sampled)]), self.tokenizer.eos_token_id]
+        ids = line[: sampling.max_tokens]
+        self.sampled.append(ids)
+        logp = [-float(token) for token in ids]
+        return Completion(ids, logp, [self.version] * len(ids), "stop" if ids == line else "length")
+
+    async def abort(self, request_id: str) -> None:
+        assert self.hangs is not None
+        self.hangs.set()
+
+
+@dataclass
+class Game:
+    """An environment that has all its answers ready; the state counts the turns."""
+
+    answers: list[EnvironmentReply]
+    opening: str = '""'
+    actions: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    tasks: list[Any] = field(default_factory=list)
+
+    async def reset(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
+        self.tasks.append(json.loads(request.task_json))
+        return EnvironmentReply(state_json="0", observation_json=self.opening, version="v1")
+
+    async def step(self, request: StepRequest, timeout_s: float) -> EnvironmentReply:
+        self.actions.append(request.action)
+        self.calls.append(request.calls_json)
+        assert request.version == "v1"
+        turn = int(request.state_json)
+        reply = EnvironmentReply(state_json=str(turn + 1), version="v1")
+        reply.MergeFrom(self.answers[turn])
+        return reply
+
+
+def says(observation: Any, reward: float = 0.0, *, done: bool = False) -> EnvironmentReply:
+    return EnvironmentReply(observation_json=json.dumps(observation), reward=reward, done=done)
+
+
+GUESSING = [says(" higher "), says(" lower ", 0.25), says("right", 0.5, done=True)]
+
+
+def task_of(tokenizer: PreTrainedTokenizerFast, max_tokens: int = 400, **play: Any) -> GroupTask:
+    messages = [{"role": "user", "content": "Guess"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = Prompt(
+        token_ids=tokenizer.encode(text, add_special_tokens=False),
+        text=text,
+        messages_json=json.dumps(messages),
+        columns_json='{"number": 20}',
+    )
+    limits = {"max_turns": 8, "step_timeout_s": 1.0, "total_timeout_s": 60.0, "prompt_length": 256, **play}
+    sampling = Sampling(temperature=1.0, max_tokens=max_tokens)
+    return GroupTask(group=7, num_rollouts=1, prompt=prompt, sampling=sampling, environment="game", play=Play(**limits))
+
+
+def rollouts_of(engine: ScriptedEngine, game: Game) -> Rollouts:
+    episodes = Episodes(cast("Environments", game), engine.tokenizer)
+    return Rollouts(cast("EngineLike", engine), engine.tokenizer, GenerationConfig(), "generation-0", episodes)
+
+
+async def played(engine: ScriptedEngine, game: Game, task: GroupTask) -> Rollout:
+    return await rollouts_of(engine, game).generate(task, 0)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    engine = ScriptedEngine(tokenizer, [THOUGHT, "24 or so", "20"])
+    game = Game(GUESSING)
+    # A turn with as many tokens as a turn may have is not a cut one.
+    limit = len(tokenizer.encode(THOUGHT)) + 1
+    first = await played(engine, Game(GUESSING), task_of(tokenizer, turn_tokens=limit))
+    assert first.episode.num_cut_turns == 0
+    engine = ScriptedEngine(tokenizer, [THOUGHT, "24 or so", "20"])
+    rollouts = rollouts_of(engine, game)
+    task = task_of(tokenizer)
+    under_way = rollouts.begin(task, 0)
+    task.play.turn_tokens = limit
+    original = engine.generate
+
+    async def cut_second(request_id: str, ids: list[int], sampling: engine_api.Sampling) -> Completion:
+        # What a turn_tokens of 4 does to this turn alone.
+        task.play.turn_tokens = 4 if len(engine.sampled) == 1 else limit
+        most = engine_api.Sampling(max_tokens=min(sampling.max_tokens, task.play.turn_tokens))
+        return await original(request_id, ids, most)
+
+    engine.generate = cut_second  # type: ignore[method-assign]
+    assert await rollouts.play(under_way)
+    rollout = rollouts.finished(under_way)
+
+    tokens = [*rollout.prompt.token_ids, *rollout.token_ids]
+    # Each prompt that the engine was asked, with what it then sampled, is where the next one begins.
+    for prompt, sampled in zip(engine.prompts, engine.sampled, strict=True):
+        assert tokens[: len(prompt) + len(sampled)] == [*prompt, *sampled]
+    assert len(tokens) == len(engine.prompts[-1]) + len(engine.sampled[-1])
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == SAID[name]
+
+    policy = [token for token, counts in zip(rollout.token_ids, rollout.mask, strict=True) if counts]
+    assert policy == [token for turn in engine.sampled for token in turn]
+    for token, counts, logp, version in zip(
+        rollout.token_ids, rollout.mask, rollout.logp, rollout.version, strict=True
+    ):
+        assert (logp, version) == ((-float(token), 3) if counts else (0.0, -1))
+    assert (rollout.num_turns, rollout.episode.num_cut_turns, rollout.text) == (3, 1, "20")
+    assert (rollout.episode.reward, rollout.state_json, rollout.episode.version) == (0.75, "3", "v1")
+    assert rollout.outcome == rollout_pb2.OUTCOME_ENVIRONMENT_DONE
+    assert game.actions == [THOUGHT, "24 o", "20"]
+    assert game.tasks == [{"prompt": [{"role": "user", "content": "Guess"}], "number": 20}]
+    if name == "qwen3":
+        # To render the whole conversation anew would have lost what the policy thought.
+        turns = [{"role": "user", "content": "Guess"}, *json.loads(rollout.episode.turns_json)]
+        assert "half of it?" not in tokenizer.apply_chat_template(turns, tokenize=False)
+
+
+async def test_a_rollout_goes_on_from_any_save() -> None:
+    tokenizer, lines = TOKENIZERS["chatml"], [THOUGHT, "24", "20"]
+    whole = await played(ScriptedEngine(tokenizer, lines), Game(GUESSING), task_of(tokenizer))
+    saves: list[bytes] = []
+    engine, game = ScriptedEngine(tokenizer, lines), Game(GUESSING)
+    first = rollouts_of(engine, game)
+    under_way = first.begin(task_of(tokenizer), 0)
+    nothing = engine_api.Tokens([], [], [])
+    for asked in (engine, game):
+        for name in ("generate",) if asked is engine else ("reset", "step"):
+            call = getattr(asked, name)
+
+            async def saved_before(*args: Any, call: Any = call) -> Any:
+                saves.append(under_way.snapshot(nothing, 1).SerializeToString())
+                return await call(*args)
+
+            setattr(asked, name, saved_before)
+    await first.play(under_way)
+    assert len(saves) == 7
+    for save in saves:
+        again = ScriptedEngine(tokenizer, lines)
+        state = rollout_pb2.RolloutState.FromString(save)
+        again.sampled = [[]] * (state.num_turns - (not state.turn_ended))
+        rollouts = rollouts_of(again, Game(GUESSING))
+        resumed = rollouts.begin(task_of(tokenizer), 0, save)
+        await rollouts.play(resumed)
+        rollout = rollouts.finished(resumed)
+        for there in (rollout, whole):
+            there.started_unix_s = there.finished_unix_s = 0.0
+        assert rollout == whole
+
+
+@pytest.mark.parametrize(
+    ("limit", "outcome", "num_turns"),
+    [
+        ({"max_turns": 2}, "TURN_LIMIT", 2),
+        ({"turn_tokens": 2, "end_long_turns": True}, "TURN_TOKEN_LIMIT", 1),
+        ({"max_tokens": 2}, "TRUNCATED", 1),  # within a turn
+        ({"max_tokens": 10}, "TRUNCATED", 1),  # the observation leaves no room
+        ({"total_timeout_s": 1e-6}, "TIME_LIMIT", 1),
+    ],
+)
+async def test_each_limit_is_an_outcome_with_a_score(limit: dict[str, Any], outcome: str, num_turns: int) -> None:
+    tokenizer = TOKENIZERS["chatml"]
+    game = Game([says("higher", 0.125), says("higher", 0.25), says("higher")])
+    rollout = await played(ScriptedEngine(tokenizer, ["16", "24", "20"]), game, task_of(tokenizer, **limit))
+    assert rollout_pb2.Outcome.Name(rollout.outcome) == f"OUTCOME_{outcome}"
+    assert rollout.num_turns == num_turns
+    assert not rollout.episode.failure_kind
+    assert len(rollout.token_ids) <= limit.get("max_tokens", 400)
+    assert rollout.episode.reward == {2: 0.375, 1: 0.125 if limit.get("max_tokens") == 10 else 0.0}[num_turns]
+
+
+async def test_time_that_is_over_while_it_samples_keeps_what_was_sampled() -> None:
+    tokenizer = TOKENIZERS["chatml"]
+    engine = ScriptedEngine(tokenizer, [], hangs=asyncio.Event())
+    rollout = await played(engine, Game(GUESSING), task_of(tokenizer, total_timeout_s=0.05))
+    assert rollout.outcome == rollout_pb2.OUTCOME_TIME_LIMIT
+    assert (list(rollout.token_ids), rollout.text) == ([65], tokenizer.decode([65]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome"), [("timeout", "STEP_TIME_LIMIT"), ("exception", "ENVIRONMENT_FAILED"), ("crash", None)]
+)
+async def test_a_failed_step_is_in_the_rollout_with_its_kind(kind: str, outcome: str | None) -> None:
+    tokenizer = TOKENIZERS["chatml"]
+    failed = EnvironmentReply(failure=EnvironmentFailure(kind=kind, text="what was wrong"))
+    rollout = await played(ScriptedEngine(tokenizer, ["16"]), Game([failed]), task_of(tokenizer))
+    assert (rollout.episode.failure_kind, rollout.episode.failure) == (kind, "what was wrong")
+    assert rollout_pb2.Outcome.Name(rollout.outcome) == f"OUTCOME_{outcome or 'ENVIRONMENT_FAILED'}"
+    assert rollout.text == "16"
+
+
+async def test_what_reset_says_stands_in_the_prompt() -> None:
+    tokenizer = TOKENIZERS["chatml"]
+    game = Game([says("", 1.0, done=True)], opening='"It is even."')
+    rollout = await played(ScriptedEngine(tokenizer, ["16"]), game, task_of(tokenizer))
+    said = "<|im_start|>user\nGuess<|im_end|>\n<|im_start|>user\nIt is even.<|im_end|>\n<|im_start|>assistant\n"
+    assert rollout.prompt.text == said == tokenizer.decode(rollout.prompt.token_ids)
+    assert rollout.mask == b"\x01" * 3
+    long = await played(ScriptedEngine(tokenizer, ["16"]), game, task_of(tokenizer, prompt_length=40))
+    assert "at most 40 are allowed" in long.episode.failure
+
+
+async def test_text_prompts_get_observations_as_they_are() -> None:
+    tokenizer = TOKENIZERS["chatml"]
+    task = task_of(tokenizer)
+    task.prompt.CopyFrom(Prompt(token_ids=tokenizer.encode("Guess:"), text="Guess:"))
+    task.play.turn_tokens = 2
+    rollout = await played(
+        ScriptedEngine(tokenizer, ["16 or", "20"]), Game([says(" no\n"), says("", 1, done=True)]), task
+    )
+    assert tokenizer.decode(rollout.token_ids) == "16 no\n20"
+    assert rollout.mask == b"\x01\x01\x00\x00\x00\x00\x01\x01"
+    with pytest.raises(ObservationError, match="is chat messages"):
+        PlainTurns(tokenizer).between([{"role": "user", "content": "no"}], "user", None)
+
+
+def test_a_template_that_hides_answers_is_refused() -> None:
+    hides = tokenizer_of("{% for m in messages %}{{ m['role'] }}{% endfor %}", IM, "<|im_end|>")
+    with pytest.raises(ObservationError, match="does not show answers"):
+        ChatTurns(hides).between("a", "user", None)
+    raises = tokenizer_of("{{ raise_exception('no tools') }}", IM, "<|im_end|>")
+    with pytest.raises(ObservationError, match="no tools"):
+        ChatTurns(raises).between("a", "tool", None)
+
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2*3"}}\n</tool_call>'
+XML = "<tool_call>\n<function=calculator>\n<parameter=expression>\n2*3\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(("form", "call"), [("hermes", CALL), ("qwen3_coder", XML)])
+async def test_tool_calls_reach_the_environment_and_bad_ones_are_answered(form: str, call: str) -> None:
+    tokenizer = TOKENIZERS["qwen3"]
+    lines = ["<tool_call>\nthe product", call.replace("calculator", "abacus"), f"<think>{call}</think>So: {call}", "6"]
+    tool_says = [{"role": "tool", "name": "calculator", "content": "6"}]
+    game = Game([says(tool_says), says("", done=True)])
+    tools = json.dumps([BUILTIN_TOOLS["calculator"]])
+    engine = ScriptedEngine(tokenizer, lines)
+    rollout = await played(engine, game, task_of(tokenizer, max_tokens=1500, tools_json=tools, tool_format=form))
+    assert [json.loads(calls) for calls in game.calls] == [
+        [{"name": "calculator", "arguments": {"expression": "2*3"}}],
+        [],
+    ]
+    assert (rollout.episode.num_malformed, rollout.episode.num_tool_calls, rollout.num_turns) == (2, 1, 4)
+    turns = json.loads(rollout.episode.turns_json)
+    assert [turn["role"] for turn in turns] == ["assistant", "tool"] * 3 + ["assistant"]
+    assert "cannot be read; write <tool_call>" in turns[1]["content"]
+    assert "names 'abacus', which is no tool; there are calculator" in turns[3]["content"]
+    said = "<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>\n<|im_start|>assistant\n6<|im_end|>"
+    assert tokenizer.decode(rollout.token_ids, skip_special_tokens=False).endswith(said)
+
+
+async def test_a_restart_begins_the_conversation_anew() -> None:
+    tokenizer = TOKENIZERS["chatml"]
+    rollouts = rollouts_of(ScriptedEngine(tokenizer, ["16", "20"]), game := Game([says("no"), says("", done=True)]))
+    under_way: UnderWay = rollouts.begin(task_of(tokenizer), 0)
+    await rollouts._ask_environment(under_way)
+    under_way.append(engine_api.Tokens([65], [-1.0], [3]))
+    under_way.restart()
+    assert under_way.is_environments
+    await rollouts.play(under_way)
+    assert (len(game.tasks), rollouts.finished(under_way).num_turns) == (2, 2)
