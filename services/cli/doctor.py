@@ -17,7 +17,7 @@ from services.cli import findings
 from services.cli.checks import check_ports, check_redis, check_services
 from services.cli.findings import GIB, Finding
 from services.cli.outcome import RunError
-from services.common.config import Config
+from services.common.config import Config, RewardConfig
 from services.common.configfile import read_config
 from services.common.errors import InputError
 from services.common.keys import SERVICES
@@ -57,6 +57,7 @@ def _machine() -> Iterator[Finding]:
     yield findings.shared_memory(None)
     yield findings.compiler()
     yield findings.numa()
+    yield findings.sandbox(RewardConfig.model_fields["sandbox_minimum"].default)
     yield findings.redis()
 
 
@@ -73,6 +74,7 @@ def _run(config: Config, config_file: Path) -> Iterator[Finding]:
     yield findings.shared_memory(_staged_gib(config, files))
     yield findings.compiler()
     yield findings.numa()
+    yield findings.sandbox(config.reward.sandbox_minimum)
     yield _redis(config)
     yield _ports(config)
     for service in SERVICES:

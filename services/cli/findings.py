@@ -6,6 +6,7 @@ It changes nothing on the machine. Neighbour: doctor.py chooses and prints.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 import shutil
@@ -15,10 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from packaging.requirements import Requirement
 
+from services.common.config import RewardConfig
 from services.common.errors import InputError
 from services.common.machine import free_memory
 from services.common.redis_server import redis_program
@@ -28,6 +30,9 @@ Level = Literal["OK", "warning", "problem"]
 # Interpreter, libraries and engine of four services, before the first weight.
 PROCESSES_GIB = 5.0
 _PROGRAM_S = 15.0
+_SANDBOX_S = 120.0
+# The strongest first.
+LEVELS: tuple[str, ...] = get_args(RewardConfig.model_fields["sandbox_minimum"].annotation)
 _NUMA = "libnuma.so.1"
 
 
@@ -165,6 +170,25 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def sandbox(minimum: str) -> Finding:
+    """What the machine gives to hold user code in, found by the reward service's own trial, against `minimum`."""
+    command = [sys.executable, "-m", "services.reward.tell_level"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SANDBOX_S, check=True)
+        told = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
+        return Finding("sandbox", "problem", f"cannot be tried: {said}", f"Run {' '.join(command[1:])} with python")
+    text = f"{told['level']} ({', '.join(told['parts'])}); reward.sandbox_minimum is {minimum}"
+    lacks = "; ".join(told["lacks"])
+    if LEVELS.index(told["level"]) <= LEVELS.index(minimum):
+        return Finding("sandbox", "OK", f"{text}; not stronger because {lacks}" if lacks else text)
+    accept = f"Or accept less with reward.sandbox_minimum: {told['level']}"
+    return Finding(
+        "sandbox", "problem", f"{text}: too weak, and the reward service will not start", f"{lacks}. {accept}"
+    )
 
 
 def _first_line(command: list[str]) -> str:

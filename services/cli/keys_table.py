@@ -5,13 +5,14 @@ The facts come from configfile.py; this only lays them out, as a table or as Mar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from services.common.configfile import Key, explain
+from services.common.configfile import Key, explain, explain_item
 from services.common.errors import InputError, nearest
 
 
@@ -21,11 +22,25 @@ def select_keys(prefix: str) -> list[Key]:
     Raises:
         InputError: There is none.
     """
-    found = [key for key in explain() if not prefix or key.name == prefix or key.name.startswith(f"{prefix}.")]
+    known = list(_all_keys())
+    found = [key for key in known if not prefix or key.name == prefix or key.name.startswith(f"{prefix}.")]
     if not found:
-        names = {key.name for key in explain()} | {key.name.split(".")[0] for key in explain()}
+        names = {key.name for key in known} | {key.name.split(".")[0] for key in known}
         raise InputError(prefix, "is not a key", nearest(prefix, names))
     return found
+
+
+def _all_keys() -> Iterator[Key]:
+    """Every key, and behind each section the keys of one item of its lists."""
+    for _, section in groupby(explain(), key=_section):
+        keys = list(section)
+        yield from keys
+        for key in keys:
+            yield from explain_item(key)
+
+
+def _section(key: Key) -> str:
+    return key.name.rpartition(".")[0]
 
 
 def print_keys(prefix: str, console: Console) -> None:
@@ -43,7 +58,7 @@ def print_keys(prefix: str, console: Console) -> None:
 def markdown(prefix: str) -> str:
     """The same as Markdown, a table for each section."""
     parts = []
-    for section, keys in groupby(select_keys(prefix), key=lambda key: key.name.rpartition(".")[0]):
+    for section, keys in groupby(select_keys(prefix), key=_section):
         parts.append(
             f"## {section or 'The run'}\n\n| key | type | default | on resume | meaning |\n|---|---|---|---|---|"
         )

@@ -148,6 +148,17 @@ def explain() -> list[Key]:
     return list(_walk(Config, ""))
 
 
+def explain_item(key: Key) -> list[Key]:
+    """The keys of one item, where a key's value is a list of sections: `reward.functions.N.weight`."""
+    annotation: Any = Config
+    for part in key.name.split("."):
+        annotation = annotation.model_fields[part].annotation
+    model = get_args(annotation)[0] if get_origin(annotation) is tuple else None
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        return []
+    return list(_walk(model, f"{key.name}.N."))
+
+
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
     for name, field in model.model_fields.items():
         inner = field.annotation

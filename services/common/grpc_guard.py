@@ -17,6 +17,7 @@ from services.common.entries import MalformedEntryError
 from services.common.refusals import note_refusal
 
 TOKEN_HEADER = "authorization"  # noqa: S105 - the name of a header
+_SCHEME = "Bearer "
 _OURS = "/gspo."
 _HEALTH = "/grpc.health.v1.Health/"
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -27,11 +28,13 @@ class Guard(grpc.aio.ServerInterceptor):
     """Refuses calls without the shared token, but for health, which probes ask; and what cannot be read.
 
     Args:
-        token: Empty where there is none.
+        token: Empty where there is none, and nothing is asked for.
+        may_call: Whether a caller with another token is heard too.
     """
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode() if token else b""
+    def __init__(self, token: str, may_call: Callable[[str], bool] | None = None) -> None:
+        self._expected = f"{_SCHEME}{token}".encode() if token else b""
+        self._may_call = may_call
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
@@ -42,9 +45,15 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_HEADER, "")
-        if self._expected and not method.startswith(_HEALTH) and not _same(given, self._expected):
+        if self._expected and not method.startswith(_HEALTH) and not self._knows(given):
             return _refusing(handler, method)
         return _Reading(handler, method).handler() if method.startswith(_OURS) else handler
+
+    def _knows(self, given: str | bytes) -> bool:
+        if _same(given, self._expected):
+            return True
+        is_token = isinstance(given, str) and given.startswith(_SCHEME)
+        return is_token and self._may_call is not None and self._may_call(str(given)[len(_SCHEME) :])
 
 
 async def refuse_message(context: Context, error: MalformedEntryError, method: str) -> NoReturn:

@@ -33,6 +33,7 @@ class GrpcServer:
         add_servicers: Called with the server before it starts.
         service_names: Full names of the services added, for health and reflection.
         token: The one that callers must show; empty asks for none.
+        may_call: Whether a caller with another token is heard too.
         tls: Plain text where it is None or not on.
 
     Raises:
@@ -47,9 +48,10 @@ class GrpcServer:
         host: str,
         port: int,
         token: str,
+        may_call: Callable[[str], bool] | None = None,
         tls: TlsConfig | None = None,
     ) -> None:
-        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[Guard(token)])
+        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[Guard(token, may_call)])
         add_servicers(self._server)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

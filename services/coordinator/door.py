@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, HTTPException, Query
+from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel, ConfigDict, Field
 from redis.asyncio import Redis
 
@@ -37,7 +38,7 @@ def make_app(
     rollouts: RecentRollouts,
 ) -> FastAPI:
     """The app; every call needs the bearer token where there is one."""
-    app = FastAPI(title="gspo coordinator", dependencies=[Depends(_token_check(token))])
+    app = FastAPIOffline(title="gspo coordinator", dependencies=[Depends(_token_check(token))])
 
     @app.get("/v1/state")
     async def get_state() -> dict[str, Any]:

@@ -70,6 +70,7 @@ async def _serve(service: Service, scorer: Scorer, desk: Desk, events: Events, p
         host=options.host,
         port=options.grpc_port,
         token=options.token,
+        may_call=lambda token: desk.guard.callers.find(token) is not None,
         tls=tls,
     )
     await grpc.start()

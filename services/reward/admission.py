@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from services.reward.calls import CallFailed
 from services.reward.library import Function, Library, source_of
@@ -44,6 +44,8 @@ class Admission:
         Raises:
             RefusedError: It may not; with every reason found.
         """
+        if problems := list(_unfit_inputs(submission)):
+            raise RefusedError(problems[:MAX_PROBLEMS])
         # Not in a thread: two at a time of CPython 3.11's ast.parse count their depth together, and one fails.
         tree = check_source(submission.source, self._allowed)
         content = Content(
@@ -106,6 +108,14 @@ class Admission:
         return await try_actions(function, test.input.get("task"), actions)
 
 
+def _unfit_inputs(submission: Submission) -> Iterator[Problem]:
+    """Test cases that leave out what is scored: an answer of nothing would get a number, too."""
+    for index, test in enumerate(submission.tests):
+        if submission.kind == "reward" and not isinstance(test.input.get("completion"), str):
+            field = f"tests.{index}.input.completion"
+            yield Problem("field", f"{field}: is missing or no text; it is the answer that is scored", field=field)
+
+
 def _load_problem(error: CallFailed, tree: ast.Module, submission: Submission) -> Problem:
     names = (submission.entry,) if submission.entry else _ENTRIES[submission.kind]
     line, column = place_of(tree, names)
@@ -113,6 +123,8 @@ def _load_problem(error: CallFailed, tree: ast.Module, submission: Submission) -
     if error.line is not None:
         line, column = error.line, 1
     text = f"line {line}, column {column}: {error}"
+    if error.kind == "memory":
+        text += ". Raise limits.memory_mb, or reward.memory_mb for all"
     return Problem(rule, text, line, column, error.traceback, error.output)
 
 

@@ -22,11 +22,12 @@ class Problem:
     """One reason to refuse a submission.
 
     Attributes:
-        rule: Which rule is broken, one of a few words: syntax, import, signature, load, test, kind.
+        rule: Which rule is broken, one of a few words: field, syntax, import, signature, load, test.
         line: In the source, from 1; None where no line is at fault.
         column: In that line, from 1.
         traceback: The function's own, where it raised.
         output: What the function printed.
+        field: Of what was sent, where one is at fault.
     """
 
     rule: str
@@ -35,6 +36,7 @@ class Problem:
     column: int | None = None
     traceback: str = ""
     output: str = ""
+    field: str | None = None
 
 
 class RefusedError(Exception):

@@ -79,7 +79,7 @@ def _foreign_engines(path: str, imported: set[str]) -> Iterator[str]:
         yield f"imports deepspeed outside {DEEPSPEED_FILE}"
     if tops & {"tensorboardX", "wandb"} and not path.startswith("services/tracking/"):
         yield "imports a tracker's library outside services/tracking"
-    if tops & {"fastapi", "starlette"} and not path.endswith("/door.py") and "/door/" not in path:
+    if tops & {"fastapi", "fastapi_offline", "starlette"} and not path.endswith("/door.py") and "/door/" not in path:
         yield "imports the web framework outside a door"
     text_rooms = ("services/common", "services/cli", "services/reward")
     if "transformers" in tops and path.startswith(text_rooms) and path != TORCH_PROGRAM:
@@ -155,6 +155,7 @@ def test_exactly_one_file_imports_deepspeed() -> None:
         ("services/learner/trackers.py", "import wandb", "outside services/tracking"),
         ("services/tracking/follower.py", "import torch", "imports torch"),
         ("services/coordinator/loop.py", "from fastapi import FastAPI", "outside a door"),
+        ("services/reward/scorer.py", "from fastapi_offline import FastAPIOffline", "outside a door"),
         ("services/reward/scorer.py", "from transformers import AutoTokenizer", "imports transformers"),
         ("services/common/streams.py", "import pickle", "never pickle"),
         ("services/learner/rows.py", "from cloudpickle import dumps", "never pickle"),

@@ -1,4 +1,5 @@
-"""The REST app: routes, who may call them, and bounds on what they are sent. The description is at /docs.
+"""The REST app: routes, who may call them, and bounds on what they are sent. The description is at /docs, whose page
+needs no internet.
 
 Neighbours: routes.py and guard.py; services/reward/__main__.py serves it.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 
 from services.reward.door.bodies import submission_schemas
 from services.reward.door.guard import App, BoundedBodies, add_error_answers
@@ -20,17 +21,18 @@ Submit a Python function, try it, activate it: seconds later it scores. It runs 
 Where the service has tokens, send one as `Authorization: Bearer TOKEN`; the role `read` looks, `submit` changes."""
 
 
-class _App(FastAPI):
-    def openapi(self) -> dict[str, Any]:
+def rest_app(desk: Desk) -> App:
+    """The app; it checks tokens itself."""
+    app = FastAPIOffline(title="gspo reward", version=version("gspo"), description=_MEANING)
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
         """The description, with the parts of a submission, whose body is read by hand."""
-        found = super().openapi()
+        found = describe()
         found["components"]["schemas"] |= submission_schemas()
         return found
 
-
-def rest_app(desk: Desk) -> App:
-    """The app; it checks tokens itself."""
-    app = _App(title="gspo reward", version=version("gspo"), description=_MEANING)
+    app.openapi = openapi  # type: ignore[method-assign] # as FastAPI's own pages advise
     app.include_router(make_router(desk))
     add_error_answers(app)
     return BoundedBodies(app)

@@ -24,6 +24,7 @@ MAX_BODY_BYTES = 4 * 2**20
 NO_TOKEN = "a token is missing or wrong: send it as 'Authorization: Bearer TOKEN'"  # noqa: S105 - a message
 _BEARER = HTTPBearer(auto_error=False, description="A token of reward.tokens, or the one that the services share")
 
+_NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -41,16 +42,20 @@ class RefuseError(Exception):
 
 
 class Guard:
-    """Dependencies of the routes: each gives the caller, or refuses."""
+    """Dependencies of the routes: each gives the caller, or refuses.
+
+    Attributes:
+        callers: Who may call; gRPC asks there too.
+    """
 
     def __init__(self, callers: Callers, rate: RateLimit) -> None:
-        self._callers, self._rate = callers, rate
+        self.callers, self._rate = callers, rate
 
     def may_read(
         self, request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)] = None
     ) -> Caller:
         """Whoever has a token."""
-        caller = self._callers.find(given.credentials if given else "")
+        caller = self.callers.find(given.credentials if given else "")
         if caller is None:
             raise RefuseError(401, NO_TOKEN, headers={"WWW-Authenticate": "Bearer"})
         request.state.caller = caller
@@ -102,8 +107,16 @@ def refusal_of(errors: Sequence[Any]) -> Refusal:
     """What pydantic found in a request."""
     problems = []
     for error in errors:
-        field = ".".join(str(part) for part in error["loc"] if part != "body") or None
-        problems.append(ProblemView(rule="field", text=_plain(f"{field or 'the body'}: {error['msg']}"), field=field))
+        field = ".".join(str(part) for part in error["loc"] if part not in ("body", "path", "query")) or None
+        if error["type"] == "json_invalid":  # its place is a character's
+            text, field = f"the body is not JSON: {error['ctx']['error']}, at character {error['loc'][-1]}", None
+        elif error["type"] == "extra_forbidden":
+            text = f"{field}: is no field of this call; /docs lists them"
+        elif error["type"] in _NO_OBJECT and field is None:
+            text = "the body: is no JSON object; send one, with content-type: application/json"
+        else:
+            text = f"{field or 'the body'}: {error['msg']}"
+        problems.append(ProblemView(rule="field", text=_plain(text), field=field))
     return Refusal(detail=problems[0].text, problems=problems)
 
 

@@ -146,7 +146,7 @@ class Row(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     prompt: str | list[dict[str, Any]] = Field("", description="Text, or chat messages")
-    completion: str = Field("", description="The answer's text")
+    completion: str = Field(description="The answer's text")
 
     @model_validator(mode="after")
     def _can_be_passed_on(self) -> Row:

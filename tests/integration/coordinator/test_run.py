@@ -211,6 +211,8 @@ async def test_the_door_shows_pauses_and_stops_the_run(
     assert httpx.post(f"{url}/v1/pause", headers={"Authorization": "Bearer wrong"}).status_code == 401
     async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer a-secret-of-tests"}) as door:
         assert (await door.get("/readyz")).json() == {"ready": True, "problems": {}}
+        page = (await door.get("/docs")).text
+        assert "swagger-ui-bundle.js" in page and "://" not in page, "it needs no internet"
         state = (await door.get("/v1/state")).json()
         assert (state["run"], state["step"], state["version"], state["live_version"]) == ("test", 0, 0, 0)
         assert state["slots"] == {"all": 4, "taken": 4, "free": 0, "trained": 0}

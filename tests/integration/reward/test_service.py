@@ -24,6 +24,7 @@ from services.common.dead_letters import letters
 from services.common.events import Events
 from services.common.keys import Keys
 from services.common.members import Member, members, wait_for_member
+from services.common.rpc import token_metadata
 from services.common.streams import append
 from tests.reward_case import answer_of, outcome_of
 from tests.service_process import log_events, make_run, service_process, wait_exit
@@ -218,9 +219,11 @@ def _asking(name: str, number: int) -> bytes:
     return rollout.SerializeToString()
 
 
-async def test_a_token_guards_both_doors(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
+async def test_tokens_guard_both_doors(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a-secret-of-tests\n")
-    with reward_service(tmp_path, redis_url, services={"token_file": str(tmp_path / "token")}):
+    (tmp_path / "tokens").write_text("ann submit ann-secret-0123456789\nbob read bob-secret-0123456789\n")
+    tokens = {"tokens": str(tmp_path / "tokens")}
+    with reward_service(tmp_path, redis_url, services={"token_file": str(tmp_path / "token")}, reward=tokens):
         member = await ready(redis, keys)
         async with httpx.AsyncClient(base_url=f"http://{member.http}", timeout=10) as client:
             assert (await client.get("/v1/rewards")).status_code == 401
@@ -228,8 +231,18 @@ async def test_a_token_guards_both_doors(redis: Redis, redis_url: str, keys: Key
             given = {"Authorization": "Bearer a-secret-of-tests"}
             assert (await client.get("/v1/rewards", headers=given)).status_code == 200
         async with grpc.aio.insecure_channel(member.grpc) as channel:
-            with pytest.raises(grpc.aio.AioRpcError, match="token is missing or wrong"):
-                await RewardStub(channel).Score(ScoreRequest(), timeout=5)
+            stub, asked = RewardStub(channel), ScoreRequest(rollouts=[answer_of("1")])
+            for token in ("", "nobody", "ann-secret-0123456788"):
+                with pytest.raises(grpc.aio.AioRpcError, match="token is missing or wrong") as refused:
+                    await stub.Score(asked, timeout=5, metadata=token_metadata(token))
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            for token in ("a-secret-of-tests", "ann-secret-0123456789", "bob-secret-0123456789"):
+                reply = await stub.Score(asked, timeout=5, metadata=token_metadata(token))
+                assert reply.scores[0].reward == 1.0
+            asking = StepRequest(environment="none", state_json="{}", action="x")
+            with pytest.raises(grpc.aio.AioRpcError) as missing:
+                await stub.StepEnvironment(asking, timeout=5, metadata=token_metadata("bob-secret-0123456789"))
+            assert missing.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_function_that_fails_too_often_is_reported_with_its_own_error(

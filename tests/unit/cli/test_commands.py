@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,11 @@ def test_config_explains_one_section_or_key(gspo: Call) -> None:
     _, output, _ = gspo("config", "reward")
     assert "reward.timeout_s" in output
     assert "services.reward_port" not in output
+    _, output, _ = gspo("config", "reward.functions")
+    assert re.search(r"reward\.functions\.N\.part_weights .*Factor of each named part", output)
+    assert "reward.sandbox_minimum" not in output
+    _, output, _ = gspo("config", "reward.functions.N.weight")
+    assert "Factor of this function's value" in output and "reward.functions " not in output
 
 
 def test_init_writes_an_example_that_reads_well_and_scores(gspo: Call, tmp_path: Path) -> None:
@@ -263,10 +269,14 @@ def test_doctor_finds_what_is_missing(gspo: Call, monkeypatch: pytest.MonkeyPatc
         "shared memory",
         "C++ compiler",
         "libnuma",
+        "sandbox",
         "Redis",
     }
     assert names == shown.keys()
     assert "GiB free" in shown["memory"]
+    assert re.match(
+        r"(bubblewrap|landlock|rlimits) \(.*rlimits.*\); reward.sandbox_minimum is landlock", shown["sandbox"]
+    )
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     code, output, _ = gspo("doctor")
     # Nothing but vLLM's compiled graphs, which are off by default, needs a compiler.
@@ -301,6 +311,31 @@ def test_doctor_knows_ranks_and_zero_stage(
     files = ModelFiles({}, 1 << 30, None, None, {"q_proj": [8, 8]})
     found = _memory_gib(parse_config({**given, **sections}, tmp_path), files)
     assert found == pytest.approx(findings.PROCESSES_GIB + gib, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("told", "minimum", "level", "said"),
+    [
+        ('{"level": "bubblewrap", "parts": ["seccomp"], "lacks": []}', "bubblewrap", "OK", "bubblewrap (seccomp)"),
+        (
+            '{"level": "landlock", "parts": [], "lacks": ["no bwrap"]}',
+            "landlock",
+            "OK",
+            "not stronger because no bwrap",
+        ),
+        ('{"level": "landlock", "parts": [], "lacks": ["no bwrap"]}', "bubblewrap", "problem", "too weak"),
+        ('{"level": "rlimits", "parts": [], "lacks": ["a", "b"]}', "landlock", "problem", "too weak"),
+        ("noise", "landlock", "problem", "cannot be tried"),
+    ],
+)
+def test_doctor_holds_the_sandbox_against_its_minimum(
+    monkeypatch: pytest.MonkeyPatch, told: str, minimum: str, level: str, said: str
+) -> None:
+    done = subprocess.CompletedProcess([], 0, stdout=told, stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_words, **_given: done)
+    finding = findings.sandbox(minimum)
+    assert (finding.level, said in finding.text) == (level, True), finding
+    assert (finding.advice == "") is (level == "OK")
 
 
 def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, given: dict[str, Any]) -> None:
