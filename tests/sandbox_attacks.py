@@ -27,6 +27,8 @@ from services.reward.sandbox import Sandbox
 
 LIMITS = Limits(timeout_s=20.0, memory_mb=256)
 SHORT = Limits(timeout_s=0.5, memory_mb=256)
+# So many attacks side by side, each with its bystander.
+AT_ONCE = 4
 NO_NAMESPACE = 77  # exit code: root cannot become a plain user
 SECRET = "the service's secret"
 # Runs what it is given, so that one warm sandbox serves all attacks.
@@ -89,7 +91,23 @@ SIZE = [
     Attack("a huge hole", "os.truncate(os.open('x', os.O_CREAT | os.O_RDWR), 2**40)", "output_too_large"),
     Attack(
         "the disk filled",
-        "for n in itertools.count():\n    open(str(n), 'wb').write(bytes(2**24))\n    time.sleep(0.01)",
+        "for n in itertools.count():\n    open(str(n), 'wb').write(bytes(2**23))\n    time.sleep(0.01)",
+        "output_too_large",
+    ),
+    Attack(
+        "files without a name",
+        "x = []\nfor n in itertools.count():\n    x.append(open('x', 'wb', buffering=0))\n    os.unlink('x')\n"
+        "    x[-1].write(bytes(2**22))\n    time.sleep(0.01)",
+        "output_too_large",
+    ),
+    Attack(
+        "a folder that nobody can list",
+        "os.mkdir('d', 0o300)\nfor n in itertools.count():\n    open(f'd/{n}', 'wb').close()\n    time.sleep(0.01)",
+        "output_too_large",
+    ),
+    Attack(
+        "folders too deep to look into",
+        "for n in range(1200):\n    os.mkdir('d')\n    os.chdir('d')\ntime.sleep(5)",
         "output_too_large",
     ),
     Attack("empty files without end", "for n in itertools.count(): open(str(n), 'w').close()", "output_too_large"),
@@ -166,6 +184,24 @@ PROCESSES = [
     ),
     Attack("priority", "os.nice(-5)", "forbidden"),
     Attack("life after the supervisor", "if libc.prctl(1, 0, 0, 0, 0): raise PermissionError", "forbidden"),
+    Attack("the same, beyond 32 bits", "system(157, ctypes.c_ulong(2**32 + 1), 0, 0, 0, 0)", "forbidden"),
+    Attack("out of the supervisor's sight", "if libc.prctl(4, 0, 0, 0, 0): raise PermissionError", "forbidden"),
+    Attack("a handle of the supervisor", "system(434, os.getppid(), 0)", "forbidden"),
+    Attack("a signal to a file's owner", "import fcntl\nfcntl.fcntl(0, fcntl.F_SETOWN, PID)", "forbidden"),
+    Attack(
+        "a signal to a socket's owner",
+        "import fcntl\na, b = socket.socketpair()\nfcntl.ioctl(a, 0x8901, struct.pack('i', PID))",
+        "forbidden",
+    ),
+    Attack("a system call of the x32 ABI", "system(0x40000000 + 41, 1, 1, 0)", "forbidden"),
+    Attack(
+        "a system call of 32 bits",
+        "m = mmap.mmap(-1, 4096, prot=7)\nm.write(b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3')  # getpid by int 0x80\n"
+        "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()",
+        "forbidden",
+    ),
+    Attack("page faults", "system(323, 0)", "forbidden"),
+    Attack("a key in the kernel", "system(248, b'user', b'a', b'b', 1, -2)", "forbidden"),
     Attack("another user", "os.setuid(1)", "forbidden"),
 ]
 NETWORK = [
@@ -176,6 +212,12 @@ NETWORK = [
     Attack("HTTP", "import urllib.request\nurllib.request.urlopen(f'http://127.0.0.1:{PORT}/')", "forbidden"),
     Attack("unix socket", "socket.socket(socket.AF_UNIX).connect(UNIX)", "forbidden"),
     Attack("unix datagrams", "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', UNIX)", "forbidden"),
+    Attack("an abstract socket", "socket.socketpair()[0].connect('\\0x')", "forbidden"),
+    Attack(
+        "descriptors sent",
+        "socket.socketpair()[0].sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack('i', 0))])",
+        "forbidden",
+    ),
     Attack("netlink", "socket.socket(socket.AF_NETLINK)", "forbidden"),
     Attack("io_uring", "system(425, 1, 0)", "forbidden"),
 ]
@@ -185,6 +227,17 @@ FILES = [
     Attack("the supervisor's environment by /proc", "open(f'/proc/{os.getppid()}/environ').read()", "forbidden"),
     Attack("the service's memory by /proc", "open(f'/proc/{PID}/mem', 'rb').read(1)", "forbidden"),
     Attack("the supervisor's memory by /proc", "open(f'/proc/{os.getppid()}/mem', 'r+b').read(1)", "forbidden"),
+    Attack("what the supervisor has open", "os.listdir(f'/proc/{os.getppid()}/fd')", "forbidden"),
+    Attack("the supervisor's root", "os.readlink(f'/proc/{os.getppid()}/root')", "forbidden"),
+    Attack(
+        "other workers by /proc",
+        "for pid in {*range(os.getppid() + 1, os.getpid() + 20)} - {os.getpid()}:\n"
+        "    for name in ('mem', 'environ', 'maps', 'fd/3', 'cwd/x'):\n"
+        "        try: open(f'/proc/{pid}/{name}', 'rb')\n"
+        "        except OSError: continue\n"
+        "        raise AssertionError(pid, name)",
+        None,
+    ),
     Attack("the service's memory by number", "system(310, PID, 0, 0, 0, 0, 0)", "forbidden"),
     Attack("a file that all may read", "open(FILE).read()", "forbidden"),
     Attack("the folder it is in", "os.listdir(FOLDER)", "forbidden"),
@@ -234,6 +287,8 @@ REPLIES = [
         "frame = b'\\x91' * 100_000\nos.write(3, len(frame).to_bytes(8, 'big') + frame)",
         "forbidden",
     ),
+    Attack("half a character", "raise ValueError('\\ud800')", "exception"),
+    Attack("half a character as a name", "return [{'\\ud800': 1.0}, 2.0]", None),
     Attack("json changed", "json.dumps = json.JSONEncoder.encode = lambda *a, **k: '{}'", None),
     Attack(
         "the harness changed",
@@ -249,7 +304,8 @@ async def run(level_name: str) -> dict[str, Any]:
     """Every attack's outcome by its name; `listened` tells whether anything reached the sockets."""
     found = await try_level(level_name)  # type: ignore[arg-type]
     code = Code("attacks", RUNNER, "0" * 64, "runner.py")
-    patient, short = (Sandbox(code, limits, found.level, num_workers=3) for limits in (LIMITS, SHORT))
+    num_workers = 2 * AT_ONCE + 1
+    patient, short = (Sandbox(code, limits, found.level, num_workers=num_workers) for limits in (LIMITS, SHORT))
     outcomes: dict[str, Any] = {"parts": found.parts}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
@@ -265,9 +321,17 @@ async def run(level_name: str) -> dict[str, Any]:
             facts |= {"FILE": str(target), "FOLDER": folder, "HOME": str(Path.home())}
             known = "".join(f"{name} = {value!r}\n" for name, value in facts.items())
             await asyncio.gather(patient.load(), short.load())
-            for attack in ALL:
+            supervisors = [sandbox._crew._supervisor for sandbox in (patient, short)]
+            free = asyncio.Semaphore(AT_ONCE)
+
+            async def suffer(attack: Attack) -> None:
                 sandbox = short if attack.kind == "timeout" else patient
-                outcomes[attack.name] = await _beside_a_bystander(sandbox, known + attack.source)
+                async with free:
+                    outcomes[attack.name] = await _beside_a_bystander(sandbox, known + attack.source)
+
+            await asyncio.gather(*(suffer(attack) for attack in ALL))
+            alive = [sandbox._crew._supervisor for sandbox in (patient, short)]
+            outcomes["supervisors_live"] = alive == supervisors and all(one and one.alive for one in alive)
             for listener in (tcp, unix):
                 listener.setblocking(False)
             outcomes["reached"] = [name for name, one in (("tcp", tcp), ("unix", unix)) if _was_reached(one)]

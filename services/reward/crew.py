@@ -61,7 +61,6 @@ class Crew:
         self._supervisor: SupervisorLink | None = None
         self._starting = asyncio.Lock()
         self._idle: list[_Idle] = []
-        self._busy: dict[WorkerLink, str | None] = {}
         self._num_alive = 0
         self._left = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
@@ -77,18 +76,12 @@ class Crew:
             for idle in [idle for idle in self._idle if idle.session == wanted]:
                 self._idle.remove(idle)
                 if idle.worker.alive and not idle.worker.spoiled:
-                    self._busy[idle.worker] = session
                     return idle.worker
                 await self.end(idle.worker)
         return None
 
-    def share(self, session: str) -> WorkerLink | None:
-        """A worker that answers this session's calls quickly, for one more; whoever took it keeps or ends it."""
-        found = (worker for worker, served in self._busy.items() if served == session and worker.takes_another)
-        return next(found, None)
-
-    async def start(self, session: str | None) -> WorkerLink:
-        """A new worker without code, for a session; the one that waited longest makes room for it.
+    async def start(self) -> WorkerLink:
+        """A new worker without code; the one that waited longest makes room for it.
 
         Raises:
             CannotStart: The supervisor does not come up.
@@ -98,12 +91,10 @@ class Crew:
             await self.end(self._idle.pop(0).worker)
         worker = await (await self._running()).start_worker(self._memory_mb)
         self._num_alive += 1
-        self._busy[worker] = session
         return worker
 
     def keep(self, session: str | None, worker: WorkerLink) -> None:
         """Hold a worker for its session; None: it has served nobody."""
-        self._busy.pop(worker, None)
         self._idle.append(_Idle(session, worker, seen=session is None))
         self._left.set()
         if self._looking is None:
@@ -112,17 +103,9 @@ class Crew:
     async def end(self, worker: WorkerLink) -> None:
         """End a worker, and wait until it is gone."""
         self._num_alive -= 1
-        self._busy.pop(worker, None)
         worker.close()
         if self._supervisor:
             await self._supervisor.kill(worker.number)
-
-    async def discard(self, worker: WorkerLink) -> None:
-        """Make a worker useless that another may hold: that one ends it."""
-        worker.close()
-        for idle in [idle for idle in self._idle if idle.worker is worker]:
-            self._idle.remove(idle)
-            await self.end(worker)
 
     async def close(self) -> None:
         """End every process."""
@@ -174,5 +157,5 @@ def excess(look: Look) -> tuple[FailureKind, str] | None:
     if look.num_threads > MAX_THREADS:
         return "forbidden", f"has {look.num_threads} threads, at most {MAX_THREADS} are allowed, and was killed"
     if look.scratch_bytes > SCRATCH_BYTES:
-        return "output_too_large", f"wrote more than {SCRATCH_BYTES} bytes of files and was killed"
+        return "output_too_large", f"wrote more than {SCRATCH_BYTES} bytes of files, or hid some, and was killed"
     return None

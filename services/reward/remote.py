@@ -24,11 +24,13 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_af
 from services.common.config import RewardFunction
 from services.reward.calls import Answer, CallFailed, Question
 from services.reward.functions import OPENRLHF_GIVEN, Signature, Source
+from services.reward.values import whole_text
 
 MAX_ATTEMPTS = 6
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 MAX_REPLY_BYTES = 8 * 2**20
 TEXT_CHARS = 300
+_JSON = {"content-type": "application/json"}
 
 
 class BusyError(Exception):
@@ -73,7 +75,11 @@ class HttpCaller:
 
     async def _post_once(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
         try:
-            reply = await client.post(self._url, json=body)
+            content = json.dumps(whole_text(body), allow_nan=False)
+        except ValueError as error:
+            raise CallFailed("exception", f"cannot be asked: {error}") from error
+        try:
+            reply = await client.post(self._url, content=content, headers=_JSON)
         except httpx.TransportError as error:
             raise BusyError(f"{type(error).__name__}: {error}") from error
         if reply.status_code == httpx.codes.TOO_MANY_REQUESTS or reply.is_server_error:
@@ -83,8 +89,8 @@ class HttpCaller:
         if len(reply.content) > MAX_REPLY_BYTES:
             raise CallFailed("output_too_large", f"{self._url} answered with {len(reply.content)} bytes")
         try:
-            return reply.json()
-        except ValueError as error:
+            return whole_text(reply.json())
+        except (ValueError, RecursionError) as error:
             text = f"{self._url} answered with something else than JSON: {reply.text[:TEXT_CHARS]}"
             raise CallFailed("invalid_return", text) from error
 

@@ -20,7 +20,8 @@ Not covered:
   than from colleagues, run the reward service in a virtual machine.
 - At the level landlock: names and sizes of files outside are not readable, but whether a path exists can be told by
   stat; other processes are seen to exist where /proc is mounted without hidepid; scratch lies on disk and is measured
-  ten times a second, so that more than its limit can be there for that long.
+  ten times a second in long calls and four times in quick ones, so that more than its limit can be there for that
+  long.
 - A service that runs as root takes a user of its own for each sandbox, unless Python's folders or those in `reads`
   are closed to other users: then user code is root without capabilities.
 - At the level rlimits: everything but time, memory and state. It is for code that you trust.
@@ -44,6 +45,7 @@ from services.reward.functions import Signature
 from services.reward.imports import Importable, packages_to_share
 from services.reward.start import Level
 from services.reward.supervisor_link import CannotStart
+from services.reward.turns import Place, Turns
 from services.reward.values import failure_of
 from services.reward.worker_link import Spoiled, WorkerGone, WorkerLink
 
@@ -69,9 +71,7 @@ class Sandbox:
         memory_mb = limits.memory_mb
         self._crew = Crew(code.name, level, code.reads, packages, memory_mb=memory_mb, num_workers=num_workers)
         self._looking: set[asyncio.Task[None]] = set()
-        # A call holds a worker, or a seat in the channel of a quick one.
-        self._num_workers = num_workers
-        self._free, self._seats = asyncio.Semaphore(num_workers), asyncio.Semaphore(num_workers)
+        self._num_workers, self._turns, self._closing = num_workers, Turns(num_workers), asyncio.Lock()
 
     @property
     def signature(self) -> Signature:
@@ -91,8 +91,11 @@ class Sandbox:
         Raises:
             CallFailed: The file raises, takes too long, or holds no function that can be called; `loading` is set.
         """
-        async with self._free:
-            self._crew.keep(None, await self._new_worker(None))
+        place = await self._turns.take(None, alone=True)
+        try:
+            self._crew.keep(None, await self._new_worker())
+        finally:
+            self._turns.leave(place)
         return self.signature
 
     async def call(self, question: Question, *, session: str | None = "") -> Answer:
@@ -104,35 +107,33 @@ class Sandbox:
         Raises:
             CallFailed: There are no values; the next call finds a fresh worker where this one cannot be trusted.
         """
-        full = self._free.locked() and self.limits.cpu_s is None
-        if full and session is not None and (worker := self._crew.share(session)):
+        # Where another call made a worker useless, that was not this one's fault: it asks elsewhere, in the end alone.
+        for asking, alone in ((session, self.limits.cpu_s is not None), (session, True), (None, True)):
+            place = await self._turns.take(asking, alone=alone)
             with contextlib.suppress(Spoiled):
-                async with self._seats:
-                    return await self._call_shared(worker, question)
-        async with self._free:
-            try:
-                return await self._call_once(question, session)
-            except Spoiled:  # by another call: not this one's fault
-                pass
-            try:
-                return await self._call_once(question, None)
-            except Spoiled as error:  # nobody else was there
-                raise CallFailed("forbidden", "its process wrote into the channel of results") from error
+                return await self._call_at(place, question)
+        raise CallFailed("forbidden", "its process wrote into the channel of results")  # nobody else was there
 
     async def close(self) -> None:
         """Wait for the calls under way, then end every process."""
-        places = [self._seats] * self._num_workers + [self._free] * self._num_workers
-        for place in places:
-            await place.acquire()
-        await self._crew.close()
-        for place in places:
-            place.release()
+        async with self._closing:
+            places = [await self._turns.take(None, alone=True) for _ in range(self._num_workers)]
+            await self._crew.close()
+            for place in places:
+                self._turns.leave(place)
 
-    async def _call_once(self, question: Question, session: str | None) -> Answer:
-        """A call by a worker that nobody else takes meanwhile; it is kept for the session, or ended."""
-        worker = await self._crew.take(session) or await self._new_worker(session)
+    async def _call_at(self, place: Place, question: Question) -> Answer:
+        """A call at a place, which is left behind; its worker is kept for the session, or ended by the last one there.
+
+        Raises:
+            Spoiled: Another call made the worker useless.
+        """
         keep = False
         try:
+            worker = place.worker
+            if worker is None:
+                worker = await self._crew.take(place.session) or await self._new_worker()
+                self._turns.seat(place, worker)
             answer = await self._answer(worker, question)
             keep = True
             return answer
@@ -140,41 +141,42 @@ class Sandbox:
             keep = _is_harmless(error)
             raise
         finally:
-            if keep and session is not None and not worker.spoiled:
-                self._crew.keep(session, worker)
+            await self._leave(place, keep=keep)
+
+    async def _leave(self, place: Place, *, keep: bool) -> None:
+        worker = place.worker
+        try:
+            if worker is None:
+                return
+            if not keep:
+                worker.close()  # who sits there too asks elsewhere
+            if not place.is_last:
+                return
+            if keep and place.session is not None and not worker.spoiled:
+                self._crew.keep(place.session, worker)
             else:
                 await asyncio.shield(self._crew.end(worker))
-
-    async def _call_shared(self, worker: WorkerLink, question: Question) -> Answer:
-        """A call that waits in the channel of a worker behind another's, whose caller keeps or ends it."""
-        try:
-            return await self._answer(worker, question)
-        except Spoiled:
-            raise
-        except BaseException as error:
-            if not (isinstance(error, CallFailed) and _is_harmless(error)):
-                await asyncio.shield(self._crew.discard(worker))
-            raise
+        finally:
+            self._turns.leave(place)
 
     async def _answer(self, worker: WorkerLink, question: Question) -> Answer:
         started = time.perf_counter()
         try:
             answer = await self._ask(worker, question, self.limits.timeout_s)
-            worker.spoiled |= bool(answer.get("threads_left"))
             return Answer(_values(answer), answer["output"], time.perf_counter() - started)
         except CallFailed as error:
             seen = {"traceback": error.traceback, "output": error.output}
             log.warning("reward_call_failed", function=self.code.name, kind=error.kind, reason=str(error), **seen)
             raise
 
-    async def _new_worker(self, session: str | None) -> WorkerLink:
+    async def _new_worker(self) -> WorkerLink:
         """A worker with the code loaded.
 
         Raises:
             CallFailed: It cannot be loaded.
         """
         try:
-            worker = await self._crew.start(session)
+            worker = await self._crew.start()
         except (CannotStart, ConnectionError) as error:
             raise CallFailed("crash", f"the sandbox cannot be started: {error}", loading=True) from error
         worker.on_slow = lambda mark: self._look_at(worker, mark)
@@ -225,8 +227,8 @@ class Sandbox:
             return
         if cpu_s is not None and look.cpu_s - worker.used_s > cpu_s:
             worker.fail("timeout", f"used more than {cpu_s:g} s of processor time and was killed", mark)
-        elif much := excess(look):
-            worker.fail(*much, mark)
+        elif much := excess(look):  # what earlier calls left counts too: whichever is under way fails
+            worker.fail(*much)
 
     async def _why_gone(self, worker: WorkerLink) -> CallFailed:
         code = await self._crew.wait_end(worker, _END_S)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import socket
 import sys
 import sysconfig
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.reward import inside
+from services.reward.inside import scratch as scratch_folders
 
 LevelName = Literal["bubblewrap", "landlock", "rlimits"]
 # Weakest first.
@@ -80,7 +80,7 @@ class Started:
     def remove(self) -> None:
         """Remove what lies on disk for it."""
         if self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            scratch_folders.remove(self.scratch)
 
 
 async def start_supervisor(level: Level, reads: Sequence[Path], packages: Sequence[str]) -> Started:

@@ -5,11 +5,16 @@ It calls nothing. Neighbours: inside/results.py encodes what is read here, score
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.reward.calls import FAILURE_KINDS, FailureKind
+
+# Each part is a column of logs and pages.
+MAX_PARTS, MAX_NAME_CHARS = 64, 100
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ def read_value(raw: Any, convention: str) -> Value | Failure:
     if not (isinstance(raw, dict) and isinstance(raw.get("parts"), dict)):
         number = _number(raw)
         return number if isinstance(number, Failure) else Value(number)
+    if unfit := _unfit_names(raw["parts"]):
+        return _invalid(unfit)
     parts = {name: _number(part) for name, part in raw["parts"].items()}
     if convention in ("verl", "openrlhf"):
         return _verl_value(parts)
@@ -56,6 +63,25 @@ def read_value(raw: Any, convention: str) -> Value | Failure:
             return _invalid(f"part '{name}': {part.reason}")
         numbers[name] = part
     return Value(sum(numbers.values()), parts=numbers) if numbers else _invalid("returned no parts")
+
+
+def _unfit_names(parts: Collection[Any]) -> str | None:
+    """What is wrong with the names of parts."""
+    if len(parts) > MAX_PARTS:
+        return f"returned {len(parts)} parts, and at most {MAX_PARTS} are taken"
+    for name in parts:
+        if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME_CHARS):
+            return f"returned a part named {str(name)[:MAX_NAME_CHARS]!r}: a name has 1 to 100 printable characters"
+    return None
+
+
+def whole_text(value: Any) -> Any:
+    """A value of JSON's kinds with `?` for halves of surrogate pairs: neither UTF-8 nor the contract carries them.
+
+    Raises:
+        RecursionError: It is too deep.
+    """
+    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 def _invalid(reason: str) -> Failure:

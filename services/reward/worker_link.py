@@ -13,21 +13,26 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from services.reward.calls import CallFailed, FailureKind
-from services.reward.inside.frames import HEAD_BYTES, NoFrame, body_size, frame, read
+from services.reward.inside.frames import HEAD_BYTES, NoFrame, body_size, frame, is_msgpack, read
+from services.reward.values import whole_text
 
 MAX_ANSWER_BYTES = 4 * 2**20
 MAX_OUTPUT_BYTES = 4 * 2**20
 OUTPUT_KEPT_BYTES = 16384
 _CHUNK = 65536
-# Behind a call that takes longer no other one waits in the channel.
-QUICK_S = 0.005
+# So many questions may be in a worker's channel: behind quick ones others wait there, so that neither end stands still
+# between two calls. A call is not to wait longer than this time for those before it, by what the last one took.
+MAX_QUESTIONS, MAX_WAIT_S = 8, 0.005
+_MARK_CHARS, _MARKS_AT_A_TIME = 16, 64
 # A call that takes longer is looked at, first after this time and then again and again.
 FIRST_LOOK_S, LOOK_S = 0.05, 0.1
+# One that never rests is looked at all the same, however quick its calls are.
+BUSY_LOOK_S = 0.25
 
 
 class WorkerGone(Exception):  # noqa: N818 - a fact about a process
@@ -36,6 +41,13 @@ class WorkerGone(Exception):  # noqa: N818 - a fact about a process
 
 class Spoiled(Exception):  # noqa: N818 - a fact about another call
     """Another call made this worker useless: it wrote into the channel, or it was ended with it. Ask elsewhere."""
+
+
+def _new_marks() -> Iterator[str]:
+    """Marks that nobody can guess; the kernel is asked for many at a time."""
+    while True:
+        drawn = secrets.token_hex(_MARK_CHARS // 2 * _MARKS_AT_A_TIME)
+        yield from (drawn[start : start + _MARK_CHARS] for start in range(0, len(drawn), _MARK_CHARS))
 
 
 @dataclass
@@ -47,14 +59,18 @@ class _Call:
     answer: asyncio.Future[dict[str, Any]]
 
 
+_marks = _new_marks()
+
+
 class WorkerLink(asyncio.Protocol):
-    """One worker. It answers one question after another; a second one may wait in its channel meanwhile.
+    """One worker. It answers one question after another; further ones may wait in its channel meanwhile.
 
     Attributes:
         number: Its number with the supervisor.
         spoiled: Whether it is to answer no further call.
         used_s: Processor time it had used before the call under way, where the caller asked.
-        on_slow: Called with a call's mark while it takes long, again and again.
+        on_slow: Called with a call's mark while it takes long, again and again, and now and then while calls follow
+            each other.
     """
 
     def __init__(self, number: int, output: int) -> None:
@@ -63,10 +79,11 @@ class WorkerLink(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._calls: deque[_Call] = deque()
+        self._unsent: list[bytes] = []
         self._timer: asyncio.TimerHandle | None = None
         self._began, self._deadline, self._last_s = 0.0, 0.0, math.inf
         self.on_slow: Callable[[str], None] | None = None
-        self._last_mark = ""
+        self._looked, self._last_mark = asyncio.get_running_loop().time(), ""
         self.used_s = 0.0
         self._tail, self._num_printed = b"", 0
 
@@ -91,12 +108,17 @@ class WorkerLink(asyncio.Protocol):
         """
         if self._transport is None or (self._buffer and not self._calls):  # what is there was said before it was asked
             raise Spoiled
-        call = _Call(secrets.token_hex(8), timeout_s, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        call = _Call(next(_marks), timeout_s, loop.create_future())
         asked = frame(question | {"id": call.mark})
         self._calls.append(call)
         if len(self._calls) == 1:
             self._begin(call)
-        self._transport.write(asked)
+            self._transport.write(asked)
+        else:  # it has to wait anyway: those that come at the same time are sent together
+            if not self._unsent:
+                loop.call_soon(self._send)
+            self._unsent.append(asked)
         try:
             return await call.answer
         finally:
@@ -108,10 +130,10 @@ class WorkerLink(asyncio.Protocol):
         """Whether its channel is open."""
         return self._transport is not None
 
-    @property
-    def takes_another(self) -> bool:
-        """Whether one more question may wait in its channel: its calls are quick, and none waits yet."""
-        return self.alive and not self.spoiled and len(self._calls) == 1 and self._last_s < QUICK_S
+    def takes_another(self, num_calls: int) -> bool:
+        """Whether one more question may wait in its channel behind those of `num_calls`: few, and quick ones."""
+        quick = num_calls < MAX_QUESTIONS and num_calls * self._last_s < MAX_WAIT_S
+        return quick and self.alive and not self.spoiled
 
     def fail(self, kind: FailureKind, text: str, mark: str | None = None) -> None:
         """End the call under way with a failure; with a mark, only if it is that call."""
@@ -149,6 +171,11 @@ class WorkerLink(asyncio.Protocol):
         self._transport = None
         self._end(WorkerGone())
 
+    def _send(self) -> None:
+        asked, self._unsent = b"".join(self._unsent), []
+        if self._transport is not None:
+            self._transport.write(asked)
+
     def _begin(self, call: _Call) -> None:
         loop = asyncio.get_running_loop()
         self._began = loop.time()
@@ -180,7 +207,8 @@ class WorkerLink(asyncio.Protocol):
         del self._buffer[: HEAD_BYTES + size]
         try:
             answer = read(head, body)
-        except NoFrame:
+            answer = answer if is_msgpack(head) else whole_text(answer)
+        except (NoFrame, RecursionError):
             answer = None
         self._take(answer)
 
@@ -201,7 +229,9 @@ class WorkerLink(asyncio.Protocol):
         self._last_mark, self._last_s = call.mark, asyncio.get_running_loop().time() - self._began
         if not call.answer.done():
             call.answer.set_result(answer)
-        if self._calls:
+        if answer.get("threads_left"):  # none of them may go on in a call that waits behind
+            self._end(Spoiled())
+        elif self._calls:
             self._begin(self._calls[0])
             self._read_frame()
 
@@ -215,7 +245,8 @@ class WorkerLink(asyncio.Protocol):
         if now >= self._deadline:
             self.fail("timeout", f"took longer than {call.timeout_s:g} s and was killed")
             return
-        if self.on_slow and now - self._began >= FIRST_LOOK_S / 2:
+        if self.on_slow and (now - self._began >= FIRST_LOOK_S / 2 or now - self._looked >= BUSY_LOOK_S):
+            self._looked = now
             self.on_slow(call.mark)
         self._timer = loop.call_at(min(now + LOOK_S, self._deadline), self._tick)
 

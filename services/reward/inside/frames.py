@@ -42,6 +42,11 @@ def body_size(head: bytes | bytearray) -> int:
     return int.from_bytes(head[1:HEAD_BYTES], "big")
 
 
+def is_msgpack(head: bytes | bytearray) -> bool:
+    """Whether msgpack carries the value; its texts are then whole."""
+    return head[0] == _MSGPACK
+
+
 def read(head: bytes | bytearray, body: bytes) -> Any:
     """The value of a frame.
 

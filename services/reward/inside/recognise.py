@@ -5,9 +5,10 @@ It calls nothing. Neighbours: worker.py loads the module; services/reward/functi
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 # The names that a file may use without telling `entry`.
@@ -46,7 +47,7 @@ def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable
     if len(fitting) > 1:
         raise Unfit(f"holds several reward functions: {', '.join(fitting)}")
     if not fitting:
-        raise Unfit(f"holds no reward function; {_listed(defined)}")
+        raise Unfit(f"holds no reward function; {_listed(defined)}{_what_it_may_be(defined)}")
     function = getattr(module, fitting[0])
     return function, describe_signature(fitting[0], function)
 
@@ -54,6 +55,24 @@ def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable
 def _listed(defined: Iterable[str]) -> str:
     names = ", ".join(defined)
     return f"it defines {names}" if names else "it defines no function"
+
+
+def _what_it_may_be(defined: Mapping[str, Callable[..., Any]]) -> str:
+    """A word about the one function that nearly fits, or about an environment."""
+    if defined.keys() >= ENVIRONMENT_FUNCTIONS.keys():
+        return ", as an environment does (kind: environment)"
+    if len(defined) == 1:
+        return _nearly(next(iter(defined.values())))
+    return ""
+
+
+def _nearly(function: Callable[..., Any]) -> str:
+    """The parameter that is nearly one of a convention's."""
+    known = TRL_PARAMETERS | VERL_PARAMETERS | OPENRLHF_PARAMETERS
+    for name in inspect.signature(function).parameters:
+        if name not in known and (near := difflib.get_close_matches(name, known, 1, 0.8)):
+            return f"; did you mean '{near[0]}' by '{name}'?"
+    return ""
 
 
 def _fits(name: str, function: Callable[..., Any]) -> bool:
@@ -87,9 +106,9 @@ def describe_signature(name: str, function: Callable[..., Any]) -> dict[str, Any
         convention = "verl" if name == VERL_NAME else "trl"
     else:
         raise Unfit(
-            f"defines {name}{signature}, which is neither reward(prompts, completions, **columns) "
+            f"defines {name}{signature}, which is neither reward(prompts, completions, **columns), "
             "nor compute_score(data_source, solution_str, ground_truth, extra_info), "
-            "nor reward_func(queries, prompts, labels)"
+            f"nor reward_func(queries, prompts, labels){_nearly(function)}"
         )
     return {
         "entry": name,

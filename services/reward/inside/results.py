@@ -92,7 +92,10 @@ def describe_error(error: BaseException, path: str) -> dict[str, Any]:
         "text": text,
         "place": f"{Path(path).name} line {line}" if frames else "",
         "line": line,
-        "traceback": "".join(traceback.format_exception(type(error), error, first))[-TRACEBACK_CHARS:],
+        # Of what the harness itself says only the lines below the user's are of use.
+        "traceback": ""
+        if own and not frames
+        else "".join(traceback.format_exception(type(error), error, first))[-TRACEBACK_CHARS:],
     }
 
 

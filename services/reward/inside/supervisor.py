@@ -6,7 +6,7 @@ It takes orders on a socket of packets, one JSON object each, from the reward se
   {"op": "kill", "id": N}
 A worker's end is told by {"id": N, "ended": WAIT STATUS}. When the socket closes, everything ends.
 Started as a program by services/reward/start.py with its task as JSON in the first packet.
-Neighbours: confine.py, worker.py.
+Neighbours: confine.py, scratch.py, worker.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -25,13 +24,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from . import confine, worker
+from . import confine, scratch, worker
 
 PACKET_BYTES = 65536
 # A worker's descriptors: standard input, output, error, and its channel.
 _CHANNEL_FD = 3
-# What a file without content takes of the file system's tables, roundly.
-_ENTRY_BYTES = 4096
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -82,7 +79,7 @@ class Supervisor:
         for pid in self._pids.values():
             os.waitpid(pid, 0)
         # The service does so too, unless it was killed.
-        shutil.rmtree(self._task["scratch"], ignore_errors=True)
+        scratch.remove(Path(self._task["scratch"]))
 
     def _confine(self) -> dict[str, Any]:
         """Become the sandbox's user; what could be had is told."""
@@ -115,8 +112,8 @@ class Supervisor:
         return True
 
     def _start(self, number: int, memory: int, given: list[int]) -> None:
-        scratch = self._scratch(number)
-        scratch.mkdir(mode=0o700)
+        folder = self._scratch(number)
+        folder.mkdir(mode=0o700)
         parent = os.getpid()
         try:
             pid = os.fork()
@@ -128,10 +125,10 @@ class Supervisor:
                 for fd in given:
                     os.close(fd)
         if pid == 0:
-            self._become_worker(parent, scratch, memory, given)
+            self._become_worker(parent, folder, memory, given)
         self._pids[number] = pid
 
-    def _become_worker(self, parent: int, scratch: Path, memory: int, given: list[int]) -> None:
+    def _become_worker(self, parent: int, folder: Path, memory: int, given: list[int]) -> None:
         """In the copy: give up everything, then serve; never returns."""
         try:
             os.setsid()
@@ -139,10 +136,10 @@ class Supervisor:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             channel = _take_descriptors(*given)
-            os.chdir(scratch)
-            os.environ.update(HOME=str(scratch), TMPDIR=str(scratch))
+            os.chdir(folder)
+            os.environ.update(HOME=str(folder), TMPDIR=str(folder))
             confine.show()
-            self._rules.apply(scratch)
+            self._rules.apply(folder)
             task = self._task
             confine.limit(confine.Bounds(memory, task["file_bytes"], task["num_files"], task["num_tasks"]))
             if self._program:
@@ -165,18 +162,20 @@ class Supervisor:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 del self._pids[number]
-                shutil.rmtree(self._scratch(number), ignore_errors=True)
-                self._tell({"id": number, "ended": status})
+                self._tell({"id": number, "ended": status})  # the next order waits here, its caller need not
+                scratch.remove(self._scratch(number))
 
     def _look(self, number: int) -> dict[str, Any] | None:
         """What a worker has used; None where it is gone."""
         try:
-            fields = Path(f"/proc/{self._pids[number]}/stat").read_text().rpartition(")")[2].split()
+            pid = self._pids[number]
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except (KeyError, OSError):
             return None
         # The fields of stat after the name: 11 and 12 are the ticks in user and kernel mode, 17 the threads.
         cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-        return {"cpu_s": cpu_s, "num_threads": int(fields[17]), "scratch_bytes": _size(self._scratch(number))}
+        held = scratch.size(self._scratch(number)) + scratch.nameless_size(pid)
+        return {"cpu_s": cpu_s, "num_threads": int(fields[17]), "scratch_bytes": held}
 
     def _scratch(self, number: int) -> Path:
         return Path(self._task["scratch"]) / str(number)
@@ -225,17 +224,3 @@ def _exists(place: Path) -> bool:
         return place.exists()
     except PermissionError:
         return True
-
-
-def _size(folder: Path) -> int:
-    """Bytes on disk below a folder, and _ENTRY_BYTES for each entry; links are not followed."""
-    total = 0
-    folders = [folder]
-    while folders:
-        with suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                with suppress(OSError):
-                    total += _ENTRY_BYTES + entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(Path(entry.path))
-    return total

@@ -179,6 +179,8 @@ async def test_a_server_of_the_users_own_is_asked_again_until_it_answers() -> No
         ((404, "nothing here"), "answered HTTP 404: nothing here"),
         ((200, {"rewards": ["1"]}), "returned str where a number belongs"),
         ((200, '{"rewards": [NaN]}'), "returned NaN"),
+        ((200, "[" * 100_000), "answered with something else than JSON"),
+        ((200, '{"rewards": [1], "extra_logs": {"\\ud800\\n": [1]}}'), "returned a part named '?\\n'"),
     ],
 )
 async def test_a_server_that_answers_otherwise_is_a_failure(reply: tuple[int, Any], said: str) -> None:

@@ -57,8 +57,11 @@ async def test_an_older_copy_does_not_undo_a_newer_state(redis: Redis, tmp_path:
     two = await keep(new, submission(number=1, activate=True))
     await redis.flushall()
     await old.sync()  # knows the first version alone
-    assert (await old.name("exact")).active == one
+    known = await old.name("exact")
+    assert known.active == one
     await new.sync()
+    assert (await old.name("exact")).active == two
+    await old._put_back_name(known)  # it had looked before the other wrote
     assert (await old.name("exact")).active == two
     assert (await old.name("exact")).versions.keys() == {one, two}
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 
@@ -96,9 +98,17 @@ async def _look_back(client: Any, one: str, two: str) -> None:
         ({"source": SOURCE, "entry": "other"}, 422, "signature", (1, 1), "has no function 'other'"),
         ({"tests": [{**CASE, "expected": 0.5}]}, 422, "test", (None, None), "tests.0: gave 1, and 0.5 is expected"),
         ({"tests": [{"input": {"completion": "4"}, "expected": 1}]}, 422, "test", (None, None), "needs the column"),
+        (
+            {"tests": [{"input": {"completions": "4"}, "expected": 0}]},
+            422,
+            "field",
+            (None, None),
+            "is missing or no text",
+        ),
+        ({"source": "x = bytearray(2**33)\n" + SOURCE}, 422, "load", (1, 1), "Raise limits.memory_mb"),
         ({"tests": [{"input": {"a": float("nan")}, "expected": 1}]}, 422, "field", (None, None), "JSON"),
         ({"limits": {"timeout_s": 0}}, 422, "field", (None, None), "limits.timeout_s"),
-        ({"limits": {"timeout": 1}}, 422, "field", (None, None), "limits.timeout"),
+        ({"limits": {"timeout": 1}}, 422, "field", (None, None), "limits.timeout: is no field of this call"),
         ({"name": "../etc"}, 422, "field", (None, None), "name"),
         ({"kind": "environment"}, 422, "signature", (None, None), "reset"),
         ({"name": "r"}, 409, None, None, "the run's configuration has a function 'r'"),
@@ -115,6 +125,7 @@ async def test_what_is_refused_and_where(
         if rule is not None:
             (problem,) = told["problems"]
             assert problem["rule"] == rule
+            assert "inside" not in problem["traceback"], "it is the function's own"
             found = (problem["line"], problem["column"])
             assert all(wanted in (None, given) for wanted, given in zip(place, found, strict=True))
         assert await registry.names() == []
@@ -135,8 +146,15 @@ async def test_a_trial_shows_scores_output_and_the_functions_own_traceback(redis
         assert "line 3, in <listcomp>" in bad["failure"]["traceback"]
         # Nothing of a trial is counted as a call of a run.
         assert (await client.get("/parts/usage")).json()["usage"][0]["calls"] == 0
-        refused = await client.post("/parts/try", json={"actions": ["a"]})
-        assert (refused.status_code, "send `rows`" in refused.json()["detail"]) == (422, True)
+        for body, said in (
+            ({"actions": ["a"]}, "send `rows`"),
+            ({"rows": [{"completions": "2"}]}, "rows.0.completion: Field required"),
+            ("{", "the body is not JSON: "),
+            ([], "the body: is no JSON object; send one, with content-type: application/json"),
+        ):
+            content = body if isinstance(body, str) else json.dumps(body)
+            refused = await client.post("/parts/try", content=content, headers={"content-type": "application/json"})
+            assert (refused.status_code, said in refused.json()["detail"]) == (422, True), refused.json()
 
 
 async def test_an_environment_is_tried_turn_by_turn(redis: Redis, tmp_path: Path) -> None:
@@ -154,6 +172,18 @@ async def test_an_environment_is_tried_turn_by_turn(redis: Redis, tmp_path: Path
         assert results[-1]["failure"]["kind"] == "exception"
         wrong = await client.post("", json={**body, "tests": [{**case, "expected": 2.0}]})
         assert wrong.json()["detail"] == "tests.0: gave 1, and 2 is expected"
+
+
+async def test_the_page_at_docs_needs_no_internet(redis: Redis, tmp_path: Path) -> None:
+    async with open_desk(tmp_path, redis) as (client, _, _):
+        for path in ("/docs", "/redoc"):
+            page = await httpx.AsyncClient.request(client, "GET", path)
+            parts = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+            assert (page.status_code, len(parts) >= 2) == (200, True)
+            for part in parts:
+                assert part.startswith("/")
+                assert (await httpx.AsyncClient.request(client, "GET", part)).status_code == 200
+            assert not re.findall(r"https?://", page.text)
 
 
 async def test_tokens_have_roles_and_callers_a_rate(redis: Redis, tmp_path: Path) -> None:

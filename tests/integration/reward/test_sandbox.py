@@ -21,10 +21,13 @@ from services.reward.calls import Answer, CallFailed, Code, Limits
 from services.reward.environment import Turn
 from services.reward.levels import find_level, try_level
 from services.reward.sandbox import Sandbox
+from services.reward.start import Level
+from services.reward.worker_link import MAX_QUESTIONS, WorkerLink
 from tests.sandbox_attacks import NO_NAMESPACE
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 LEVELS = ("bubblewrap", "landlock")
+_LEVELS_TRIED: dict[str, Level] = {}
 
 
 @pytest.fixture(params=LEVELS)
@@ -47,7 +50,9 @@ async def sandbox_of(
 ) -> AsyncIterator[Sandbox]:
     code = Code("r", text, "0" * 64, "/nowhere/r.py", entry=entry, kind=kind, reads=reads)
     given = Limits(**({"timeout_s": 5.0, "memory_mb": 1024} | limits))
-    sandbox = Sandbox(code, given, (await try_level(level)).level, num_workers=num_workers)
+    if level not in _LEVELS_TRIED:
+        _LEVELS_TRIED[level] = (await try_level(level)).level
+    sandbox = Sandbox(code, given, _LEVELS_TRIED[level], num_workers=num_workers)
     try:
         await sandbox.load()
         yield sandbox
@@ -94,6 +99,67 @@ async def test_a_thread_that_outlives_its_call_is_gone_before_the_next(level: An
     )
     async with sandbox_of(text, level) as sandbox:
         assert [(await ask(sandbox, "x")).values for _ in range(2)] == [[3.0], [3.0]]
+
+
+async def test_calls_in_one_channel_are_told_apart_and_one_that_dies_costs_only_itself(
+    level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depths: list[int] = []
+    ask_worker = WorkerLink.ask
+
+    async def watched(link: WorkerLink, question: Any, timeout_s: float) -> Any:
+        depths.append(len(link._calls))
+        return await ask_worker(link, question, timeout_s)
+
+    monkeypatch.setattr(WorkerLink, "ask", watched)
+    text = (
+        "import os\n"
+        "def reward(completions):\n"
+        "    if completions[0] == 'die': os._exit(3)\n"
+        "    return [float(completions[0]), float(os.getpid())]\n"
+    )
+    async with sandbox_of(text, level) as sandbox:
+        await asyncio.gather(*(ask(sandbox, "0") for _ in range(20)))  # it is known to be quick now
+        words = [str(number) if number % 10 else "die" for number in range(1, 41)]
+        found = await asyncio.gather(*(ask(sandbox, word) for word in words), return_exceptions=True)
+    for word, answer in zip(words, found, strict=True):
+        if word == "die":
+            assert isinstance(answer, CallFailed) and answer.kind == "crash"
+        else:
+            assert isinstance(answer, Answer) and answer.values[0] == float(word)
+    assert 1 < max(depths) < MAX_QUESTIONS
+
+
+async def test_a_thread_left_behind_is_not_there_in_the_calls_that_wait_behind(level: Any) -> None:
+    text = (
+        "import threading, time\n"
+        "def reward(completions):\n"
+        "    before = threading.active_count()\n"
+        "    if completions[0] == 'leave': threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        "    return [float(before)]\n"
+    )
+    async with sandbox_of(text, level) as sandbox:
+        await asyncio.gather(*(ask(sandbox, "x") for _ in range(20)))
+        found = await asyncio.gather(*(ask(sandbox, "x" if number % 5 else "leave") for number in range(40)))
+    assert {answer.values[0] for answer in found} == {1.0}
+
+
+async def test_what_many_quick_calls_leave_on_disk_is_found_while_they_go_on(level: Any) -> None:
+    text = (
+        "import itertools\nnumbers = itertools.count()\n"
+        "def reward(completions):\n"
+        "    open(str(next(numbers)), 'wb').write(bytes(2**15))\n    return [1.0]\n"
+    )
+    async with sandbox_of(text, level) as sandbox:
+
+        async def keep_asking() -> None:
+            for _ in range(40_000):
+                await ask(sandbox, "x")
+
+        with pytest.raises(CallFailed, match="bytes of files") as failed:
+            await keep_asking()
+        assert failed.value.kind == "output_too_large"
+        assert (await ask(sandbox, "x")).values == [1.0]
 
 
 async def test_a_forged_answer_spoils_no_later_call(level: Any) -> None:

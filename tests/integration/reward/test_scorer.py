@@ -41,6 +41,8 @@ async def scores_of(folder: Path, source: str, rollouts: list[Rollout] = BATCH, 
     ("what_bad_does", "reason"),
     [
         ("raise ValueError('cannot read\\nthe answer')", "r: raised ValueError: cannot read the answer (r.py line 3)"),
+        ("raise ValueError('half of a pair: \\ud800')", "r: raised ValueError: half of a pair: ? (r.py line 3)"),
+        ("return {'\\udc00': 'x'}", "r: part '?': returned str where a number belongs"),
         ("return float('nan')", "r: returned NaN"),
         ("return None", "r: returned None"),
         ("return 'good'", "r: returned str where a number belongs"),

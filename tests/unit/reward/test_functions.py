@@ -72,6 +72,9 @@ def test_the_function_of_a_file_is_recognised(source: str, entry: str | None, na
     [
         ("def score(text): ...", None, "holds no reward function; it defines score"),
         ("import math", None, "holds no reward function; it defines no function"),
+        ("def f(solution_string, x): ...", None, "it defines f; did you mean 'solution_str' by 'solution_string'"),
+        ("def reset(task): ...\ndef step(state, action): ...", None, r"as an environment does \(kind: environment\)"),
+        ("def reward(completion): ...", None, r"which is neither .*; did you mean 'completions' by 'completion'"),
         ("def a(completions): ...\ndef b(completions): ...", None, "holds several reward functions: a, b"),
         ("def a(completions): ...", "b", "has no function 'b'; it defines a"),
         ("def reward(texts): ...", None, r"defines reward\(texts\), which is neither"),

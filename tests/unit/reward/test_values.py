@@ -34,6 +34,10 @@ def test_numbers_count(returned: Any, number: float) -> None:
         ({}, "returned no parts"),
         ({"form": 1.0, "sum": math.nan}, "part 'sum': returned NaN"),
         ({"form": {"deep": 1.0}}, "part 'form': returned"),
+        ({f"part{number}": 0.0 for number in range(65)}, "returned 65 parts, and at most 64 are taken"),
+        ({"": 1.0}, "returned a part named ''"),
+        ({"x" * 101: 1.0}, "returned a part named 'xxx"),
+        ({"a\nb": 1.0}, "returned a part named 'a\\nb': a name has 1 to 100 printable characters"),
     ],
 )
 def test_nothing_else_does(returned: Any, reason: str) -> None:

@@ -1,0 +1,29 @@
+"""What the tests of the reward service share: the machine's level is tried once, and not by each of them.
+
+The trial itself is tested in test_sandbox.py, and every service that a test starts as a process makes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from services.reward import levels, library
+from services.reward.levels import Found
+from services.reward.start import LevelName
+
+
+@pytest.fixture(scope="package", autouse=True)
+def level_found_once() -> Iterator[None]:
+    """`open_library` gets what the first trial of a minimum found."""
+    found: dict[LevelName, Found] = {}
+
+    async def find_level(minimum: LevelName) -> Found:
+        if minimum not in found:
+            found[minimum] = await levels.find_level(minimum)
+        return found[minimum]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "find_level", find_level)
+        yield

@@ -1,0 +1,60 @@
+"""Folders that user code filled: measured without being fooled, and removed whatever is in them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from services.reward.inside.scratch import HIDDEN_BYTES, nameless_size, remove, size
+
+
+def test_files_and_entries_count_and_links_do_not_lead_out(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "scratch"
+    outside.write_bytes(bytes(2**20))
+    (folder / "in").mkdir(parents=True)
+    empty = size(folder)
+    (folder / "in" / "file").write_bytes(bytes(2**16))
+    (folder / "link").symlink_to(outside)
+    assert 2**16 + 2 * 4096 <= size(folder) - empty < 2**17
+
+
+def test_a_deep_folder_is_taken_for_full_and_removed(tmp_path: Path) -> None:
+    top = tmp_path / "scratch"
+    top.mkdir()
+    before = Path.cwd()
+    try:
+        os.chdir(top)
+        for _ in range(3000):  # beyond Python's stack, and beyond the longest path
+            Path("d").mkdir()
+            os.chdir("d")
+    finally:
+        os.chdir(before)
+    assert size(top) == HIDDEN_BYTES
+    remove(top)
+    assert not top.exists()
+
+
+def test_what_is_closed_or_a_link_is_removed_and_nothing_outside(tmp_path: Path) -> None:
+    outside, top = tmp_path / "outside", tmp_path / "scratch"
+    outside.mkdir()
+    (outside / "file").touch()
+    (top / "a" / "b").mkdir(parents=True)
+    (top / "a" / "b" / "file").touch()
+    (top / "a" / "link").symlink_to(outside)
+    os.mkfifo(top / "pipe")
+    (top / "a" / "b").chmod(0o300)
+    (top / "a").chmod(0)
+    remove(top)
+    assert not top.exists()
+    assert (outside / "file").exists()
+    remove(top)  # gone already
+
+
+def test_files_that_are_open_and_removed_count(tmp_path: Path) -> None:
+    before = nameless_size(os.getpid())
+    with (tmp_path / "file").open("wb", buffering=0) as file:
+        file.write(bytes(2**16))
+        assert nameless_size(os.getpid()) == before
+        (tmp_path / "file").unlink()
+        assert nameless_size(os.getpid()) >= before + 2**16
+    assert nameless_size(os.getpid()) == before
