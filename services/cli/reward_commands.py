@@ -98,7 +98,9 @@ def show(
 @app.command(name="try")
 def try_rows(
     name: Name,
-    rows: Annotated[Path, typer.Argument(help="JSON lines: prompt, completion, columns; or one with task, actions.")],
+    rows: Annotated[
+        Path, typer.Argument(help="JSON lines or a JSON list: prompt, completion, columns; or one with task, actions.")
+    ],
     version: Annotated[str | None, typer.Option(help="The active one by default.")] = None,
     run: Run = None,
     url: Url = None,
@@ -110,7 +112,7 @@ def try_rows(
     """
     from services.cli.reward_tables import print_trial
 
-    given = [_parse(line, rows) for line in _read_text(rows).splitlines() if line.strip()]
+    given = _read_rows(rows)
     episode = len(given) == 1 and "actions" in given[0]
     body = {"task": given[0].get("task"), "actions": given[0]["actions"]} if episode else {"rows": given}
     told = _door(run, url).call("POST", f"/{name}/try", json=body | ({"version": version} if version else {}))
@@ -201,6 +203,16 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(str(path), f"cannot be read ({error})", "Give a text file") from error
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file: one a line, or a list of them."""
+    text = _read_text(path)
+    is_list = text.lstrip().startswith("[")
+    rows = _parse(text, path) if is_list else [_parse(line, path) for line in text.split("\n") if line.strip()]
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise InputError(str(path), "holds no rows", 'Write lines of {"prompt": ..., "completion": ..., COLUMN: ...}')
+    return rows
 
 
 def _read_json(path: Path) -> Any:

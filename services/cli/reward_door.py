@@ -45,7 +45,12 @@ class RefusedCallError(InputError):
             lines += [
                 text.rstrip() for text in (one["traceback"], one["output"] and f"it printed: {one['output']}") if text
             ]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
+
+
+def printable(text: str) -> str:
+    """Text of a function, without the characters that a terminal obeys: they are shown by their numbers."""
+    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
 
 
 class RewardDoor:

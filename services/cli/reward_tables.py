@@ -10,6 +10,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from services.cli.reward_door import printable
 
 
 def print_list(told: dict[str, Any], console: Console) -> None:
@@ -18,7 +21,7 @@ def print_list(told: dict[str, Any], console: Console) -> None:
     for one in told["rewards"]:
         active = one["active"][:12] if one["active"] else "retired"
         origin = one["source"] if one["origin"] == "configured" else "submitted"
-        table.add_row(one["name"], one["kind"], active, str(one["versions"]), one["convention"], origin)
+        table.add_row(*map(_text, (one["name"], one["kind"], active, one["versions"], one["convention"], origin)))
     console.print(table if told["rewards"] else "no function is there yet: gspo reward submit FILE")
 
 
@@ -37,7 +40,8 @@ def print_one(told: dict[str, Any], console: Console) -> None:
         )
         latency = [_seconds(calls["latency_s"].get(name)) for name in ("p50", "p99")]
         mark = "yes" if one["active"] else ""
-        table.add_row(one["version"][:12], mark, one["entry"], submitted, str(calls["calls"]), failures, *latency)
+        cells = (one["version"][:12], mark, one["entry"], submitted, calls["calls"], failures, *latency)
+        table.add_row(*map(_text, cells))
     console.print(table)
 
 
@@ -48,13 +52,13 @@ def print_trial(told: dict[str, Any], console: Console) -> None:
         failure, parts = one["failure"], {**one["parts"], **one["extras"]}
         shown = ", ".join(f"{name} {value:g}" for name, value in parts.items())
         more = f"{failure['kind']}: {failure['text']}" if failure else str(one["observation"] or "")
-        table.add_row(str(number), "failed" if failure else f"{one['reward']:g}", shown, more)
+        table.add_row(*map(_text, (number, "failed" if failure else f"{one['reward']:g}", shown, more)))
     console.print(table)
     if told["output"]:
-        console.print(f"it printed:\n{told['output'].rstrip()}", highlight=False, markup=False)
+        console.print(_text(f"it printed:\n{told['output'].rstrip()}"))
     traceback = next((one["failure"]["traceback"] for one in told["results"] if one["failure"]), "")
     if traceback:
-        console.print(traceback.rstrip(), highlight=False, markup=False)
+        console.print(_text(traceback.rstrip()))
     console.print(f"version {told['version'][:12]}, {_seconds(told['seconds'])}", highlight=False)
 
 
@@ -63,14 +67,19 @@ def print_logs(told: dict[str, Any], console: Console) -> None:
     for line in told["lines"]:
         what = f"{line['action']} {line['version'][:12]}".rstrip()
         was = f" (was {line['was'][:12]})" if line["was"] else ""
-        console.print(f"{_when(line['unix_s'])}  {line['who']}: {what}{was}", highlight=False)
+        console.print(_text(f"{_when(line['unix_s'])}  {line['who']}: {what}{was}"))
     for one in told["usage"]:
         if failure := one["last_failure"]:
             head = f"\n{one['version'][:12]} failed last {_when(failure['unix_s'])}: {failure['kind']}"
-            console.print(f"{head}: {failure['text']}", highlight=False, markup=False)
+            console.print(_text(f"{head}: {failure['text']}"))
             for text in (failure["traceback"], failure["output"]):
                 if text:
-                    console.print(text.rstrip(), highlight=False, markup=False)
+                    console.print(_text(text.rstrip()))
+
+
+def _text(value: object) -> Text:
+    """A value that others wrote, as it is: no markup in it, and no character that a terminal would obey."""
+    return Text(printable(str(value)))
 
 
 def _table(*names: str) -> Table:

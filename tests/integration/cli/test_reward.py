@@ -97,6 +97,16 @@ def _use(folder: Path, url: str) -> None:
     assert "exact_match" in listed and "submitted" in listed
     tried = gspo("try", "exact", folder / "rows.jsonl", "--version", version[:8], url=url)
     assert "it printed:\nscored" in tried and re.search(r"^ *0 +2 ", tried, re.MULTILINE)
+    hostile = (
+        'def reward(completions):\n    print("[/red]\\x1b[2J")\n    raise ValueError("[/b]\\x1b]0;" + completions[0])\n'
+    )
+    (folder / "hostile.py").write_text(f"def reward(completions):\n    {hostile}")
+    (folder / "list.json").write_text(json.dumps([{"completion": "a\u2028b"}, {"completion": "c"}]))
+    gspo("submit", folder / "hostile.py", url=url)
+    tried = gspo("try", "hostile", folder / "list.json", url=url)
+    assert r"[/b]\x1b]0;" in tried and r"[/red]\x1b[2J" in tried and "\x1b" not in tried
+    (folder / "none.jsonl").write_text("5\n")
+    assert "none.jsonl: holds no rows" in gspo("try", "hostile", folder / "none.jsonl", url=url, code=2)
     assert version[:12] in gspo("activate", "exact", version[:8], url=url)
     assert gspo("show", "exact", "--source", url=url) == better.read_text()
     assert version[:12] in gspo("show", "exact", url=url)
