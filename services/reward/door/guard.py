@@ -109,7 +109,9 @@ def refusal_of(errors: Sequence[Any]) -> Refusal:
     for error in errors:
         field = ".".join(str(part) for part in error["loc"] if part not in ("body", "path", "query")) or None
         if error["type"] == "json_invalid":  # its place is a character's
-            text, field = f"the body is not JSON: {error['ctx']['error']}, at character {error['loc'][-1]}", None
+            at = [f"at character {part}" for part in error["loc"] if isinstance(part, int)]
+            why = error.get("ctx", {}).get("error", error["msg"])
+            text, field = ", ".join([f"the body is not JSON: {why}", *at]), None
         elif error["type"] == "extra_forbidden":
             text = f"{field}: is no field of this call; /docs lists them"
         elif error["type"] in _NO_OBJECT and field is None:

@@ -100,7 +100,7 @@ def _use(folder: Path, url: str) -> None:
     hostile = (
         'def reward(completions):\n    print("[/red]\\x1b[2J")\n    raise ValueError("[/b]\\x1b]0;" + completions[0])\n'
     )
-    (folder / "hostile.py").write_text(f"def reward(completions):\n    {hostile}")
+    (folder / "hostile.py").write_text(hostile)
     (folder / "list.json").write_text(json.dumps([{"completion": "a\u2028b"}, {"completion": "c"}]))
     gspo("submit", folder / "hostile.py", url=url)
     tried = gspo("try", "hostile", folder / "list.json", url=url)

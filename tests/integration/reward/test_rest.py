@@ -214,5 +214,7 @@ async def test_a_body_that_is_too_large_or_of_another_form_is_refused(redis: Red
         assert (long.status_code, long.json()["problems"][0]["field"]) == (422, "source")
         other = await client.post("", content="x", headers={"content-type": "text/plain"})
         assert (other.status_code, "multipart/form-data" in other.json()["detail"]) == (415, True)
+        broken = await client.post("", content="{", headers={"content-type": "application/json"})
+        assert (broken.status_code, broken.json()["detail"].startswith("the body is not JSON: ")) == (422, True)
         binary = await client.post("", files={"file": ("a.py", b"\xff\xfe\x00")}, data={"name": "a"})
         assert (binary.status_code, binary.json()["problems"][0]["field"]) == (422, "file")
