@@ -167,7 +167,7 @@ def test_config_explains_one_section_or_key(gspo: Call) -> None:
     assert "on_stale" not in output
     _, output, _ = gspo("config", "reward")
     assert "reward.timeout_s" in output
-    assert "services.reward_port" not in output
+    assert "services.redis_url" not in output
     _, output, _ = gspo("config", "reward.functions")
     assert re.search(r"reward\.functions\.N\.part_weights .*Factor of each named part", output)
     assert "reward.sandbox_minimum" not in output
