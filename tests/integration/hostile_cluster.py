@@ -37,7 +37,7 @@ from tests.conftest import free_port
 from tests.service_process import end, make_run
 from tests.tiny_model import make_tiny_model
 
-START_S = 60.0
+START_S = 120.0
 MODULES = {
     "coordinator": "services.coordinator",
     "reward": "services.reward",
@@ -105,7 +105,7 @@ class Cluster:
         return (("authorization", f"Bearer {shared_token(self.config)}"),)
 
 
-def until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+def until(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
     """The first true value of a condition."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -20,10 +20,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from services.common.redis_server import redis_program
 from tests.conftest import free_port
-from tests.integration.hostile_cluster import Cluster, open_cluster, other_run_dir, until
+from tests.integration.hostile_cluster import START_S, Cluster, open_cluster, other_run_dir, until
 from tests.service_process import doors_of, end
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(500)
 STEPS = 60
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_a_wrong_redis_password_ends_a_service_with_one_line(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "wrong").write_text("another-password-of-redis")
     process = cluster.start("coordinator", other_run_dir(cluster, tmp_path, redis_password_file=tmp_path / "wrong"))
-    assert process.wait(30) == 2
+    assert process.wait(START_S) == 2
     (line,) = cluster.said("coordinator", "bad_input")
     assert line["reason"].startswith("services.redis_password_file: Redis does not take it (")
     assert "another-password" not in str(cluster.log("coordinator"))
@@ -81,7 +81,7 @@ def test_they_meet_over_tls_and_take_nobody_without_the_token(cluster: Cluster) 
     for service in ("coordinator", "reward", "generation"):
         cluster.start(service)
     for service in cluster.processes:
-        until(lambda service=service: cluster.get(service, "/readyz").status_code == 200, f"{service} to be ready", 60)
+        until(lambda service=service: cluster.get(service, "/readyz").status_code == 200, f"{service} to be ready")
         address = cluster.member(service)["http"]
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"http://{address}/readyz", trust_env=False)
@@ -104,7 +104,7 @@ def test_the_command_line_finds_its_way(cluster: Cluster) -> None:
     (cluster.config.run_dir / "environment.json").write_text("{}")
     for words, shown in ((["reward", "list", "--run"], "reward"), (["status"], "coordinator-0")):
         command = [sys.executable, "-m", "services.cli", *words, str(cluster.config.run_dir)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
         assert (done.returncode, shown in done.stdout) == (0, True), done.stdout + done.stderr
 
 
