@@ -49,7 +49,8 @@ def run(folder: Path, versions: list[str], watched: Watched) -> WholeRun:
     """Three synchronous steps, watched; in the middle another version of the function is made the one that scores."""
 
     def meanwhile(process: subprocess.Popen[bytes], run_dir: Path) -> None:
-        wait_for_a_step(process, run_dir)
+        if not comes_to_a_step(process, run_dir):
+            return  # what it printed is told where its exit code is looked at
         find_door(run_dir, None).call("POST", "/half/activate", json={"version": versions[1]})
         watched.look(folder, run_dir)
 
@@ -85,7 +86,10 @@ def keep_versions(folder: Path, *sources: str) -> list[str]:
     return versions
 
 
-def wait_for_a_step(process: subprocess.Popen[bytes], run_dir: Path) -> None:
-    """Until the first step is logged; pytest-timeout bounds it."""
-    while process.poll() is None and not (run_dir / "log" / "step-000001.parquet").exists():
+def comes_to_a_step(process: subprocess.Popen[bytes], run_dir: Path) -> bool:
+    """Whether the first step is logged before the run ends; pytest-timeout bounds the wait."""
+    while process.poll() is None:
+        if (run_dir / "log" / "step-000001.parquet").exists():
+            return True
         time.sleep(0.02)
+    return False
