@@ -5,7 +5,7 @@ Carriers alone. Neighbour: worker.py takes them, works on them and lets them go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from gspo_proto.rollout_pb2 import GroupTask
@@ -41,3 +41,8 @@ class Held:
         """Every rollout under way, with what is needed to save it."""
         for rollout in self.under_way.values():
             yield self.source.inbox, self.delivery, rollout
+
+
+def num_fruitless(attempt: int, unfinished: Iterable[UnderWay]) -> int:
+    """Times that a task was handed out since a holder last saved something: one that did has not failed."""
+    return attempt - max((rollout.state.delivery for rollout in unfinished), default=0)

@@ -22,7 +22,7 @@ from services.common.runtime import Service
 from services.common.streams import DONE, Delivery, Inbox, Output, new_consumer
 from services.common.traces import Traces
 from services.generation.engine_api import EngineLike
-from services.generation.held import Held, Source
+from services.generation.held import Held, Source, num_fruitless
 from services.generation.outbox import Outbox
 from services.generation.rollouts import AbortedError, Rollouts
 from services.generation.saver import Saver
@@ -145,8 +145,7 @@ class Worker:
     async def _generate_group(self, held: Held) -> None:
         delivery, task = held.delivery, held.task
         unfinished = await self._unfinished(held)
-        # A holder that saved something has not failed: only what came of nothing counts.
-        fruitless = delivery.attempt - max((rollout.state.delivery for rollout in unfinished), default=0)
+        fruitless = num_fruitless(delivery.attempt, unfinished)
         if unfinished and fruitless > self._max_attempts:
             await self._give_up(held, f"handed out {fruitless - 1} times and never finished")
             return

@@ -1,7 +1,7 @@
 """Rollouts that are cut in two: by a worker's death, by their budget of a step, by its end, by new weights.
 
 Workers, saves and streams are real, on a real Redis; the engine only takes time, and its log-probs follow from token,
-place and weights, so every token can be checked. test_service.py kills a real generator.
+place and weights, so every token can be checked.
 """
 
 from __future__ import annotations
@@ -223,25 +223,3 @@ async def test_saved_tokens_of_older_weights_are_dropped_under_restart(
     other = start(config, redis_url, "other", version=1)
     assert {version for rollout in await finished(redis, keys, 4) for version in rollout.version} == {1}
     await other.end()
-
-
-async def test_a_holder_that_saved_something_does_not_count_as_one_that_failed(
-    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
-) -> None:
-    """More deaths than staleness.max_attempts (3) allows a task that comes to nothing."""
-    config = configure(tmp_path, save_tokens=4)
-    await issue(redis, keys, 5)
-    before: dict[int, int] = {}
-    for death in range(5):
-        generator = start(config, redis_url, str(death), decode_s=0.02)
-        saved: dict[int, int] = {}
-        while len(saved) < 4 or any(num <= before.get(number, 0) for number, num in saved.items()):
-            await asyncio.sleep(0.005)
-            saved = {rollout.number: rollout.num_saved for *_, rollout in generator.worker._under_way()}
-        before = saved
-        await generator.kill()
-    generator = start(config, redis_url, "last")
-    for rollout in await finished(redis, keys, 4):
-        check_tokens(rollout, KEYS)
-    assert await redis.xlen(keys.dead) == 0
-    await generator.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, RolloutState, Sampling
 from services.generation.engine_api import Completion, Tokens
+from services.generation.held import num_fruitless
 from services.generation.stop_strings import cut_at_stop
 from services.generation.under_way import UnderWay, mark_of
 
@@ -59,6 +60,14 @@ def test_a_restart_keeps_the_id_and_the_start_and_nothing_else() -> None:
     assert rollout.restart() == 2
     assert rollout.state == RolloutState(schema=1, started_unix_s=started, num_turns=1, generator="generation-0")
     assert (rollout.mark, rollout.oldest_version) == ("7-3", None)
+
+
+def test_a_holder_that_saved_something_does_not_count_as_one_that_failed() -> None:
+    fresh, second = under_way(), under_way(under_way().snapshot(tokens([10], 1), delivery=2).SerializeToString())
+    assert num_fruitless(4, [fresh]) == 4
+    assert num_fruitless(4, [fresh, second]) == 2
+    put_aside = under_way(second.snapshot(tokens([], 1), delivery=0).SerializeToString())
+    assert num_fruitless(1, [put_aside]) == 1
 
 
 def test_marks_of_evaluations_are_apart() -> None:
