@@ -15,8 +15,9 @@ from services.common.members import Member
 
 def learner(**generator: object) -> Member:
     current = {"name": "generation-0 (a:1)", "state": "current", "version": 7, "num_failures": 0, "problem": ""}
+    current |= {"since_unix_s": None}
     activity = {"kind": "busy", "what": "training", "detail": "step 8", "since_unix_s": time.time()}
-    facts = {"generators": [current | {"since_unix_s": None}, current | generator]}
+    facts = {"generators": [current, current | generator]}
     return Member("learner", "learner-0", beat_unix_s=time.time(), activity=activity, facts=facts)
 
 
