@@ -69,6 +69,7 @@ class LearnerPeer:
         self.down = False
         self._beats: asyncio.Task[None] | None = None
         self._records: asyncio.Task[None] | None = None
+        self._settles: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await self._server.start()
@@ -81,6 +82,8 @@ class LearnerPeer:
         assert self._beats is not None and self._records is not None
         await _cancel(self._beats)
         await _cancel(self._records)
+        if self._settles:
+            await _cancel(self._settles)
         await self._server.stop(0)
 
     async def _record(self) -> None:
@@ -111,12 +114,19 @@ class LearnerPeer:
         await self.send(Event(version_live=VersionLive(version=version)))
 
     async def training_done(self, reason: str) -> None:
-        """The last step is trained; what is open is settled, as after a stop it is not."""
-        if not reason.startswith("stopped") and not self.down:
-            settled = {group for part in self.progress.settled for group in range(part.first, part.last + 1)}
-            await self.filtered(*({int(group) for group in await self.redis.hkeys(self.keys.open)} - settled))
+        """The last step is trained; from here on what is open is settled, as after a stop it is not."""
         self.progress.done, self.progress.done_reason = True, reason
         await self.send(Event(training_done=TrainingDone(version=self.progress.version, reason=reason)))
+        if not reason.startswith("stopped") and not self.down:
+            self._settles = asyncio.create_task(self._settle_open())
+
+    async def _settle_open(self) -> None:
+        """The coordinator may issue more before it has heard that training is done."""
+        while True:
+            settled = {group for part in self.progress.settled for group in range(part.first, part.last + 1)}
+            if left := {int(group) for group in await self.redis.hkeys(self.keys.open)} - settled:
+                await self.filtered(*left)
+            await asyncio.sleep(0.1)
 
     async def send(self, event: Event) -> None:
         event.epoch = self.progress.epoch
