@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 from redis.asyncio import Redis
 
 from gspo_proto import reward_pb2_grpc
@@ -18,6 +19,7 @@ from services.common.members import Member, Registration
 from services.common.rpc import GrpcServer
 from services.generation.environments import Environments
 
+pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 REQUEST = StepRequest(environment="game", state_json="1", action="a")
 
 
