@@ -21,8 +21,8 @@ from gspo_proto.rollout_pb2 import Outcome, Rollout, Score, ScoredRollout
 
 SCHEMA_NUMBER = b"1"
 NO_MINI_BATCH = -1
-# What float32 holds, squared, in sums over a batch: beyond it advantages are not numbers.
-_LARGEST_REWARD = 1e15
+# Advantages are float32, and made in float64, which holds the square of this.
+_LARGEST_REWARD = float(np.finfo(np.float32).max)
 
 Int = Annotated[int, pa.int64()]
 Small = Annotated[int, pa.int32()]
@@ -182,8 +182,10 @@ def _reward_or_failure(score: Score, logp_T: NDArray[np.float32]) -> tuple[float
         raise ValueError("a score holds neither a reward nor a failure")
     if result == "failure":
         return None, score.failure
-    if not abs(score.reward) <= _LARGEST_REWARD:
+    if not math.isfinite(score.reward):
         return None, f"the reward is {score.reward}, not a finite number"
+    if abs(score.reward) > _LARGEST_REWARD:
+        return None, f"the reward is {score.reward:g}, beyond what float32 holds ({_LARGEST_REWARD:g})"
     if not np.isfinite(logp_T).all():
         return None, "a behavior log-prob is not a finite number"
     return score.reward, None

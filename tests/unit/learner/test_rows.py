@@ -56,6 +56,12 @@ def test_a_reward_that_is_not_finite_is_a_failure(scored, reward: float) -> None
     assert json.loads(row.parts_json)[0]["value"] is None
 
 
+def test_a_reward_that_float32_does_not_hold_is_a_failure(scored) -> None:
+    assert row_from_scored(scored(reward=3e38)).reward == 3e38
+    row = row_from_scored(scored(reward=-1e39))
+    assert (row.reward, row.failure) == (None, "the reward is -1e+39, beyond what float32 holds (3.40282e+38)")
+
+
 def test_a_log_prob_that_is_not_finite_is_a_failure(scored) -> None:
     row = row_from_scored(scored(logp=[-0.5, -math.inf]))
     assert (row.reward, row.failure) == (None, "a behavior log-prob is not a finite number")
