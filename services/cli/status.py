@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from contextlib import suppress
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -53,15 +55,27 @@ def status(run_dir: Path | None, console: Console, *, watch: bool = False) -> No
         console.print(look.page(asyncio.run(look.members())), highlight=False)
         return
     usage = Usage()
-    with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
-        while look.runs:
+    with _until_ctrl_c() as asked, Live(console=console, auto_refresh=False) as live:
+        while look.runs and not asked.is_set():
             try:
                 found = asyncio.run(look.members())
             except InputError:  # Redis is the last to start and the first to be missed
                 found = []
             live.update(look.page(found, usage.look(found)), refresh=True)
-            time.sleep(_WATCH_S)
-        live.update(look.page([]), refresh=True)
+            asked.wait(_WATCH_S)
+        if not asked.is_set():
+            live.update(look.page([]), refresh=True)
+
+
+@contextmanager
+def _until_ctrl_c() -> Iterator[threading.Event]:
+    """Set by Ctrl-C. As an exception it could come amid a drawing, or be taken by an answer of Redis under way."""
+    asked = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Look:
