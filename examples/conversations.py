@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -225,3 +226,28 @@ def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None) -> i
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return subprocess.run([sys.executable, "-m", "services.cli", "run", path], check=False, cwd=ROOT).returncode
+
+
+def demo(example: Path, make: Callable[[Path, int], Any], meaning: str) -> None:
+    """The command of an example: its cold start, then `gspo run` on it. Ends the process with that run's exit code.
+
+    Args:
+        example: Its folder, with config.yaml.
+        make: Makes model and prompts in a folder, from a seed.
+        meaning: What --help says it does.
+    """
+
+    def main(
+        seed: Annotated[
+            int, typer.Option(min=0, help="Everything that is drawn: lessons, weights, order, samples")
+        ] = 0,
+        steps: Annotated[int | None, typer.Option(min=1, help="Steps to train; config.yaml's by default")] = None,
+        runs: Annotated[Path, typer.Option(help="Folder for the run directory")] = ROOT / "runs",
+        cache: Annotated[Path, typer.Option(help="Folder for cold starts")] = ROOT / ".cache" / example.name,
+    ) -> None:
+        folder = (cache / f"seed-{seed}").resolve()
+        make(folder, seed)
+        raise typer.Exit(run(example, folder, runs.resolve(), seed, steps))
+
+    main.__doc__ = meaning
+    typer.run(main)

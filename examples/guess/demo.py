@@ -6,28 +6,12 @@ cold_start.py makes model and prompts, game.py is the environment, config.yaml s
 
 import sys
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
 
-
-def main(
-    seed: Annotated[int, typer.Option(min=0, help="Everything that is drawn: lessons, weights, order, samples")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train; config.yaml's by default")] = None,
-    runs: Annotated[Path, typer.Option(help="Folder for the run directory")] = HERE.parent.parent / "runs",
-    cache: Annotated[Path, typer.Option(help="Folder for cold starts")] = HERE.parent.parent / f".cache/{HERE.name}",
-) -> None:
-    """Make a small model that guesses badly, and train it by its rewards alone."""
-    from cold_start import make
-    from conversations import run
-
-    folder = (cache / f"seed-{seed}").resolve()
-    make(folder, seed)
-    raise typer.Exit(run(HERE, folder, runs.resolve(), seed, steps))
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    from cold_start import make
+    from conversations import demo
+
+    demo(HERE, make, "Make a small model that guesses badly, and train it by its rewards alone.")
