@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 
-from services.common.config import Config, TlsConfig
+from services.common.config import Config
+from services.common.services_config import TlsConfig
 from services.common.trust import client_context, shared_token
 
 

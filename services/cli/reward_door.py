@@ -18,10 +18,11 @@ from services.cli import doors
 from services.cli.outcome import RunError
 from services.cli.rundir import check_run_dir, is_held, supervisor_facts
 from services.cli.status import read_members
-from services.common.config import Config, TlsConfig
+from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.errors import InputError
 from services.common.runtime import CONFIG_NAME
+from services.common.services_config import TlsConfig
 from services.common.trust import check_tls, shared_token
 
 URL_VARIABLE, TOKEN_VARIABLE, CA_VARIABLE = "GSPO_REWARD_URL", "GSPO_REWARD_TOKEN", "GSPO_REWARD_CA"

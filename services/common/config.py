@@ -2,14 +2,14 @@
 
 It holds no machine facts (ports chosen, paths found) and never rewrites a value: a contradiction is an error.
 Neighbours: algorithm.py for the `algorithm` section, environment_config.py for `environment`, measuring_config.py for
-`evaluation` and `tracking`, configfile.py for reading, resuming and explaining.
+`evaluation` and `tracking`, services_config.py for `services`, configfile.py for reading, resuming and explaining.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -19,6 +19,7 @@ from services.common.environment_config import ENVIRONMENT_PART, EnvironmentConf
 from services.common.keep_best import BestFigure, best_figure
 from services.common.measuring_config import EvaluationConfig, TrackingConfig
 from services.common.section import ON_RESUME, RunName, Section, VersionText
+from services.common.services_config import ServicesConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # What `reward.functions.N.builtin` may name; the reward service has a file or a client for each.
@@ -34,7 +35,6 @@ Builtin = Literal[
     "reward_model",
     "llm_judge",
 ]
-Port = Annotated[int, Field(ge=0, le=65535)]
 # On two cores 2048 took 0.6 of the time of 8192 for answers of mixed lengths: it stays in the cache.
 MICRO_BATCH_TOKENS = 2048
 
@@ -434,100 +434,6 @@ class RunConfig(Section):
         description="Longest that Ctrl-C waits for the step under way and a checkpoint",
         json_schema_extra=ON_RESUME,
     )
-
-
-class TlsConfig(Section):
-    """Certificates of the services: with them HTTP and gRPC speak TLS."""
-
-    cert: Path | None = Field(
-        None,
-        description="Certificate that every service shows, in PEM, with its chain; it turns TLS on",
-        json_schema_extra=ON_RESUME,
-    )
-    key: Path | None = Field(
-        None, description="The certificate's private key, in PEM, without a passphrase", json_schema_extra=ON_RESUME
-    )
-    ca: Path | None = Field(
-        None,
-        description="Certificates of those who may sign for the services and for Redis; the machine's own by default",
-        json_schema_extra=ON_RESUME,
-    )
-    server_name: str | None = Field(
-        None,
-        description="Name in every service's certificate, looked for instead of its host's: one certificate for hosts "
-        "that come and go",
-        json_schema_extra=ON_RESUME,
-    )
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the services' doors speak TLS."""
-        return self.cert is not None
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> TlsConfig:
-        for key, other in (("cert", "key"), ("key", "cert"), ("server_name", "cert")):
-            if getattr(self, key) is not None and getattr(self, other) is None:
-                raise ValueError(f"services.tls.{key}: is of no use without services.tls.{other}. Set both, or neither")
-        return self
-
-
-class ServicesConfig(Section):
-    """Where the services listen."""
-
-    host: str = Field(
-        "127.0.0.1",
-        description="Address that every service binds, and the Redis that a run starts; one beyond loopback needs "
-        "token_file, and that Redis redis_password_file",
-        json_schema_extra=ON_RESUME,
-    )
-    redis_url: str | None = Field(
-        None,
-        description="Redis in use, rediss:// for TLS; none starts the redis-server of this package or machine",
-        json_schema_extra=ON_RESUME,
-    )
-    redis_password_file: Path | None = Field(
-        None,
-        description="File with Redis's password; one on another machine must have it",
-        json_schema_extra=ON_RESUME,
-    )
-    coordinator_port: Port = Field(
-        0, description="Run state and control over REST; 0 picks a free port", json_schema_extra=ON_RESUME
-    )
-    reward_port: Port = Field(
-        0, description="Reward functions over REST; 0 picks a free port", json_schema_extra=ON_RESUME
-    )
-    token_file: Path | None = Field(
-        None, description="File with the token that services show each other", json_schema_extra=ON_RESUME
-    )
-    lease_s: PositiveFloat = Field(
-        30.0, description="A worker silent for so long loses its work to another", json_schema_extra=ON_RESUME
-    )
-    otlp_endpoint: str | None = Field(
-        None,
-        pattern=r"^https?://[^\s/]+(:\d+)?/?$",
-        description="Collector that takes traces of rollouts by OTLP over gRPC, such as http://127.0.0.1:4317",
-        json_schema_extra=ON_RESUME,
-    )
-    max_restarts: int = Field(
-        5,
-        ge=0,
-        description="Times a service that dies is started again before the run gives up",
-        json_schema_extra=ON_RESUME,
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Lowest level of log lines written", json_schema_extra=ON_RESUME
-    )
-    tls: TlsConfig = Field(default_factory=TlsConfig)
-
-    @model_validator(mode="after")
-    def _no_password_in_the_open(self) -> ServicesConfig:
-        if self.redis_url is not None and urlsplit(self.redis_url).password is not None:
-            raise ValueError(
-                "services.redis_url: holds a password, which the run directory and its logs would keep. "
-                "Leave it out there, write it into a file and name that in services.redis_password_file"
-            )
-        return self
 
 
 class Config(Section):

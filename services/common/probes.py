@@ -17,10 +17,10 @@ import uvicorn
 from prometheus_client import CollectorRegistry, make_asgi_app
 
 from services.common import metrics
-from services.common.config import TlsConfig
 from services.common.errors import InputError
 from services.common.refusals import note_refusal
 from services.common.runtime import Service
+from services.common.services_config import TlsConfig
 from services.common.trust import reachable_host
 
 Scope = MutableMapping[str, Any]

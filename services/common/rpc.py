@@ -12,9 +12,9 @@ from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from services.common.config import TlsConfig
 from services.common.errors import InputError
 from services.common.grpc_guard import TOKEN_HEADER, Guard
+from services.common.services_config import TlsConfig
 from services.common.trust import pem, reachable_host
 
 # A frame of weights is about 1 MiB; a group of long rollouts stays well below this.

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 
 from redis.exceptions import AuthenticationError
 
-from services.common.config import Config, TlsConfig
+from services.common.config import Config
 from services.common.errors import InputError
+from services.common.services_config import TlsConfig
 
 EVERY_INTERFACE = ("0.0.0.0", "::")  # noqa: S104 - recognised here, bound by who asks for it
 MIN_SECRET_CHARS = 16

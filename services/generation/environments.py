@@ -22,10 +22,10 @@ from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetReq
 from gspo_proto.reward_pb2_grpc import RewardStub
 from services.common import metrics
 from services.common.activity import Activity
-from services.common.config import TlsConfig
 from services.common.keys import HEARTBEAT_S, Keys
 from services.common.members import Member, members
 from services.common.rpc import open_channel, token_metadata
+from services.common.services_config import TlsConfig
 
 # Longest that a step is tried on one replica after another; a reward service that was killed is back in seconds.
 REACH_TIMEOUT_S = 60.0
