@@ -34,6 +34,7 @@ _ROUNDS = 7
 
 def measure(orders: dict[str, Any]) -> dict[str, Any]:
     """Seconds of a whole policy on each way, and of the changes of every learning rate's last version by gRPC."""
+    keep_freed_memory()  # as the learner does
     whole = policy(0, 0)
     last = orders["versions"]
     changes = {f"{rate:g}": Frames(policy(rate, last), policy(rate, last - 1)) for rate in orders["rates"]}

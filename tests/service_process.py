@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -85,8 +86,16 @@ def end(process: subprocess.Popen[bytes], timeout_s: float = 20.0) -> None:
         process.wait(timeout_s)
 
 
-def doors_of(pid: int) -> set[str]:
-    """Addresses on which a process and all below it listen."""
+def assert_on_loopback_alone(pid: int, *addresses: str) -> None:
+    """A process and all below it listen on loopback alone: on the addresses given, and wherever else.
+
+    What listens on every address of a machine answers on 127.0.0.2 too. Where else a process listens is asked of the
+    kernel; some (gVisor's) do not say.
+    """
+    for address in addresses:
+        port = int(address.rpartition(":")[2])
+        assert answers("127.0.0.1", port), f"nothing listens on {address}"
+        assert not answers("127.0.0.2", port), f"{address} is open beyond loopback"
     parent = psutil.Process(pid)
     found = {
         connection.laddr.ip
@@ -95,7 +104,14 @@ def doors_of(pid: int) -> set[str]:
         if connection.status == psutil.CONN_LISTEN
     }
     # gRPC listens on a socket for both versions of IP.
-    return {address.removeprefix("::ffff:") for address in found}
+    assert {address.removeprefix("::ffff:") for address in found} <= {"127.0.0.1", "::1"}
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether something listens there."""
+    with socket.socket() as tried:
+        tried.settimeout(5)
+        return tried.connect_ex((host, port)) == 0
 
 
 def log_events(path: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Memory that is freed and taken again at once: keep it, instead of giving it back to the system each time.
 
-glibc hands large blocks back when they are freed, and takes them anew, page by page, for the next one. A receiver of
-weights lets go of one frame after another: half of its time went there. Neighbours: the generation service's entry
-point; the benchmark of the transfer.
+glibc hands large blocks back when they are freed, and takes them anew, page by page, for the next one. Sender and
+receiver of weights let go of one frame after another: half of a push's transfer went there. Neighbours: the entry
+points of learner and generation; the benchmark of the transfer.
 """
 
 from __future__ import annotations

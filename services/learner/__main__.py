@@ -13,6 +13,7 @@ import structlog
 from services.common.config import Config
 from services.common.cpu_threads import wait_shortly
 from services.common.errors import EXIT_BAD_INPUT, InputError
+from services.common.freed_memory import keep_freed_memory
 from services.common.runtime import exit_bad_input, parse_options, run_service, stay
 from services.learner.check import check
 from services.learner.ranks import die_with_the_launcher, is_launched, own_rank
@@ -23,6 +24,7 @@ MEANING = "Trains the policy on scored rollouts with DeepSpeed, and pushes every
 def main() -> None:
     """Check, or train until the run ends."""
     wait_shortly()
+    keep_freed_memory()
     options = parse_options("learner", check, meaning=MEANING)
     if is_launched():
         die_with_the_launcher()

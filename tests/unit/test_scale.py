@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from gspo_proto.rollout_pb2 import Rollout
 
 TEXT = (Path(__file__).parents[2] / "docs/scale.md").read_text()
-MEASURED = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text()
+MEASURED = json.loads((Path(__file__).parents[2] / "docs/benchmarks.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,14 @@ def test_by_hand(formulas: ModuleType) -> None:
 
 
 def test_constants_are_the_measured_ones(formulas: ModuleType) -> None:
-    assert f"{formulas.SCORES:,} rollouts/s" in MEASURED
-    assert "1e-6 3.2 to 6.2 % of the elements change and 1.9 to 3.3 % of all bytes" in MEASURED
-    assert formulas.CHANGED == 0.033
+    packing = {case["rate"]: case for case in MEASURED["push"]["cases"] if case["kind"] == "packing"}
+    most = {rate: max(v["gaps"]["bytes"] / v["bytes"] for v in case["versions"]) for rate, case in packing.items()}
+    assert most == pytest.approx({1e-6: formulas.CHANGED, 3e-6: 0.073, 1e-5: 0.121}, abs=0.001)
+    (wire,) = (case for case in MEASURED["push"]["cases"] if case["kind"] == "wire")
+    (stream,) = (case for case in MEASURED["reward"]["cases"] if case["what"] == "stream")
+    # Rates are not to be promised too high, and differ from one day to another.
+    assert 0.3 < formulas.PUSH / (wire["bytes"] / wire["grpc_s"]) < 1
+    assert 0.3 < formulas.SCORES / stream["per_s"] < 1
     rollout = Rollout(
         token_ids=[75_000] * 3072 + [10_000] * 1024, logp=[-0.5] * 4096, version=[17] * 4096, text="abcd" * 4096
     )
@@ -81,7 +87,7 @@ def test_constants_are_the_measured_ones(formulas: ModuleType) -> None:
 def test_what_is_said_of_a_size(formulas: ModuleType) -> None:
     one, _, sixty_four, middle, thousand = formulas.RUNS
     assert 0.15 < sixty_four.push_s / sixty_four.step_s < 0.25, "a fifth of a step"
-    assert formulas.SCORES / sixty_four.rollouts_s > 200, "two hundred times what comes"
+    assert formulas.SCORES / sixty_four.rollouts_s > 100, "a hundred times what comes"
     assert middle.log_bytes_day > 100e9
     assert 0.7 < thousand.push_s / thousand.step_s < 1, "within a step, and barely"
     small = formulas.Run(1_000, 32e9, groups=1_024, answers=16, tokens=8_000, gpus_each=1)

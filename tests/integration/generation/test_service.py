@@ -43,7 +43,7 @@ from services.common.runtime import connect_redis
 from services.common.streams import append, create_consumer_groups
 from services.learner.frames import Frames
 from services.learner.weights import Policy, policy_from
-from tests.service_process import doors_of, make_run, registered, service_process, wait_exit
+from tests.service_process import assert_on_loopback_alone, make_run, registered, service_process, wait_exit
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(400)
@@ -162,7 +162,8 @@ async def test_the_heartbeat_has_the_digest_of_the_folder(running: Running) -> N
 
 async def test_every_door_is_on_loopback_alone(running: Running) -> None:
     """vLLM's own among them."""
-    assert doors_of(running.process.pid) <= {"127.0.0.1", "::1"}
+    member = await wait_for_member(running.redis, running.keys, "generation", 5)
+    assert_on_loopback_alone(running.process.pid, member.http, member.grpc)
 
 
 async def test_generate_streams_rollouts(running: Running) -> None:

@@ -24,7 +24,7 @@ from services.common.members import members
 from services.common.rpc import open_channel
 from services.common.streams import append
 from tests.integration.learner.feeder import NUM_ROLLOUTS, Feeder, lines, run_of, scored
-from tests.service_process import doors_of, registered, service_process, wait_exit
+from tests.service_process import assert_on_loopback_alone, registered, service_process, wait_exit
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(300)]
 
@@ -35,8 +35,8 @@ async def test_a_kill_between_log_and_checkpoint_costs_nothing(
     config = run_of(tmp_path)
     feeder = Feeder(redis, keys)
     with service_process("learner", config, redis_url) as first:
-        await registered(first, redis, keys, "learner")
-        assert doors_of(first.pid) <= {"127.0.0.1", "::1"}
+        member = await registered(first, redis, keys, "learner")
+        assert_on_loopback_alone(first.pid, *filter(None, (member.http, member.grpc)))
         await feeder.feed(range(4), 0)
         await feeder.event("step_done", num=1)
         await feeder.feed(range(4, 8), 1)
