@@ -37,6 +37,6 @@ def test_a_replay_leaves_out_what_the_log_says_was_left_out(tmp_path: Path, scor
         for step in (1, 2):
             run.write_step(step, [replace(row_from_scored(scored(step)), step=step)])
         run.append_not_applied(2, [{"update": 3, "mini_batch": 1, "reason": "the loss is nan"}])
-        maker, _, last = recover(config, tmp_path / "model", run, Activity(), _Told)
+        maker, _, last = recover(config, tmp_path / "model", run, Activity("learner"), _Told)
         assert [version.version for version in run.versions()] == [1, 2]
     assert (last, maker.known) == (2, {1: [], 2: [3]})
