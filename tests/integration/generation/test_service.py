@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -32,17 +35,19 @@ from gspo_proto.rollout_pb2 import (
     GroupTask,
     Prompt,
     Rollout,
+    RolloutState,
     Sampling,
 )
 from services.common.config import Config
 from services.common.events import Events
 from services.common.keys import Keys
-from services.common.members import wait_for_member
+from services.common.members import Member, members, wait_for_member
 from services.common.rpc import open_channel
 from services.common.runtime import connect_redis
-from services.common.streams import append, create_consumer_groups
+from services.common.streams import DONE, append, create_consumer_groups
 from services.learner.frames import Frames
 from services.learner.weights import Policy, policy_from
+from tests.integration.generation.test_engine import Reference
 from tests.service_process import assert_on_loopback_alone, make_run, registered, service_process, wait_exit
 from tests.tiny_model import make_tiny_model
 
@@ -234,6 +239,64 @@ async def test_all_groups_of_a_killed_generator_are_taken_over_at_once(running: 
     )
     found = await rollouts(running, 32, timeout_s=lease_s)  # the leases are looked at three times in it
     assert {rollout.group for rollout in found} == set(range(400, 408))
+
+
+async def test_a_killed_generator_costs_what_it_had_not_saved(running: Running, redis_url: str) -> None:
+    """A second process takes the task, while the first one stands still, and is killed in the middle of it."""
+    redis, keys, process = running.redis, running.keys, running.process
+    newest = await describe(running)
+    with service_process("generation", running.config, redis_url, "--name", "doomed") as doomed:
+        channel = open_channel((await named(doomed, redis, keys, "doomed")).grpc)
+        policy = policy_of(Path(running.config.model.path), newest.version, scale=1.4)
+        assert policy.digest == newest.digest
+        await push(replace(running, stub=GenerationStub(channel)), policy, epoch=newest.epoch)
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(0.3)  # a read that it has begun is over by now
+            await append(redis, keys.prompts, [task(500, max_tokens=384, num_rollouts=8).SerializeToString()])
+            saved = await saved_states(redis, keys, 500)
+        finally:
+            os.killpg(doomed.pid, signal.SIGKILL)
+            os.kill(process.pid, signal.SIGCONT)
+        await channel.close(None)
+    found = {rollout.number: rollout for rollout in await rollouts(running, 8)}
+    assert sorted(found) == list(range(8))
+    assert any(found[number].generator != "doomed" for number in saved)
+    for number, state in saved.items():
+        rollout, kept = found[number], len(state.token_ids)
+        assert kept >= running.config.generation.save_tokens // 2
+        assert list(rollout.token_ids[:kept]) == list(state.token_ids)
+        assert list(rollout.logp[:kept]) == list(state.logp)
+        assert list(rollout.version[:kept]) == list(state.version) == [newest.version] * kept
+    model = AutoModelForCausalLM.from_pretrained(running.config.model.path, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        parameter.data *= 1.4 if "norm" in name else 1.0
+    for rollout in found.values():
+        assert len(rollout.token_ids) == len(rollout.logp) == len(rollout.version) == len(rollout.mask)
+        expected = Reference(model).logp(list(rollout.prompt.token_ids), list(rollout.token_ids), temperature=1.0)
+        assert np.abs(np.array(rollout.logp) - expected).max() < 1e-3
+
+
+async def named(process: subprocess.Popen[bytes], redis: Redis, keys: Keys, name: str) -> Member:
+    """A further generator's member, once its engine serves."""
+    while True:
+        assert process.poll() is None, f"{name} ended before it registered"
+        if found := [one for one in await members(redis, keys, "generation") if one.name == name and one.grpc]:
+            return found[0]
+        await asyncio.sleep(0.1)
+
+
+async def saved_states(redis: Redis, keys: Keys, group: int) -> dict[int, RolloutState]:
+    """What was saved of a group's rollouts, once that is something of two or more."""
+    while True:
+        found = {
+            int(mark.decode().partition("-")[2]): RolloutState.FromString(state)
+            for mark, state in (await redis.hgetall(keys.partial)).items()
+            if mark.startswith(f"{group}-".encode()) and state != DONE
+        }
+        if len(found) > 1:
+            return found
+        await asyncio.sleep(0.005)
 
 
 async def test_a_prompt_that_the_engine_refuses_fails_its_group_with_the_reason(running: Running) -> None:
