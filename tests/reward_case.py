@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout, Score
-from services.common.config import RewardConfig
 from services.common.events import SCHEMA
+from services.common.reward_config import RewardConfig
 
 
 def answer_of(text: str, *, group: int = 0, number: int = 0, **columns: Any) -> Rollout:

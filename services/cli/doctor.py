@@ -17,11 +17,12 @@ from services.cli import findings
 from services.cli.checks import check_ports, check_redis, check_services
 from services.cli.findings import GIB, Finding
 from services.cli.outcome import RunError
-from services.common.config import Config, RewardConfig
+from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.errors import InputError
 from services.common.keys import SERVICES
 from services.common.model_files import ModelFiles, read_model_files
+from services.common.reward_config import RewardConfig
 from services.common.training_memory import kept_bytes, num_trained, training_bytes
 
 _STYLES = {"OK": "green", "warning": "yellow", "problem": "bold red"}

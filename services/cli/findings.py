@@ -20,10 +20,10 @@ from typing import Literal, get_args
 
 from packaging.requirements import Requirement
 
-from services.common.config import RewardConfig
 from services.common.errors import InputError
 from services.common.machine import free_memory
 from services.common.redis_server import redis_program
+from services.common.reward_config import RewardConfig
 
 GIB = 2**30
 Level = Literal["OK", "warning", "problem"]

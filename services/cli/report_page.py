@@ -22,7 +22,8 @@ from services.cli.report_samples import read_samples
 from services.cli.report_summary import difference, notes
 from services.cli.view import duration
 from services.common.advice import NEVER_CLIPPED_STEPS, advice
-from services.common.config import Config, LearnerConfig, LoraConfig
+from services.common.config import Config
+from services.common.learner_config import LearnerConfig, LoraConfig
 from services.common.step_time import shares
 
 _TEMPLATES = Path(__file__).parent / "templates"

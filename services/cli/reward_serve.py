@@ -19,10 +19,11 @@ from services.cli.lineup import REDIS, Job, service_programs
 from services.cli.rundir import SERVICES_DIR, Plan, hold, prepare, write_supervisor_facts
 from services.cli.session import Interrupts, first_of, start_redis
 from services.cli.supervisor import Supervisor
-from services.common.config import Config, RewardFunction
+from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.keys import Keys
 from services.common.members import wait_for_member
+from services.common.reward_config import RewardFunction
 
 START_TIMEOUT_S = 60.0
 # No run has its name: it would take the rollouts of one.

@@ -1,42 +1,28 @@
 """The configuration of a run: every key with its type, default, bounds and meaning.
 
 It holds no machine facts (ports chosen, paths found) and never rewrites a value: a contradiction is an error.
-Neighbours: algorithm.py for the `algorithm` section, environment_config.py for `environment`, measuring_config.py for
-`evaluation` and `tracking`, services_config.py for `services`, configfile.py for reading, resuming and explaining.
+Neighbours: algorithm.py for the `algorithm` section, environment_config.py, learner_config.py, reward_config.py and
+services_config.py for those of their names, measuring_config.py for `evaluation` and `tracking`; configfile.py for
+reading, resuming and explaining.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from services.common.algorithm import AlgorithmConfig
 from services.common.environment_config import ENVIRONMENT_PART, EnvironmentConfig
 from services.common.keep_best import BestFigure, best_figure
+from services.common.learner_config import MICRO_BATCH_TOKENS, LearnerConfig
 from services.common.measuring_config import EvaluationConfig, TrackingConfig
-from services.common.section import ON_RESUME, RunName, Section, VersionText
+from services.common.reward_config import RewardConfig
+from services.common.section import ON_RESUME, RunName, Section
 from services.common.services_config import ServicesConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-# What `reward.functions.N.builtin` may name; the reward service has a file or a client for each.
-Builtin = Literal[
-    "exact_match",
-    "numeric",
-    "math_equivalence",
-    "regex",
-    "json_schema",
-    "code_tests",
-    "length_penalty",
-    "repetition_penalty",
-    "reward_model",
-    "llm_judge",
-]
-# On two cores 2048 took 0.6 of the time of 8192 for answers of mixed lengths: it stays in the cache.
-MICRO_BATCH_TOKENS = 2048
 
 
 class ModelConfig(Section):
@@ -61,143 +47,6 @@ class DataConfig(Section):
         description="What to do with a prompt of more than algorithm.prompt_length tokens; truncate keeps its end",
     )
     shuffle: bool = Field(True, description="Shuffle every pass over the prompts, each differently, from the seed")
-
-
-class RewardFunction(Section):
-    """One function that scores answers: a file, a built-in, an HTTP address, or a name registered over REST."""
-
-    path: Path | None = Field(
-        None, description="Python file with `reward(prompts, completions, **columns)` or verl's `compute_score`"
-    )
-    builtin: Builtin | None = Field(None, description="A function that comes with gspo, instead of a file")
-    url: str | None = Field(
-        None,
-        pattern=r"^https?://[^\s]+$",
-        description="HTTP server of yours that scores, by OpenRLHF's remote form, instead of a file",
-    )
-    name: RunName | None = Field(
-        None,
-        description="Name in logs and metrics; the file's, built-in's or host's by default. Alone: a function "
-        "registered over REST",
-    )
-    version: VersionText | None = Field(
-        None, description="Version of a registered function, or its first 8 or more characters; else its active one"
-    )
-    entry: str | None = Field(None, description="Name of the function, where the file holds more than one")
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="Further keyword arguments of the function, such as a built-in's options"
-    )
-    weight: float = Field(1.0, description="Factor of this function's value in the summed reward")
-    timeout_s: PositiveFloat | None = Field(None, description="Longest a call may take; reward.timeout_s by default")
-    memory_mb: PositiveInt | None = Field(
-        None, description="Address space of its process, in MiB; reward.memory_mb by default"
-    )
-    part_weights: dict[str, float] = Field(
-        default_factory=dict, description="Factor of each named part of its value; 1 for a part that is not named"
-    )
-    reads: tuple[Path, ...] = Field(
-        (),
-        description="Files and folders beside its own file that it may read and import from; everything else is hidden",
-    )
-
-    @property
-    def label(self) -> str:
-        """Name in tasks, scores, logs and metrics."""
-        if self.name or self.builtin:
-            return self.name or self.builtin or ""
-        return self.path.stem if self.path else re.sub(r"[^A-Za-z0-9._-]", "-", urlsplit(self.url or "").netloc)
-
-    @property
-    def registered(self) -> bool:
-        """Whether it is a name of the registry."""
-        return self.path is None and self.builtin is None and self.url is None
-
-    @model_validator(mode="after")
-    def _is_one_thing(self) -> RewardFunction:
-        given = [key for key in ("path", "builtin", "url") if getattr(self, key) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{given[1]}: stands beside {given[0]}, and a function is one of them. Leave one out")
-        if not given and self.name is None:
-            raise ValueError("path: is missing. Set path, builtin, url, or the name of a registered function")
-        if given and self.version is not None:
-            raise ValueError(f"version: a function by {given[0]} has no registered version. Leave it out")
-        if self.entry is not None and given != ["path"]:
-            raise ValueError("entry: belongs to a file. Leave it out, or set path")
-        return self
-
-
-class RewardConfig(Section):
-    """What an answer is worth."""
-
-    functions: tuple[RewardFunction, ...] = Field(
-        (),
-        description="One or more functions, none only where an environment rewards; their weighted values are summed",
-    )
-    timeout_s: PositiveFloat = Field(
-        10.0, description="Longest a call may take before its process is killed", json_schema_extra=ON_RESUME
-    )
-    memory_mb: PositiveInt = Field(
-        2048,
-        description="Address space of the process that runs user code, in MiB",
-        json_schema_extra=ON_RESUME,
-    )
-    cpu_s: PositiveFloat | None = Field(
-        None,
-        description="Processor time that a call may use, over all its threads; null leaves it to timeout_s",
-        json_schema_extra=ON_RESUME,
-    )
-    batch_size: PositiveInt = Field(
-        64, description="Answers handed to a function in one call, at most", json_schema_extra=ON_RESUME
-    )
-    replicas: PositiveInt = Field(
-        1,
-        le=64,
-        description="Reward services that `gspo run` starts on this machine; services.reward_port is the first one's",
-        json_schema_extra=ON_RESUME,
-    )
-    workers: PositiveInt = Field(
-        2, description="Calls of one function that are answered at once", json_schema_extra=ON_RESUME
-    )
-    on_failure: Literal["rollout", "group"] = Field(
-        "rollout",
-        description="What a failed score costs: its rollout, which the group goes on without, or the whole group",
-        json_schema_extra=ON_RESUME,
-    )
-    max_failure_share: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="Share of failed scores beyond which the run is paused, with the function's own error; 1 is never",
-        json_schema_extra=ON_RESUME,
-    )
-    failure_window: PositiveInt = Field(
-        256, description="Training rollouts that max_failure_share is taken over", json_schema_extra=ON_RESUME
-    )
-    sandbox_minimum: Literal["bubblewrap", "landlock", "rlimits"] = Field(
-        "landlock",
-        description="Least containment of user code; the strongest that the machine gives is taken",
-        json_schema_extra=ON_RESUME,
-    )
-    registry: Path | None = Field(
-        None,
-        description="Folder with this machine's copy of the registered functions; .rewards in run.directory by default",
-        json_schema_extra=ON_RESUME,
-    )
-    allowed_packages: tuple[str, ...] = Field(
-        ("numpy", "sympy", "math-verify", "regex", "rapidfuzz", "jsonschema"),
-        description="What a submitted function may import besides the standard library",
-        json_schema_extra=ON_RESUME,
-    )
-    tokens: Path | None = Field(
-        None,
-        description="File of people's tokens for REST: lines of NAME, ROLE (submit or read) and TOKEN",
-        json_schema_extra=ON_RESUME,
-    )
-    calls_per_minute: PositiveInt = Field(
-        600,
-        description="Submissions, trials and changes that one caller may make over REST in a minute",
-        json_schema_extra=ON_RESUME,
-    )
 
 
 class SamplingConfig(Section):
@@ -312,100 +161,6 @@ class GenerationConfig(Section):
         description="Further engine arguments of vLLM, by vLLM's names",
         json_schema_extra=ON_RESUME,
     )
-
-
-class LoraConfig(Section):
-    """Low-rank adapters (LoRA): train them instead of the weights."""
-
-    rank: int = Field(0, ge=0, description="Rank of the adapters; 0 trains the weights themselves")
-    alpha: PositiveFloat = Field(32.0, description="The adapters' product is scaled by alpha / rank")
-    dropout: float = Field(
-        0.0, ge=0, lt=1, description="Dropout at the adapters' inputs while training; none at a mixture's experts"
-    )
-    target_modules: tuple[str, ...] = Field(
-        ("all-linear",),
-        min_length=1,
-        description="Layers that get adapters, by the end of their names in the checkpoint, such as q_proj; "
-        "all-linear is all, a mixture's experts and routers too",
-    )
-
-    @model_validator(mode="after")
-    def _is_on_where_it_is_described(self) -> LoraConfig:
-        for key, field in type(self).model_fields.items():
-            if not self.rank and key != "rank" and (value := getattr(self, key)) != field.default:
-                raise ValueError(
-                    f"learner.lora.{key}: {value!r} has no effect with rank 0, which trains the weights themselves. "
-                    "Set learner.lora.rank, such as 16"
-                )
-        return self
-
-
-class LearnerConfig(Section):
-    """The DeepSpeed learner."""
-
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Arithmetic of training; bfloat16 keeps fp32 master weights"
-    )
-    learning_rate: PositiveFloat = Field(1e-6, description="Peak learning rate of AdamW", json_schema_extra=ON_RESUME)
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant",
-        description="Learning rate after the warm-up, towards run.total_steps",
-        json_schema_extra=ON_RESUME,
-    )
-    warmup_steps: int = Field(
-        0, ge=0, description="Steps over which the learning rate rises", json_schema_extra=ON_RESUME
-    )
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay", json_schema_extra=ON_RESUME)
-    adam_betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decays")
-    max_grad_norm: PositiveFloat = Field(
-        1.0, description="Gradients are scaled down to this norm", json_schema_extra=ON_RESUME
-    )
-    micro_batch_tokens: PositiveInt | None = Field(
-        None,
-        description="Tokens in one forward and backward; 2048 by default, or the longest rollout where that is more. "
-        "More suits a GPU",
-    )
-    packing: bool = Field(
-        True,
-        description="Lay rollouts one after another without padding; false, and models that cannot, pad them to the "
-        "longest",
-    )
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: less memory, more time"
-    )
-    zero_stage: int = Field(
-        0,
-        ge=0,
-        le=3,
-        description="DeepSpeed ZeRO: what the ranks share out instead of each holding it; 1 optimizer states, 2 "
-        "gradients too, 3 weights too",
-    )
-    offload: Literal["none", "optimizer", "all"] = Field(
-        "none",
-        description="Keep in host memory instead of the GPU's: optimizer states (zero_stage 1 to 3), or weights too "
-        "(all; zero_stage 3)",
-    )
-    ranks: int = Field(
-        1,
-        ge=0,
-        le=64,
-        description="Processes that the learner starts through torchrun on this machine, each with a share of every "
-        "mini-batch: one for each GPU. 0 leaves the start to you, for several hosts. It may change on resume with "
-        "zero_stage 0",
-        json_schema_extra=ON_RESUME,
-    )
-    rank_timeout_s: PositiveFloat = Field(
-        600.0,
-        description="Longest that a rank waits for another before the learner ends, to be started again",
-        json_schema_extra=ON_RESUME,
-    )
-    threads: int = Field(0, ge=0, description="CPU threads of a rank; 0 shares all cores out among them")
-    deepspeed: dict[str, Any] | Path = Field(
-        default_factory=dict,
-        description="Further DeepSpeed configuration, as a mapping or the path of a JSON file; a value that "
-        "contradicts a key of ours is an error, 'auto' leaves it to us",
-    )
-    lora: LoraConfig = Field(default_factory=LoraConfig)
 
 
 class RunConfig(Section):

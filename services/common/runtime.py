@@ -83,25 +83,7 @@ def parse_options(
     Args:
         checks_in_life: The service's life begins with the same check, which takes long.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m services.{service}", description=meaning)
-    parser.add_argument("--check", type=Path, metavar="FILE", help="check a configuration for this service, and exit")
-    parser.add_argument("--run-dir", type=Path, help="the run directory; its config.yaml is the configuration")
-    parser.add_argument(
-        "--redis-url",
-        type=_redis_address,
-        help=f"{REDIS_VARIABLE}, services.redis_url, or {_REDIS_ON_LOOPBACK}, by default",
-    )
-    parser.add_argument(
-        "--name", default=f"{service}-0", help="name of this process in the run; {host} is this machine's"
-    )
-    parser.add_argument("--host", help="address to bind; services.host by default")
-    parser.add_argument("--http-port", type=int, default=0, help="0 picks a free port")
-    parser.add_argument("--grpc-port", type=int, default=0, help="0 picks a free port")
-    parser.add_argument("--resume", action="store_true", help="go on from what the run directory holds")
-    parser.add_argument("--evaluate", action="store_true", help="measure the given model once: a run without a learner")
-    parser.add_argument(
-        "--stay", action="store_true", help="refused, stay alive and not ready with the reason, for containers"
-    )
+    parser = _parser(service, meaning)
     given = parser.parse_args()
     name = given.name.replace("{host}", socket.gethostname())
     try:
@@ -135,6 +117,30 @@ def parse_options(
         given.evaluate,
         given.stay,
     )
+
+
+def _parser(service: str, meaning: str) -> argparse.ArgumentParser:
+    """The options that every service has."""
+    parser = argparse.ArgumentParser(prog=f"python -m services.{service}", description=meaning)
+    parser.add_argument("--check", type=Path, metavar="FILE", help="check a configuration for this service, and exit")
+    parser.add_argument("--run-dir", type=Path, help="the run directory; its config.yaml is the configuration")
+    parser.add_argument(
+        "--redis-url",
+        type=_redis_address,
+        help=f"{REDIS_VARIABLE}, services.redis_url, or {_REDIS_ON_LOOPBACK}, by default",
+    )
+    parser.add_argument(
+        "--name", default=f"{service}-0", help="name of this process in the run; {host} is this machine's"
+    )
+    parser.add_argument("--host", help="address to bind; services.host by default")
+    parser.add_argument("--http-port", type=int, default=0, help="0 picks a free port")
+    parser.add_argument("--grpc-port", type=int, default=0, help="0 picks a free port")
+    parser.add_argument("--resume", action="store_true", help="go on from what the run directory holds")
+    parser.add_argument("--evaluate", action="store_true", help="measure the given model once: a run without a learner")
+    parser.add_argument(
+        "--stay", action="store_true", help="refused, stay alive and not ready with the reason, for containers"
+    )
+    return parser
 
 
 def exit_bad_input(error: InputError) -> NoReturn:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.common.config import Config, LoraConfig
+from services.common.config import Config
+from services.common.learner_config import LoraConfig
 from services.common.model_files import ALL_LINEAR, ModelFiles, is_fused, is_stacked
 
 FLOAT32_BYTES = 4

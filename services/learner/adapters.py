@@ -18,8 +18,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from services.common.config import LoraConfig as LoraSection
 from services.common.errors import InputError
+from services.common.learner_config import LoraConfig as LoraSection
 from services.common.model_files import ALL_LINEAR
 from services.learner.named_weights import NamedWeight
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.config import Config, LearnerConfig
+from services.common.config import Config
 from services.common.errors import InputError, nearest
+from services.common.learner_config import LearnerConfig
 from services.common.machine import free_memory, shared_memory, visible_gpus
 from services.common.model_files import (
     ALL_LINEAR,

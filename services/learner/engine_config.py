@@ -15,8 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from services.common.config import Config, LearnerConfig
+from services.common.config import Config
 from services.common.errors import InputError
+from services.common.learner_config import LearnerConfig
 
 # DeepSpeed's key -> the way to say it here. A value that says the same as ours is no contradiction.
 _OURS = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from services.common.config import LearnerConfig
+from services.common.learner_config import LearnerConfig
 
 
 def learning_rate(learner: LearnerConfig, step: int, total_steps: int | None) -> float:

@@ -17,9 +17,10 @@ from typing import Any
 from redis.asyncio import Redis
 
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
-from services.common.config import Config, RewardFunction
+from services.common.config import Config
 from services.common.episodes import task_json
 from services.common.errors import InputError, nearest
+from services.common.reward_config import RewardFunction
 from services.common.trust import redis_arguments
 from services.reward.callers import read_tokens
 from services.reward.calls import CallFailed

@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import PositiveInt, ValidationError
 
-from services.common.config import RewardFunction
 from services.common.errors import InputError, nearest
+from services.common.reward_config import RewardFunction
 from services.common.section import Section
 from services.reward.calls import Answer, CallFailed, Question
 from services.reward.functions import BUILTINS, Signature, Source

@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout
-from services.common.config import RewardConfig, RewardFunction
 from services.common.errors import InputError, nearest
+from services.common.reward_config import RewardConfig, RewardFunction
 from services.reward.calls import Code, CodeKind
 from services.reward.submission import version_of
 

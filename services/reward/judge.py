@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
-from services.common.config import RewardFunction
 from services.common.errors import InputError, nearest
+from services.common.reward_config import RewardFunction
 from services.common.section import Section
 from services.reward.calls import Answer, CallFailed, Question
 from services.reward.functions import Signature, Source, ground_truth

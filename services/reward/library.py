@@ -15,9 +15,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from services.common.config import RewardConfig, RewardFunction
 from services.common.environment_config import EnvironmentConfig
 from services.common.errors import InputError, nearest
+from services.common.reward_config import RewardConfig, RewardFunction
 from services.reward.calls import Callee, CallFailed, Code, Limits
 from services.reward.classifier import Classifier, read_classifier
 from services.reward.code_tests import CodeTests

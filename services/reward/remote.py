@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
-from services.common.config import RewardFunction
+from services.common.reward_config import RewardFunction
 from services.reward.calls import Answer, CallFailed, Question
 from services.reward.functions import OPENRLHF_GIVEN, Signature, Source
 from services.reward.values import whole_text

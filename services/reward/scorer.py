@@ -19,8 +19,8 @@ import structlog
 
 from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score, ScorePart
 from services.common import metrics
-from services.common.config import RewardConfig
 from services.common.environment_config import ENVIRONMENT_PART, EnvironmentConfig
+from services.common.reward_config import RewardConfig
 from services.reward.calls import CallFailed
 from services.reward.functions import Unaskable, arguments_for
 from services.reward.library import Function, Library, UnknownFunctionError, open_library

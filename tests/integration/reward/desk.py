@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
-from services.common.config import RewardConfig
+from services.common.reward_config import RewardConfig
 from services.reward.admission import Admission
 from services.reward.callers import Callers, RateLimit
 from services.reward.door.app import rest_app

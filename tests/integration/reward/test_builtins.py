@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gspo_proto.rollout_pb2 import RewardUse, Rollout
-from services.common.config import RewardConfig
 from services.common.errors import InputError
+from services.common.reward_config import RewardConfig
 from services.reward.scorer import Scorer, open_scorer
 from tests.reward_case import answer_of, outcome_of
 

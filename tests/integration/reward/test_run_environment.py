@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 
 from gspo_proto.rollout_pb2 import Episode, RewardUse
-from services.common.config import RewardConfig
 from services.common.environment_config import EnvironmentConfig
 from services.common.errors import InputError
+from services.common.reward_config import RewardConfig
 from services.reward.check import check
 from services.reward.environments import Environments
 from services.reward.library import Function

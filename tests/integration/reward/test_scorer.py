@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from gspo_proto.rollout_pb2 import RewardUse, Rollout
-from services.common.config import RewardFunction
 from services.common.errors import InputError
+from services.common.reward_config import RewardFunction
 from services.reward.calls import CallFailed
 from services.reward.scorer import NUM_PROBES, open_scorer
 from tests.reward_case import answer_of, outcome_of, reward_config
@@ -239,7 +239,7 @@ async def test_the_function_dies_with_its_service(tmp_path: Path) -> None:
     program = (
         "import asyncio\n"
         "from tests.reward_case import answer_of\n"
-        "from services.common.config import RewardConfig\n"
+        "from services.common.reward_config import RewardConfig\n"
         "from services.reward.scorer import open_scorer\n"
         "async def main():\n"
         f"    config = RewardConfig(functions=[{{'path': {str(tmp_path / 'r.py')!r}}}], timeout_s=60)\n"

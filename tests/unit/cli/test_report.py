@@ -22,8 +22,9 @@ from services.cli.report_plots import PLOTS
 from services.cli.report_samples import read_samples
 from services.cli.report_summary import summarise
 from services.cli.rundir import ENVIRONMENT_NAME
-from services.common.config import Config, LoraConfig
+from services.common.config import Config
 from services.common.configfile import read_config, write_config
+from services.common.learner_config import LoraConfig
 from services.common.runtime import CONFIG_NAME
 from services.learner.rows import Row
 from services.learner.rundir import RunDir

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.config import Config, RewardConfig
+from services.common.config import Config
 from services.common.configfile import changed_keys, check_resume, explain, parse_config, read_config, write_config
 from services.common.errors import InputError
+from services.common.reward_config import RewardConfig
 
 
 def refusal(given: dict[str, Any]) -> InputError:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, OUTCOME_STOP_STRING, OUTCOME_TRUNCATED, Prompt, Rollout
-from services.common.config import RewardConfig, RewardFunction
 from services.common.errors import InputError
+from services.common.reward_config import RewardConfig, RewardFunction
 from services.reward.functions import (
     MissingColumn,
     Signature,

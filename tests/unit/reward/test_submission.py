@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from services.common.config import RewardFunction
 from services.common.errors import InputError
+from services.common.reward_config import RewardFunction
 from services.reward.callers import Caller, Callers, RateLimit, read_tokens
 from services.reward.code_tests import UnreadableTestError, code_of, read_tests, same
 from services.reward.source_check import RefusedError, check_source, place_of
