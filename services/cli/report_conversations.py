@@ -13,6 +13,7 @@ from matplotlib.ticker import PercentFormatter
 from services.cli.report_log import RunLog
 from services.cli.report_panels import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, legend, line, panels, stack
 
+_HELD_OUT = (ORANGE, GREEN, PURPLE, RED)
 # Outcome -> how it is said, its colour and hatch; what cuts a conversation off is hatched.
 _ENDS = {
     "environment_done": ("the environment was done", GREEN, None),
@@ -31,10 +32,11 @@ def draw_turns(figure: Any, log: RunLog) -> bool:
         return False
     (panel,) = panels(figure, ["turns"])
     line(panel, log, "turns_mean", BLUE, "mean over the step's rollouts")
-    for records in log.held_out.values():
+    for (file, records), colour in zip(log.held_out.items(), _HELD_OUT, strict=False):
         points = [(r["version"], r["figures"]["turns_mean"]) for r in records if "turns_mean" in r["figures"]]
         if points:
-            panel.plot(*zip(*points, strict=True), "D", color=ORANGE, markersize=5, label="held-out, sampled")
+            label = f"{file or 'held-out prompts'}, sampled"
+            panel.plot(*zip(*points, strict=True), "D", color=colour, markersize=5, label=label)
     panel.set_ylim(bottom=0)
     legend(panel)
     return True

@@ -50,7 +50,7 @@ def panels(figure: Any, labels: Sequence[str]) -> list[Any]:
         panel.set_ylabel(label)
         panel.margins(x=0.02)
     made[-1].set_xlabel("step")
-    made[-1].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    made[-1].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     return made
 
 
