@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -32,6 +33,9 @@ EXIT_FAILED, EXIT_NOT_TESTED = 1, 3
 NOT_HERE = ("grafana",)
 SERVICES = ("coordinator", "reward", "generation", "learner")
 MAX_LIGHT_MB = 300
+# Far more than a quiet machine takes: CI shares its own with other work.
+READY_S = 900
+OUTSIDE = ("pypi.org", "1.1.1.1")
 WHEELS = ROOT / "deploy/docker/wheels"
 BETTER = """
 def reward(prompts, completions, answer, **columns):
@@ -143,7 +147,9 @@ def build(docker: Docker) -> None:
 def start(house: House, services: list[str], line: str) -> None:
     """`up` until everything is ready."""
     # What is left out of the test must be left out by name: all others are named instead.
-    house.as_documented(line, "--wait", "--wait-timeout", "420", "--no-recreate", *services, timeout_s=450)
+    house.as_documented(
+        line, "--wait", "--wait-timeout", str(READY_S), "--no-recreate", *services, timeout_s=READY_S + 30
+    )
 
 
 def contained(house: House) -> None:
@@ -162,15 +168,28 @@ def contained(house: House) -> None:
         assert host["PidsLimit"] > 0, service
         written = docker.run("exec", container, "python", "-c", "open('/app/x', 'w')", check=False)
         assert "Read-only file system" in written.stderr, f"{service}: {written.stderr}"
+    redis = docker.run("exec", docker.containers("redis")[0], "redis-cli", "ping", check=False)
+    assert "NOAUTH" in redis.stdout, f"Redis answers without its password: {redis.stdout}"
     reward = docker.containers("reward")[0]
-    reach = "import socket; socket.create_connection(('1.1.1.1', 443), 5)"
-    left = docker.run("exec", reward, "python", "-c", reach, check=False)
-    assert "Network is unreachable" in left.stderr, f"the reward service reaches the internet: {left.stderr}"
+    shut_off(docker, reward)
     ready = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8000/readyz').read().decode())"
     sandbox = json.loads(docker.python(reward, ready))["sandbox"]
     assert sandbox.startswith(("landlock", "bubblewrap")), f"user code is contained by {sandbox}"
     assert "seccomp" in sandbox
     say(f"contained; reward functions by {sandbox}")
+
+
+def shut_off(docker: Docker, reward: str) -> None:
+    """The reward service reaches nothing of what a service beside it reaches outside."""
+    reach = "import socket, sys; socket.create_connection((sys.argv[1], 443), 3)"
+
+    def reaches(container: str, host: str) -> bool:
+        return docker.run("exec", container, "python", "-c", reach, host, check=False).returncode == 0
+
+    (beside,) = docker.containers("coordinator")
+    outside = [host for host in OUTSIDE if reaches(beside, host)]
+    assert outside, f"none of {OUTSIDE} can be reached from here, so nothing is told about the reward service"
+    assert not [host for host in outside if reaches(reward, host)], f"the reward service reaches one of {outside}"
 
 
 def scale(house: House, services: list[str]) -> None:
@@ -277,19 +296,28 @@ def results(house: House, folder: Path) -> None:
 
 def refusals(docker: Docker, folder: Path) -> None:
     """What cannot work is one line and exit code 2, before anything is started."""
-    empty = folder / "empty"
+    empty, lost = folder / "empty", folder / "lost"
     empty.mkdir(mode=0o555)
-    cases = {
-        "prepare": ({"GSPO_INPUT": str(empty)}, "error: /input/config.yaml: is not there"),
-        "secrets": ({"GSPO_SECRETS": str(empty)}, "error: secrets: "),
-    }
-    for service, (given, words) in cases.items():
+    lost.mkdir()
+    shutil.copy(ROOT / "examples/arithmetic/config.yaml", lost)
+    cases = [
+        (["prepare"], {"GSPO_INPUT": str(empty)}, "error: /input/config.yaml: is not there"),
+        (["prepare"], {"GSPO_INPUT": str(lost)}, "error: model.path: model is not a folder here"),
+        (["-v", f"{empty}:/runs", "prepare"], {}, "error: run.directory: /runs cannot be written by user 1000"),
+        (["secrets"], {"GSPO_SECRETS": str(empty)}, "error: secrets: "),
+    ]
+    for words, given, rule in cases:
         other = Docker({**docker.environment, **given})
-        done = other.run("compose", "run", "--rm", "-T", "--no-deps", service, check=False)
+        done = other.run("compose", "run", "--rm", "-T", "--no-deps", *words, check=False)
         lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-        assert done.returncode == 2, f"{service}: exit code {done.returncode}: {done.stderr}"
+        assert done.returncode == 2, f"{words}: exit code {done.returncode}: {done.stderr}"
         assert len(lines) == 1, done.stderr
-        assert lines[0].startswith(words), lines
+        assert lines[0].startswith(rule), lines
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        other = Docker({**docker.environment, "GSPO_PORT": str(taken.getsockname()[1])})
+        done = other.run("compose", "run", "--rm", "-T", "--no-deps", "--service-ports", "door", check=False)
+    assert done.returncode, "a port was published that is taken"
+    assert "address already in use" in done.stderr, done.stderr
     say("what cannot work is refused in one line")
 
 
@@ -301,7 +329,7 @@ def project(environment: dict[str, str]) -> Iterator[House]:
         sockets = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
         ports = dict(zip(names, (one.getsockname()[1] for one in sockets), strict=True))
     own = {"COMPOSE_PROJECT_NAME": f"gspo-test-{os.getpid()}", **{name: str(port) for name, port in ports.items()}}
-    docker = Docker({**environment, **own})
+    docker = Docker({**environment, **own, "GSPO_START_PERIOD": f"{READY_S}s"})
     try:
         yield House(docker, own["COMPOSE_PROJECT_NAME"], ports)
     finally:
