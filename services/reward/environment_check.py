@@ -14,7 +14,7 @@ from services.reward.environments import Environments
 from services.reward.library import Function
 
 TRIAL_ACTION = "42"
-# An environment that raises one of these cannot work with any action; others may come from the made-up one.
+# An environment that raises one of these cannot work with any task or action; others may come from what it was given.
 NEVER_THE_ACTION = ("ImportError", "ModuleNotFoundError", "NameError", "Unfit", "InvalidReturn")
 
 
@@ -33,8 +33,10 @@ async def try_environment(function: Function, tasks_json: Sequence[str], has_too
             turn = await environments.reset(function, task_json)
             again = await environments.reset(function, task_json)
         except CallFailed as error:
-            fix = "Mend it, or give the data set the columns that it reads: they are in the task, beside `prompt`"
-            raise InputError(where, f"reset {name}, given {task_json[:200]}, {error}", fix) from error
+            may_be_the_task = error.error_type not in NEVER_THE_ACTION
+            fix = ", or give the data set the columns that it reads: they are in the task, beside `prompt`"
+            rule = f"reset {name}, given {task_json[:200]}: {error}"
+            raise InputError(where, rule, f"Mend it{fix if may_be_the_task else ''}") from error
         if turn != again:
             raise InputError(
                 where,
@@ -45,5 +47,5 @@ async def try_environment(function: Function, tasks_json: Sequence[str], has_too
             await environments.step(function, turn.state_json, TRIAL_ACTION, calls_json)
         except CallFailed as error:
             if error.error_type in NEVER_THE_ACTION:
-                raise InputError(where, f"step {name} {error}", "Mend it") from error
+                raise InputError(where, f"step {name}: {error}", "Mend it") from error
             sys.stderr.write(f"warning: {where}: step {name}, tried on the action '{TRIAL_ACTION}', {error}\n")

@@ -34,7 +34,10 @@ def check_game(folder: Path, source: str, **keys: Any) -> None:
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("def reset(task): return {}\n" + STEP, "reset of .*game.py.* returned dict, not \\(state, observation\\)"),
+        (
+            "def reset(task): return {}\n" + STEP,
+            "reset of .*game.py.*: reset returned dict, not \\(.*\\). Mend it$",
+        ),
         (
             "def reset(task): return task['anwser'], ''\n" + STEP,
             "KeyError.*give the data set the columns that it reads",
@@ -43,7 +46,10 @@ def check_game(folder: Path, source: str, **keys: Any) -> None:
             "import os\ndef reset(task): return os.urandom(4).hex(), ''\n" + STEP,
             "another state or observation the second",
         ),
-        ("def reset(task): return {}, ''\ndef step(state, action): return state, 'no', '1', False", "no finite number"),
+        (
+            "def reset(task): return {}, ''\ndef step(state, action): return state, 'no', '1', False",
+            "step of .*game.py: step returned a .* no finite number.*Mend it$",
+        ),
         ("def reset(task): return {}, ''\ndef step(state, action): return stat, 'no', 1, False", "NameError"),
         ("def reset(task): return {}, ''\n", "is no environment: the module has no step"),
         ("def reset(task) return", "environment.path: .*game.py, line 1"),
