@@ -27,7 +27,11 @@ def write_report(results: Path, seed: int, out: Path) -> None:
         autoescape=False,  # noqa: S701 - Markdown
     )  # fmt: skip
     page = environment.get_template("chaos.md.j2").render(
-        seed=seed, rounds=rounds, kinds=_by_kind(rounds), machine=machine_facts(), findings=_findings(rounds),
+        seed=seed,
+        rounds=rounds,
+        kinds=_by_kind(rounds),
+        machine=machine_facts(),
+        findings=_findings(rounds),
         learns=[json.loads(path.read_text()) for path in sorted(results.glob("learns-seed-*.json"))],
     )
     (out / "chaos.md").write_text(page)
