@@ -34,6 +34,8 @@ from services.common.runtime import CONFIG_NAME
 
 GROUPS, GROUP_SIZE = 64, 8
 STEP_ROLLOUTS = GROUPS * GROUP_SIZE
+# Batches enough under way that no station waits for another's: what is measured is work, not a round's length.
+MAX_LAG = 4
 # The first steps fill the pipeline.
 WARM_STEPS = 4
 _START_S, _STEP_S, _LOOK_S = 120.0, 60.0, 0.25
@@ -79,6 +81,7 @@ def _config(replicas: int, steps: int, tokens: int) -> Config:
             "num_mini_batches": 1,
         },
         generation={"replicas": replicas, "max_rollouts": 256, "engine": {}},
+        staleness={"max_lag": MAX_LAG},
         run={"directory": ".", "total_steps": steps, "checkpoint_every": 10_000, "keep_log_steps": 8},
     )
     config = read_config(path)

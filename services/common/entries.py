@@ -7,11 +7,12 @@ and buries what is refused, events.py skips it, dead_letters.py is for people.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from gspo_proto.rollout_pb2 import DeadLetter, GroupTask, Outcome, Rollout, Scored
+from gspo_proto.rollout_pb2 import DeadLetter, GroupTask, Outcome, Rollout, RolloutState, Scored
 from services.common.keys import Keys
 
 SCHEMA = 1
@@ -21,6 +22,8 @@ MAX_ENTRY_BYTES = 64 * 2**20
 _MAX_ID, _MAX_COUNT = 2**63 - 1, 2**31 - 1
 # Rollouts of one group: far beyond any use, and few enough to be asked for at once.
 MAX_GROUP_SIZE = 4096
+# Of an entry that is too large, a letter holds the beginning: it would stay in Redis until somebody drops it.
+_KEPT_BYTES = 64 * 2**10
 Kind = Literal["too_large", "undecodable", "schema", "malformed"]
 _Kind = TypeVar("_Kind", bound=Any)
 
@@ -63,6 +66,13 @@ def read_entry(kind: type[_Kind], payload: bytes) -> _Kind:
     return message
 
 
+def saved_state(payload: bytes | None) -> RolloutState | None:
+    """What was saved of a rollout; None where nothing was, or where it cannot be read and the rollout begins anew."""
+    with suppress(MalformedEntryError):
+        return read_entry(RolloutState, payload) if payload else None
+    return None
+
+
 def check_message(message: Any) -> None:
     """Refuse a message of another schema number, or one that contradicts itself.
 
@@ -89,6 +99,9 @@ def _problem(message: Any) -> str:
         return _rollout_problem(message)
     if isinstance(message, Scored):
         return _scored_problem(message)
+    if isinstance(message, RolloutState):
+        arrays = (message.token_ids, message.logp, message.version, message.mask)
+        return "" if len(set(map(len, arrays))) == 1 else "arrays of unlike length"
     return ""
 
 
@@ -125,7 +138,7 @@ def make_letter(stream: str, payload: bytes, message: Any, *, reason: str, by: s
     letter = DeadLetter(
         schema=SCHEMA,
         stream=stream,
-        payload=payload,
+        payload=payload if len(payload) <= MAX_ENTRY_BYTES else payload[:_KEPT_BYTES],
         reason=reason,
         by=by,
         attempts=attempts,

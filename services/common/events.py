@@ -11,14 +11,23 @@ from typing import Any
 
 import structlog
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from gspo_proto.rollout_pb2 import Event, Finished
-from services.common.entries import SCHEMA, MalformedEntryError, read_entry
+from services.common import metrics
+from services.common.entries import SCHEMA, MalformedEntryError, make_letter, read_entry
 from services.common.keys import EVENTS_KEPT, Keys
 from services.common.streams import FIELD
 
 FROM_START = b"0"
 log = structlog.get_logger()
+
+# KEYS: events, dead. ARGV: entry, letter. Of all who read the entry, whoever removes it writes the letter.
+_SET_ASIDE = """
+local first = redis.call('XDEL', KEYS[1], ARGV[1])
+if first == 1 then redis.call('XADD', KEYS[2], '*', 'd', ARGV[2]) end
+return first
+"""
 
 
 class Events:
@@ -30,6 +39,7 @@ class Events:
 
     def __init__(self, redis: Redis, keys: Keys, sender: str) -> None:
         self._redis, self._keys, self._sender = redis, keys, sender
+        self._set_aside = redis.register_script(_SET_ASIDE)
 
     async def send(self, event: Event) -> None:
         """Complete the event's head and append it."""
@@ -39,13 +49,16 @@ class Events:
         )
 
     async def read(self, position: bytes, block_s: float, count: int = 256) -> list[tuple[bytes, Event]]:
-        """Events after `position` with their own positions; waits `block_s` at most, and returns none then."""
+        """Events after `position` with their own positions; waits `block_s` at most, and returns none then.
+
+        One that cannot be read is a dead letter, and an empty event here: whoever follows goes on behind it.
+        """
         reply: Any = await self._redis.xread(
             {self._keys.events: position}, count=count, block=max(1, round(block_s * 1000))
         )
         if not reply:
             return []
-        return [(entry, _read(entry, fields.get(FIELD, b""))) for entry, fields in reply[0][1]]
+        return [(entry, await self._event(entry, fields.get(FIELD, b""))) for entry, fields in reply[0][1]]
 
     async def follow(self, position: bytes = FROM_START) -> AsyncIterator[Event]:
         """Every event after `position`, for ever; ends with its task."""
@@ -60,8 +73,11 @@ class Events:
 
     async def newest(self) -> bytes:
         """Position of the newest event: what comes after it is new to a service that starts now."""
-        found: Any = await self._redis.xrevrange(self._keys.events, count=1)
-        return bytes(found[0][0]) if found else FROM_START
+        try:
+            found: Any = await self._redis.xinfo_stream(self._keys.events)
+        except ResponseError:
+            return FROM_START
+        return bytes(found["last-generated-id"])
 
     async def until_finished(self, position: bytes) -> Finished:
         """Wait for the end of the run; for a background task, which ends with it.
@@ -74,16 +90,17 @@ class Events:
                 return event.finished
         raise AssertionError("follow never ends")  # pragma: no cover
 
+    async def _event(self, entry: bytes, payload: bytes) -> Event:
+        try:
+            return read_entry(Event, payload)
+        except MalformedEntryError as error:
+            letter = make_letter("events", payload, None, reason=str(error), by=self._sender, attempts=1)
+            if await self._set_aside(keys=[self._keys.events, self._keys.dead], args=[entry, letter]):
+                metrics.DEAD_LETTERS.labels("events").inc()
+                log.error("dead_letter", stream="events", entry=entry.decode(), reason=str(error))
+            return Event()
+
 
 def _number(position: bytes) -> tuple[int, ...]:
     """A position as what it is ordered by."""
     return tuple(int(part) for part in position.split(b"-"))
-
-
-def _read(entry: bytes, payload: bytes) -> Event:
-    """An event; an empty one for bytes that are none, so that whoever follows goes on behind them."""
-    try:
-        return read_entry(Event, payload)
-    except MalformedEntryError as error:
-        log.warning("unreadable_event", entry=entry.decode(), reason=str(error))
-        return Event()

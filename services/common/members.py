@@ -100,8 +100,16 @@ async def members(redis: Redis, keys: Keys, service: str | None = None) -> list[
     if gone := [f"{of}:{uid}" for (of, uid), text in zip(wanted, found, strict=True) if not text]:
         # One that was only silent for long registers again with its next beat.
         await redis.srem(keys.members, *gone)
-    alive = [Member(**json.loads(text)) for text in found if text]
+    alive = [member for text in found if text and (member := _read(text))]
     return sorted(alive, key=lambda member: (member.service, member.name, -member.beat_unix_s))
+
+
+def _read(text: bytes) -> Member | None:
+    """A heartbeat; None for what is none, which is nobody who could be called."""
+    try:
+        return Member(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
 
 
 async def wait_for_member(redis: Redis, keys: Keys, service: str, timeout_s: float) -> Member:

@@ -15,10 +15,10 @@ from typing import Any
 import structlog
 from redis.asyncio import Redis
 
-from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Prompt, RolloutState, Scored
+from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Prompt, Scored
 from services.common import metrics
 from services.common.config import Config
-from services.common.entries import SCHEMA
+from services.common.entries import SCHEMA, saved_state
 from services.common.keys import GENERATION, Keys, rollout_id
 from services.common.streams import DONE, FIELD
 from services.coordinator.entries import all_entries, readable
@@ -117,10 +117,7 @@ class Issuer:
         for group in groups:
             marks = [rollout_id(group, number) for number in numbers]
             found: Any = await self._redis.hmget(self._keys.partial, marks)
-            states: list[bytes] = [state for state in found if state is not None]
-            progress[group] = sum(
-                longest if state == DONE else len(RolloutState.FromString(state).token_ids) for state in states
-            )
+            progress[group] = sum(longest if state == DONE else _num_saved(state) for state in found)
         return progress
 
     async def _extend(self, entries: dict[int, OpenGroup]) -> None:
@@ -195,3 +192,9 @@ class Issuer:
             places = [self._order.place(group) for group in groups]
             prompts = await asyncio.to_thread(self._prompts.prompts, places)
             self._ahead.update(zip(groups, prompts, strict=True))
+
+
+def _num_saved(state: bytes | None) -> int:
+    """Tokens in what was saved of a rollout."""
+    saved = saved_state(state)
+    return len(saved.token_ids) if saved else 0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from gspo_proto import rollout_pb2
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, RolloutState
-from services.common.entries import SCHEMA
+from services.common.entries import SCHEMA, saved_state
 from services.common.keys import rollout_id
 from services.generation.engine_api import Tokens
 
@@ -37,7 +37,7 @@ class UnderWay:
 
     def __init__(self, task: GroupTask, number: int, generator: str, saved: bytes | None = None) -> None:
         self.task, self.number, self.mark = task, number, mark_of(task, number)
-        self.state = RolloutState.FromString(saved) if saved else _fresh(time.time())
+        self.state = saved_state(saved) or _fresh(time.time())
         self.state.generator = generator
         self.request_id = ""
         self.out_of_time = False

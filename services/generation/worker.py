@@ -233,7 +233,9 @@ class Worker:
         if time.monotonic() >= self._out_until:
             log.warning("weights_too_old", serving=version, needed=needed, detail="its tasks are left to others")
         self._out_until = time.monotonic() + _OUT_S
-        await held.source.inbox.give_back(held.delivery)
+        # A group that nobody has issued, or that has ended, is wanted by no other either.
+        group = None if held.task.evaluation else held.task.group
+        await held.source.inbox.give_back(held.delivery, group=group)
 
     async def _wait_for_change(self, most_s: float = 1.0) -> None:
         """Until a group ended or weights changed; a second at most, so that a lost signal only costs that."""

@@ -108,6 +108,10 @@ class Assembler:
         self._groups[number] = group
         return Added.NEW
 
+    def knows(self, group: int) -> bool:
+        """Whether something of this group is here, or it has ended."""
+        return group in self._groups or group in self._settlements
+
     def next_batch(
         self, version: int, open_groups: Mapping[int, int], *, num_groups: int | None = None
     ) -> Batch | Waiting | Exhausted | Hopeless:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 
 import structlog
 
-from gspo_proto.rollout_pb2 import GroupFailure, Scored, ScoredRollout
+from gspo_proto.rollout_pb2 import GroupFailure, Rollout, Score, Scored, ScoredRollout
 from services.common import metrics
+from services.common.entries import SCHEMA
 from services.common.keys import LEARNER
 from services.common.runtime import Service
 from services.common.streams import Delivery, Inbox
 from services.learner.assembly import Added, Assembler
+from services.learner.limits import limits_of
 from services.learner.waits import Journeys
 
 log = structlog.get_logger()
@@ -40,6 +43,7 @@ class Intake:
 
     def __init__(self, service: Service, assembler: Assembler) -> None:
         self._service, self._assembler = service, assembler
+        self._limits = limits_of(service.config)
         # One learner at a time holds the run, so its name may outlive the process and find its own entries again.
         self._inbox = Inbox(
             service.redis,
@@ -68,8 +72,27 @@ class Intake:
         return {int(group): int(json.loads(text)["min_version"]) for group, text in found.items()}
 
     async def _add(self, deliveries: list[Delivery]) -> None:
-        await self._inbox.acknowledge([entry for entry in deliveries if not await self._take_in(entry)])
+        strange = await self._never_issued(deliveries)
+        used_up = []
+        for delivery in deliveries:
+            if (group := _group(_content(delivery.message))) in strange:
+                await self._refuse(delivery, f"group {group} was never issued", [])
+            elif not await self._take_in(delivery):
+                used_up.append(delivery)
+        await self._inbox.acknowledge(used_up)
         self.arrived.set()
+
+    async def _never_issued(self, deliveries: Iterable[Delivery]) -> set[int]:
+        """Groups that nobody has asked for: they are in no hand, have not ended, and are not in `open`.
+
+        A group is in `open` from the transaction that issues it until the coordinator has heard that it is settled.
+        """
+        groups = {_group(_content(delivery.message)) for delivery in deliveries}
+        unknown = [group for group in groups if not self._assembler.knows(group)]
+        if not unknown:
+            return set()
+        found = await self._service.redis.hmget(self._service.keys.open, [str(group) for group in unknown])
+        return {group for group, entry in zip(unknown, found, strict=True) if entry is None}
 
     async def _take_in(self, delivery: Delivery) -> bool:
         """Whether the entry is to be held; if not, it has no further use."""
@@ -77,27 +100,45 @@ class Intake:
         if delivery.attempt > _MOST_LIVES:
             entry = await self._give_up(delivery, entry)
         try:
+            if isinstance(entry, ScoredRollout):
+                self._limits.check(entry)
             added = self._assembler.add(entry)
         except ValueError as error:
-            metrics.ROLLOUTS_SKIPPED.labels("malformed").inc()
-            await self._inbox.bury(delivery, str(error))
+            await self._refuse(delivery, str(error), self._in_place_of(entry, str(error)))
             return True
         if added is Added.NEW:
-            group = entry.group if isinstance(entry, GroupFailure) else entry.rollout.group
-            self._held[group].append(delivery)
+            self._held[_group(entry)].append(delivery)
             if isinstance(entry, ScoredRollout):
                 self.journeys.add(entry)
             return True
         metrics.ROLLOUTS_SKIPPED.labels(added.value).inc()
         return False
 
+    async def _refuse(self, delivery: Delivery, reason: str, in_its_place: list[bytes]) -> None:
+        metrics.ROLLOUTS_SKIPPED.labels("malformed").inc()
+        await self._inbox.bury(delivery, reason, [(self._service.keys.scored, entry) for entry in in_its_place])
+
+    def _in_place_of(self, entry: ScoredRollout | GroupFailure, reason: str) -> list[bytes]:
+        """A rollout without tokens that failed for the reason: what was refused has a mark, and is not made again."""
+        if isinstance(entry, GroupFailure) or not self._limits.has_room(entry.rollout):
+            return []
+        of = entry.rollout
+        rollout = Rollout(
+            schema=SCHEMA, group=of.group, number=of.number, attempt=of.attempt, num_rollouts=of.num_rollouts
+        )
+        score = Score(failure=reason, failure_kind="malformed", scored_unix_s=time.time())
+        return [Scored(schema=SCHEMA, rollout=ScoredRollout(rollout=rollout, score=score)).SerializeToString()]
+
     async def _give_up(self, delivery: Delivery, entry: ScoredRollout | GroupFailure) -> GroupFailure:
         """An entry that so many learners died over: its group fails, so that it holds no slot."""
         reason = f"handed to {delivery.attempt - 1} learners, and each died with it in hand"
         await self._inbox.bury(delivery, reason)
-        group = entry.group if isinstance(entry, GroupFailure) else entry.rollout.group
-        return GroupFailure(group=group, attempt=delivery.attempt, reason=reason)
+        return GroupFailure(group=_group(entry), attempt=delivery.attempt, reason=reason)
 
 
 def _content(scored: Scored) -> ScoredRollout | GroupFailure:
     return scored.failure if scored.WhichOneof("what") == "failure" else scored.rollout
+
+
+def _group(entry: ScoredRollout | GroupFailure) -> int:
+    return entry.group if isinstance(entry, GroupFailure) else entry.rollout.group

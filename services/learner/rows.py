@@ -110,12 +110,12 @@ SCHEMA = _schema()
 def row_from_scored(scored: ScoredRollout) -> Row:
     """A row that belongs to no step yet, from an entry of the `scored` stream.
 
-    A reward or log-prob that is not finite becomes a failure with its reason: it is not a number to train on.
+    A reward that is not finite becomes a failure with its reason: it is not a number to train on.
     ValueError: the arrays differ in length, a policy token has no version, or there is neither reward nor failure.
     """
     rollout, score = scored.rollout, scored.score
     arrays = _token_arrays(rollout)
-    reward, failure = _reward_or_failure(score, arrays["logp"])
+    reward, failure = _reward_or_failure(score)
     return Row(
         step=0,
         group=rollout.group,
@@ -176,7 +176,7 @@ def _token_arrays(rollout: Rollout) -> dict[str, Any]:
     return arrays
 
 
-def _reward_or_failure(score: Score, logp_T: NDArray[np.float32]) -> tuple[float | None, str | None]:
+def _reward_or_failure(score: Score) -> tuple[float | None, str | None]:
     result = score.WhichOneof("result")
     if result is None:
         raise ValueError("a score holds neither a reward nor a failure")
@@ -186,8 +186,6 @@ def _reward_or_failure(score: Score, logp_T: NDArray[np.float32]) -> tuple[float
         return None, f"the reward is {score.reward}, not a finite number"
     if abs(score.reward) > _LARGEST_REWARD:
         return None, f"the reward is {score.reward:g}, beyond what float32 holds ({_LARGEST_REWARD:g})"
-    if not np.isfinite(logp_T).all():
-        return None, "a behavior log-prob is not a finite number"
     return score.reward, None
 
 

@@ -8,6 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_proto.rollout_pb2 import Event, Finished, StopRequested
+from services.common.dead_letters import letters
 from services.common.events import FROM_START, Events
 from services.common.keys import Keys
 
@@ -43,3 +44,20 @@ async def test_who_follows_goes_on_after_a_wipe_by_a_clock_that_was_set_back(red
     payload = Event(schema=1, finished=Finished(reason="after")).SerializeToString()
     await redis.xadd(keys.events, {"d": payload}, id="5-1")
     assert (await asyncio.wait_for(waiting, 10)).reason == "after"
+
+
+async def test_an_event_that_cannot_be_read_is_one_dead_letter_whoever_reads_it(redis: Redis, keys: Keys) -> None:
+    first, second = Events(redis, keys, "coordinator"), Events(redis, keys, "learner")
+    await first.send(Event(finished=Finished(reason="the first life")))
+    position = await first.newest()
+    waiting = [asyncio.create_task(events.until_finished(position)) for events in (first, second)]
+    payload = Event(schema=2, finished=Finished(reason="of a later version")).SerializeToString()
+    await redis.xadd(keys.events, {"d": payload})
+    # Longer than a look of whoever follows: nobody begins anew because the newest event is gone.
+    done, _ = await asyncio.wait(waiting, timeout=1.5)
+    assert not done
+    (found,) = await letters(redis, keys)
+    assert (found.letter.stream, found.letter.payload) == ("events", payload)
+    assert found.letter.reason == "schema 2, and this version reads 1"
+    await first.send(Event(finished=Finished(reason="the second life")))
+    assert {(await asyncio.wait_for(task, 5)).reason for task in waiting} == {"the second life"}

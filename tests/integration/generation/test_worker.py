@@ -55,7 +55,9 @@ async def test_a_generator_without_the_weights_leaves_its_tasks_to_others_until_
         Worker(service, engine, StandInRollouts(engine)) for service, engine in zip(services, engines, strict=True)
     )
     working = [asyncio.create_task(old.run())]
-    await append(redis, keys.prompts, [task(group, 1) for group in range(NUM_GROUPS)])
+    await redis.hset(keys.open, mapping={str(group): "{}" for group in range(NUM_GROUPS)})
+    # The last one is of a group that nobody has issued: it is not put back.
+    await append(redis, keys.prompts, [*(task(group, 1) for group in range(NUM_GROUPS)), task(99, 2**62)])
     # Alone, it takes them, and puts them back: nobody holds a lease on them.
     while services[0].activity.kind != "waiting" or old.num_running or await held(redis, keys):
         await asyncio.sleep(0.02)

@@ -11,12 +11,12 @@ from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 
 from gspo_core.advantage import RunningMoments
-from gspo_proto.rollout_pb2 import Scored
+from gspo_proto.rollout_pb2 import GroupFailure, Scored
 from services.common.dead_letters import letters
 from services.common.keys import LEARNER, Keys
 from services.common.streams import append
 from services.learner import intake as intake_module
-from services.learner.assembly import Assembler
+from services.learner.assembly import Assembler, Batch
 from services.learner.intake import Intake
 from services.learner.settlement import Settlement, Settlements
 from tests.integration.learner.feeder import scored
@@ -30,6 +30,7 @@ class Desk:
     """An intake that runs, and what it has made of its stream."""
 
     def __init__(self, redis: Redis, keys: Keys, redis_url: str, folder: Path) -> None:
+        (folder / "config.json").write_text('{"model_type": "x", "vocab_size": 20}')
         config = make_run(folder, folder)
         settlements = Settlements()
         settlements.add(1, Settlement.TRAINED)
@@ -40,7 +41,8 @@ class Desk:
         self._redis, self._keys, self._service = redis, keys, service_of("learner-0", config, redis_url)
 
     async def take(self, *payloads: bytes) -> int:
-        """Let these come; how many entries are held afterwards."""
+        """Let these come, of which groups 1 to 5 were issued; how many entries are held afterwards."""
+        await self._redis.hset(self._keys.open, mapping={str(group): "{}" for group in range(1, 6)})
         await append(self._redis, self._keys.scored, payloads)
         intake = Intake(self._service, self.assembler)
         running = asyncio.create_task(intake.run())
@@ -86,10 +88,32 @@ async def test_late_and_repeated_rollouts_are_acknowledged_and_counted(desk: Des
 async def test_a_rollout_that_does_not_fit_is_a_dead_letter(desk: Desk, redis: Redis, keys: Keys) -> None:
     wrong = Scored.FromString(scored(5, 0, 0))
     del wrong.rollout.rollout.logp[0]
-    assert await desk.take(wrong.SerializeToString(), scored(5, 1, 0)) == 1
+    before = skipped("malformed")
+    # In its place comes one that failed, so that the group does not wait for it.
+    assert await desk.take(wrong.SerializeToString(), *(scored(5, number, 0) for number in (1, 2, 3))) == 4
     (found,) = await letters(redis, keys)
     assert (found.letter.group, found.letter.number, found.letter.stream) == (5, 0, "scored")
     assert "have lengths" in found.letter.reason
+    assert skipped("malformed") == before + 1
+    ended = desk.assembler.next_batch(0, {5: 0}, num_groups=3)
+    assert isinstance(ended, Batch)
+    (failed,) = [row for row in ended.rows if row.skipped]
+    assert (failed.number, failed.failure) == (0, found.letter.reason)
+
+
+async def test_what_nobody_asked_for_is_a_dead_letter(desk: Desk, redis: Redis, keys: Keys) -> None:
+    failure = Scored(schema=1, failure=GroupFailure(group=9, reason="lost"))
+    no_such_number = Scored.FromString(scored(5, 0, 0))
+    no_such_number.rollout.rollout.number = 4
+    held = await desk.take(
+        scored(8, 0, 0), failure.SerializeToString(), no_such_number.SerializeToString(), scored(5, 0, 0)
+    )
+    assert held == 1
+    assert [found.letter.reason for found in await letters(redis, keys)] == [
+        "group 8 was never issued",
+        "group 9 was never issued",
+        "rollout 5-4: number 4 of 4, and a group of this run has 4",
+    ]
 
 
 async def test_what_learner_after_learner_dies_over_fails_its_group(

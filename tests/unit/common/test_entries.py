@@ -6,9 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Prompt, Rollout, Scored, ScoredRollout
+from gspo_proto.rollout_pb2 import (
+    DeadLetter,
+    GroupFailure,
+    GroupTask,
+    Prompt,
+    Rollout,
+    RolloutState,
+    Scored,
+    ScoredRollout,
+)
 from services.common import entries
-from services.common.entries import MalformedEntryError, entry_kinds, read_entry
+from services.common.entries import MalformedEntryError, entry_kinds, read_entry, saved_state
 from services.common.keys import Keys, consumer_groups
 
 ROLLOUT = Rollout(schema=1, group=3, number=1, num_rollouts=4, token_ids=[5, 6], logp=[-1.0, -2.0], text="an answer")
@@ -69,3 +78,22 @@ def test_an_entry_over_the_limit_is_refused_before_it_is_parsed(monkeypatch: pyt
     monkeypatch.setattr(entries, "MAX_ENTRY_BYTES", 10)
     with pytest.raises(MalformedEntryError, match="at most 10"):
         read_entry(Rollout, ROLLOUT.SerializeToString())
+
+
+def test_of_an_entry_over_the_limit_a_letter_holds_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "MAX_ENTRY_BYTES", 10)
+    monkeypatch.setattr(entries, "_KEPT_BYTES", 4)
+    written = [
+        entries.make_letter("scored", payload, None, reason="", by="", attempts=1) for payload in (b"0" * 10, b"0" * 11)
+    ]
+    assert [len(DeadLetter.FromString(letter).payload) for letter in written] == [10, 4]
+
+
+@given(st.binary(max_size=100))
+def test_a_saved_state_is_a_state_or_none(payload: bytes) -> None:
+    whole = RolloutState(schema=1, token_ids=[5], logp=[-1.0], version=[0], mask=b"\x01")
+    assert saved_state(whole.SerializeToString()) == whole
+    whole.logp.append(-1.0)
+    assert saved_state(whole.SerializeToString()) is None
+    found = saved_state(payload)
+    assert found is None or found.schema == 1

@@ -62,11 +62,6 @@ def test_a_reward_that_float32_does_not_hold_is_a_failure(scored) -> None:
     assert (row.reward, row.failure) == (None, "the reward is -1e+39, beyond what float32 holds (3.40282e+38)")
 
 
-def test_a_log_prob_that_is_not_finite_is_a_failure(scored) -> None:
-    row = row_from_scored(scored(logp=[-0.5, -math.inf]))
-    assert (row.reward, row.failure) == (None, "a behavior log-prob is not a finite number")
-
-
 def test_arrays_of_unlike_length_are_refused(scored) -> None:
     with pytest.raises(ValueError, match="rollout 7-1: its arrays run over the same tokens"):
         row_from_scored(scored(7, 1, version=[0, 0], logp=[-0.5]))
