@@ -30,7 +30,7 @@ def hostile_payloads(good: Message, *, tame: dict[str, Any] | None = None) -> st
         st.binary(max_size=64),
         st.integers(0, len(sent) - 1).map(lambda end: sent[:end]),
         st.tuples(st.integers(0, len(sent) - 1), st.integers(1, 255)).map(lambda flip: _flipped(sent, *flip)),
-        st.integers(0, 2**32 - 1).map(lambda schema: _with(_copy(good), {"schema": schema}).SerializeToString()),
+        st.integers(0, 2**32 - 1).map(lambda schema: _of_schema(_copy(good), schema).SerializeToString()),
         made_up,
     )
 
@@ -87,6 +87,17 @@ def _copy(message: Message) -> Message:
     copied = type(message)()
     copied.CopyFrom(message)
     return copied
+
+
+def _of_schema(message: Message, schema: int) -> Message:
+    """With this schema number wherever it has one."""
+    for field, value in message.ListFields():
+        if field.name == "schema":
+            setattr(message, field.name, schema)
+        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            for part in value if field.is_repeated else [value]:
+                _of_schema(part, schema)
+    return message
 
 
 def _with(message: Message, values: dict[str, Any]) -> Message:

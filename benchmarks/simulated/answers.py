@@ -43,7 +43,8 @@ def log_probs(token_ids: Sequence[int], first_place: int, key: int) -> NDArray[n
     """A log-prob of each token under the weights of this key; the first stands at `first_place` of its sequence."""
     token_T = np.asarray(token_ids, np.uint64)
     place_T = np.arange(first_place, first_place + len(token_T), dtype=np.uint64)
-    mixed_T = (token_T * np.uint64(2654435761) + place_T * np.uint64(40503) + np.uint64(key)) % np.uint64(_STEPS)
+    # A power of two: the lowest bits are the remainder, and cost a fifth of it.
+    mixed_T = (token_T * np.uint64(2654435761) + place_T * np.uint64(40503) + np.uint64(key)) & np.uint64(_STEPS - 1)
     return (-(mixed_T.astype(np.float32) + 1) / np.float32(_STEPS)).astype(np.float32)
 
 

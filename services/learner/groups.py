@@ -55,7 +55,9 @@ class Group:
                 f"rollout {row.group}-{row.number} of {row.num_rollouts} does not fit into a group of {size} rollouts"
             )
         self.num_rollouts = size
-        row = self._with_length_penalty(replace(row, skipped=self._why_skipped(row)))
+        if skipped := self._why_skipped(row):
+            row = replace(row, skipped=skipped)
+        row = self._with_length_penalty(row)
         self._rows[row.number] = row
         versions = row.version[row.mask]
         if row.skipped is None and len(versions):

@@ -72,8 +72,11 @@ class Limits:
 
 
 def _logp_problem(logp_T: NDArray[np.float32]) -> str:
-    possible_T = np.isfinite(logp_T) & (logp_T <= _HIGHEST_LOGP)
-    return "" if possible_T.all() else f"a behavior log-prob of {logp_T[~possible_T][0]:g} is none"
+    lowest, highest = logp_T.min(initial=0.0), logp_T.max(initial=-1.0)  # NaN where one is
+    if highest <= _HIGHEST_LOGP and lowest > -math.inf:
+        return ""
+    impossible_T = logp_T[~(np.isfinite(logp_T) & (logp_T <= _HIGHEST_LOGP))]
+    return f"a behavior log-prob of {impossible_T[0]:g} is none"
 
 
 def _number_problem(scored: ScoredRollout) -> str:

@@ -23,12 +23,12 @@ def in_training_order(rows: Sequence[Row], *, seed: int, step: int, num_mini_bat
     Sizes of mini-batches differ by one at most; with fewer rows than mini-batches each row is one. Rows that are
     skipped come last and are in none, so that they take no part in the cut.
     """
-    rows = sorted((replace(row, step=step) for row in rows), key=lambda row: (row.group, row.number))
+    rows = sorted(rows, key=lambda row: (row.group, row.number))
     trained = [row for row in rows if row.skipped is None]
     order = np.random.default_rng((seed, step)).permutation(len(trained))
     cuts = np.array_split(order, min(num_mini_batches, len(trained)) or 1)
-    placed = [replace(trained[i], mini_batch=mini_batch) for mini_batch, cut in enumerate(cuts) for i in cut]
-    return placed + [row for row in rows if row.skipped is not None]
+    placed = [replace(trained[i], step=step, mini_batch=mini_batch) for mini_batch, cut in enumerate(cuts) for i in cut]
+    return placed + [replace(row, step=step) for row in rows if row.skipped is not None]
 
 
 def with_advantages(rows: Sequence[Row], algorithm: AlgorithmConfig, moments: RunningMoments) -> list[Row]:

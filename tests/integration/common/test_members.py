@@ -60,3 +60,10 @@ async def test_a_member_that_ends_leaves(redis: Redis, keys: Keys) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert await redis.scard(keys.members) == 0
+
+
+async def test_a_heartbeat_that_cannot_be_read_is_nobodys(redis: Redis, keys: Keys) -> None:
+    for uid, text in (("a", "no heartbeat"), ("b", "[]"), ("c", '{"strange": 1}')):
+        await redis.sadd(keys.members, f"generation:{uid}")
+        await redis.set(keys.member("generation", uid), text)
+    assert await members(redis, keys) == []

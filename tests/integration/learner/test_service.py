@@ -102,6 +102,7 @@ async def test_groups_left_open_at_the_end_are_unused_and_a_failed_group_has_its
     with service_process("learner", config, redis_url) as process:
         await registered(process, redis, keys, "learner")
         await feeder.feed(range(2), 0, failing=True)
+        await redis.hset(keys.open, "2", '{"min_version": 0}')
         failure = GroupFailure(group=2, attempt=3, reason="generation: no engine took it")
         await append(redis, keys.scored, [Scored(schema=1, failure=failure).SerializeToString()])
         await feeder.feed(range(3, 9), 0)
