@@ -100,8 +100,8 @@ def _problem(message: Any) -> str:
     if isinstance(message, Scored):
         return _scored_problem(message)
     if isinstance(message, RolloutState):
-        arrays = (message.token_ids, message.logp, message.version, message.mask)
-        return "" if len(set(map(len, arrays))) == 1 else "arrays of unlike length"
+        lengths = {len(message.token_ids), len(message.logp), len(message.version), len(message.mask)}
+        return "" if len(lengths) == 1 else "arrays of unlike length"
     return ""
 
 

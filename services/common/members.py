@@ -104,7 +104,7 @@ async def members(redis: Redis, keys: Keys, service: str | None = None) -> list[
     return sorted(alive, key=lambda member: (member.service, member.name, -member.beat_unix_s))
 
 
-def _read(text: bytes) -> Member | None:
+def _read(text: bytes | str) -> Member | None:
     """A heartbeat; None for what is none, which is nobody who could be called."""
     try:
         return Member(**json.loads(text))
