@@ -10,7 +10,6 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 _WHOLE = {FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1), FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
@@ -33,19 +32,6 @@ def hostile_payloads(good: Message, *, tame: dict[str, Any] | None = None) -> st
         st.integers(0, 2**32 - 1).map(lambda schema: _of_schema(_copy(good), schema).SerializeToString()),
         made_up,
     )
-
-
-def drawn(payloads: st.SearchStrategy[bytes], num: int) -> list[bytes]:
-    """So many of them, for a test that sends them all at once."""
-    found: list[bytes] = []
-
-    @settings(max_examples=num, deadline=None, phases=[Phase.generate], database=None, derandomize=True)
-    @given(payload=payloads)
-    def note(payload: bytes) -> None:
-        found.append(payload)
-
-    note()
-    return found
 
 
 def messages(kind: Descriptor, depth: int = 3) -> st.SearchStrategy[Message]:

@@ -68,11 +68,6 @@ class Cluster:
     def said(self, service: str, event: str) -> list[dict[str, Any]]:
         return [line for line in self.log(service) if line["event"] == event]
 
-    @property
-    def step(self) -> int:
-        """The newest step that is logged."""
-        return max((int(path.stem[5:]) for path in (self.config.run_dir / "log").glob("step-*.parquet")), default=0)
-
     def start(self, service: str, config: Config | None = None) -> subprocess.Popen[bytes]:
         """Start a service, with another configuration if given."""
         run_dir = (config or self.config).run_dir
