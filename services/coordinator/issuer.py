@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,15 @@ from services.coordinator.slots import OpenGroup, Slots
 from services.coordinator.tasks import training_task
 
 log = structlog.get_logger()
+# Groups with their `open` entries and tasks. An entry is of one issue alone, so one that is there was written before.
+_ISSUE = """
+for i = 1, #ARGV, 3 do
+  if redis.call('HGET', KEYS[2], ARGV[i]) ~= ARGV[i + 1] then
+    redis.call('XADD', KEYS[1], '*', 'd', ARGV[i + 2])
+    redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
+  end
+end
+"""
 
 
 class Issuer:
@@ -54,6 +63,7 @@ class Issuer:
         self._redis, self._keys, self._config = redis, keys, config
         self._prompts, self._order, self._slots, self._traces = prompts, order, slots, traces
         self._ahead: dict[int, Prompt] = {}
+        self._issue = redis.register_script(_ISSUE)
 
     async def read_open(self) -> None:
         """Take over the groups that an earlier life left open."""
@@ -76,7 +86,12 @@ class Issuer:
         await self._read([group for group in groups if group not in self._ahead])
 
     async def reissue_open(self) -> None:
-        """Issue every open group again at its own attempt: Redis lost them, and they did nothing wrong."""
+        """Issue every open group again at its own attempt: Redis lost them, and they did nothing wrong.
+
+        Those that were issued after Redis came back, before anybody saw that it is empty, would be there twice: what
+        a second copy writes after its group is settled would stay for ever.
+        """
+        await self._remove_tasks(lambda group: group in self._slots.open)
         entries = {
             group: self._entry(entry.attempt, entry.min_version) for group, entry in sorted(self._slots.open.items())
         }
@@ -142,9 +157,13 @@ class Issuer:
 
     async def remove_leftover_tasks(self) -> None:
         """Take tasks of settled groups out of their streams: repeats, and what was given up while it waited."""
+        await self._remove_tasks(lambda group: group in self._slots.settled)
+
+    async def _remove_tasks(self, is_meant: Callable[[int], bool]) -> None:
+        """Take tasks of some groups out of their streams; whoever holds one loses its lease."""
         for stream in (self._keys.prompts, self._keys.aside):
             entries = await all_entries(self._redis, stream)
-            left = [entry for entry, task in readable(GroupTask, entries) if task.group in self._slots.settled]
+            left = [entry for entry, task in readable(GroupTask, entries) if is_meant(task.group)]
             if left:
                 async with self._redis.pipeline(transaction=True) as pipe:
                     pipe.xack(stream, GENERATION, *left)
@@ -156,18 +175,17 @@ class Issuer:
         return OpenGroup(attempt, now, now + self._config.staleness.group_deadline_s, min_version)
 
     async def _write(self, entries: dict[int, OpenGroup]) -> None:
-        """Add tasks and `open` entries in one transaction."""
+        """Add tasks and `open` entries in one transaction, each once however often the connection broke meanwhile."""
         if not entries:
             return
         await self._read([group for group in entries if group not in self._ahead])
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for group, entry in entries.items():
-                task = training_task(self._config, group, self._ahead.pop(group))
-                task.attempt, task.min_version = entry.attempt, max(entry.min_version, self._slots.issue_version)
-                task.issued_unix_s, task.deadline_unix_s = entry.issued_unix_s, entry.deadline_unix_s
-                pipe.xadd(self._keys.prompts, {FIELD: task.SerializeToString()})
-                pipe.hset(self._keys.open, str(group), entry.to_json())
-            await pipe.execute()
+        args: list[str | bytes] = []
+        for group, entry in entries.items():
+            task = training_task(self._config, group, self._ahead.pop(group))
+            task.attempt, task.min_version = entry.attempt, max(entry.min_version, self._slots.issue_version)
+            task.issued_unix_s, task.deadline_unix_s = entry.issued_unix_s, entry.deadline_unix_s
+            args += (str(group), entry.to_json(), task.SerializeToString())
+        await self._issue(keys=[self._keys.prompts, self._keys.open], args=args)
         for group, entry in entries.items():
             self._slots.issue(group, entry)
         self._traces.issued(entries)

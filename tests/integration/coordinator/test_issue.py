@@ -187,17 +187,22 @@ async def test_a_wiped_redis_gets_its_open_groups_again(
         return len(await open_groups(redis, keys)) == NUM_SLOTS
 
     await until(all_issued, "the first groups")
-    assert len(await generator.take()) == NUM_SLOTS
+    taken = {task.group: task for task in await generator.take()}
+    assert len(taken) == NUM_SLOTS
     await learner.trained([0, 1], silent=True)  # its event is lost
-    await redis.flushall()
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.flushall()
+        # As when a group is issued before anybody sees that everything is gone.
+        pipe.xadd(keys.prompts, {FIELD: taken[3].SerializeToString()})
+        await pipe.execute()
     learner.progress.live_version = 1
 
     async def recovered() -> bool:
         return set(await open_groups(redis, keys)) == {2, 3, 4, 5}
 
     await until(recovered, "open groups without those that the learner has settled")
-    again = {task.group: task.attempt for task in await generator.take()}
-    assert {2: 1, 3: 1, 4: 1, 5: 1}.items() <= again.items()
+    again = sorted((task.group, task.attempt) for task in await generator.take() if task.group > 1)
+    assert again == [(2, 1), (3, 1), (4, 1), (5, 1)]
     await learner.filtered(2)
 
     async def went_on() -> bool:
