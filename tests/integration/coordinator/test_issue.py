@@ -133,7 +133,10 @@ async def test_a_group_that_goes_on_is_not_issued_again_at_its_deadline(
     lengths = iter(range(1, 1000))
 
     async def given_up() -> bool:
-        state = RolloutState(schema=1, started_unix_s=1.0, token_ids=range(next(lengths)))
+        n = next(lengths)
+        state = RolloutState(
+            schema=1, started_unix_s=1.0, token_ids=range(n), logp=[-1.0] * n, version=[0] * n, mask=b"\x01" * n
+        )
         await redis.hset(keys.partial, rollout_id(0, 0), state.SerializeToString())
         return await redis.xlen(keys.scored) > 0
 
