@@ -61,7 +61,8 @@ async def _check_service(service: str, config_file: Path) -> tuple[str, int, str
         *check_command(service, config_file), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE
     )
     try:
-        _, errors = await asyncio.wait_for(process.communicate(), CHECK_TIMEOUT_S)
+        async with asyncio.timeout(CHECK_TIMEOUT_S):
+            _, errors = await process.communicate()
     except TimeoutError as error:
         raise RunError(f"the check of {service} took longer than {CHECK_TIMEOUT_S:g} s") from error
     finally:

@@ -158,7 +158,8 @@ class Supervisor:
         if code == 0:
             # It may have seen the end of the run before we have.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), 2.0)
+                async with asyncio.timeout(2.0):
+                    await self._ending.wait()
                 return
         words = child.last_words()
         if code == EXIT_BAD_INPUT:
@@ -177,7 +178,8 @@ class Supervisor:
             f"({deaths} of {self._max_restarts})"
         )
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ending.wait(), pause_s)
+            async with asyncio.timeout(pause_s):
+                await self._ending.wait()
 
 
 async def _gone(children: list[Child], timeout_s: float) -> bool:

@@ -35,6 +35,7 @@ from services.common.configfile import read_config
 from services.common.errors import EXIT_BAD_INPUT, InputError
 from services.common.keys import Keys
 from services.common.patient_redis import PatientRedis
+from services.common.redis_connections import cancellable
 from services.common.traces import Traces
 from services.common.trust import check_trust, redis_arguments, redis_refusal, shared_token
 
@@ -291,6 +292,7 @@ def connect_redis(url: str, config: Config | None = None) -> Redis:
         retry=_Patience(ExponentialBackoff(cap=2, base=0.05), retries=REDIS_PATIENCE_S // 2),
         retry_on_error=[RedisConnectionError, RedisTimeoutError],
     )
+    pool.connection_class = cancellable(pool.connection_class)
     client: Redis = PatientRedis.from_pool(pool)
     return client
 

@@ -366,7 +366,8 @@ class Learner:
                     # The coordinator may have issued some before it heard that this is the end.
                     await self._settle_unused(reason)
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._finished.wait(), _LOOK_AGAIN_S)
+                        async with asyncio.timeout(_LOOK_AGAIN_S):
+                            await self._finished.wait()
         except TimeoutError as error:
             raise RunFailedError(f"the coordinator did not finish the run within {patience_s:g} s") from error
 

@@ -99,7 +99,8 @@ class Trackers:
         if process.stdin is not None:
             process.stdin.close()
         try:
-            await asyncio.wait_for(process.wait(), FINISH_S)
+            async with asyncio.timeout(FINISH_S):
+                await process.wait()
         except TimeoutError:
             log.warning("tracker_killed", tracker=name, reason=f"it was not done {FINISH_S:g} s after the run's end")
             process.kill()

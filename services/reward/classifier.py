@@ -144,7 +144,8 @@ class Classifier:
 
     async def _last_words(self, process: asyncio.subprocess.Process) -> str:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await process.wait()
         if self._listening is not None:
             await asyncio.wait({self._listening}, timeout=1.0)
         missing = any("No module named 'torch'" in line for line in self._words)
@@ -156,7 +157,8 @@ class Classifier:
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await process.wait()
         if self._listening is not None:
             self._listening.cancel()
 

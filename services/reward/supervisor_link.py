@@ -73,7 +73,8 @@ class SupervisorLink:
         except OSError as error:
             raise CannotStart(str(error)) from error
         try:
-            await asyncio.wait_for(link._ready, START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await link._ready
         except (ConnectionError, TimeoutError) as error:
             said = await link._last_words()
             await link.close()
@@ -146,7 +147,8 @@ class SupervisorLink:
         self._hang_up()
         process = self._started.process
         try:
-            await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -198,6 +200,7 @@ class SupervisorLink:
         if stderr is None:
             return ""
         with contextlib.suppress(TimeoutError):
-            said = await asyncio.wait_for(stderr.read(), 1.0)
+            async with asyncio.timeout(1.0):
+                said = await stderr.read()
             return said.decode(errors="replace").strip().rpartition("\n")[2]
         return ""

@@ -126,7 +126,8 @@ async def test_what_comes_with_another_digest_is_never_loaded(redis: Redis, redi
         (out,) = [target for target in learning.publisher.describe() if target["state"] == "out"]
         assert out["name"] == f"generation-0 ({bad.address})"
         assert "DATA_LOSS: version 2 has digest" in out["problem"] and "nothing was loaded" in out["problem"]
-        assert REGISTRY.get_sample_value("gspo_generators", {"state": "out"}) == 1
+        # Counted at the publisher's next look.
+        await learning.until(lambda: REGISTRY.get_sample_value("gspo_generators", {"state": "out"}) == 1)
         assert REGISTRY.get_sample_value("gspo_push_failures_total", {"status": "data_loss"}) >= 3
 
         bad.corrupt = None

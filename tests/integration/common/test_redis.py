@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
+from redis.asyncio.connection import Connection
 
 from gspo_proto.rollout_pb2 import Event, GroupTask, Prompt, StopRequested
 from services.common.events import Events
@@ -63,3 +65,36 @@ async def test_a_redis_without_room_is_waited_for_and_each_write_is_made_once(re
     assert (await asyncio.gather(*waiting))[2] is True
     written = sorted(fields[b"d"] for _, fields in await redis.xrange(keys.rollouts))
     assert written == [b"command", b"first", b"script", b"second"]
+
+
+@pytest.mark.asyncio(loop_scope="function")
+@pytest.mark.timeout(20)
+async def test_a_task_that_is_cancelled_as_its_command_has_been_sent_ends(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect_redis(redis_url)
+    await client.set("answer", "of before")
+
+    async def asking_for_ever() -> None:
+        while True:
+            await client.get("answer")
+            await asyncio.sleep(0)
+
+    asking = asyncio.create_task(asking_for_ever())
+    send = Connection._send_packed_command
+
+    async def sent_and_cancelled(self: Connection, command: Iterable[bytes]) -> None:
+        await send(self, command)
+        asking.cancel()
+
+    try:
+        await asyncio.sleep(0.05)
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "_send_packed_command", sent_and_cancelled)
+            await asyncio.wait({asking}, timeout=5.0)
+        assert asking.cancelled()
+        # The answer that nobody read is nobody else's.
+        assert await client.set("answer", "of now") is True
+        assert await client.get("answer") == b"of now"
+    finally:
+        await client.aclose()
