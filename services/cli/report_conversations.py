@@ -32,6 +32,7 @@ def draw_turns(figure: Any, log: RunLog) -> bool:
         return False
     (panel,) = panels(figure, ["turns"])
     line(panel, log, "turns_mean", BLUE, "mean over the step's rollouts")
+    line(panel, log, "turns_done_mean", SKY, "of them, those that the environment ended")
     for (file, records), colour in zip(log.held_out.items(), _HELD_OUT, strict=False):
         points = [(r["version"], r["figures"]["turns_mean"]) for r in records if "turns_mean" in r["figures"]]
         if points:

@@ -53,7 +53,9 @@ def _conversation_figures(rows: Sequence[Row]) -> dict[str, float]:
     if not talked:
         return {}
     ends = Counter(row.outcome for row in rows)
+    done = [row.num_turns for row in talked if row.outcome == "environment_done"]
     return {
+        **({"turns_done_mean": sum(done) / len(done)} if done else {}),
         "turns_mean": sum(row.num_turns for row in talked) / len(talked),
         "tool_calls_mean": sum(row.num_tool_calls for row in talked) / len(talked),
         "malformed_calls_mean": sum(row.num_malformed_calls for row in talked) / len(talked),

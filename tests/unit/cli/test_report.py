@@ -271,7 +271,13 @@ def test_text_of_a_rollout_is_shown_and_never_run(path: Path) -> None:
 
 def test_conversations_have_plots_and_are_read_turn_by_turn(path: Path) -> None:
     turns = '[{"role": "assistant", "content": "16"}, {"role": "user", "content": "higher"}]'
-    talked = {"turns_mean": 4.0, "tool_calls_mean": 1.0, "malformed_calls_mean": 0.0, "ended_turn_limit": 1.0}
+    talked = {
+        "turns_done_mean": 2.0,
+        "turns_mean": 4.0,
+        "tool_calls_mean": 1.0,
+        "malformed_calls_mean": 0.0,
+        "ended_turn_limit": 1.0,
+    }
     with RunDir(path) as run_dir:
         train(run_dir, 1, 3, **talked)
         run_dir.write_step(4, [row(4, 90, 0, turns_json=turns), row(4, 90, 1)])

@@ -41,6 +41,8 @@ def test_conversations_have_figures_and_single_answers_none(tmp_path: Path) -> N
     cut = replace(two, turns_json="[1]", num_turns=5, num_malformed_calls=2, num_cut_turns=1, outcome="turn_limit")
     figures = row_figures([talked, cut])
     assert (figures["turns_mean"], figures["tool_calls_mean"]) == (3.5, 1.5)
+    assert figures["turns_done_mean"] == 2.0
+    assert "turns_done_mean" not in row_figures([cut])
     assert (figures["malformed_calls_mean"], figures["cut_turns_mean"]) == (1.0, 0.5)
     assert (figures["ended_environment_done"], figures["ended_turn_limit"]) == (0.5, 0.5)
     assert not [name for name in row_figures([three]) if name.startswith(("turns", "ended", "tool"))]
