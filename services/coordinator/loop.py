@@ -23,7 +23,7 @@ from services.common.keys import BY_A_USER, SERVICES, consumer_groups
 from services.common.members import members
 from services.common.runtime import Service
 from services.coordinator.ending import Ending
-from services.coordinator.entries import newest_position
+from services.coordinator.entries import newest_entries, readable
 from services.coordinator.group_traces import GroupTraces
 from services.coordinator.issuer import Issuer
 from services.coordinator.measuring import Measuring
@@ -34,6 +34,8 @@ from services.coordinator.slots import TRAINED, Slots
 _BLOCK_S = 0.25
 _WATCH_S = 1.0
 _RECONCILE_S = 10.0
+# Events among which a starting coordinator finds the newest steps; a step has a handful.
+_LOOKED_BACK = 200
 # Events of the learner: those of an epoch below the newest come from one that has lost the run.
 _FENCED = ("step_done", "groups_settled", "version_live", "checkpoint_done", "training_done")
 log = structlog.get_logger()
@@ -43,7 +45,8 @@ class Coordinator:
     """One life of the coordinator in a run with a learner.
 
     Attributes:
-        steps: Figures of the newest steps that this life has heard of.
+        steps: Figures of the newest steps, oldest first: those that this life has heard of, and before them those
+            that were still in the stream of events when it began.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Coordinator:
 
     async def _start(self) -> None:
         """Position of events first, then the learner's account, then the `open` hash: what overlaps counts once."""
-        self._position = await newest_position(self._redis, self._keys.events)
+        await self._look_back()
         await self._memory.open()
         self._service.activity.set("waiting", "learner", "to say how far the run is")
         reply = await self._first_account()
@@ -108,6 +111,15 @@ class Coordinator:
         self._sweep = True
         self._service.problems.pop("starting", None)
         log.info("started", version=reply.version, open=len(self.slots.open), settled=len(self.slots.settled))
+
+    async def _look_back(self) -> None:
+        """Begin behind the newest event; the newest steps before it are what to show until the next one ends."""
+        entries = await newest_entries(self._redis, self._keys.events, _LOOKED_BACK)
+        if entries:
+            self._position = entries[0][0]
+        events = [event for _, event in readable(Event, entries)]
+        done = [event.step_done for event in events if event.WhichOneof("what") == "step_done"]
+        self.steps.extend(dict(step.figures) for step in reversed(done[:STEPS_LOOKED_AT]))
 
     async def _first_account(self) -> ProgressReply | None:
         """What the learner says; None where the run ends before it says anything."""

@@ -18,6 +18,7 @@ import yaml
 from redis.asyncio import Redis
 
 from services.common.keys import Keys
+from services.common.members import members
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 from tests.tiny_model import make_tokenizer
 
@@ -110,6 +111,12 @@ class Coordinator:
     async def exit_code(self, timeout_s: float = 20.0) -> int:
         assert self.process is not None
         return await asyncio.to_thread(self.process.wait, timeout_s)
+
+
+async def door_of(redis: Redis, keys: Keys) -> str:
+    """Where the newest coordinator answers; one that was killed is still registered for a while."""
+    newest, *_ = await members(redis, keys, "coordinator")
+    return f"http://{newest.http}"
 
 
 @pytest.fixture

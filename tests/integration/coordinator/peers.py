@@ -98,7 +98,8 @@ class LearnerPeer:
         self._settle(groups, "trained")
         self.progress.step = self.progress.version = self.progress.version + 1
         if not silent:
-            done = StepDone(step=self.progress.step, version=self.progress.version, groups=groups)
+            figures = {"train_s": float(self.progress.step)}
+            done = StepDone(step=self.progress.step, version=self.progress.version, groups=groups, figures=figures)
             await self.send(Event(step_done=done))
         return int(self.progress.version)
 

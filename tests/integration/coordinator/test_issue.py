@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 
 from gspo_proto.rollout_pb2 import GroupTask, RolloutState, Scored
 from services.common.keys import Keys, rollout_id
 from services.common.streams import FIELD
-from tests.integration.coordinator.conftest import Coordinator, Until
+from tests.integration.coordinator.conftest import Coordinator, Until, door_of
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -173,6 +174,10 @@ async def test_a_killed_coordinator_misses_no_group_and_repeats_none(
     await until(refilled, "the lost group and three new ones")
     # Tasks of settled groups are gone; the lost one is there twice, once for each issue.
     assert sorted(await groups(redis, keys)) == [1, 1, 4, 5, 6]
+    # The step that ended while there was no coordinator is the last one.
+    async with httpx.AsyncClient(base_url=await door_of(redis, keys)) as door:
+        last = (await door.get("/v1/status")).json()["last_step"]
+    assert (last["seconds"], [cause["cause"] for cause in last["by_cause"]]) == (1.0, ["training"])
 
 
 async def test_a_wiped_redis_gets_its_open_groups_again(

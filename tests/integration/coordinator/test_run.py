@@ -16,7 +16,7 @@ from services.common.events import FROM_START, Events
 from services.common.keys import Keys
 from services.common.members import members
 from services.common.streams import append
-from tests.integration.coordinator.conftest import Coordinator, Until
+from tests.integration.coordinator.conftest import Coordinator, Until, door_of
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -63,11 +63,6 @@ def answers(generator: GeneratorPeer, found: list[Any], redis: Redis, keys: Keys
         return len(await heard(redis, keys, "evaluation_done")) >= count
 
     return done
-
-
-async def door_of(redis: Redis, keys: Keys) -> str:
-    (member,) = await members(redis, keys, "coordinator")
-    return f"http://{member.http}"
 
 
 async def test_measured_before_between_and_after(
