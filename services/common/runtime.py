@@ -37,7 +37,7 @@ from services.common.keys import Keys
 from services.common.patient_redis import PatientRedis
 from services.common.redis_connections import cancellable
 from services.common.traces import Traces
-from services.common.trust import check_trust, redis_arguments, redis_refusal, shared_token
+from services.common.trust import check_trust, redis_arguments, redis_refusal, shared_token, warn_of_plain_text
 
 EXIT_FAILED = 1
 CONFIG_NAME = "config.yaml"
@@ -98,6 +98,7 @@ def parse_options(
         redis_url = given.redis_url or os.environ.get(REDIS_VARIABLE) or config.services.redis_url or _REDIS_ON_LOOPBACK
         check_trust(config, host, redis_url)
         set_up_logs(config.services.log_level, service=service, name=name, run=config.name)
+        warn_of_plain_text(config, host)
         if given.stay and not checks_in_life:
             check(config)
     except InputError as error:

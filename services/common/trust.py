@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import structlog
 from redis.exceptions import AuthenticationError
 
 from services.common.config import Config
 from services.common.errors import InputError
 from services.common.services_config import TlsConfig
 
+log = structlog.get_logger()
 EVERY_INTERFACE = ("0.0.0.0", "::")  # noqa: S104 - recognised here, bound by who asks for it
 MIN_SECRET_CHARS = 16
 _MAKE_SECRETS = "`gspo certs DIR` makes secrets and certificates"
@@ -70,6 +72,17 @@ def check_trust(config: Config, host: str, redis_url: str | None) -> None:
         _check_redis_url(redis_url, password, tls=config.services.tls.is_on)
     elif not is_loopback(host):
         _check_own_redis(host, password, tls=config.services.tls.is_on)
+
+
+def warn_of_plain_text(config: Config, host: str) -> None:
+    """Say so where a door beyond loopback speaks no TLS: that is allowed, for a network that is the user's alone."""
+    if not is_loopback(host) and not config.services.tls.is_on:
+        log.warning(
+            "plain_text",
+            host=host,
+            detail="whoever can listen on this network reads token, prompts, rollouts and weights; services.tls.cert "
+            "and services.tls.key encrypt them (`gspo certs DIR` makes both)",
+        )
 
 
 def _check_redis_url(url: str, password: str, *, tls: bool) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.cli.certs import make_secrets, settings
 from services.common.config import Config
 from services.common.configfile import parse_config
 from services.common.errors import InputError
-from services.common.trust import check_trust, redis_password, shared_token, without_password
+from services.common.trust import check_trust, redis_password, shared_token, warn_of_plain_text, without_password
 
 SECRET = "hunter2-hunter2-hunter2"
 
@@ -49,6 +50,21 @@ def test_a_door_beyond_loopback_needs_a_token(host: str, given: dict[str, Any], 
     assert error.value.where == "services.host"
     assert host in error.value.rule
     check_trust(configured(given, tmp_path, token_file=secret), host, "redis://127.0.0.1:6379/0")
+
+
+def test_plain_text_beyond_loopback_is_said(
+    given: dict[str, Any], tmp_path: Path, secret: str, cluster: dict[str, Path]
+) -> None:
+    plain = configured(given, tmp_path, token_file=secret)
+    encrypted = configured(given, tmp_path, token_file=secret, tls=tls_of(cluster))
+    with capture_logs() as said:
+        warn_of_plain_text(plain, "127.0.0.1")
+        warn_of_plain_text(encrypted, "10.1.2.3")
+        assert said == []
+        warn_of_plain_text(plain, "10.1.2.3")
+    assert [(line["event"], line["log_level"], line["host"]) for line in said] == [
+        ("plain_text", "warning", "10.1.2.3")
+    ]
 
 
 @pytest.mark.parametrize("url", ["redis://redis:6379/0", "rediss://10.1.2.3:6380/0", None])
