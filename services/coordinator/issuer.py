@@ -89,11 +89,13 @@ class Issuer:
         """Issue every open group again at its own attempt: Redis lost them, and they did nothing wrong.
 
         Those that were issued after Redis came back, before anybody saw that it is empty, would be there twice: what
-        a second copy writes after its group is settled would stay for ever.
+        a second copy writes after its group is settled would stay for ever. The learner may have rollouts of before and
+        train them while the task is worked on again: it is taken away then.
         """
         await self._remove_tasks(lambda group: group in self._slots.open)
         entries = {
-            group: self._entry(entry.attempt, entry.min_version) for group, entry in sorted(self._slots.open.items())
+            group: replace(self._entry(entry.attempt, entry.min_version), rewritten=True)
+            for group, entry in sorted(self._slots.open.items())
         }
         await self._write(entries)
         metrics.GROUPS_REISSUED.labels("redis_wiped").inc(len(entries))

@@ -179,10 +179,10 @@ class Coordinator:
 
     def _on_step(self, step: StepDone) -> None:
         self.steps.append(dict(step.figures))
-        repeated = any(entry.attempt > 1 for group in step.groups if (entry := self.slots.open.get(group)))
+        copied = any(entry.has_copies for group in step.groups if (entry := self.slots.open.get(group)))
         closed = self.slots.train(step.groups, step.version)
         self._traces.trained(closed, step.version)
-        self._close(closed, TRAINED, sweep=repeated)
+        self._close(closed, TRAINED, sweep=copied)
         self.measuring.on_step(step.step, step.version)
 
     def _on_live(self, version: int) -> None:

@@ -20,6 +20,7 @@ class OpenGroup:
 
     `min_version` is that of the first issue: answers of an earlier attempt count, so no token can be older.
     `progress` is how far its rollouts were when its deadline was last looked at.
+    `rewritten`: its task was written again without another attempt, because Redis had lost it.
     """
 
     attempt: int
@@ -27,6 +28,12 @@ class OpenGroup:
     deadline_unix_s: float
     min_version: int
     progress: int = 0
+    rewritten: bool = False
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a task of it may be left, in a stream or in somebody's hands, when it is settled."""
+        return self.rewritten or self.attempt > 1
 
     def to_json(self) -> str:
         """The text in the hash."""

@@ -203,12 +203,12 @@ class Learner:
 
     async def _assemble(self) -> Batch | None:
         """The next batch; None when something else came first: an end, a wish for a checkpoint."""
-        began = time.time()
+        began = time.monotonic()
         while not (self._reason_to_end() or self._checkpoint_wanted):
             self.intake.arrived.clear()
             if not self._is_generated:
                 # The time until the first engine serves is the start of this life, not training.
-                began, self._is_generated = time.time(), self.publisher.live_version >= 0
+                began, self._is_generated = time.monotonic(), self.publisher.live_version >= 0
             open_groups = await self.intake.open_groups()
             found = self._assembler.next_batch(self._version, open_groups, num_groups=self._num_groups)
             await self._settle(found.settled)

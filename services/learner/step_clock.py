@@ -31,10 +31,14 @@ class StepClock:
         self._phases: dict[str, float] = {}
         self._mark = self._ended = self._checkpoint_s = 0.0
 
-    def wait_over(self, began_unix_s: float, *, live_unix_s: float, evaluated_unix_s: float) -> None:
-        """A batch is complete. Only before the first step is the issue of groups held up by an evaluation."""
-        evaluated = 0.0 if self._ended else evaluated_unix_s
-        self._wait = Wait(began_unix_s, max(began_unix_s, time.time()), live_unix_s, evaluated)
+    def wait_over(self, began: float, *, live_unix_s: float, evaluated_unix_s: float) -> None:
+        """A batch is complete. Only before the first step is the issue of groups held up by an evaluation.
+
+        Args:
+            began: By time.monotonic: the time of day may be set while the learner waits.
+        """
+        evaluated, now = 0.0 if self._ended else evaluated_unix_s, time.time()
+        self._wait = Wait(now - (time.monotonic() - began), now, live_unix_s, evaluated)
 
     def begin(self, groups: Iterable[int]) -> None:
         """A step of these groups begins, now that they are complete."""

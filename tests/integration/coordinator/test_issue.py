@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from gspo_proto.rollout_pb2 import GroupTask, RolloutState, Scored
 from services.common.keys import Keys, rollout_id
-from services.common.streams import FIELD
+from services.common.streams import FIELD, Inbox, Output, Saved
 from tests.integration.coordinator.conftest import Coordinator, Until, door_of
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 
@@ -62,6 +62,7 @@ async def test_as_many_groups_as_slots_and_no_more(
         "deadline_unix_s": first.deadline_unix_s,
         "min_version": 0,
         "progress": 0,
+        "rewritten": False,
     }
 
 
@@ -217,6 +218,34 @@ async def test_a_wiped_redis_gets_its_open_groups_again(
         return set(await open_groups(redis, keys)) == {3, 4, 5, 6}
 
     await until(went_on, "events to be heard after the wipe")
+
+
+async def test_what_a_wiped_redis_had_twice_is_taken_away_with_its_group(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+) -> None:
+    """The learner trains rollouts of before the wipe, while a generator works on the group again."""
+    coordinator.start(configure())
+
+    async def issued() -> bool:
+        return len(await open_groups(redis, keys)) == NUM_SLOTS and bool(await redis.exists(keys.prompts))
+
+    await until(issued, "the first groups")
+    await redis.flushall()
+    await until(issued, "the same groups again")
+    inbox = Inbox(redis, keys, keys.prompts, consumer="again", lease_s=30.0)
+    held = {delivery.message.group: delivery for delivery in await inbox.take(64, block_s=1.0)}
+    assert {0, 1} <= set(held)
+    assert await inbox.save([Saved(held[0], rollout_id(0, 0), b"of the second copy")]) == 1
+
+    await learner.trained([0, 1])
+
+    async def removed() -> bool:
+        return not set(await open_groups(redis, keys)) & {0, 1}
+
+    await until(removed, "the trained groups to be closed")
+    assert await inbox.save([Saved(held[1], rollout_id(1, 0), b"too late")]) == 0
+    assert await inbox.put([Output(held[0], keys.rollouts, b"too late", rollout_id(0, 1))]) == [False]
+    assert await redis.hgetall(keys.partial) == {}
 
 
 async def test_a_step_whose_event_was_never_sent_is_found_in_the_learners_account(

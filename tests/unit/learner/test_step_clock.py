@@ -19,7 +19,7 @@ def a_step(clock: StepClock, journeys: Journeys, group: int, *, evaluated_s_ago:
     rollout = Rollout(group=group, issued_unix_s=now - 2, started_unix_s=now - 2, finished_unix_s=now - 1)
     score = Score(reward=1.0, taken_unix_s=now - 1, scored_unix_s=now)
     journeys.add(ScoredRollout(rollout=rollout, score=score))
-    clock.wait_over(now - 10, live_unix_s=now - 8, evaluated_unix_s=now - evaluated_s_ago)
+    clock.wait_over(time.monotonic() - 10, live_unix_s=now - 8, evaluated_unix_s=now - evaluated_s_ago)
     clock.begin([group])
     for phase in ("log_s", "train_s", "publish_s", "hold_s"):
         clock.over(phase)
@@ -47,3 +47,14 @@ def test_between_two_steps_a_checkpoint_is_told_and_an_evaluation_holds_nothing_
     assert second["checkpoint_s"] == 0.25
     assert (second["wait_evaluation_s"], second["wait_issue_s"]) == (0, pytest.approx(6, abs=0.5))
     assert a_step(clock, journeys, 3, evaluated_s_ago=5)["checkpoint_s"] == 0
+
+
+def test_a_clock_that_is_set_while_the_learner_waits_does_not_make_the_step_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = StepClock(Journeys(), Traces("learner", name="learner-0", run="r", endpoint=None))
+    began, set_to = time.monotonic() - 3, time.time() + 600
+    monkeypatch.setattr(time, "time", lambda: set_to)
+    clock.wait_over(began, live_unix_s=0.0, evaluated_unix_s=0.0)
+    clock.begin([])
+    assert clock.figures()["wait_s"] == pytest.approx(3, abs=0.5)
