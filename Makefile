@@ -30,7 +30,7 @@ lint: setup ## ruff and mypy strict
 bench: setup ## Measure speed and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.speed
 
-chaos: setup ## Strike a simulated run with everything that can go wrong, check it, write docs/chaos.md (SEED=0; 40 minutes)
+chaos: setup ## Strike a simulated run with everything that can go wrong, check it, write docs/chaos.md (SEED=0; an hour)
 	$(BIN)/python -m benchmarks.chaos --seed $(SEED)
 
 proto: setup ## Generate the contract's Python code
