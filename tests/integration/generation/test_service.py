@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -118,22 +119,26 @@ async def rollouts(running: Running, num: int, timeout_s: float = 60) -> list[Ro
 
 
 async def push(running: Running, policy: Policy, base: Policy | None = None, epoch: int = 1) -> PushResult:
-    async def sent() -> AsyncIterator[WeightFrame]:
-        header = PushHeader(
-            run=running.config.name,
-            epoch=epoch,
-            version=policy.version,
-            digest=policy.digest,
-            base_digest=base.digest if base else "",
-            dtype=policy.dtype,
-            num_tensors=len(policy.bits),
-            num_bytes=policy.num_bytes,
-        )
-        yield WeightFrame(header=header)
+    """As a learner does it: what it sends before the header is admitted would take the refusal's place."""
+    header = PushHeader(
+        run=running.config.name,
+        epoch=epoch,
+        version=policy.version,
+        digest=policy.digest,
+        base_digest=base.digest if base else "",
+        dtype=policy.dtype,
+        num_tensors=len(policy.bits),
+        num_bytes=policy.num_bytes,
+    )
+    call = running.stub.PushWeights(timeout=60)
+    # Raised where the call has ended: its answer says why.
+    with suppress(asyncio.InvalidStateError):
+        await call.write(WeightFrame(header=header))
+        await call.initial_metadata()
         async for frame in Frames(policy, base):
-            yield frame
-
-    return await running.stub.PushWeights(sent(), timeout=60)
+            await call.write(frame)
+        await call.done_writing()
+    return await call
 
 
 async def describe(running: Running) -> GeneratorDescription:
