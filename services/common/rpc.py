@@ -19,6 +19,8 @@ from services.common.trust import pem, reachable_host
 
 # A frame of weights is about 1 MiB; a group of long rollouts stays well below this.
 MAX_MESSAGE_BYTES = 64 * 2**20
+# Initial metadata of a push whose header is admitted: its frames may come.
+ADMITTED = ("gspo-admitted", "1")
 _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

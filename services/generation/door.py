@@ -24,6 +24,7 @@ from gspo_proto.rollout_pb2 import GroupTask, Rollout
 from services.common import metrics
 from services.common.entries import MalformedEntryError, check_message
 from services.common.grpc_guard import refuse_message
+from services.common.rpc import ADMITTED
 from services.common.runtime import Service
 from services.generation.engine_api import EngineBrokenError, EngineLike, LoadFailedError
 from services.generation.receiver import Receiver, Refused
@@ -88,7 +89,7 @@ class Door(generation_pb2_grpc.GenerationServicer):
     async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Context) -> PushResult:
         """Take one version; old weights stay in place on any failure."""
         try:
-            result = await self._receiver.receive(request_iterator, lambda: context.send_initial_metadata(()))
+            result = await self._receiver.receive(request_iterator, lambda: context.send_initial_metadata((ADMITTED,)))
         except (Refused, StagingError, LoadFailedError, EngineBrokenError) as error:
             metrics.PUSHES_RECEIVED.labels("refused").inc()
             log.warning("push_refused", reason=str(error), serving=self._engine.version)

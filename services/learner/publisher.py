@@ -27,7 +27,7 @@ from services.common import metrics
 from services.common.errors import InputError
 from services.common.members import members
 from services.common.refusals import heard_by, refused_by
-from services.common.rpc import open_channel, token_metadata
+from services.common.rpc import ADMITTED, open_channel, token_metadata
 from services.common.runtime import Service
 from services.learner.frames import Frames
 from services.learner.targets import STATES, Target
@@ -170,20 +170,7 @@ class Publisher:
         call = GenerationStub(target.channel).PushWeights(
             timeout=self._service.config.generation.push_timeout_s, metadata=self._metadata
         )
-        num_bytes = 0
-        try:
-            # Raised where the call has ended: its answer says why.
-            with contextlib.suppress(asyncio.InvalidStateError):
-                await call.write(WeightFrame(header=self._header(policy, base)))
-                # A refusal that met frames on their way would be lost to "Internal error".
-                await call.initial_metadata()
-                async for frame in self._frames(policy, base):
-                    num_bytes += frame.ByteSize()
-                    await call.write(frame)
-                await call.done_writing()
-            return await call, num_bytes
-        finally:
-            call.cancel()
+        return await deliver(call, self._header(policy, base), self._frames(policy, base))
 
     def _header(self, policy: Policy, base: Policy | None) -> PushHeader:
         return PushHeader(
@@ -261,3 +248,25 @@ class Publisher:
         found = Counter(target.state for target in self._targets.values())
         for state in STATES:
             metrics.GENERATORS.labels(state).set(found[state])
+
+
+async def deliver(call: Any, header: PushHeader, frames: Frames) -> tuple[PushResult, int]:
+    """Send one version over a PushWeights call; the generator's answer, and the bytes of the frames.
+
+    Raises:
+        grpc.aio.AioRpcError: The generator refused it, or the call broke.
+    """
+    num_bytes = 0
+    try:
+        # Raised where the call has ended: its answer says why.
+        with contextlib.suppress(asyncio.InvalidStateError):
+            await call.write(WeightFrame(header=header))
+            # A refusal that met frames on their way would be lost to "Internal error", and metadata come with it too.
+            if ADMITTED in tuple(await call.initial_metadata()):
+                async for frame in frames:
+                    num_bytes += frame.ByteSize()
+                    await call.write(frame)
+                await call.done_writing()
+        return await call, num_bytes
+    finally:
+        call.cancel()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from gspo_proto.generation_pb2 import (
     GeneratorDescription,
     PushHeader,
     PushResult,
-    WeightFrame,
 )
 from gspo_proto.generation_pb2_grpc import GenerationStub
 from gspo_proto.rollout_pb2 import (
@@ -47,6 +45,7 @@ from services.common.rpc import open_channel
 from services.common.runtime import connect_redis
 from services.common.streams import DONE, append, create_consumer_groups
 from services.learner.frames import Frames
+from services.learner.publisher import deliver
 from services.learner.weights import Policy, policy_from
 from tests.integration.generation.test_engine import Reference
 from tests.service_process import assert_on_loopback_alone, make_run, registered, service_process, wait_exit
@@ -119,7 +118,6 @@ async def rollouts(running: Running, num: int, timeout_s: float = 60) -> list[Ro
 
 
 async def push(running: Running, policy: Policy, base: Policy | None = None, epoch: int = 1) -> PushResult:
-    """As a learner does it: what it sends before the header is admitted would take the refusal's place."""
     header = PushHeader(
         run=running.config.name,
         epoch=epoch,
@@ -130,15 +128,8 @@ async def push(running: Running, policy: Policy, base: Policy | None = None, epo
         num_tensors=len(policy.bits),
         num_bytes=policy.num_bytes,
     )
-    call = running.stub.PushWeights(timeout=60)
-    # Raised where the call has ended: its answer says why.
-    with suppress(asyncio.InvalidStateError):
-        await call.write(WeightFrame(header=header))
-        await call.initial_metadata()
-        async for frame in Frames(policy, base):
-            await call.write(frame)
-        await call.done_writing()
-    return await call
+    result, _ = await deliver(running.stub.PushWeights(timeout=60), header, Frames(policy, base))
+    return result
 
 
 async def describe(running: Running) -> GeneratorDescription:
