@@ -47,6 +47,7 @@ class Frames:
                 if ahead not in self._packed:
                     packing = asyncio.to_thread(self._pack, self._base, *self._runs[ahead])
                     self._packed[ahead] = asyncio.ensure_future(packing)
+                    self._packed[ahead].add_done_callback(_take_notice)
             # Another push may wait for the same frame when this one is cancelled.
             frame = await asyncio.shield(self._packed[number])
             if frame is not None:
@@ -63,6 +64,12 @@ class Frames:
         frame = _frame(name, run, new)
         frame.tensor.changes.num_listed, frame.tensor.changes.packed = packed
         return frame
+
+
+def _take_notice(packed: asyncio.Future[WeightFrame | None]) -> None:
+    """One that failed is raised where it is awaited; those ahead of it, which nobody awaits any more, are no news."""
+    if not packed.cancelled():
+        packed.exception()
 
 
 def _whole(name: str, run: slice, elements: Bits) -> WeightFrame:
