@@ -21,7 +21,7 @@ from typing import Literal, get_args
 from packaging.requirements import Requirement
 
 from services.common.errors import InputError
-from services.common.machine import free_memory
+from services.common.machine import free_memory, vllm_for_gpus
 from services.common.redis_server import redis_program
 from services.common.reward_config import RewardConfig
 
@@ -136,6 +136,9 @@ def redis() -> Finding:
 def gpu() -> Finding:
     """GPUs, by NVIDIA's own tool."""
     found = _first_line(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    if not found and (version := vllm_for_gpus()):
+        advice = "Mend driver and container toolkit until nvidia-smi works, or install gspo[cpu]"
+        return Finding("GPU", "problem", f"none, and vllm {version} runs on GPUs alone", advice)
     return Finding("GPU", "OK", found or "none: everything runs on the CPU")
 
 

@@ -1,16 +1,19 @@
 """What this machine, or this container's share of it, has left: memory, and the GPUs that can be seen.
 
-It starts no engine and refuses nothing: the services' checks do. Neighbours: services/cli/findings.py reports.
+It starts no engine. Neighbours: the services' checks refuse by what it says, services/cli/findings.py reports.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import psutil
+
+from services.common.errors import InputError
 
 _TOOL_S = 15.0
 _SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written
@@ -45,6 +48,34 @@ def _cgroup_free() -> float:
         except (OSError, ValueError):  # no such controller, or "max"
             continue
     return float("inf")
+
+
+def vllm_for_gpus() -> str:
+    """Version of the vLLM that is installed, where it runs on NVIDIA's GPUs alone; else empty.
+
+    The CPU build is a package of another name; builds for other devices say so behind a plus sign.
+    """
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    device = version.partition("+")[2]
+    return version if not device or device.startswith("cu") else ""
+
+
+def check_gpus_are_seen(key: str, gpus: list[int]) -> None:
+    """Refuse an environment made for GPUs where there is none: vLLM would crash, and torch train on the CPU unasked.
+
+    Raises:
+        InputError: Names the key.
+    """
+    if (version := vllm_for_gpus()) and not gpus:
+        raise InputError(
+            key,
+            f"this environment is made for GPUs (vllm {version}), and nvidia-smi sees none",
+            "Give the container GPUs (NVIDIA's driver and container toolkit on the host; docker-compose.gpu.yml), or "
+            "install gspo[cpu]",
+        )
 
 
 def visible_gpus() -> list[int]:

@@ -11,7 +11,7 @@ import sys
 
 from services.common.config import Config
 from services.common.errors import InputError
-from services.common.machine import free_memory, visible_gpus
+from services.common.machine import check_gpus_are_seen, free_memory, visible_gpus
 from services.common.model_folder import model_folder
 from services.generation.engine_args import check_engine_args
 
@@ -52,6 +52,7 @@ def check(config: Config) -> None:
 def _check_gpus(config: Config) -> None:
     """vLLM would look for them for minutes before it says so."""
     engine, gpus = config.generation.engine, visible_gpus()
+    check_gpus_are_seen("generation.engine", gpus)
     wanted = {key: engine[key] for key in _PARALLEL if isinstance(engine.get(key), int)}
     if gpus and math.prod(wanted.values()) > len(gpus):
         given = " times ".join(f"{key} {value}" for key, value in wanted.items())

