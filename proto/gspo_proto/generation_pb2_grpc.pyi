@@ -37,7 +37,8 @@ class GenerationStub:
     PushWeights: _grpc.StreamUnaryMultiCallable[_generation_pb2.WeightFrame, _generation_pb2.PushResult]
     """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
     PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest. The server's initial
-    metadata come when the header is admitted: frames sent before may hide a refusal.
+    metadata come when the header is admitted: frames sent before may hide a refusal. gspo-direct among them is the port
+    and key of a new link.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DescribeRequest, _generation_pb2.GeneratorDescription]
 
@@ -49,7 +50,8 @@ class GenerationAsyncStub(GenerationStub):
     PushWeights: _aio.StreamUnaryMultiCallable[_generation_pb2.WeightFrame, _generation_pb2.PushResult]  # type: ignore[assignment]
     """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
     PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest. The server's initial
-    metadata come when the header is admitted: frames sent before may hide a refusal.
+    metadata come when the header is admitted: frames sent before may hide a refusal. gspo-direct among them is the port
+    and key of a new link.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_generation_pb2.DescribeRequest, _generation_pb2.GeneratorDescription]  # type: ignore[assignment]
 
@@ -70,7 +72,8 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_generation_pb2.PushResult, _abc.Awaitable[_generation_pb2.PushResult]]:
         """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
         PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest. The server's initial
-        metadata come when the header is admitted: frames sent before may hide a refusal.
+        metadata come when the header is admitted: frames sent before may hide a refusal. gspo-direct among them is the port
+        and key of a new link.
         """
 
     @_abc_1.abstractmethod
