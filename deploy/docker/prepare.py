@@ -45,9 +45,14 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("/runs"), help="folder of the run directories")
     parser.add_argument("--secrets", type=Path, default=Path("/secrets"), help="folder with the file `token`")
     parser.add_argument("--redis-url", default=os.environ.get("GSPO_REDIS_URL"))
+    parser.add_argument(
+        "--push-transport",
+        default=os.environ.get("GSPO_PUSH_TRANSPORT") or None,
+        help="learner.push_transport where config.yaml does not say it",
+    )
     given = parser.parse_args()
     try:
-        run_dir = make_run(given.input, given.runs, given.secrets, given.redis_url)
+        run_dir = make_run(given.input, given.runs, given.secrets, given.redis_url, given.push_transport)
     except InputError as error:
         exit_bad_input(error)
     except RunError as error:
@@ -56,7 +61,7 @@ def main() -> None:
     sys.stdout.write(f"{run_dir} is ready\n")
 
 
-def make_run(folder: Path, runs: Path, secrets: Path, redis_url: str | None) -> Path:
+def make_run(folder: Path, runs: Path, secrets: Path, redis_url: str | None, push_transport: str | None = None) -> Path:
     """The run directory of a user's folder, new or to go on with.
 
     Raises:
@@ -64,7 +69,7 @@ def make_run(folder: Path, runs: Path, secrets: Path, redis_url: str | None) -> 
     """
     _check_writable(runs)
     base = _make_inputs(folder, runs / "inputs") if (folder / COLD_START).is_file() else folder
-    config = container_config(base, runs, secrets, redis_url)
+    config = container_config(base, runs, secrets, redis_url, push_transport)
     path = runs / f".{config.name}.yaml"
     write_config(config, path)
     asyncio.run(check_services(CHECKED_HERE, path))
@@ -87,8 +92,13 @@ def _plan(config: Config, path: Path) -> Plan:
     return Plan(config, config.run_dir, resume=True, changes=changes)
 
 
-def container_config(folder: Path, runs: Path, secrets: Path, redis_url: str | None) -> Config:
+def container_config(
+    folder: Path, runs: Path, secrets: Path, redis_url: str | None, push_transport: str | None = None
+) -> Config:
     """The user's configuration, with the places that the containers give it.
+
+    Args:
+        push_transport: What carries the bytes of a push, where the configuration does not say it.
 
     Raises:
         InputError: There is none, or it is wrong.
@@ -104,6 +114,8 @@ def container_config(folder: Path, runs: Path, secrets: Path, redis_url: str | N
     given["run"] = {**(given.get("run") or {}), "directory": str(runs)}
     files = {"token_file": str(secrets / "token"), "redis_password_file": str(secrets / "redis_password")}
     given["services"] = {**(given.get("services") or {}), **files, "redis_url": redis_url}
+    if push_transport:
+        given["learner"] = {"push_transport": push_transport, **(given.get("learner") or {})}
     return parse_config(given, folder)
 
 
