@@ -3,7 +3,7 @@
 Build, start, watch, scale, kill, submit a reward function from outside, read Prometheus, and see the arithmetic example
 through to its end; then what is refused, in words. Grafana's image is left out: what is checked of it is in the other
 tests. Exit codes: 0 all held, 1 something did not, 3 there is no engine, so nothing was tested.
-Neighbours: engine.py; tests/unit/test_compose.py reads the same files without an engine.
+Neighbours: house.py, misfits.py; tests/unit/deploy/test_compose.py reads the same files without an engine.
 """
 
 from __future__ import annotations
@@ -11,23 +11,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
-import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import quote
 
 import pandas
 
 from tests.compose.engine import ROOT, Docker, NoEngineError, engine
+from tests.compose.house import House, say, until
+from tests.compose.misfits import a_stranger, refusals, unreadable_secrets
 
 EXIT_FAILED, EXIT_NOT_TESTED = 1, 3
 NOT_HERE = ("grafana",)
@@ -43,81 +39,6 @@ def reward(prompts, completions, answer, **columns):
 """
 # Everything in a container but its process 1 and whoever asks: as when it runs out of memory.
 KILL_ALL = "import os; os.kill(-1, 9)"
-T = TypeVar("T")
-_began = time.monotonic()
-
-
-def say(text: str) -> None:
-    print(f"[{time.monotonic() - _began:5.0f} s] {text}", flush=True)
-
-
-def until(what: str, ask: Callable[[], T | None], timeout_s: float) -> T:
-    """Ask until there is an answer; AssertionError says what did not come. A closed door is no answer yet."""
-    deadline = time.monotonic() + timeout_s
-    seen: object = None
-    while time.monotonic() < deadline:
-        try:
-            if (answer := ask()) is not None:
-                return answer
-        except OSError as error:
-            seen = error
-        time.sleep(1.0)
-    raise AssertionError(f"after {timeout_s:g} s: {what} did not come (last: {seen})")
-
-
-class House:
-    """The running project as a user outside sees it."""
-
-    def __init__(self, docker: Docker, project: str, ports: dict[str, int]) -> None:
-        self.docker, self.project, self._ports = docker, project, ports
-        self.token = ""
-
-    def as_documented(self, line: str, *more: str, timeout_s: float = 120.0) -> str:
-        """Standard output of a command of docs/deployment.md, word for word, with further words at its end."""
-        words = shlex.split(line)[2:]
-        if words[0] in ("exec", "run"):  # nobody sits at a terminal here
-            words.insert(1, "-T")
-        return self.docker.compose(*words, *more, timeout_s=timeout_s)
-
-    def first_line(self, line: str) -> str:
-        """The first line that a command prints which does not end by itself."""
-        command = ["docker", *shlex.split(line)[1:]]
-        with subprocess.Popen(
-            command, cwd=ROOT, env=dict(self.docker.environment), stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout
-            found = process.stdout.readline()
-            process.kill()
-        return found
-
-    def address(self, port: str) -> str:
-        return f"http://127.0.0.1:{self._ports[port]}"
-
-    def ask(self, port: str, path: str, *, post: bool = False) -> Any:
-        """The JSON of one call."""
-        headers = {"authorization": f"Bearer {self.token}"}
-        request = urllib.request.Request(
-            self.address(port) + path, headers=headers, method="POST" if post else "GET", data=b"" if post else None
-        )
-        with urllib.request.urlopen(request, timeout=10) as reply:
-            return json.load(reply)
-
-    def state(self) -> dict[str, Any]:
-        return dict(self.ask("GSPO_PORT", "/v1/state"))
-
-    def step_above(self, step: int) -> Callable[[], int | None]:
-        """The run's step, once it is above `step`."""
-
-        def look() -> int | None:
-            now = int(self.state()["step"])
-            return now if now > step else None
-
-        return look
-
-    def query(self, expression: str) -> dict[str, float]:
-        """An instant query of Prometheus: values by job and instance."""
-        found = self.ask("GSPO_PROMETHEUS_PORT", f"/api/v1/query?query={quote(expression)}")["data"]["result"]
-        return {" ".join(sorted(one["metric"].values())): float(one["value"][1]) for one in found}
 
 
 def torch_wheel() -> None:
@@ -294,33 +215,6 @@ def results(house: House, folder: Path) -> None:
     say(f"{len(steps)} steps, accuracy {first:.2f} before and {last:.2f} after")
 
 
-def refusals(docker: Docker, folder: Path) -> None:
-    """What cannot work is one line and exit code 2, before anything is started."""
-    empty, lost = folder / "empty", folder / "lost"
-    empty.mkdir(mode=0o555)
-    lost.mkdir()
-    shutil.copy(ROOT / "examples/arithmetic/config.yaml", lost)
-    cases = [
-        (["prepare"], {"GSPO_INPUT": str(empty)}, "error: /input/config.yaml: is not there"),
-        (["prepare"], {"GSPO_INPUT": str(lost)}, "error: model.path: model is not a folder here"),
-        (["-v", f"{empty}:/runs", "prepare"], {}, "error: run.directory: /runs cannot be written by user 1000"),
-        (["secrets"], {"GSPO_SECRETS": str(empty)}, "error: secrets: "),
-    ]
-    for words, given, rule in cases:
-        other = Docker({**docker.environment, **given})
-        done = other.run("compose", "run", "--rm", "-T", "--no-deps", *words, check=False)
-        lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-        assert done.returncode == 2, f"{words}: exit code {done.returncode}: {done.stderr}"
-        assert len(lines) == 1, done.stderr
-        assert lines[0].startswith(rule), lines
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        other = Docker({**docker.environment, "GSPO_PORT": str(taken.getsockname()[1])})
-        done = other.run("compose", "run", "--rm", "-T", "--no-deps", "--service-ports", "door", check=False)
-    assert done.returncode, "a port was published that is taken"
-    assert "address already in use" in done.stderr, done.stderr
-    say("what cannot work is refused in one line")
-
-
 @contextmanager
 def project(environment: dict[str, str]) -> Iterator[House]:
     """A compose project of its own with ports of its own; nothing of it is left behind."""
@@ -350,6 +244,7 @@ def story(house: House) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         refusals(docker, folder)
+        say("what cannot work is refused in one line")
         start(house, services, "docker compose up -d --build --wait")
         house.token = house.as_documented("docker compose exec coordinator cat /secrets/token").strip()
         assert house.as_documented("docker compose exec coordinator cat /secrets/grafana_password").strip()
@@ -357,6 +252,9 @@ def story(house: House) -> None:
         house.ask("GSPO_PORT", "/v1/pause", post=True)
         contained(house)
         submit(house, folder)
+        unreadable_secrets(docker, folder)
+        a_stranger(house, folder)
+        say("a generator with another token is named by both sides, and the run goes on without it")
         scale(house, services)
         kill(house, "generation")
         kill(house, "learner")
