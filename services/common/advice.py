@@ -16,6 +16,8 @@ CLIPPED_STEPS = 10
 NEVER_CLIPPED_STEPS = 20
 # Above this more than a third of the sequences would leave the clip at an unchanged policy.
 NOISE_TOO_MUCH = 0.33
+# A replay must make the same bits, so no resume takes them.
+_FIXED = "Keys of algorithm are fixed for a run: change them in a new one, with model.path at this run's export/"
 
 
 def advice(figures: Sequence[Mapping[str, float]], config: Config) -> dict[str, str]:
@@ -41,7 +43,7 @@ def _clipped(figures: Sequence[Mapping[str, float]], config: Config) -> str | No
         remedies.append(f"staleness.max_lag below {config.staleness.max_lag}")
     return (
         f"clip: {shares[-1]:.0%} of {unit} are clipped, over {CLIPPED_TOO_MUCH:.0%} for {CLIPPED_STEPS} steps; "
-        f"most of the signal is thrown away. Try {' or '.join(remedies)}"
+        f"most of the signal is thrown away. Try {' or '.join(remedies)}. {_FIXED}"
     )
 
 
@@ -53,7 +55,7 @@ def _never(figures: Sequence[Mapping[str, float]], config: Config) -> str | None
     low, high = config.algorithm.clip
     return (
         f"clip: none of the {unit} was clipped in {NEVER_CLIPPED_STEPS} steps at {low:g}/{high:g}; "
-        "the objective is not bounded. Narrow algorithm.pg_clip_low and pg_clip_high if that is not meant"
+        f"the objective is not bounded. Narrow algorithm.pg_clip_low and pg_clip_high if that is not meant. {_FIXED}"
     )
 
 
@@ -63,7 +65,8 @@ def _noise(figures: Sequence[Mapping[str, float]], config: Config) -> str | None
         return None
     return (
         f"clip: the engines' numerical mismatch alone puts {shares[0]:.0%} of {_unit(config)} outside the clip, so "
-        "clipping is noise. Try algorithm.old_logprobs: recompute, generation.dtype: float32, or a wider clip"
+        "clipping is noise. Try generation.dtype: float32, which a resume takes, or algorithm.old_logprobs: recompute, "
+        f"or a wider clip. {_FIXED}"
     )
 
 
@@ -76,7 +79,7 @@ def _small(figures: Sequence[Mapping[str, float]], config: Config) -> str | None
     return (
         f"batch: {trained:.0f} of {algorithm.rollout_batch_size} groups were trained, since {dropped:.0f} were "
         f"filtered or failed meanwhile, as many as algorithm.max_refill {algorithm.max_refill} allows. Choose prompts "
-        "that the policy sometimes answers right, or raise algorithm.max_refill"
+        f"that the policy sometimes answers right, or raise algorithm.max_refill. {_FIXED}"
     )
 
 
