@@ -9,17 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from gspo_proto.generation_pb2 import PushHeader
+from gspo_proto.generation_pb2 import PushHeader, WeightFrame
 from gspo_proto.generation_pb2_grpc import GenerationStub
 from services.common.config import Config
+from services.common.direct import Bytes
 from services.common.metrics import PUSH_FAILURES
 from services.common.rpc import open_channel
 from services.generation import direct_road
@@ -157,6 +159,27 @@ async def test_a_frame_that_fits_no_tensor_is_refused_by_name(redis: Redis, redi
         assert serves(only, policy(0))
         await pushed(only, policy(1), road)
         assert serves(only, policy(1))
+
+
+class TooMuch(Frames):
+    """One frame of more than a socket holds, and than the tensor has."""
+
+    async def apart(self) -> AsyncIterator[tuple[WeightFrame, Bytes]]:
+        frame, data = WeightFrame(), np.zeros(2**28, np.uint8)
+        frame.tensor.name, frame.tensor.direct_bytes = "a", len(data)
+        yield frame, data
+
+
+async def test_a_sender_in_the_middle_of_a_frame_hears_that_it_is_refused(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, make_run, "gloo")
+    async with generator(config, redis_url) as only:
+        began = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError, match="reach beyond its end") as refused:
+            await pushed(only, policy(1), DirectRoad("gloo", "127.0.0.1", 60.0), frames=TooMuch(policy(1)))
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert time.monotonic() - began < 9.0
 
 
 @pytest.mark.parametrize(
