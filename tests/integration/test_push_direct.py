@@ -161,6 +161,18 @@ async def test_a_frame_that_fits_no_tensor_is_refused_by_name(redis: Redis, redi
         assert serves(only, policy(1))
 
 
+async def test_a_generator_keeps_no_link_of_a_push_that_failed(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run, "gloo")
+    road = DirectRoad("gloo", "127.0.0.1", 10.0)
+    async with generator(config, redis_url) as only:
+        with pytest.raises(grpc.aio.AioRpcError, match="nothing was loaded"):
+            await pushed(only, Policy(1, policy(2).digest, "bfloat16", policy(1).bits), road)
+        assert only.door._receiver._road._link is None
+        await pushed(only, policy(1), road)
+        assert only.door._receiver._road._link is not None
+        road.close()
+
+
 class TooMuch(Frames):
     """One frame of more than a socket holds, and than the tensor has."""
 

@@ -17,6 +17,7 @@ import pytest
 
 from services.common import direct
 from services.common.direct import DirectError, Link, Meeting, device_id, own_address, unavailable
+from tests.service_process import answers
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 HOST = "127.0.0.1"
@@ -130,17 +131,14 @@ async def test_where_nobody_listens_it_says_so(monkeypatch: pytest.MonkeyPatch) 
         await link().join(HOST, Meeting(port, "key"))
 
 
-async def test_a_closed_link_leaves_no_port_open() -> None:
+async def test_it_listens_at_its_address_alone_and_not_once_it_is_closed() -> None:
     listening = link()
     meeting = listening.listen(HOST)
-    socket.create_connection((HOST, meeting.port)).close()
+    assert answers(HOST, meeting.port)
+    assert not answers("127.0.0.2", meeting.port)
     listening.close()
     async with asyncio.timeout(10.0):
-        while True:
-            try:
-                socket.create_connection((HOST, meeting.port)).close()
-            except OSError:
-                break
+        while answers(HOST, meeting.port):
             await asyncio.sleep(0.05)
 
 
