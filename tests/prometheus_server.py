@@ -31,6 +31,7 @@ class Prometheus:
         config["rule_files"] = [str(_DEPLOYED / pattern) for pattern in config["rule_files"]]
         files = [{"files": [str(self._targets)], "refresh_interval": "1s"}]
         config["scrape_configs"] = [{"job_name": "gspo", "file_sd_configs": files}]
+        (folder / "alertmanagers.yml").write_text("[]")
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         self.url = f"http://127.0.0.1:{port}"
         command = [
@@ -67,6 +68,11 @@ class Prometheus:
         assert reply["status"] == "success", (query, reply)
         found: list[dict[str, Any]] = reply["data"]["result"]
         return found
+
+    def alertmanagers(self) -> list[str]:
+        """Where it sends alerts to: URLs."""
+        reply = httpx.get(f"{self.url}/api/v1/alertmanagers", trust_env=False).raise_for_status().json()
+        return [found["url"] for found in reply["data"]["activeAlertmanagers"]]
 
     def close(self) -> None:
         """End it."""

@@ -53,9 +53,9 @@ def ask(question: str, unit: str, *queries: tuple[str, str], help: str = "") -> 
     return Ask(question, unit, queries, help)
 
 
-def number(question: str, unit: str, query: str, legend: str) -> Ask:
+def number(question: str, unit: str, query: str, legend: str, help: str = "") -> Ask:  # noqa: A002 - as above
     """A panel with the value now."""
-    return Ask(question, unit, ((query, legend),), is_number=True)
+    return Ask(question, unit, ((query, legend),), help, is_number=True)
 
 
 def quantiles(metric: str, by: str = "") -> tuple[tuple[str, str], ...]:
@@ -81,11 +81,20 @@ def per_second(metric: str, by: str = "") -> tuple[str, str]:
 _STEP_TIME, _SCORED = f"rate(gspo_step_time_seconds_total{RATE})", "gspo_rollouts_scored_total"
 _TIME_SHARES = f"sum by (cause) ({_STEP_TIME}) / on () group_left sum({_STEP_TIME})"
 _FAILED = f'(sum(rate({_SCORED}{{result="failed"}}{RATE})) or vector(0)) / sum(rate({_SCORED}{RATE}))'
+# The gauge is 0 until the learner is ready for its first step.
+_STEP_TIMESTAMP = "gspo_step_timestamp_seconds"
+_LAST_STEP = f"{_STEP_TIMESTAMP} > 0 or process_start_time_seconds and on (instance) {_STEP_TIMESTAMP} == 0"
 
 OVERVIEW = {
     "Is it going?": [
         number("How many steps are trained?", ONE, "max(gspo_step)", "steps"),
-        number("How long ago did the last step end?", SECONDS, "time() - max(gspo_step_timestamp_seconds)", "ago"),
+        number(
+            "How long ago did the last step end?",
+            SECONDS,
+            f"time() - max({_LAST_STEP})",
+            "ago",
+            help="Before the first: how long ago the learner was ready for it, and before that, since when it runs",
+        ),
         number("What is the mean reward?", ONE, 'gspo_step_figure{figure="reward_mean"}', "reward"),
         number("How many alerts fire?", ONE, 'count(ALERTS{alertstate="firing"}) or vector(0)', "firing"),
         ask(
@@ -195,7 +204,8 @@ OPERATIONS = {
         ask("How much space has the run directory left?", BYTES, ("gspo_disk_free_bytes", "free")),
     ],
     "Does anything pile up?": [
-        ask("How long are the streams?", ONE, ("gspo_stream_entries", "{{stream}}")),
+        ask("How long are the streams?", ONE, ("gspo_stream_entries", "{{stream}}"), help="With what is under work"),
+        ask("How much has nobody taken?", ONE, ("gspo_stream_untaken", "{{stream}}")),
         ask("How many groups are issued again?", PER_S,
             (f"sum(rate(gspo_groups_reissued_total{RATE})) or vector(0)", "issued again")),
         ask("Is the run paused?", ONE, ("gspo_paused", "paused")),

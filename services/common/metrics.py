@@ -46,7 +46,8 @@ EVALUATION_FIGURE = Gauge(
     "gspo_evaluation_figure", "Figures of the last evaluation on a held-out file, as in its record", ["file", "figure"]
 )
 EVALUATION_VERSION = Gauge("gspo_evaluation_version", "Policy version of the last evaluation", ["file"])
-STREAM_ENTRIES = Gauge("gspo_stream_entries", "Entries in a Redis stream", ["stream"])
+STREAM_ENTRIES = Gauge("gspo_stream_entries", "Entries in a Redis stream: untaken, and under work", ["stream"])
+STREAM_UNTAKEN = Gauge("gspo_stream_untaken", "Entries in a Redis stream that nobody has taken", ["stream"])
 MEMBERS = Gauge("gspo_members", "Living processes that are registered with the run", ["service"])
 PAUSED = Gauge("gspo_paused", "1 while no new groups are issued: a user paused the run, or too many scores fail")
 REDIS_MEMORY = Gauge("gspo_redis_memory_bytes", "Memory that Redis uses")

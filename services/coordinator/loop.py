@@ -2,14 +2,15 @@
 
 Consumes events; produces tasks, evaluations, Finished. Waits for slots, unblocked by VersionLive and GroupsSettled;
 for answers, unblocked by generation and reward; at the end for the last version, unblocked by VersionLive.
-Neighbours: slots.py decides, issuer.py writes, evaluation.py measures, ending.py knows how the run ends.
+Neighbours: slots.py decides, issuer.py writes, evaluation.py measures, ending.py knows how the run ends,
+redis_figures.py shows what is in Redis.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import structlog
@@ -19,9 +20,9 @@ from gspo_proto.rollout_pb2 import Event, PromptsExhausted, SettledGroup, Settle
 from services.common import metrics
 from services.common.bottleneck import STEPS_LOOKED_AT
 from services.common.events import FROM_START, Events
-from services.common.keys import BY_A_USER, SERVICES, consumer_groups
-from services.common.members import members
+from services.common.keys import BY_A_USER
 from services.common.runtime import Service
+from services.coordinator import redis_figures
 from services.coordinator.ending import Ending
 from services.coordinator.entries import newest_entries, readable
 from services.coordinator.group_traces import GroupTraces
@@ -129,6 +130,8 @@ class Coordinator:
             await self._hear()
             if self._ended:
                 return None
+            # A learner that never comes is to be seen too.
+            await redis_figures.show(self._redis, self._keys)
             if reply := await self._progress.ask():
                 return reply
         raise TimeoutError(f"no learner told its progress within {limit_s:g} s (run.start_timeout_s)")
@@ -234,7 +237,7 @@ class Coordinator:
         self.paused_because = mark.decode() if isinstance(mark, bytes) and mark != BY_A_USER else ""
         if not self.ending.over:
             await self._issuer.handle_expired()
-        await self._look_at_redis()
+        await redis_figures.show(self._redis, self._keys)
         await self._reconcile()
 
     async def _recover_from_wipe(self) -> None:
@@ -272,22 +275,6 @@ class Coordinator:
             await self._events.send(event)
         if self.ending.stop_reason:
             await self._events.send(Event(stop_requested=StopRequested(reason=self.ending.stop_reason)))
-
-    async def _look_at_redis(self) -> None:
-        """Who is registered, how long the streams are, how much memory they take."""
-        streams = [*consumer_groups(self._keys), self._keys.dead]
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for stream in streams:
-                pipe.xlen(stream)
-            pipe.info("memory")
-            *lengths, memory = await pipe.execute()
-        for stream, length in zip(streams, lengths, strict=True):
-            metrics.STREAM_ENTRIES.labels(stream.rpartition(":")[2]).set(length)
-        metrics.REDIS_MEMORY.set(memory["used_memory"])
-        metrics.REDIS_MEMORY_LIMIT.set(memory["maxmemory"] or memory["total_system_memory"])
-        registered = Counter(member.service for member in await members(self._redis, self._keys))
-        for service in SERVICES:
-            metrics.MEMBERS.labels(service).set(registered[service])
 
     async def _issue(self) -> None:
         held_back = self.paused or self.measuring.before_training or self.ending.over

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import yaml
 
 from services.common import metrics
 from services.common.advice import NOISE_TOO_MUCH
+from tests.conftest import free_port
 from tests.prometheus_names import unknown_names
+from tests.prometheus_server import Prometheus
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy/prometheus/rules"
@@ -36,6 +39,24 @@ def promtool(*words: str) -> None:
 
 def test_prometheus_takes_its_configuration_and_every_rule() -> None:
     promtool("check", "config", "deploy/prometheus/prometheus.yml")
+
+
+def test_alerts_are_sent_to_nobody_until_the_file_names_somebody(tmp_path: Path) -> None:
+    """The example in the file, with its marks of a comment away, reaches a Prometheus that runs already."""
+    text = (ROOT / "deploy/prometheus/alertmanagers.yml").read_text()
+    assert yaml.safe_load(text) == []
+    (example,) = re.findall(r"^#   (- targets: \[(.*)\])$", text, re.MULTILINE)
+    prometheus = Prometheus(tmp_path / "prometheus", free_port())
+    try:
+        assert prometheus.alertmanagers() == []
+        (tmp_path / "prometheus/alertmanagers.yml").write_text(example[0])
+        deadline = time.monotonic() + 60
+        while not (found := prometheus.alertmanagers()):
+            assert time.monotonic() < deadline, "Prometheus did not read the file"
+            time.sleep(0.2)
+    finally:
+        prometheus.close()
+    assert found == [f"http://{example[1]}/api/v2/alerts"]
 
 
 def test_the_rules_do_what_their_tests_say() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -89,6 +90,33 @@ def test_a_panel_asks_for_what_is_served_at_the_source_that_is_provisioned(panel
     for target in panel["targets"]:
         assert target["datasource"] == {"type": source["type"], "uid": source["uid"]}
         assert unknown_names(target["expr"], set()) == []
+
+
+@pytest.mark.parametrize(("timestamp", "ago_s"), [("0x60", 1200), ("3000x60", 600)], ids=["not ready", "ready"])
+def test_a_learner_that_reads_its_model_ended_no_step_in_1970(timestamp: str, ago_s: int, tmp_path: Path) -> None:
+    (query,) = [
+        target["expr"]
+        for panel in json.loads((GRAFANA / "dashboards/overview.json").read_text())["panels"]
+        if panel["title"] == "How long ago did the last step end?"
+        for target in panel["targets"]
+    ]
+    series = {
+        'gspo_step_timestamp_seconds{instance="l:8000"}': timestamp,
+        'process_start_time_seconds{instance="l:8000"}': "2400x60",
+        'process_start_time_seconds{instance="r:8000"}': "3500x60",
+    }
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {"expr": query, "eval_time": "60m", "exp_samples": [{"labels": "{}", "value": ago_s}]},
+        ],
+    }
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"tests": [case]}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", "test.yml"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_rows_of_the_overview_follow_a_rollout() -> None:

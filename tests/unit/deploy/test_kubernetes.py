@@ -17,7 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from services.common import runtime
+from services.common import metrics, runtime
 from services.common.config import RunConfig
 from services.common.errors import EXIT_BAD_INPUT
 from services.common.keys import SERVICES
@@ -210,7 +210,8 @@ def test_generators_are_scaled_and_drained_one_at_a_time(rendered: dict[str, Doc
     # A number in the Deployment would undo the autoscaler's at every apply.
     assert "replicas" not in documents["Deployment", "gspo-generation"]["spec"]
     (metric,) = scaler["metrics"]
-    assert metric["external"]["metric"]["name"] == "gspo_stream_entries"
+    # Tasks under work are entries too, and would keep a generator for each of them.
+    assert metric["external"]["metric"]["name"] == metrics.STREAM_UNTAKEN._name
     assert documents["PodDisruptionBudget", "gspo-generation"]["spec"]["maxUnavailable"] == 1
 
 

@@ -1,0 +1,79 @@
+"""What the coordinator's metrics say of Redis: of a learner that is not there, of work that nobody has taken.
+
+What it is not: the rules that alert by them (tests/prometheus). Neighbours: test_issue.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+from redis.asyncio import Redis
+
+from services.common.keys import Keys
+from services.common.members import members
+from services.common.streams import append
+from services.coordinator import redis_figures
+from tests.integration.coordinator.conftest import Coordinator, Until, door_of
+from tests.integration.coordinator.peers import GeneratorPeer
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+NUM_ENTRIES, NUM_TAKEN = 5, 2
+
+
+def shown(metric: str, stream: str) -> float | None:
+    return REGISTRY.get_sample_value(metric, {"stream": stream})
+
+
+async def served(url: str) -> dict[tuple[str, str], float]:
+    """(metric, service) -> value, of what a door serves."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        text = (await client.get(f"{url}/metrics")).text
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return {(sample.name, sample.labels.get("service", "")): sample.value for sample in samples}
+
+
+async def test_a_service_that_never_came_is_counted_as_none(
+    redis: Redis,
+    keys: Keys,
+    configure: Callable[..., Path],
+    coordinator: Coordinator,
+    generator: GeneratorPeer,
+    until: Until,
+) -> None:
+    """GspoServiceGone is about a number; nobody is absent from one that is not served."""
+    coordinator.start(configure())
+
+    async def waits_for_the_learner() -> bool:
+        if not await members(redis, keys, "coordinator"):
+            return False
+        found = await served(await door_of(redis, keys))
+        return ("gspo_members", "learner") in found
+
+    await until(waits_for_the_learner, "the coordinator to count who is there")
+    found = await served(await door_of(redis, keys))
+    assert (found["gspo_members", "learner"], found["gspo_members", "reward"]) == (0, 0)
+    assert found["gspo_members", "generation"] == 1
+
+
+async def test_what_is_under_work_is_not_untaken(redis: Redis, keys: Keys) -> None:
+    for _ in range(NUM_ENTRIES):
+        await append(redis, keys.prompts, [b"x"])
+    await redis.xreadgroup("generation", "g", {keys.prompts: ">"}, count=NUM_TAKEN)
+    await redis_figures.show(redis, keys)
+    assert shown("gspo_stream_entries", "prompts") == NUM_ENTRIES
+    assert shown("gspo_stream_untaken", "prompts") == NUM_ENTRIES - NUM_TAKEN
+    assert shown("gspo_stream_untaken", "scored") == 0
+
+
+async def test_a_redis_that_was_wiped_in_between_ends_nothing(redis: Redis, keys: Keys) -> None:
+    await append(redis, keys.rollouts, [b"x"])
+    await redis_figures.show(redis, keys)
+    assert shown("gspo_stream_untaken", "rollouts") == 1
+    await redis.flushall()
+    await redis_figures.show(redis, keys)
+    assert shown("gspo_stream_untaken", "rollouts") == 0
