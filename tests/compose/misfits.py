@@ -92,15 +92,16 @@ def a_stranger(house: House, folder: Path) -> None:
 
         def named() -> bool | None:
             found = ready(docker, learner)
-            return True if found and f"{name} {DIFFERS}" in found.get("problems", {}).values() else None
+            reasons = found.get("problems", {}).values() if found else ()
+            return any(reason.startswith(name) and reason.endswith(DIFFERS) for reason in reasons) or None
 
         until(f"{name} to be ready", lambda: is_ready(container), START_S)
         house.ask("GSPO_PORT", "/v1/resume", post=True)
         until(f"the learner's word about {name}", named, STEPS_S)
         house.ask("GSPO_PORT", "/v1/pause", post=True)
         refused = [line for line in said(docker, container, "call_refused") if "token" in line["reason"]]
-        assert len(refused) == 1, f"{name} said it {len(refused)} times"
-        assert len([line for line in said(docker, learner, "token_refused") if line["peer"] == name]) == 1
+        assert refused, f"{name} did not say it"
+        assert len([line for line in said(docker, learner, "token_refused") if line["peer"].startswith(name)]) == 1
     until("the learner to be ready again", lambda: is_ready(learner), STEPS_S)
 
 
