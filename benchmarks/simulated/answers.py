@@ -6,12 +6,11 @@ that none was lost, swapped or put under another version. Neighbours: engine.py 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from services.generation.staging import PolicyCopy, StagedWeights
 
@@ -19,6 +18,8 @@ from services.generation.staging import PolicyCopy, StagedWeights
 _LINE = 1 << 16
 _FIRST_TEXT_TOKEN = 3
 _STEPS = 1 << 16
+_VALUES = (-(np.arange(_STEPS) + 1) / _STEPS).astype(np.float32)
+_TOKEN_FACTOR, _PLACE_FACTOR = np.uint16(2654435761 % _STEPS), np.uint16(40503)
 
 
 class Answers:
@@ -30,22 +31,21 @@ class Answers:
 
     def __init__(self, vocabulary: int, seed: int) -> None:
         line = np.random.default_rng(seed).integers(_FIRST_TEXT_TOKEN, vocabulary, _LINE)
-        self._line: list[int] = np.concatenate([line, line]).tolist()
+        self._line = np.concatenate([line, line])
 
-    def tokens(self, name: str, first: int, num: int) -> list[int]:
+    def tokens(self, name: str, first: int, num: int) -> NDArray[np.int64]:
         """Tokens first .. first + num - 1 of the answer of this name."""
         start = int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big") % _LINE
         begin = (start + first) % _LINE
-        return self._line[begin : begin + num]
+        return self._line[begin : begin + num].copy()
 
 
-def log_probs(token_ids: Sequence[int], first_place: int, key: int) -> NDArray[np.float32]:
+def log_probs(token_ids: ArrayLike, first_place: int, key: int) -> NDArray[np.float32]:
     """A log-prob of each token under the weights of this key; the first stands at `first_place` of its sequence."""
-    token_T = np.asarray(token_ids, np.uint64)
-    place_T = np.arange(first_place, first_place + len(token_T), dtype=np.uint64)
-    # A power of two: the lowest bits are the remainder, and cost a fifth of it.
-    mixed_T = (token_T * np.uint64(2654435761) + place_T * np.uint64(40503) + np.uint64(key)) & np.uint64(_STEPS - 1)
-    return (-(mixed_T.astype(np.float32) + 1) / np.float32(_STEPS)).astype(np.float32)
+    token_T = np.asarray(token_ids, np.int64).astype(np.uint16)
+    place_T = np.arange(first_place, first_place + len(token_T)).astype(np.uint16)
+    # 16 bits: what overflows is the remainder that is wanted.
+    return _VALUES[token_T * _TOKEN_FACTOR + place_T * _PLACE_FACTOR + np.uint16(key % _STEPS)]
 
 
 def key_of_bits(bits: NDArray[np.unsignedinteger[Any]]) -> int:

@@ -235,7 +235,7 @@ class SimulatedEngine:
             part = log_probs(token_ids[first:last], request.prompt_length + first, self._keys[version])
             logp += part.tolist()
             versions += [version] * len(part)
-        return Tokens(token_ids, logp, versions)
+        return Tokens(token_ids.tolist(), logp, versions)
 
 
 async def start_simulated(config: Config, folder: Path) -> SimulatedEngine:

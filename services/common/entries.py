@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from gspo_proto.rollout_pb2 import DeadLetter, GroupTask, Outcome, Rollout, RolloutState, Scored
+from gspo_proto.rollout_pb2 import DeadLetter, GroupTask, Outcome, Rollout, RolloutState, Score, Scored, ScoredRollout
 from services.common.keys import Keys
 
 SCHEMA = 1
@@ -71,6 +71,24 @@ def saved_state(payload: bytes | None) -> RolloutState | None:
     with suppress(MalformedEntryError):
         return read_entry(RolloutState, payload) if payload else None
     return None
+
+
+def scored_entry(rollout: bytes, score: Score) -> bytes:
+    """The entry of `scored` for a rollout whose entry is given: its bytes go in as they are.
+
+    What is concatenated on the wire is merged, so nothing is taken apart and put together again.
+    """
+    scored = _field(ScoredRollout.ROLLOUT_FIELD_NUMBER, rollout) + ScoredRollout(score=score).SerializeToString()
+    return Scored(schema=SCHEMA).SerializeToString() + _field(Scored.ROLLOUT_FIELD_NUMBER, scored)
+
+
+def _field(number: int, payload: bytes) -> bytes:
+    """A field of bytes or of a message on the wire: its number and kind in one byte, its length, what it holds."""
+    length, left = bytearray(), len(payload)
+    while left > 0x7F:
+        length.append(left & 0x7F | 0x80)
+        left >>= 7
+    return bytes((number << 3 | 2, *length, left)) + payload
 
 
 def check_message(message: Any) -> None:

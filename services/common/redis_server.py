@@ -53,6 +53,10 @@ def redis_command(hosts: str | tuple[str, ...], port: int, folder: Path, secrets
         "appendonly": "yes",
         "appendfsync": "everysec",
         "save": "",
+        # What is in flight turns over quickly. At the default of 64 MB a busy run has the file rewritten every few
+        # seconds, which costs as much processor time as the streams themselves.
+        "auto-aof-rewrite-min-size": "512mb",
+        "rdbcompression": "no",
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }

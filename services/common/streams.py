@@ -25,24 +25,37 @@ FIELD = b"d"
 DONE = b"done"
 log = structlog.get_logger()
 
-# KEYS: stream, partial hash, output streams. ARGV: group, consumer, entry, attempt, done, mark, payloads.
-# XPENDING names the owner and how often the entry was handed out; both must be ours. A mark that is set already means
-# that this output was written by an earlier attempt: the first result of an id wins.
-_WRITE = """
+# KEYS: stream, output streams. ARGV: group, consumer, entry, attempt, payloads.
+# XPENDING names the owner and how often the entry was handed out; both must be ours.
+_FINISH = """
 local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1)
 if #held == 0 or held[1][2] ~= ARGV[2] or held[1][4] ~= tonumber(ARGV[4]) then return 0 end
-local written = ARGV[6] ~= '' and redis.call('HGET', KEYS[2], ARGV[6]) == 'done'
-if not written then
-  for i = 3, #KEYS do redis.call('XADD', KEYS[i], '*', 'd', ARGV[i + 4]) end
-  if ARGV[6] ~= '' then redis.call('HSET', KEYS[2], ARGV[6], 'done') end
-end
-if ARGV[5] == '1' then
-  redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
-  redis.call('XDEL', KEYS[1], ARGV[3])
-else
-  redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'JUSTID')
-end
+for i = 2, #KEYS do redis.call('XADD', KEYS[i], '*', 'd', ARGV[i + 3]) end
+redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
+redis.call('XDEL', KEYS[1], ARGV[3])
 return 1
+"""
+
+# KEYS: stream, partial hash, output streams. ARGV: group, consumer, then entry, attempt, mark, place of the output's
+# stream in KEYS, and payload in fives. Returns 1 for each output whose entry is still ours, else 0. A mark that is set
+# already means that this output was written by an earlier attempt: the first result of an id wins. Outputs of one
+# entry come together, and it is asked after and renewed once.
+_PUT_MANY = """
+local kept, ours = {}, {}
+for i = 3, #ARGV, 5 do
+  local lease = ARGV[i] .. ':' .. ARGV[i + 1]
+  if ours[lease] == nil then
+    local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
+    ours[lease] = #held == 1 and held[1][2] == ARGV[2] and held[1][4] == tonumber(ARGV[i + 1])
+    if ours[lease] then redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID') end
+  end
+  if ours[lease] and redis.call('HGET', KEYS[2], ARGV[i + 2]) ~= 'done' then
+    redis.call('XADD', KEYS[tonumber(ARGV[i + 3])], '*', 'd', ARGV[i + 4])
+    redis.call('HSET', KEYS[2], ARGV[i + 2], 'done')
+  end
+  kept[#kept + 1] = ours[lease] and 1 or 0
+end
+return kept
 """
 
 # KEYS: stream, output stream. ARGV: group, consumer, then entry, attempt and payload in threes. Returns the entries
@@ -156,7 +169,8 @@ class Inbox:
         self.stream, self.consumer, self.lease_s = stream, consumer, lease_s
         self._redis, self._keys = redis, keys
         self._group, self._kind = consumer_groups(keys)[stream], entry_kinds(keys)[stream]
-        self._write = redis.register_script(_WRITE)
+        self._finish = redis.register_script(_FINISH)
+        self._put_many = redis.register_script(_PUT_MANY)
         self._finish_many = redis.register_script(_FINISH_MANY)
         self._renew = redis.register_script(_RENEW)
         self._save = redis.register_script(_SAVE)
@@ -207,20 +221,23 @@ class Inbox:
             return set()
 
     async def put(self, outputs: Sequence[Output]) -> list[bool]:
-        """Write outputs and keep their entries; a second output under the same mark is dropped.
+        """Write outputs, all in one transaction, and keep their entries; a second one under a mark is dropped.
 
         Returns, for each output, whether its entry is still ours.
         """
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for output in outputs:
-                await self._queue(
-                    pipe, output.delivery, [(output.stream, output.payload)], mark=output.mark, done=False
-                )
-            try:
-                return [bool(kept) for kept in await pipe.execute()]
-            except ResponseError as error:
-                _unless_missing(error)
-                return [False] * len(outputs)
+        if not outputs:
+            return []
+        streams = list(dict.fromkeys(output.stream for output in outputs))
+        args: list[Any] = [self._group, self.consumer]
+        for output in outputs:
+            place = 3 + streams.index(output.stream)
+            args += (output.delivery.entry, output.delivery.attempt, output.mark, place, output.payload)
+        try:
+            found = await self._put_many(keys=[self.stream, self._keys.partial, *streams], args=args)
+        except ResponseError as error:
+            _unless_missing(error)
+            return [False] * len(outputs)
+        return [bool(kept) for kept in found]
 
     async def save(self, states: Sequence[Saved]) -> int:
         """Save unfinished outputs, all in one transaction; returns how many were.
@@ -271,8 +288,13 @@ class Inbox:
 
         Returns whether the entry was still ours; if not, nothing was written.
         """
+        streams, payloads = [], []
+        for stream, payload in outputs:
+            streams.append(stream)
+            payloads.append(payload)
+        args: list[Any] = [self._group, self.consumer, delivery.entry, delivery.attempt, *payloads]
         try:
-            return bool(await self._queue(self._redis, delivery, list(outputs), mark="", done=True))
+            return bool(await self._finish(keys=[self.stream, *streams], args=args))
         except ResponseError as error:
             _unless_missing(error)
             return False
@@ -313,15 +335,6 @@ class Inbox:
                 pipe.xack(self.stream, self._group, *entries)
                 pipe.xdel(self.stream, *entries)
                 await pipe.execute(raise_on_error=False)
-
-    async def _queue(
-        self, client: Redis, delivery: Delivery, outputs: list[tuple[str, bytes]], *, mark: str, done: bool
-    ) -> Any:
-        """Run the writing script on a client, or queue it on a pipeline."""
-        keys = [self.stream, self._keys.partial, *(stream for stream, _ in outputs)]
-        payloads = [payload for _, payload in outputs]
-        args: list[Any] = [self._group, self.consumer, delivery.entry, delivery.attempt, int(done), mark, *payloads]
-        return await self._write(keys=keys, args=args, client=client)
 
     async def _readable(self, found: Iterable[tuple[bytes, dict[bytes, bytes], int]]) -> list[Delivery]:
         """The entries with what they say; what says nothing that this version reads is buried."""

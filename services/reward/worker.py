@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager, contextmanager
 
 import structlog
 
-from gspo_proto.rollout_pb2 import Event, Rollout, Score, Scored, ScoredRollout, ScoringFails
+from gspo_proto.rollout_pb2 import Event, Rollout, Score, ScoringFails
 from services.common import metrics
-from services.common.entries import SCHEMA
+from services.common.entries import scored_entry
 from services.common.events import Events
 from services.common.keys import rollout_id
 from services.common.runtime import Service
@@ -109,7 +109,8 @@ class Worker:
             for score in scores:
                 score.taken_unix_s = taken_unix_s
             outputs = [
-                (delivery, pack(rollout, score)) for (delivery, rollout), score in zip(rollouts, scores, strict=True)
+                (delivery, scored_entry(delivery.payload, score))
+                for (delivery, _), score in zip(rollouts, scores, strict=True)
             ]
             finished = await inbox.finish_many(out, outputs)
         for (delivery, rollout), score in zip(rollouts, scores, strict=True):
@@ -131,7 +132,7 @@ class Worker:
                 continue
             reason = f"handed out more than {MAX_ATTEMPTS} times: every scorer that took it was lost"
             score = Score(failure=reason, failure_kind="crash")
-            if await inbox.bury(delivery, reason, [(out, pack(rollout, score))]):
+            if await inbox.bury(delivery, reason, [(out, scored_entry(delivery.payload, score))]):
                 _count(rollout, score)
         return found
 
@@ -185,11 +186,6 @@ def _by_functions(rollouts: Sequence[tuple[Delivery, Rollout]]) -> list[list[tup
     for delivery, rollout in rollouts:
         found.setdefault(tuple(use.name for use in rollout.rewards), []).append((delivery, rollout))
     return list(found.values())
-
-
-def pack(rollout: Rollout, score: Score) -> bytes:
-    """The entry of `scored`."""
-    return Scored(schema=SCHEMA, rollout=ScoredRollout(rollout=rollout, score=score)).SerializeToString()
 
 
 def _trace(traces: Traces, rollout: Rollout, score: Score) -> None:

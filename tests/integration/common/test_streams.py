@@ -47,6 +47,28 @@ async def test_finish_writes_the_output_and_removes_the_entry(redis: Redis, keys
     assert [fields for _, fields in await redis.xrange(keys.rollouts)] == [{b"d": b"out"}]
 
 
+async def test_a_burst_writes_what_is_ours_and_renews_it(redis: Redis, keys: Keys) -> None:
+    worker = inbox(redis, keys, "a")
+    await append(redis, keys.prompts, [task(0), task(1)])
+    lost, kept = await worker.take(2, block_s=1)
+    await asyncio.sleep(2 * LEASE_S)
+    (taken,) = await inbox(redis, keys, "b").reclaim(1)
+    assert taken.entry == lost.entry
+    outputs = [
+        Output(lost, keys.rollouts, b"late", "0-0"),
+        Output(kept, keys.rollouts, b"first", "1-0"),
+        Output(kept, keys.scored, b"elsewhere", "1-1"),
+        Output(kept, keys.rollouts, b"again", "1-0"),
+    ]
+    assert await worker.put(outputs) == [False, True, True, True]
+    assert [fields[b"d"] for _, fields in await redis.xrange(keys.rollouts)] == [b"first"]
+    assert [fields[b"d"] for _, fields in await redis.xrange(keys.scored)] == [b"elsewhere"]
+    assert await worker.load(["0-0", "1-0", "1-1"]) == [None, DONE, DONE]
+    # Just renewed, it is nobody else's; and the attempt is the same, so that it can be finished.
+    assert await inbox(redis, keys, "c").reclaim(1) == []
+    assert await worker.finish(kept)
+
+
 async def test_a_worker_that_lost_its_lease_cannot_write(redis: Redis, keys: Keys) -> None:
     sleeper, delivery = await take_one(redis, keys, "a")
     await asyncio.sleep(2 * LEASE_S)

@@ -13,11 +13,12 @@ from gspo_proto.rollout_pb2 import (
     Prompt,
     Rollout,
     RolloutState,
+    Score,
     Scored,
     ScoredRollout,
 )
 from services.common import entries
-from services.common.entries import MalformedEntryError, entry_kinds, read_entry, saved_state
+from services.common.entries import MalformedEntryError, entry_kinds, read_entry, saved_state, scored_entry
 from services.common.keys import Keys, consumer_groups
 
 ROLLOUT = Rollout(schema=1, group=3, number=1, num_rollouts=4, token_ids=[5, 6], logp=[-1.0, -2.0], text="an answer")
@@ -32,6 +33,14 @@ KINDS = st.sampled_from(sorted(ENTRIES, key=lambda kind: kind.DESCRIPTOR.name))
 def test_every_stream_of_work_has_its_kind() -> None:
     keys = Keys("test")
     assert set(entry_kinds(keys)) == set(consumer_groups(keys))
+
+
+@given(text=st.text(max_size=300), tokens=st.integers(0, 20_000))
+def test_a_scored_entry_is_the_rollout_with_its_score(text: str, tokens: int) -> None:
+    rollout = Rollout(schema=1, group=3, num_rollouts=4, text=text, mask=b"\1" * tokens)
+    score = Score(reward=0.5, scorer="reward-0")
+    whole = Scored(schema=1, rollout=ScoredRollout(rollout=rollout, score=score))
+    assert read_entry(Scored, scored_entry(rollout.SerializeToString(), score)) == whole
 
 
 @pytest.mark.parametrize("kind", ENTRIES)
