@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from gspo_proto import rollout_pb2
@@ -21,6 +20,7 @@ from gspo_proto.rollout_pb2 import GroupTask, Rollout
 from services.common import metrics
 from services.common.config import GenerationConfig
 from services.common.entries import SCHEMA
+from services.generation.detokenizer import Detokenizer
 from services.generation.engine_api import Completion, EngineLike, Finish, Sampling
 from services.generation.episodes import Episodes, end_conversation, seconds_left
 from services.generation.stop_strings import cut_at_stop
@@ -56,6 +56,7 @@ class Rollouts:
         self._episodes = episodes
         self._aborting: set[asyncio.Future[None]] = set()  # held, or they could be collected before they are done
         self._engine, self._tokenizer, self._generator = engine, tokenizer, generator
+        self._detokenizer = Detokenizer(tokenizer)
         self._restarts = config.on_update == "restart"
         self._request_numbers = count()
 
@@ -91,9 +92,7 @@ class Rollouts:
     def finished(self, rollout: UnderWay) -> Rollout:
         """A rollout that has ended, as it goes into the stream; counted."""
         task, state = rollout.task, rollout.state
-        # As an array: of a list the tokenizer makes one first, which costs as much as the decoding.
-        last_turn = np.array(state.token_ids, np.int64)[state.turn_start :]
-        text = self._tokenizer.decode(last_turn, skip_special_tokens=True)
+        text = self._detokenizer.text(state.token_ids[state.turn_start :])
         if task.environment:
             text = end_conversation(state, text)
         finished = Rollout(

@@ -11,6 +11,8 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
 
 import structlog
 
@@ -69,7 +71,7 @@ class Intake:
     async def open_groups(self) -> dict[int, int]:
         """Groups issued and not settled -> the least version of their tokens, as the coordinator says."""
         found = await self._service.redis.hgetall(self._service.keys.open)
-        return {int(group): int(json.loads(text)["min_version"]) for group, text in found.items()}
+        return {int(group): _min_version(text) for group, text in found.items()}
 
     async def _add(self, deliveries: list[Delivery]) -> None:
         strange = await self._never_issued(deliveries)
@@ -107,7 +109,8 @@ class Intake:
             await self._refuse(delivery, str(error), self._in_place_of(entry, str(error)))
             return True
         if added is Added.NEW:
-            self._held[_group(entry)].append(delivery)
+            # For its acknowledgement; what it says is in the assembler, and would be here twice.
+            self._held[_group(entry)].append(replace(delivery, payload=b"", message=None))
             if isinstance(entry, ScoredRollout):
                 self.journeys.add(entry)
             return True
@@ -134,6 +137,11 @@ class Intake:
         reason = f"handed to {delivery.attempt - 1} learners, and each died with it in hand"
         await self._inbox.bury(delivery, reason)
         return GroupFailure(group=_group(entry), attempt=delivery.attempt, reason=reason)
+
+
+@lru_cache(maxsize=100_000)  # an entry changes with its issue alone, and all are looked at many times a step
+def _min_version(open_group: bytes) -> int:
+    return int(json.loads(open_group)["min_version"])
 
 
 def _content(scored: Scored) -> ScoredRollout | GroupFailure:
