@@ -101,7 +101,7 @@ def container_config(
         push_transport: What carries the bytes of a push, where the configuration does not say it.
 
     Raises:
-        InputError: There is none, or it is wrong.
+        InputError: There is none, it is wrong, or it asks for TLS, which the containers do not speak.
     """
     path = folder / "config.yaml"
     if not path.is_file():
@@ -111,12 +111,25 @@ def container_config(
             "Set GSPO_INPUT to the folder that holds config.yaml; `gspo init DIR` writes one",
         )
     given = read_mapping(path)
+    _check_no_tls(given.get("services"))
     given["run"] = {**(given.get("run") or {}), "directory": str(runs)}
     files = {"token_file": str(secrets / "token"), "redis_password_file": str(secrets / "redis_password")}
     given["services"] = {**(given.get("services") or {}), **files, "redis_url": redis_url}
     if push_transport:
         given["learner"] = {"push_transport": push_transport, **(given.get("learner") or {})}
     return parse_config(given, folder)
+
+
+def _check_no_tls(services: object) -> None:
+    tls = services.get("tls") if isinstance(services, dict) else None
+    if isinstance(tls, dict) and tls.get("cert") is not None:
+        raise InputError(
+            "services.tls.cert",
+            f"{tls['cert']!r} is set, and in containers the doors speak plain text: health checks, the proxy and "
+            "Prometheus ask them so",
+            "Take services.tls out of config.yaml; the containers' network is theirs alone, and what is published "
+            "beyond loopback gets its certificate from a proxy before it",
+        )
 
 
 def _check_writable(runs: Path) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import socket
+import subprocess
 import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +87,9 @@ def test_every_container_is_shut_in(name: str) -> None:
     assert container["cap_drop"] == ["ALL"]
     assert "no-new-privileges:true" in container["security_opt"]
     assert not [option for option in container["security_opt"] if "unconfined" in option]
-    if name != "gspo":
-        limits = container["deploy"]["resources"]["limits"]
-        assert limits["memory"]
-        assert limits["pids"]
+    limits = container["deploy"]["resources"]["limits"]
+    assert limits["memory"]
+    assert limits["pids"]
     # vLLM's memory policy; an entry point that starts as root and leaves it.
     assert set(container.get("cap_add", [])) <= {
         "generation": {"SYS_NICE"},
@@ -126,6 +128,31 @@ def test_secrets_come_as_files() -> None:
 def test_healthy_means_ready() -> None:
     for service in SERVICES:
         assert f"127.0.0.1:{HTTP_PORT}/readyz" in CONTAINERS[service]["healthcheck"]["test"][-1]
+
+
+def test_the_page_names_whom_up_waits_for() -> None:
+    """Compose waits for a health check where there is one, and for the start of everybody else."""
+    checked = {name for name, container in CONTAINERS.items() if "healthcheck" in container}
+    assert checked == {*SERVICES, "redis", "door"}
+    ran_once = {"secrets", "prepare", "gspo"}
+    started = " and ".join(sorted(name.capitalize() for name in set(CONTAINERS) - checked - ran_once))
+    page = (ROOT / "docs/deployment.md").read_text()
+    assert f"Redis, the four services and the door; {started} are started then" in page
+
+
+def test_the_doors_health_is_that_it_takes_calls() -> None:
+    check = CONTAINERS["door"]["healthcheck"]["test"]
+    assert check[:3] == ["CMD", "python", "-c"]
+    ports = [int(port.rpartition(":")[2]) for port in CONTAINERS["door"]["ports"]]
+    places = "(8080, 8081)"
+    assert str(tuple(ports)) == places
+    with ExitStack() as listening:
+        given = [listening.enter_context(closing(socket.create_server(("127.0.0.1", 0)))) for _ in ports]
+        here = tuple(server.getsockname()[1] for server in given)
+        asked = [sys.executable, "-c", check[3].replace(places, str(here))]
+        assert subprocess.run(asked, capture_output=True, check=False, timeout=60).returncode == 0
+        given[1].close()
+        assert subprocess.run(asked, capture_output=True, check=False, timeout=60).returncode != 0
 
 
 def test_a_container_is_given_the_time_that_a_drain_takes() -> None:

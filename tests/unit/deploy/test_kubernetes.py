@@ -6,6 +6,8 @@ Neighbour: test_compose.py for the same on one machine.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -78,9 +80,9 @@ def workload(service: str) -> str:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_document_is_what_kubernetes_takes(rendered: dict[str, Documents], overlay: str) -> None:
-    assert len(rendered[overlay]) >= 27
+    assert len(rendered[overlay]) >= 28
     for (kind, name), document in rendered[overlay].items():
-        if kind != "ServiceMonitor":  # the operator's own kind; below
+        if kind not in ("ServiceMonitor", "PrometheusRule"):  # the operator's own kinds; below
             kubernetes_validate.validate(document, VERSION, strict=True)
         if kind != "ConfigMap":  # made by Kustomize
             assert document["metadata"]["labels"]["app.kubernetes.io/part-of"] == "gspo", name
@@ -267,3 +269,47 @@ def test_prometheus_finds_every_service_by_name(rendered: dict[str, Documents]) 
         assert matches(monitor["selector"], document["metadata"]["labels"])
         (port,) = [port for port in document["spec"]["ports"] if port["name"] == monitor["endpoints"][0]["port"]]
         assert port["port"] == 8000
+
+
+def scraped(monitor: dict[str, Any], folder: Path, pods: dict[str, dict[str, str]]) -> set[str]:
+    """Which pods are left by the monitor's relabelling, by promtool; the operator writes the same in snake case."""
+    (endpoint,) = monitor["endpoints"]
+    names = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
+    rules = [{names.get(key, key): value for key, value in rule.items()} for rule in endpoint["relabelings"]]
+    targets = [{"targets": [f"{name}:8000"], "labels": labels} for name, labels in pods.items()]
+    job = {"job_name": "gspo", "relabel_configs": rules, "static_configs": targets}
+    (folder / "prometheus.yml").write_text(yaml.safe_dump({"scrape_configs": [job]}))
+    command = ["promtool", "check", "service-discovery", "prometheus.yml", "gspo", "--timeout=5s"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout[done.stdout.index("[") :])
+    return {one["labels"]["__address__"].removesuffix(":8000") for one in found if one.get("labels")}
+
+
+def test_of_a_learner_on_several_nodes_only_the_pod_with_a_door_is_scraped(
+    rendered: dict[str, Documents], tmp_path: Path
+) -> None:
+    index = "__meta_kubernetes_pod_annotation_batch_kubernetes_io_job_completion_index"
+    pods = {"learner-0": {index: "0"}, "learner-1": {index: "1"}, "learner-10": {index: "10"}, "reward": {}}
+    for overlay in OVERLAYS:
+        monitor = rendered[overlay]["ServiceMonitor", "gspo"]["spec"]
+        assert scraped(monitor, tmp_path, pods) == {"learner-0", "reward"}
+
+
+def test_the_operator_is_given_the_rules_that_are_tested(rendered: dict[str, Documents], tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("gspo_kubernetes", KUBERNETES / "make.py")
+    assert spec
+    assert spec.loader
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    assert make.WRITTEN.read_text() == make.build(), "python deploy/kubernetes/make.py writes it"
+    for overlay in OVERLAYS:
+        document = rendered[overlay]["PrometheusRule", "gspo"]
+        assert document["apiVersion"] == "monitoring.coreos.com/v1"
+        alerts = {rule["alert"] for group in document["spec"]["groups"] for rule in group["rules"] if "alert" in rule}
+        deployed = "".join(path.read_text() for path in (KUBERNETES.parent / "prometheus/rules").glob("*.yml"))
+        assert alerts == set(re.findall(r"- alert: (\w+)", deployed))
+        (tmp_path / f"{overlay}.yml").write_text(yaml.safe_dump(document["spec"]))
+        command = ["promtool", "check", "rules", str(tmp_path / f"{overlay}.yml")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
@@ -114,6 +115,31 @@ def test_a_folder_without_a_configuration_is_one_line(tmp_path: Path, secrets: P
     assert done.stderr.count("\n") == 1
     assert "config.yaml: is not there" in done.stderr
     assert "GSPO_INPUT" in done.stderr
+
+
+def test_tls_which_the_containers_do_not_speak_is_refused(folder: Path, secrets: Path, tmp_path: Path) -> None:
+    given = tmp_path / "with-tls"
+    shutil.copytree(folder, given)
+    config = yaml.safe_load((given / "config.yaml").read_text())
+    tls = {"cert": "tls/cert.pem", "key": "tls/key.pem"}
+    (given / "config.yaml").write_text(yaml.safe_dump({**config, "services": {"tls": tls}}))
+    command = [sys.executable, ROOT / "deploy/docker/prepare.py", "--input", given, "--redis-url", REDIS]
+    command += ["--runs", tmp_path / "runs", "--secrets", secrets]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: services.tls.cert: 'tls/cert.pem' is set")
+    assert "Take services.tls out of config.yaml" in done.stderr
+
+
+@pytest.mark.parametrize("services", [None, {"tls": {"cert": None}}])
+def test_no_tls_may_be_said_in_words(services: Any, folder: Path, secrets: Path, tmp_path: Path) -> None:
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "services": services}))
+    for name in ("model", "prompts.jsonl", "reward.py"):
+        (tmp_path / name).symlink_to(folder / name)
+    made = load("prepare").container_config(tmp_path, tmp_path / "runs", secrets, REDIS)
+    assert not made.services.tls.is_on
 
 
 def test_a_model_that_is_not_in_the_folder_is_named(folder: Path, secrets: Path, tmp_path: Path) -> None:
