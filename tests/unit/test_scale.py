@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gspo_proto.rollout_pb2 import Rollout
+from services.common.config import RunConfig
 
 TEXT = (Path(__file__).parents[2] / "docs/scale.md").read_text()
 MEASURED = json.loads((Path(__file__).parents[2] / "docs/benchmarks.json").read_text())
@@ -51,6 +52,16 @@ def test_the_table_is_what_the_formulas_give(formulas: ModuleType) -> None:
     ]
     table = [cells for cells in rows if len(cells) == 12]
     assert table == [row(run) for run in formulas.RUNS]
+
+
+def test_the_machines_beside_the_gpus_are_what_the_formulas_give(formulas: ModuleType) -> None:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if "shared, " in line]
+    assert [(cells[0], *re.findall(r"\d+", " ".join(cells[2:]))) for cells in rows] == [
+        (f"{run.gpus:,}", str(run.reward_replicas), "2", "2", str(run.redis_limit_gib), str(run.disk_tb))
+        for run in formulas.RUNS[2:]
+    ]
+    assert RunConfig().keep_checkpoints == formulas.KEPT
+    assert all(run.rollouts_s < 300 for run in formulas.RUNS), "some hundred rollouts a second at the most"
 
 
 def test_every_gpu_is_used_once(formulas: ModuleType) -> None:

@@ -10,6 +10,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics import MetricWrapperBase
 
 from services.common import metrics
+from services.common.step_time import CAUSES
+from services.common.traces import Traces
+from services.learner.age_cost import AgeCost
+from services.learner.step_clock import StepClock
+from services.learner.step_figures import row_figures
+from services.learner.waits import Journeys
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = ROOT / "docs" / "metrics.md"
@@ -72,3 +78,33 @@ def test_the_document_lists_every_metric_with_its_type_labels_and_help() -> None
     }
     listed = {line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `gspo_")}
     assert listed == expected
+
+
+def explained_figures() -> tuple[set[str], tuple[str, ...]]:
+    """Figures of a step with a meaning in the documents: whole names, and beginnings of names that end in _."""
+    names: set[str] = set()
+    for page in (DOCUMENT, ROOT / "docs/gspo.md"):
+        for table in re.findall(r"^\| figure \| meaning \|\n.*?\n\n", page.read_text(), re.MULTILINE | re.DOTALL):
+            for line in table.strip().splitlines()[2:]:
+                words = re.findall(r"`(\w+)`", line.split("|")[1])
+                whole = {word for word in words if not word.startswith("_")}
+                # `reward_mean`, `_std`; `clipped_sequences`, also with `_low`
+                endings = [word for word in words if word.startswith("_")]
+                names |= whole | {
+                    f"{base}{end}" for one in whole for base in (one, one.rpartition("_")[0]) for end in endings
+                }
+    return names, tuple(name for name in names if name.endswith("_"))
+
+
+def test_every_figure_of_a_step_has_a_meaning() -> None:
+    clock = StepClock(Journeys(), Traces("learner", name="learner-0", run="r", endpoint=None))
+    clock.wait_over(0.0, live_unix_s=0.0, evaluated_unix_s=0.0)
+    clock.begin([])
+    for phase in ("log_s", "train_s", "publish_s", "hold_s"):
+        clock.over(phase)
+    used = {*clock.figures(), *AgeCost().figures(), *(name for names in CAUSES.values() for name in names)}
+    for path in [*ROOT.glob("deploy/prometheus/rules/*.yml"), ROOT / "deploy/grafana/dashboards/learning.json"]:
+        used |= set(re.findall(r'figure=\\?"(\w+)\\?"', path.read_text()))
+    used |= set(row_figures([]))
+    names, beginnings = explained_figures()
+    assert {name for name in used if name not in names and not name.startswith(beginnings)} == set()
