@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -234,6 +235,9 @@ class Service:
         Raises:
             Exception: Whatever ended the main loop or a background task.
         """
+        # What the start made stays to the end: the collector need not look through it again and again.
+        gc.collect()
+        gc.freeze()
         tasks = {asyncio.create_task(task, name=name) for name, task in background.items()}
         main_task = asyncio.create_task(main, name="main")
         pending = {main_task, *tasks}

@@ -55,11 +55,13 @@ def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> _Pieces | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or tokenizer.clean_up_tokenization_spaces:
         return None
-    decoder = json.loads(backend.to_str())["decoder"] or {}
+    parts = json.loads(backend.to_str())
+    decoder = parts["decoder"] or {}
     encoders: dict[str, Callable[[str], bytes]] = {"ByteLevel": _from_byte_level, "Fuse": str.encode}
     if (encode := encoders.get(decoder.get("type", ""))) is None:
         return None
-    special = set(tokenizer.all_special_ids)
+    # More than the tokenizer names: Llama's reserved tokens, for one.
+    special = {token["id"] for token in parts["added_tokens"] if token["special"]}
     vocabulary = backend.get_vocab(with_added_tokens=True)
     return _Pieces((token, b"" if token in special else encode(text)) for text, token in vocabulary.items())
 

@@ -164,7 +164,7 @@ def test_a_container_is_given_the_time_that_a_drain_takes() -> None:
 def test_redis_keeps_what_the_redis_of_one_machine_keeps() -> None:
     expected = redis_command("0.0.0.0", 6379, Path("/data"))
     assert words("redis")[0] == "redis-server"
-    for option in ("--appendonly", "--maxmemory-policy"):
+    for option in ("--appendonly", "--maxmemory-policy", "--auto-aof-rewrite-min-size", "--rdbcompression"):
         assert words("redis")[words("redis").index(option) + 1] == expected[expected.index(option) + 1]
 
 

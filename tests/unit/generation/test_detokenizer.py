@@ -20,8 +20,21 @@ def word_pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
 
 
-TOKENIZERS = {"bytes": build_tokenizer(), "characters": make_tokenizer(), "words": word_pieces()}
-LOOKED_UP = {"bytes": True, "characters": True, "words": False}
+def with_reserved() -> PreTrainedTokenizerFast:
+    """One with special tokens that it names nowhere, and an added one that is not special."""
+    tokenizer = build_tokenizer()
+    tokenizer.backend_tokenizer.add_special_tokens([f"<|reserved_{number}|>" for number in range(4)])
+    tokenizer.backend_tokenizer.add_tokens(["<tool_call>"])
+    return tokenizer
+
+
+TOKENIZERS = {
+    "bytes": build_tokenizer(),
+    "reserved": with_reserved(),
+    "characters": make_tokenizer(),
+    "words": word_pieces(),
+}
+LOOKED_UP = {"bytes": True, "reserved": True, "characters": True, "words": False}
 DETOKENIZERS = {name: Detokenizer(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 
 
