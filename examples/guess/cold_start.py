@@ -7,9 +7,8 @@ import random
 from pathlib import Path
 
 from conversations import Lesson, Talk, cold_start
-from game import HIGHEST, reset, step
+from game import HIGHEST, MAX_TURNS, reset, step
 
-MAX_TURNS = 8
 GOOD_SHARE = 0.35
 PROMPT = [{"role": "user", "content": f"Guess a number from 0 to {HIGHEST}."}]
 

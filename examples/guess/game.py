@@ -1,11 +1,11 @@
 """The environment of the guessing example: a number from 0 to 31, and `higher` or `lower` for each guess.
 
-What the policy is worth says the last step: 1 for a right first guess, a tenth less for each further one.
+What the policy is worth says the last step: 1 for a right first guess, a sixteenth less for each further one.
 """
 
 from typing import Any
 
-HIGHEST = 31
+HIGHEST, MAX_TURNS = 31, 16
 
 
 def reset(task: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -21,5 +21,5 @@ def step(state: dict[str, Any], action: str) -> tuple[dict[str, Any], str, float
         return state, "a number", 0.0, False
     guess = int(action[:9])
     if guess == state["number"]:
-        return state, "right", 1.0 - 0.1 * (turns - 1), True
+        return state, "right", 1.0 - (turns - 1) / MAX_TURNS, True
     return state, "higher" if guess < state["number"] else "lower", 0.0, False
