@@ -4,6 +4,7 @@ Not part of the package, and no reinforcement learning. Each example says in its
 and which prompts there are. A teacher's conversation is made of the very tokens that a generator would make of it.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +34,7 @@ CHAT_TEMPLATE = (
 )
 IGNORE = -100
 MARKER = "cold_start.json"
+STEPS_HELP = "Steps of supervised training; the lesson's by default, and fewer for a trial"
 
 
 @dataclass(frozen=True)
@@ -192,25 +194,74 @@ def write_jsonl(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def cold_start(
-    folder: Path, lesson: Lesson, files: dict[str, Sequence[dict[str, Any]]], seed: int, sources: Sequence[Path]
+    folder: Path,
+    lesson: Lesson,
+    files: dict[str, Sequence[dict[str, Any]]],
+    seed: int,
+    sources: Sequence[Path],
+    num_steps: int | None = None,
 ) -> None:
-    """Make `folder` with model and prompts, unless these very sources made it before."""
-    made_of = "\0".join(path.read_text(encoding="utf-8") for path in (Path(__file__), *sources))
-    marker = folder / MARKER
-    if marker.is_file() and json.loads(marker.read_text(encoding="utf-8"))["made_of"] == made_of:
+    """Make `folder` with model and prompts, unless these very sources made it before.
+
+    It appears whole: what an interrupted call leaves is beside it, and the next call removes that.
+
+    Args:
+        files: Records by the name of the file that they go to.
+        sources: Files that decide the result, beside this one.
+        num_steps: Instead of the lesson's.
+    """
+    lesson = replace(lesson, num_steps=num_steps or lesson.num_steps)
+    made_of = _digest(f"{seed} {lesson.num_steps}", (Path(__file__), *sources))
+    if _made_of(folder) == made_of:
         print(f"{folder}: up to date")
         return
-    if folder.exists() and not marker.is_file() and any(folder.iterdir()):
-        sys.exit(f"error: {folder} exists and is no cold start. Name an empty or new folder")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    if folder.exists() and not (folder / MARKER).is_file() and any(folder.iterdir()):
+        print(f"error: {folder} exists and is no cold start. Name an empty or new folder", file=sys.stderr)
+        sys.exit(2)
+    fresh = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
     for name, records in files.items():
-        write_jsonl(folder / name, records)
+        write_jsonl(fresh / name, records)
     began = time.monotonic()
-    facts = teach(folder, lesson, seed)
+    facts = teach(fresh, lesson, seed)
     facts |= {"seed": seed, "seconds": round(time.monotonic() - began, 1), "made_of": made_of}
-    marker.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    (fresh / MARKER).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
     print(f"{folder}: {facts['num_steps']} steps, loss {facts['loss']:.3f}, {facts['seconds']:.0f} s")
+
+
+def _digest(arguments: str, sources: Sequence[Path]) -> str:
+    texts = [arguments, *(path.read_text(encoding="utf-8") for path in sources)]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def _made_of(folder: Path) -> str | None:
+    """What a cold start was made of; None for another example's, or none."""
+    try:
+        return str(json.loads((folder / MARKER).read_text(encoding="utf-8")).get("made_of"))
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return None
+
+
+def cold_start_command(make: Callable[[Path, int, int | None], Any], meaning: str) -> None:
+    """The command `python cold_start.py FOLDER` of an example.
+
+    Args:
+        make: Makes model and prompts in a folder, from a seed, in so many steps or the lesson's.
+        meaning: What --help says it does.
+    """
+
+    def main(
+        folder: Annotated[Path, typer.Argument(help="Folder to make: model/ and prompts")],
+        seed: Annotated[int, typer.Option(min=0, help="Lessons, initial weights, order")] = 0,
+        steps: Annotated[int | None, typer.Option(min=1, help=STEPS_HELP)] = None,
+    ) -> None:
+        make(folder.resolve(), seed, steps)
+
+    main.__doc__ = meaning
+    typer.run(main)
 
 
 def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None) -> int:
@@ -228,12 +279,12 @@ def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None) -> i
     return subprocess.run([sys.executable, "-m", "services.cli", "run", path], check=False, cwd=ROOT).returncode
 
 
-def demo(example: Path, make: Callable[[Path, int], Any], meaning: str) -> None:
+def demo(example: Path, make: Callable[[Path, int, int | None], Any], meaning: str) -> None:
     """The command of an example: its cold start, then `gspo run` on it. Ends the process with that run's exit code.
 
     Args:
         example: Its folder, with config.yaml.
-        make: Makes model and prompts in a folder, from a seed.
+        make: Makes model and prompts in a folder, from a seed, in so many steps or the lesson's.
         meaning: What --help says it does.
     """
 
@@ -244,9 +295,10 @@ def demo(example: Path, make: Callable[[Path, int], Any], meaning: str) -> None:
         steps: Annotated[int | None, typer.Option(min=1, help="Steps to train; config.yaml's by default")] = None,
         runs: Annotated[Path, typer.Option(help="Folder for the run directory")] = ROOT / "runs",
         cache: Annotated[Path, typer.Option(help="Folder for cold starts")] = ROOT / ".cache" / example.name,
+        cold_start_steps: Annotated[int | None, typer.Option(min=1, help=STEPS_HELP)] = None,
     ) -> None:
         folder = (cache / f"seed-{seed}").resolve()
-        make(folder, seed)
+        make(folder, seed, cold_start_steps)
         raise typer.Exit(run(example, folder, runs.resolve(), seed, steps))
 
     main.__doc__ = meaning

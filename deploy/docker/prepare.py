@@ -1,7 +1,7 @@
 """Makes the run directory that the containers share: `python prepare.py` before they start, from one mounted folder.
 
 The folder holds what a user's run consists of: config.yaml, and what it names by relative paths. One that holds a
-cold_start.py makes its own model and prompts first; so the arithmetic example needs nothing but this repository.
+cold_start.py makes its own model and prompts first; so the examples need nothing but this repository.
 Where the run is there already it goes on. Not a service: it runs once and ends. Neighbours: docker-compose.yml and
 deploy/kubernetes start it, services/cli/rundir.py writes the directory.
 """
@@ -11,10 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from services.cli.checks import check_services
 from services.cli.outcome import RunError
@@ -34,6 +37,8 @@ from services.common.runtime import CONFIG_NAME, exit_bad_input
 # Name of a link to the run directory, by which every service is told where it is.
 CURRENT = "current"
 COLD_START = "cold_start.py"
+# Beside this file in the image; what the conversation examples share is in it, and one of them alone is mounted.
+EXAMPLES = Path(__file__).resolve().parent / "examples"
 # The others look at devices and memory, and the sandbox: each does so in its own container, at its own start.
 CHECKED_HERE = ("coordinator",)
 
@@ -50,9 +55,17 @@ def main() -> None:
         default=os.environ.get("GSPO_PUSH_TRANSPORT") or None,
         help="learner.push_transport where config.yaml does not say it",
     )
+    parser.add_argument("--cold-start", default="", help="options of the folder's cold_start.py, such as '--seed 1'")
     given = parser.parse_args()
     try:
-        run_dir = make_run(given.input, given.runs, given.secrets, given.redis_url, given.push_transport)
+        run_dir = make_run(
+            given.input,
+            given.runs,
+            given.secrets,
+            given.redis_url,
+            given.push_transport,
+            shlex.split(given.cold_start),
+        )
     except InputError as error:
         exit_bad_input(error)
     except RunError as error:
@@ -61,14 +74,21 @@ def main() -> None:
     sys.stdout.write(f"{run_dir} is ready\n")
 
 
-def make_run(folder: Path, runs: Path, secrets: Path, redis_url: str | None, push_transport: str | None = None) -> Path:
-    """The run directory of a user's folder, new or to go on with.
+def make_run(
+    folder: Path,
+    runs: Path,
+    secrets: Path,
+    redis_url: str | None,
+    push_transport: str | None = None,
+    cold_start: Sequence[str] = (),
+) -> Path:
+    """The run directory of a user's folder, new or to go on with; `cold_start` are options of its cold_start.py.
 
     Raises:
         InputError: The folder, the configuration or the run directory cannot be used.
     """
     _check_writable(runs)
-    base = _make_inputs(folder, runs / "inputs") if (folder / COLD_START).is_file() else folder
+    base = _make_inputs(folder, runs / "inputs", cold_start) if (folder / COLD_START).is_file() else folder
     config = container_config(base, runs, secrets, redis_url, push_transport)
     path = runs / f".{config.name}.yaml"
     write_config(config, path)
@@ -103,15 +123,7 @@ def container_config(
     Raises:
         InputError: There is none, it is wrong, or it asks for TLS, which the containers do not speak.
     """
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise InputError(
-            str(path),
-            "is not there",
-            "Set GSPO_INPUT to the folder that holds config.yaml; `gspo init DIR` writes one",
-        )
-    given = read_mapping(path)
-    _check_no_tls(given.get("services"))
+    given = _given(folder)
     given["run"] = {**(given.get("run") or {}), "directory": str(runs)}
     files = {"token_file": str(secrets / "token"), "redis_password_file": str(secrets / "redis_password")}
     given["services"] = {**(given.get("services") or {}), **files, "redis_url": redis_url}
@@ -132,6 +144,20 @@ def _check_no_tls(services: object) -> None:
         )
 
 
+def _given(folder: Path) -> dict[str, Any]:
+    """What the user's configuration says, before anything is made of it."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise InputError(
+            str(path),
+            "is not there",
+            "Set GSPO_INPUT to the folder that holds config.yaml; `gspo init DIR` writes one",
+        )
+    given = read_mapping(path)
+    _check_no_tls(given.get("services"))
+    return given
+
+
 def _check_writable(runs: Path) -> None:
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -145,14 +171,33 @@ def _check_writable(runs: Path) -> None:
         ) from error
 
 
-def _make_inputs(example: Path, folder: Path) -> Path:
-    """Model and prompts of an example that makes its own, with its configuration and reward function beside them."""
-    done = subprocess.run([sys.executable, example / COLD_START, folder], check=False)
+def _make_inputs(folder: Path, made: Path, options: Sequence[str]) -> Path:
+    """Model and prompts that a folder's cold start makes, with its configuration and what that names beside them."""
+    config = parse_config(_given(folder), folder)
+    before = os.environ.get("PYTHONPATH")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(EXAMPLES), before)))}
+    command = [sys.executable, folder / COLD_START, made, *options]
+    done = subprocess.run(command, check=False, env=environment)
     if done.returncode:
-        raise RunError(f"{example / COLD_START} failed (exit code {done.returncode}); its words are above")
-    for name in ("config.yaml", "reward.py"):
-        shutil.copy(example / name, folder / name)
-    return folder
+        raise RunError(f"{folder / COLD_START} failed (exit code {done.returncode}); its words are above")
+    for path in (folder.resolve() / CONFIG_NAME, *_named_code(config)):
+        if path.exists() and path.is_relative_to(folder.resolve()):
+            _copy(path, made / path.relative_to(folder.resolve()))
+    return made
+
+
+def _named_code(config: Config) -> Iterator[Path]:
+    """Files and folders of the user's code, wherever they are."""
+    for section in (config.environment, *config.reward.functions):
+        yield from filter(None, (section.path, *section.reads))
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    else:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
 
 
 def _point(link: Path, run_dir: Path) -> None:

@@ -30,10 +30,11 @@ SOURCES = ("cold_start.py", "problems.py", "chat_tokenizer.py", "near_miss.py")
 console = Console()
 
 
-def fingerprint(seed: int, threads: int, experts: int) -> str:
+def fingerprint(seed: int, threads: int, experts: int, steps: int | None = None) -> str:
     """A digest of everything that decides the result: arguments, these scripts, libraries."""
     here = Path(__file__).resolve().parent
     parts = [f"seed={seed} threads={threads} experts={experts} python={sys.version_info[:2]}"]
+    parts += [f"steps={steps}"] if steps else []
     parts += [f"{name}=={version(name)}" for name in ("torch", "transformers", "tokenizers")]
     parts += [(here / name).read_text(encoding="utf-8") for name in SOURCES]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -73,7 +74,7 @@ def replacing(out_dir: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def make(folder: Path, seed: int, threads: int, experts: int) -> dict[str, object]:
+def make(folder: Path, seed: int, threads: int, experts: int, steps: int | None = None) -> dict[str, object]:
     """Writes prompts and model to `folder`; returns what is worth knowing about the result."""
     # Threads that sleep at a barrier instead of spinning: on shared cores spinning costs many times the work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -90,7 +91,7 @@ def make(folder: Path, seed: int, threads: int, experts: int) -> dict[str, objec
     write_jsonl(folder / "eval.jsonl", held_out)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, experts)
-    schedule = Schedule()
+    schedule = Schedule(num_steps=steps) if steps else Schedule()
     with progress() as bar:
         task = bar.add_task("cold start", total=schedule.num_steps, exact=0.0)
         exact_probability_trained = train(
@@ -128,6 +129,7 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Held-out split, initial weights, order of the data")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; another number gives other last bits")] = 2,
     experts: Annotated[int, typer.Option(min=0, help="Experts of a layer, two a token; 0 is a dense model")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of training, fewer for a trial")] = None,
 ) -> None:
     """Makes a small model that adds two numbers with near misses, and the problems to improve it on.
 
@@ -135,14 +137,14 @@ def main(
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out_dir = out_dir.resolve()
-    digest = fingerprint(seed, threads, experts)
+    digest = fingerprint(seed, threads, experts, steps)
     if is_current(out_dir, digest):
         console.print(f"{out_dir}: up to date")
         return
     refuse_foreign(out_dir)
     started = time.monotonic()
     with replacing(out_dir) as folder:
-        made = make(folder, seed, threads, experts)
+        made = make(folder, seed, threads, experts, steps)
         facts = {"fingerprint": digest, "seed": seed, "threads": threads, "experts": experts, **made}
         (folder / MARKER).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     console.print(

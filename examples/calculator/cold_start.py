@@ -4,10 +4,14 @@ Some of its calls are malformed, and some of its answers are not what the tool s
 """
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
-from conversations import Lesson, Talk, cold_start
+# Run from its folder or imported: conversations.py is in the folder above, or where PYTHONPATH says.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from conversations import Lesson, Talk, cold_start, cold_start_command
 
 from services.common.tools import BUILTIN_TOOLS
 
@@ -53,7 +57,7 @@ def teacher(pairs: list[tuple[int, int]]) -> Any:
     return talk
 
 
-def make(folder: Path, seed: int) -> None:
+def make(folder: Path, seed: int, num_steps: int | None = None) -> None:
     """The model, the problems and the held-out ones."""
     training, held_out = problems(seed)
     files = {"prompts.jsonl": [record(*p) for p in training], "eval.jsonl": [record(*p) for p in held_out]}
@@ -63,4 +67,8 @@ def make(folder: Path, seed: int) -> None:
         [BUILTIN_TOOLS["calculator"]],
         role="tool",
     )
-    cold_start(folder, lesson, files, seed, [Path(__file__).resolve()])
+    cold_start(folder, lesson, files, seed, [Path(__file__).resolve()], num_steps)
+
+
+if __name__ == "__main__":
+    cold_start_command(make, "Makes a small model that seldom uses its tool, and products to improve it on.")

@@ -4,9 +4,13 @@ So the model learns both what to do and much that it should not do; rewards alon
 """
 
 import random
+import sys
 from pathlib import Path
 
-from conversations import Lesson, Talk, cold_start
+# Run from its folder or imported: conversations.py is in the folder above, or where PYTHONPATH says.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from conversations import Lesson, Talk, cold_start, cold_start_command
 from game import HIGHEST, MAX_TURNS, reset, step
 
 GOOD_SHARE = 0.35
@@ -28,9 +32,13 @@ def talk(draw: random.Random) -> Talk:
     return made
 
 
-def make(folder: Path, seed: int) -> None:
+def make(folder: Path, seed: int, num_steps: int | None = None) -> None:
     """The model, and a prompt for each number."""
     words = ["higher", "lower", "Guess a number from 0 to ", *(str(n) for n in range(10, HIGHEST + 1))]
     files = {"prompts.jsonl": [{"prompt": PROMPT, "number": number} for number in range(HIGHEST + 1)]}
     here = Path(__file__).resolve().parent
-    cold_start(folder, Lesson(words, talk), files, seed, [here / "cold_start.py", here / "game.py"])
+    cold_start(folder, Lesson(words, talk), files, seed, [here / "cold_start.py", here / "game.py"], num_steps)
+
+
+if __name__ == "__main__":
+    cold_start_command(make, "Makes a small model that guesses badly, and a prompt for each number.")

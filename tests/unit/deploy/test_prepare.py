@@ -186,3 +186,66 @@ def test_a_folder_that_takes_no_secrets_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: secrets: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the Dockerfile puts into /app, and the volume /runs, which every example comes to in turn."""
+    image = tmp_path_factory.mktemp("image")
+    dockerfile = (ROOT / "deploy/docker/Dockerfile").read_text()
+    for source in ("examples", "deploy/docker/prepare.py"):
+        target = f"/app/{Path(source).name}"
+        assert f"COPY {source} {target}\n" in dockerfile
+        copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+        copy(ROOT / source, image / target.removeprefix("/"))
+    (image / "secrets").mkdir()
+    load("make_secrets").make(image / "secrets")
+    return image
+
+
+def prepared(image: Path, folder: Path) -> str:
+    """Run the image's prepare.py on a mounted folder, with a short cold start; what it printed."""
+    command = [sys.executable, image / "app/prepare.py", "--input", folder, "--runs", image / "runs"]
+    command += ["--secrets", image / "secrets", "--redis-url", REDIS, "--cold-start", "--steps 2"]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=image, timeout=280
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "calculator", "guess"])
+def test_an_example_that_is_mounted_alone_becomes_a_run(name: str, image: Path, tmp_path: Path) -> None:
+    mounted = tmp_path / "input"
+    shutil.copytree(ROOT / "examples" / name, mounted, ignore=shutil.ignore_patterns("__pycache__"))
+    printed = prepared(image, mounted)
+    assert "2 steps" in printed
+    assert "is ready" in printed
+    config = read_config(image / "runs/current/config.yaml")
+    inputs = image / "runs/inputs"
+    assert (image / "runs/current").resolve() == image / "runs" / name
+    assert config.run.total_steps == read_config(mounted / "config.yaml").run.total_steps
+    assert Path(config.model.path) == inputs / "model"
+    assert config.data.prompts == inputs / "prompts.jsonl"
+    code = [config.environment.path, *(function.path for function in config.reward.functions)]
+    named = {"arithmetic": ["reward.py"], "calculator": [], "guess": ["game.py"]}[name]
+    assert [path for path in code if path] == [inputs / file for file in named]
+    assert all((inputs / file).read_text() == (mounted / file).read_text() for file in named)
+
+
+def test_code_that_was_changed_since_is_taken_over_beside_the_cold_start_that_is_there(
+    image: Path, tmp_path: Path
+) -> None:
+    mounted = tmp_path / "input"
+    shutil.copytree(ROOT / "examples/guess", mounted, ignore=shutil.ignore_patterns("__pycache__"))
+    config = yaml.safe_load((mounted / "config.yaml").read_text())
+    config["environment"] = {**config["environment"], "path": "code/game.py", "reads": ["code/words"]}
+    (mounted / "config.yaml").write_text(yaml.safe_dump({**config, "name": "own"}))
+    (mounted / "code/words").mkdir(parents=True)
+    (mounted / "code/words/list.txt").write_text("higher\n")
+    for comment in ("# first", "# second"):
+        (mounted / "code/game.py").write_text((mounted / "game.py").read_text() + comment)
+        printed = prepared(image, mounted)
+        assert (image / "runs/inputs/code/game.py").read_text().endswith(comment)
+    assert "up to date" in printed
+    assert (image / "runs/inputs/code/words/list.txt").read_text() == "higher\n"
