@@ -58,6 +58,7 @@ def make_tiny_model(
     max_length: int = 2048,
     scale: float = 1.0,
     num_experts: int = 0,
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Path:
     """Write a random Qwen3 model with its tokenizer to `folder` and return it.
 
@@ -65,8 +66,9 @@ def make_tiny_model(
     `scale` multiplies every matrix's initial spread (0.02): above 1 the answers' distribution is peaked, and
     rounding in another dtype or a change of weights shows in the log-probs.
     `hidden_size` is a multiple of 32: the heads are 32 wide, half as many for keys and values.
+    `tokenizer` is `make_tokenizer()` by default.
     """
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     heads = hidden_size // 32
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer),

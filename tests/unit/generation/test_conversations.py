@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gspo_proto import rollout_pb2
@@ -26,54 +25,8 @@ from services.generation.environments import Environments
 from services.generation.episodes import Episodes
 from services.generation.rollouts import Rollouts
 from services.generation.under_way import UnderWay
+from tests.chat_templates import IM, THOUGHT, TOKENIZERS, tokenizer_of
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-# Trims contents, and ends a turn without a line break.
-LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-# Drops the thinking of every answer but the last, and shows what tools say as a user's message.
-QWEN3 = (
-    "{% for m in messages %}{% set content = m['content'] %}"
-    "{% if m['role'] == 'assistant' and '</think>' in content and not loop.last %}"
-    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{% if m['role'] == 'tool' %}"
-    "{{ '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}"
-    "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-THOUGHT = "<think>\nhalf of it?\n</think>\n\n16 "
-
-
-def tokenizer_of(template: str, specials: list[str], end: str) -> PreTrainedTokenizerFast:
-    """A token for each byte, and the template's markers."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True) for text in (*specials, "<|pad|>")])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=specials[0],
-        eos_token=end,
-        pad_token="<|pad|>",
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-IM = ["<|im_start|>", "<|im_end|>"]
-HEADERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-TOKENIZERS = {
-    "chatml": tokenizer_of(CHATML, IM, "<|im_end|>"),
-    "llama3": tokenizer_of(LLAMA3, HEADERS, "<|eot_id|>"),
-    "qwen3": tokenizer_of(QWEN3, IM, "<|im_end|>"),
-}
 # A turn that ended itself, one that was cut off after its fourth token, one that ended the game.
 SAID = {
     "chatml": f"<|im_start|>user\nGuess<|im_end|>\n<|im_start|>assistant\n{THOUGHT}<|im_end|>\n"
