@@ -70,15 +70,22 @@ def whole_run(
     for name, section in sections.items():
         config[name] = {**config.get(name, {}), **section}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "services.cli", "run", str(folder / "config.yaml"), "--plain"]
+    command: list[str | Path] = [sys.executable, "-m", "services.cli", "run", str(folder / "config.yaml"), "--plain"]
+    run_dir = folder / "runs" / "whole"
+    watch = None if meanwhile is None else lambda process: meanwhile(process, run_dir)
+    return WholeRun(folder, run_dir, to_its_end(command, watch))
+
+
+def to_its_end(command: list[str | Path], meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None) -> str:
+    """Run a command that must succeed, with all that it starts; what it printed."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         if meanwhile is not None:
-            meanwhile(process, folder / "runs" / "whole")
+            meanwhile(process)
         printed = process.communicate(timeout=_TIMEOUT_S)[0].decode()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
     assert process.returncode == 0, printed
-    return WholeRun(folder, folder / "runs" / "whole", printed)
+    return printed
