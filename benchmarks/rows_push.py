@@ -61,6 +61,7 @@ def wire(cases: Iterable[Record]) -> str:
             percent(case["tcp_s"] / case[key]),
         ]
         for way, key in ways.items()
+        if key in case  # results of before a way was measured have none of it
     ]
     return table(("", "ms", "GiB/s", "of TCP"), rows)
 
