@@ -24,9 +24,8 @@ def policy(version: int, *, changed: dict[str, float] | None = None, dtype: torc
     return policy_from(version, {name: tensor.to(dtype) for name, tensor in tensors.items()})
 
 
-@pytest.fixture(autouse=True)
-def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "FRAME_BYTES", 512)
+def small_frames(policy: Policy, base: Policy | None = None) -> Frames:
+    return Frames(policy, base, frame_bytes=512)
 
 
 async def staged_after(sent: Frames, base: StagedWeights | None, dtype: str) -> StagedWeights:
@@ -47,13 +46,13 @@ async def staged_after(sent: Frames, base: StagedWeights | None, dtype: str) -> 
 async def test_a_whole_push_and_then_changes_rebuild_the_policy(dtype: torch.dtype) -> None:
     first, second = policy(1, dtype=dtype), policy(2, changed={"a": 0.1, "c": 1.0}, dtype=dtype)
     assert first.digest != second.digest
-    staged = await staged_after(Frames(first), None, first.dtype)
+    staged = await staged_after(small_frames(first), None, first.dtype)
     assert staged.digest() == first.digest
-    assert (await staged_after(Frames(second, first), staged, second.dtype)).digest() == second.digest
+    assert (await staged_after(small_frames(second, first), staged, second.dtype)).digest() == second.digest
 
 
 async def test_no_frame_is_larger_than_a_frame_may_be() -> None:
-    sent = [frame.tensor async for frame in Frames(policy(1))]
+    sent = [frame.tensor async for frame in small_frames(policy(1))]
     assert [(frame.name, frame.offset, frame.num_elements) for frame in sent] == [
         ("a", start, min(256, 1200 - start)) for start in range(0, 1200, 256)
     ] + [("b", 0, 7), ("c", 0, 25)]
@@ -61,7 +60,7 @@ async def test_no_frame_is_larger_than_a_frame_may_be() -> None:
 
 
 async def test_only_what_changed_is_sent_and_it_is_small() -> None:
-    sent = [frame.tensor async for frame in Frames(policy(2, changed={"a": 0.02}), policy(1))]
+    sent = [frame.tensor async for frame in small_frames(policy(2, changed={"a": 0.02}), policy(1))]
     assert {frame.name for frame in sent} == {"a"}
     assert all(frame.HasField("changes") and not frame.data for frame in sent)
     assert sum(frame.ByteSize() for frame in sent) < 0.2 * 2 * 1200
@@ -73,7 +72,7 @@ async def test_changes_that_would_be_larger_than_the_elements_are_sent_as_elemen
         name: torch.randint(-(2**15), 2**15, shape, generator=chance, dtype=torch.int16).view(torch.bfloat16)
         for name, shape in SHAPES.items()
     }
-    sent = [frame.tensor async for frame in Frames(policy_from(2, others), policy(1))]
+    sent = [frame.tensor async for frame in small_frames(policy_from(2, others), policy(1))]
     assert all(frame.data and not frame.HasField("changes") for frame in sent)
     assert max(len(frame.data) for frame in sent) == 512
 
@@ -82,7 +81,7 @@ async def test_changes_are_packed_once_for_all_generators(monkeypatch: pytest.Mo
     packed = []
     pack = frames.pack_changes
     monkeypatch.setattr(frames, "pack_changes", lambda new, old: packed.append(len(new)) or pack(new, old))
-    sent = Frames(policy(2, changed={"a": 0.1}), policy(1))
+    sent = small_frames(policy(2, changed={"a": 0.1}), policy(1))
     first, second = [f async for f in sent], [f async for f in sent]
     assert first == second
     assert sum(packed) == 1200 + 7 + 25
