@@ -1,4 +1,4 @@
-"""A child process: a policy from one process to another of the same machine, by gRPC, gloo, plain TCP, shared memory.
+"""A child process: a policy from one process to another of the same machine, by gRPC, by plain TCP, by shared memory.
 
 What is received is dropped at once, so that the ways are compared and not what is done with the weights.
 Neighbours: push_policies.py has the versions, part_push.py asks.
@@ -22,13 +22,10 @@ from benchmarks.children import serve
 from benchmarks.push_policies import policy
 from benchmarks.tables import middle
 from gspo_proto import generation_pb2_grpc
-from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
+from gspo_proto.generation_pb2 import PushResult, WeightFrame
 from services.common.freed_memory import keep_freed_memory
-from services.common.rpc import ADMITTED, GrpcServer, open_channel
-from services.generation.direct_road import DirectRoad as DirectRoadIn
-from services.learner.direct_road import DirectRoad
-from services.learner.frames import DIRECT_FRAME_BYTES, FRAME_BYTES, Frames
-from services.learner.publisher import deliver
+from services.common.rpc import GrpcServer, open_channel
+from services.learner.frames import FRAME_BYTES, Frames
 from services.learner.weights import Policy
 
 _HOST = "127.0.0.1"
@@ -45,7 +42,6 @@ def measure(orders: dict[str, Any]) -> dict[str, Any]:
     return {
         "bytes": whole.num_bytes,
         "grpc_s": grpc_s,
-        "gloo_s": asyncio.run(_by_gloo(whole)),
         "tcp_s": _by_tcp(whole),
         "shared_memory_s": _by_shared_memory(whole),
         "changes_s": changes_s,
@@ -67,21 +63,6 @@ async def _by_grpc(whole: Policy, changes: dict[str, Frames]) -> tuple[float, di
 
             whole_s = await seconds(lambda: Frames(whole))
             return whole_s, {rate: await seconds(lambda made=made: made) for rate, made in changes.items()}
-
-
-async def _by_gloo(whole: Policy) -> float:
-    """By the call and a link beside it, as a push with learner.push_transport gloo; the link is made once."""
-    found = []
-    with _Receiver(_receive_grpc) as address:
-        road = DirectRoad("gloo", address.split(":")[0], 60.0)
-        async with open_channel(address) as channel:
-            stub = generation_pb2_grpc.GenerationStub(channel)
-            for _ in range(_ROUNDS):
-                began = time.monotonic()
-                await deliver(stub.PushWeights(timeout=60), PushHeader(), Frames(whole, None, DIRECT_FRAME_BYTES), road)
-                found.append(time.monotonic() - began)
-            road.close()
-    return middle(found[1:])
 
 
 def _by_tcp(whole: Policy) -> float:
@@ -150,19 +131,9 @@ def _receive_tcp(told: Connection) -> None:
 
 
 class _Sink(generation_pb2_grpc.GenerationServicer):
-    """Takes frames and drops them; of a push over a link, into memory of its own as a generator into its copy."""
-
-    def __init__(self) -> None:
-        self._road = DirectRoadIn(_HOST, 60.0)
-        self._into = np.zeros(DIRECT_FRAME_BYTES, np.uint8)
-
-    async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Any) -> PushResult:
-        async for frame in request_iterator:
-            if frame.HasField("header"):
-                await context.send_initial_metadata((ADMITTED, *self._road.prepare(frame.header)))
-                await self._road.meet()
-            elif frame.tensor.direct_bytes:
-                await self._road.take(self._into[: frame.tensor.direct_bytes])
+    async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Any) -> PushResult:  # noqa: ARG002
+        async for _ in request_iterator:
+            pass
         return PushResult()
 
 

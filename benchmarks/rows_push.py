@@ -47,12 +47,7 @@ def packing(cases: Iterable[Record]) -> str:
 def wire(cases: Iterable[Record]) -> str:
     """The whole policy on every way between two processes."""
     (case,) = _of(cases, "wire")
-    ways = {
-        "plain TCP": "tcp_s",
-        "gRPC, our frames": "grpc_s",
-        "gloo beside gRPC": "gloo_s",
-        "a file in memory, written and read": "shared_memory_s",
-    }
+    ways = {"plain TCP": "tcp_s", "gRPC, our frames": "grpc_s", "a file in memory, written and read": "shared_memory_s"}
     rows = [
         [
             way,

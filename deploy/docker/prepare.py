@@ -50,22 +50,10 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("/runs"), help="folder of the run directories")
     parser.add_argument("--secrets", type=Path, default=Path("/secrets"), help="folder with the file `token`")
     parser.add_argument("--redis-url", default=os.environ.get("GSPO_REDIS_URL"))
-    parser.add_argument(
-        "--push-transport",
-        default=os.environ.get("GSPO_PUSH_TRANSPORT") or None,
-        help="learner.push_transport where config.yaml does not say it",
-    )
     parser.add_argument("--cold-start", default="", help="options of the folder's cold_start.py, such as '--seed 1'")
     given = parser.parse_args()
     try:
-        run_dir = make_run(
-            given.input,
-            given.runs,
-            given.secrets,
-            given.redis_url,
-            given.push_transport,
-            shlex.split(given.cold_start),
-        )
+        run_dir = make_run(given.input, given.runs, given.secrets, given.redis_url, shlex.split(given.cold_start))
     except InputError as error:
         exit_bad_input(error)
     except RunError as error:
@@ -74,14 +62,7 @@ def main() -> None:
     sys.stdout.write(f"{run_dir} is ready\n")
 
 
-def make_run(
-    folder: Path,
-    runs: Path,
-    secrets: Path,
-    redis_url: str | None,
-    push_transport: str | None = None,
-    cold_start: Sequence[str] = (),
-) -> Path:
+def make_run(folder: Path, runs: Path, secrets: Path, redis_url: str | None, cold_start: Sequence[str] = ()) -> Path:
     """The run directory of a user's folder, new or to go on with; `cold_start` are options of its cold_start.py.
 
     Raises:
@@ -89,7 +70,7 @@ def make_run(
     """
     _check_writable(runs)
     base = _make_inputs(folder, runs / "inputs", cold_start) if (folder / COLD_START).is_file() else folder
-    config = container_config(base, runs, secrets, redis_url, push_transport)
+    config = container_config(base, runs, secrets, redis_url)
     path = runs / f".{config.name}.yaml"
     write_config(config, path)
     asyncio.run(check_services(CHECKED_HERE, path))
@@ -112,13 +93,8 @@ def _plan(config: Config, path: Path) -> Plan:
     return Plan(config, config.run_dir, resume=True, changes=changes)
 
 
-def container_config(
-    folder: Path, runs: Path, secrets: Path, redis_url: str | None, push_transport: str | None = None
-) -> Config:
+def container_config(folder: Path, runs: Path, secrets: Path, redis_url: str | None) -> Config:
     """The user's configuration, with the places that the containers give it.
-
-    Args:
-        push_transport: What carries the bytes of a push, where the configuration does not say it.
 
     Raises:
         InputError: There is none, it is wrong, or it asks for TLS, which the containers do not speak.
@@ -127,8 +103,6 @@ def container_config(
     given["run"] = {**(given.get("run") or {}), "directory": str(runs)}
     files = {"token_file": str(secrets / "token"), "redis_password_file": str(secrets / "redis_password")}
     given["services"] = {**(given.get("services") or {}), **files, "redis_url": redis_url}
-    if push_transport:
-        given["learner"] = {"push_transport": push_transport, **(given.get("learner") or {})}
     return parse_config(given, folder)
 
 

@@ -50,9 +50,6 @@ class PushHeader(_message.Message):
     NUM_TENSORS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     LEARNER_FIELD_NUMBER: _builtins.int
-    TRANSPORT_FIELD_NUMBER: _builtins.int
-    LINK_FIELD_NUMBER: _builtins.int
-    DEVICE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     epoch: _builtins.int
     """of the learner: the fencing token"""
@@ -68,12 +65,6 @@ class PushHeader(_message.Message):
     """of the whole policy"""
     learner: _builtins.str
     """which learner: two of one epoch are told apart"""
-    transport: _builtins.str
-    """of the frames' bytes: empty or grpc: in the frames; gloo, nccl: beside the call"""
-    link: _builtins.str
-    """the link that the learner still holds to this generator; empty: a new one is made"""
-    device: _builtins.str
-    """nccl: the GPU that the learner sends from; NCCL takes no two ends on one"""
     def __init__(
         self,
         *,
@@ -86,13 +77,10 @@ class PushHeader(_message.Message):
         num_tensors: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         learner: _builtins.str = ...,
-        transport: _builtins.str = ...,
-        link: _builtins.str = ...,
-        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "device", b"device", "digest", b"digest", "dtype", b"dtype", "epoch", b"epoch", "learner", b"learner", "link", b"link", "num_bytes", b"num_bytes", "num_tensors", b"num_tensors", "run", b"run", "transport", b"transport", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "digest", b"digest", "dtype", b"dtype", "epoch", b"epoch", "learner", b"learner", "num_bytes", b"num_bytes", "num_tensors", b"num_tensors", "run", b"run", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -109,7 +97,6 @@ class TensorFrame(_message.Message):
     NUM_ELEMENTS_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
-    DIRECT_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """as in a Hugging Face checkpoint"""
     offset: _builtins.int
@@ -117,8 +104,6 @@ class TensorFrame(_message.Message):
     num_elements: _builtins.int
     data: _builtins.bytes
     """little-endian elements"""
-    direct_bytes: _builtins.int
-    """not 0: so many bytes of data, or of packed, come over the link instead"""
     @_builtins.property
     def changes(self) -> Global___Changes: ...
     def __init__(
@@ -129,11 +114,10 @@ class TensorFrame(_message.Message):
         num_elements: _builtins.int = ...,
         data: _builtins.bytes = ...,
         changes: Global___Changes | None = ...,
-        direct_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "data", b"data", "direct_bytes", b"direct_bytes", "name", b"name", "num_elements", b"num_elements", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "data", b"data", "name", b"name", "num_elements", b"num_elements", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

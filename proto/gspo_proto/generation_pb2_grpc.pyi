@@ -37,8 +37,7 @@ class GenerationStub:
     PushWeights: _grpc.StreamUnaryMultiCallable[_generation_pb2.WeightFrame, _generation_pb2.PushResult]
     """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
     PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest. The server's initial
-    metadata come when the header is admitted: frames sent before may hide a refusal. gspo-direct among them is the port
-    and key of a new link.
+    metadata come when the header is admitted: frames sent before may hide a refusal.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DescribeRequest, _generation_pb2.GeneratorDescription]
 
@@ -50,8 +49,7 @@ class GenerationAsyncStub(GenerationStub):
     PushWeights: _aio.StreamUnaryMultiCallable[_generation_pb2.WeightFrame, _generation_pb2.PushResult]  # type: ignore[assignment]
     """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
     PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest. The server's initial
-    metadata come when the header is admitted: frames sent before may hide a refusal. gspo-direct among them is the port
-    and key of a new link.
+    metadata come when the header is admitted: frames sent before may hide a refusal.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_generation_pb2.DescribeRequest, _generation_pb2.GeneratorDescription]  # type: ignore[assignment]
 
@@ -72,8 +70,7 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_generation_pb2.PushResult, _abc.Awaitable[_generation_pb2.PushResult]]:
         """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
         PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest. The server's initial
-        metadata come when the header is admitted: frames sent before may hide a refusal. gspo-direct among them is the port
-        and key of a new link.
+        metadata come when the header is admitted: frames sent before may hide a refusal.
         """
 
     @_abc_1.abstractmethod

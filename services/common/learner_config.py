@@ -101,12 +101,6 @@ class LearnerConfig(Section):
         description="Longest that a rank waits for another before the learner ends, to be started again",
         json_schema_extra=ON_RESUME,
     )
-    push_transport: Literal["grpc", "gloo", "nccl"] = Field(
-        "grpc",
-        description="What carries the bytes of a weight push: its gRPC call, or a torch.distributed group of learner "
-        "and generator beside it, over gloo (CPU) or NCCL (a GPU each), which is never encrypted",
-        json_schema_extra=ON_RESUME,
-    )
     threads: int = Field(0, ge=0, description="CPU threads of a rank; 0 shares all cores out among them")
     deepspeed: dict[str, Any] | Path = Field(
         default_factory=dict,

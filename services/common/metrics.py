@@ -117,12 +117,7 @@ STALE_WAIT_SECONDS = Counter(
 )
 PUSH_SECONDS = Histogram("gspo_push_seconds", "Time of one weight push to one generator", ["kind"], buckets=_LATENCY)
 PUSH_BYTES = Counter("gspo_push_bytes", "Bytes of weights sent", ["kind"])
-PUSHES = Counter("gspo_pushes", "Weight pushes that a generator took, by what carried their bytes", ["transport"])
-PUSH_FAILURES = Counter(
-    "gspo_push_failures",
-    "Weight pushes that failed, by gRPC status; `direct`: the direct road broke, and the generator said nothing",
-    ["status"],
-)
+PUSH_FAILURES = Counter("gspo_push_failures", "Weight pushes that failed, by gRPC status", ["status"])
 GENERATORS = Gauge("gspo_generators", "Registered generators by state: current, behind, out", ["state"])
 CHECKPOINT_SECONDS = Histogram("gspo_checkpoint_seconds", "Time to write a checkpoint", buckets=_LATENCY)
 DISK_FREE = Gauge("gspo_disk_free_bytes", "Free space where the run directory is")

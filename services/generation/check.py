@@ -13,7 +13,6 @@ from services.common.config import Config
 from services.common.errors import InputError
 from services.common.machine import check_gpus_are_seen, free_memory, visible_gpus
 from services.common.model_folder import model_folder
-from services.common.push_transport import check_push_transport
 from services.generation.engine_args import check_engine_args
 
 _GIB = 1 << 30
@@ -41,7 +40,6 @@ def check(config: Config) -> None:
         )
     _check_length(config)
     _check_gpus(config)
-    check_push_transport(config, "generation")
     _check_memory(config)
     if config.environment.used:
         _check_chat_template(config)

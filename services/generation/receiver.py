@@ -8,32 +8,23 @@ copies, door.py calls, the learner's publisher is on the other end.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import grpc
-import numpy as np
 import structlog
 
 from gspo_proto.generation_pb2 import PushHeader, PushResult, TensorFrame, WeightFrame
 from services.common import metrics
-from services.common.direct import DirectError
 from services.common.runtime import Service
 from services.common.weights_changes import Packed
-from services.generation.direct_road import DirectRoad
 from services.generation.engine_api import EngineBrokenError, EngineLike
 from services.generation.staging import StagedWeights, StagingError
 
 log = structlog.get_logger()
 T = TypeVar("T")
-GoAhead: TypeAlias = Callable[..., Awaitable[None]]
-# Of packed changes: more is nobody's frame.
-_MOST_PACKED = 64 * 2**20
-# A sender whose link has ended says nothing more after that.
-_DRAIN_S = 2.0
 
 
 class Refused(Exception):  # noqa: N818 - an answer to the caller, not a fault of ours
@@ -74,18 +65,16 @@ class Receiver:
         self._service, self._engine, self._staged, self._on_loaded = service, engine, staged, on_loaded
         self._config = service.config.generation
         self.fence = Fence()
-        self._road = DirectRoad(service.options.host, self._config.push_timeout_s)
         self._turn = asyncio.Lock()
         self._staging: asyncio.Timeout | None = None
         self.digest = staged.digest()
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def receive(self, frames: AsyncIterator[WeightFrame], go_ahead: GoAhead) -> PushResult:
+    async def receive(self, frames: AsyncIterator[WeightFrame], go_ahead: Callable[[], Awaitable[None]]) -> PushResult:
         """Take one version.
 
         Args:
-            go_ahead: Awaited when the header is admitted and this push's turn has come, with what the learner is to
-                be told besides, as pairs.
+            go_ahead: Awaited when the header is admitted and this push's turn has come.
 
         Raises:
             Refused: The push is not for this generator, late, of a learner that was replaced, or not what its
@@ -101,25 +90,20 @@ class Receiver:
         async with self._turn:
             self._pass_fence(header)
             self._check_base(header)
-            try:
-                digest = await self._stage(header, frames, go_ahead)
-            except BaseException:
-                self._road.close()  # what it still carries is of this push
-                raise
+            digest = await self._stage(header, frames, go_ahead)
             staged_s = time.monotonic() - began
             return await _to_its_end(self._switch(header, digest, staged_s))
 
-    async def _stage(self, header: PushHeader, frames: AsyncIterator[WeightFrame], go_ahead: GoAhead) -> str:
+    async def _stage(
+        self, header: PushHeader, frames: AsyncIterator[WeightFrame], go_ahead: Callable[[], Awaitable[None]]
+    ) -> str:
         """Put the frames into the copy beside the one that serves; the digest of what came."""
         try:
             async with asyncio.timeout(self._config.push_timeout_s) as self._staging:
-                await go_ahead(*self._road.prepare(header))
+                await go_ahead()
                 await _to_its_end(asyncio.to_thread(self._staged.begin, changes=bool(header.base_digest)))
-                await self._road.meet()
                 await self._write_all(frames)
                 digest = await _to_its_end(asyncio.to_thread(self._staged.next_digest))
-        except DirectError as error:
-            raise Refused(grpc.StatusCode.UNAVAILABLE, f"version {header.version}: {error}") from error
         except TimeoutError as error:
             self._pass_fence(header)
             raise Refused(
@@ -140,29 +124,12 @@ class Receiver:
     async def _write_all(self, frames: AsyncIterator[WeightFrame]) -> None:
         try:
             async for frame in frames:
-                tensor = frame.tensor
-                if tensor.direct_bytes and not tensor.HasField("changes"):
-                    await self._road.take(self._staged.place(tensor.name, tensor.offset, tensor.direct_bytes))
-                    continue
-                if tensor.direct_bytes:
-                    tensor.changes.packed = await self._packed(tensor.direct_bytes)
-                await _to_its_end(asyncio.to_thread(self._write, tensor))
-        except (StagingError, DirectError):
-            # A sender that waits on the link hears of it by its end, and else by the end of this call.
-            limit_s = _DRAIN_S if self._road.close() else None
+                await _to_its_end(asyncio.to_thread(self._write, frame.tensor))
+        except StagingError:
             # A refusal that meets frames on their way is lost to "Internal error" at the sender.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(limit_s):
-                    async for _ in frames:
-                        continue
+            async for _ in frames:
+                continue
             raise
-
-    async def _packed(self, num_bytes: int) -> bytes:
-        if num_bytes > _MOST_PACKED:
-            raise StagingError(f"weights: {num_bytes} bytes of packed changes are more than a frame has")
-        packed = np.empty(num_bytes, np.uint8)
-        await self._road.take(packed)
-        return packed.tobytes()
 
     def _write(self, frame: TensorFrame) -> None:
         if frame.HasField("changes"):

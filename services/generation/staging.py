@@ -162,14 +162,10 @@ class StagedWeights:
 
     def write(self, name: str, offset: int, data: bytes) -> None:
         """Put raw little-endian elements at flat position `offset` of a tensor (a large one comes in pieces)."""
-        self.place(name, offset, len(data))[:] = np.frombuffer(data, np.uint8)
-
-    def place(self, name: str, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        """The memory for so many bytes from flat position `offset` of a tensor, to be filled in place."""
         itemsize = np.dtype(self._bits).itemsize
-        if num_bytes % itemsize:
-            raise StagingError(f"weights: {name}: {num_bytes} bytes are not whole elements of {itemsize} bytes")
-        return self._run(name, offset, num_bytes // itemsize).view(np.uint8)
+        if len(data) % itemsize:
+            raise StagingError(f"weights: {name}: {len(data)} bytes are not whole elements of {itemsize} bytes")
+        self._run(name, offset, len(data) // itemsize)[:] = np.frombuffer(data, self._bits)
 
     def change(self, name: str, offset: int, num_elements: int, packed: Packed) -> None:
         """Apply packed changes to a run of a tensor's elements."""

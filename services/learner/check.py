@@ -23,7 +23,6 @@ from services.common.model_files import (
     read_model_files,
 )
 from services.common.model_folder import model_folder
-from services.common.push_transport import check_push_transport
 from services.common.training_memory import kept_bytes, layers_of, training_bytes
 from services.learner.engine_config import engine_config
 from services.learner.gpu_memory import check_gpu_share
@@ -48,7 +47,6 @@ def check(config: Config) -> None:
     check_trackers(config.tracking)
     _check_lengths(config)
     _check_ranks(config)
-    check_push_transport(config, "learner")
     folder = model_folder(config.model)
     files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
     _check_kind(config, files.config)

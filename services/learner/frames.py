@@ -9,9 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import numpy as np
-from numpy.typing import NDArray
-
 from gspo_proto.generation_pb2 import WeightFrame
 from services.common.weights_changes import Bits, pack_changes
 from services.learner.weights import Policy
@@ -19,8 +16,6 @@ from services.learner.weights import Policy
 # Far below gRPC's limit for a message. Larger ones are slower (4 MiB: a third of the rate): each copy of one is memory
 # that the allocator takes from the system anew.
 FRAME_BYTES = 2**20
-# Over a direct road, where a frame is one transfer and its description one message, few and large ones are faster.
-DIRECT_FRAME_BYTES = 16 * 2**20
 # Frames that are packed before they are asked for.
 _AHEAD = 4
 
@@ -59,18 +54,6 @@ class Frames:
             if frame is not None:
                 yield frame
 
-    async def apart(self) -> AsyncIterator[tuple[WeightFrame, NDArray[np.uint8]]]:
-        """Every frame without its bytes, and these beside it: of a whole policy the policy's own memory."""
-        if self._base is not None:
-            async for frame in self:
-                yield _taken_apart(frame)
-            return
-        for name, run in self._runs:
-            elements = self._policy.bits[name].reshape(-1)[run]
-            frame = _frame(name, run, elements)
-            frame.tensor.direct_bytes = elements.nbytes
-            yield frame, elements.view(np.uint8)
-
     def _pack(self, base: Policy, name: str, run: slice) -> WeightFrame | None:
         """What changed in a run, or all of it where that is less; None where nothing changed."""
         new = self._policy.bits[name].reshape(-1)[run]
@@ -94,16 +77,6 @@ def _whole(name: str, run: slice, elements: Bits) -> WeightFrame:
     frame = _frame(name, run, elements)
     frame.tensor.data = elements.tobytes()
     return frame
-
-
-def _taken_apart(frame: WeightFrame) -> tuple[WeightFrame, NDArray[np.uint8]]:
-    tensor, described = frame.tensor, WeightFrame()
-    data = tensor.changes.packed if tensor.HasField("changes") else tensor.data
-    described.tensor.name, described.tensor.offset = tensor.name, tensor.offset
-    described.tensor.num_elements, described.tensor.direct_bytes = tensor.num_elements, len(data)
-    if tensor.HasField("changes"):
-        described.tensor.changes.num_listed = tensor.changes.num_listed
-    return described, np.frombuffer(bytearray(data), np.uint8)  # torch takes no memory that cannot be written
 
 
 def _frame(name: str, run: slice, elements: Bits) -> WeightFrame:

@@ -14,7 +14,7 @@ import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +24,12 @@ import structlog
 from gspo_proto.generation_pb2 import DescribeRequest, PushHeader, PushResult, WeightFrame
 from gspo_proto.generation_pb2_grpc import GenerationStub
 from services.common import metrics
-from services.common.direct import DirectError
 from services.common.errors import InputError
 from services.common.members import members
-from services.common.push_transport import warn_of_open_road
 from services.common.refusals import heard_by, refused_by
 from services.common.rpc import ADMITTED, open_channel, token_metadata
 from services.common.runtime import Service
-from services.learner.direct_road import DirectRoad
-from services.learner.frames import DIRECT_FRAME_BYTES, FRAME_BYTES, Frames
+from services.learner.frames import Frames
 from services.learner.targets import STATES, Target
 from services.learner.weights import Policy
 
@@ -76,8 +73,6 @@ class Publisher:
         # Two learners of one epoch, in two run directories of one name, are told apart.
         self._learner = uuid.uuid4().hex[:12]
         self._metadata = token_metadata(service.options.token)
-        self._transport = service.config.learner.push_transport
-        warn_of_open_road(service.config)
         self._newest: Policy | None = None
         self._before: Policy | None = None
         self._changes: Frames | None = None
@@ -138,15 +133,8 @@ class Publisher:
             member = found[uid]
             version, digest = int(member.facts["version"]), str(member.facts["digest"])
             channel = open_channel(member.grpc, self._service.config.services.tls)
-            self._targets[uid] = target = Target(member, channel, version, digest, road=self._road(member.grpc))
+            self._targets[uid] = target = Target(member, channel, version, digest)
             log.info("generator_joined", generator=target.name, version=version, digest=digest[:12])
-
-    def _road(self, address: str) -> DirectRoad | None:
-        """The way of a push's bytes to a generator beside its calls; None where they go within them."""
-        if self._transport == "grpc":
-            return None
-        timeout_s = self._service.config.generation.push_timeout_s
-        return DirectRoad(self._transport, address.rpartition(":")[0].strip("[]"), timeout_s)
 
     async def _reconcile(self, target: Target) -> None:
         if target.pushing and target.pushing.done():
@@ -168,14 +156,13 @@ class Publisher:
         kind, began = ("delta" if base else "full"), time.monotonic()
         try:
             result, num_bytes = await self._send(target, policy, base)
-        except (grpc.aio.AioRpcError, DirectError) as error:
+        except grpc.aio.AioRpcError as error:
             await self._note_failure(target, policy, base, error)
             return
         heard_by(self._service, target.name)
         target.version, target.digest = result.version, result.digest
         metrics.PUSH_SECONDS.labels(kind).observe(time.monotonic() - began)
         metrics.PUSH_BYTES.labels(kind).inc(num_bytes)
-        metrics.PUSHES.labels(self._transport).inc()
         await self._announce(target, policy, result, num_bytes)
 
     async def _send(self, target: Target, policy: Policy, base: Policy | None) -> tuple[PushResult, int]:
@@ -183,7 +170,7 @@ class Publisher:
         call = GenerationStub(target.channel).PushWeights(
             timeout=self._service.config.generation.push_timeout_s, metadata=self._metadata
         )
-        return await deliver(call, self._header(policy, base), self._frames(policy, base), target.road)
+        return await deliver(call, self._header(policy, base), self._frames(policy, base))
 
     def _header(self, policy: Policy, base: Policy | None) -> PushHeader:
         return PushHeader(
@@ -200,19 +187,18 @@ class Publisher:
 
     def _frames(self, policy: Policy, base: Policy | None) -> Frames:
         """The whole policy, or its changes: packed once, however many generators take them."""
-        size = FRAME_BYTES if self._transport == "grpc" else DIRECT_FRAME_BYTES
         if base is None or self._newest is not policy:
-            return Frames(policy, base, size)
-        self._changes = self._changes or Frames(policy, base, size)
+            return Frames(policy, base)
+        self._changes = self._changes or Frames(policy, base)
         return self._changes
 
     async def _note_failure(
-        self, target: Target, policy: Policy, base: Policy | None, error: grpc.aio.AioRpcError | DirectError
+        self, target: Target, policy: Policy, base: Policy | None, error: grpc.aio.AioRpcError
     ) -> None:
         """Ask the generator what it holds: its answer may have been lost, or it is another than we thought."""
-        status, reason = _told(error)
-        metrics.PUSH_FAILURES.labels(status.lower()).inc()
-        if status == grpc.StatusCode.UNAUTHENTICATED.name:
+        reason = f"{error.code().name}: {error.details()}"
+        metrics.PUSH_FAILURES.labels(error.code().name.lower()).inc()
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             refused_by(self._service, target.name)
             target.fail(reason)
             return
@@ -264,56 +250,23 @@ class Publisher:
             metrics.GENERATORS.labels(state).set(found[state])
 
 
-async def deliver(
-    call: Any, header: PushHeader, frames: Frames, road: DirectRoad | None = None
-) -> tuple[PushResult, int]:
+async def deliver(call: Any, header: PushHeader, frames: Frames) -> tuple[PushResult, int]:
     """Send one version over a PushWeights call; the generator's answer, and the bytes of the frames.
-
-    Args:
-        road: The way of the frames' bytes; within the call where it is None.
 
     Raises:
         grpc.aio.AioRpcError: The generator refused it, or the call broke.
-        DirectError: The direct road broke, and the generator said nothing of it.
     """
     num_bytes = 0
-    with _closed_unless_it_succeeds(call, road):
+    try:
         # Raised where the call has ended: its answer says why.
         with contextlib.suppress(asyncio.InvalidStateError):
-            if road:
-                road.name(header)
             await call.write(WeightFrame(header=header))
             # A refusal that met frames on their way would be lost to "Internal error", and metadata come with it too.
-            if ADMITTED in (told := tuple(await call.initial_metadata())):
-                num_bytes = await (road.carry(call, dict(told), frames) if road else _within(call, frames))
+            if ADMITTED in tuple(await call.initial_metadata()):
+                async for frame in frames:
+                    num_bytes += frame.ByteSize()
+                    await call.write(frame)
                 await call.done_writing()
         return await call, num_bytes
-
-
-async def _within(call: Any, frames: Frames) -> int:
-    """Send frames in the call itself; how many bytes they are."""
-    num_bytes = 0
-    async for frame in frames:
-        num_bytes += frame.ByteSize()
-        await call.write(frame)
-    return num_bytes
-
-
-@contextlib.contextmanager
-def _closed_unless_it_succeeds(call: Any, road: DirectRoad | None) -> Iterator[None]:
-    """End a call however it went, and a link that may be in the middle of something."""
-    try:
-        yield
-    except BaseException:
-        if road:
-            road.close()
-        raise
     finally:
         call.cancel()
-
-
-def _told(error: grpc.aio.AioRpcError | DirectError) -> tuple[str, str]:
-    """Of a failed push, the gRPC status ("DIRECT" where the direct road broke without an answer), and the reason."""
-    if isinstance(error, DirectError):
-        return "DIRECT", f"DIRECT: {error}"
-    return error.code().name, f"{error.code().name}: {error.details()}"

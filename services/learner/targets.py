@@ -13,7 +13,6 @@ from typing import Any, Literal
 import grpc
 
 from services.common.members import Member
-from services.learner.direct_road import DirectRoad
 
 State = Literal["current", "behind", "out"]
 STATES: tuple[State, ...] = ("current", "behind", "out")
@@ -30,7 +29,6 @@ class Target:
         digest: Of what it serves; empty where that is not known.
         problem: Why the last push failed.
         num_failures: Pushes that failed since the last that succeeded.
-        road: The way of a push's bytes beside its call; None where they go within it.
         behind_since_unix_s: When it was first seen without the newest version; None while it has it.
     """
 
@@ -43,7 +41,6 @@ class Target:
     num_failures: int = 0
     not_before: float = 0.0
     behind_since_unix_s: float | None = None
-    road: DirectRoad | None = None
 
     @property
     def name(self) -> str:
@@ -92,9 +89,7 @@ class Target:
         }
 
     async def close(self) -> None:
-        """End the push under way, the link and the channel."""
+        """End the push under way and the channel."""
         if self.pushing:
             self.pushing.cancel()
-        if self.road:
-            self.road.close()
         await self.channel.close(None)

@@ -17,11 +17,9 @@ import torch
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import PushHeader, WeightFrame
 from services.common.config import Config
-from services.common.direct import Bytes
 from services.common.members import Member, Registration
 from services.common.rpc import GrpcServer
 from services.common.runtime import Options, Service
-from services.generation.direct_road import DirectRoad
 from services.generation.door import SERVICE_NAME, Door
 from services.generation.engine_api import LoadFailedError, LoadTimes
 from services.generation.staging import StagedWeights
@@ -78,10 +76,7 @@ class IdleWorker:
 
 @dataclass
 class Generator:
-    """One generator; `headers` are of the pushes it has received, `corrupt` changes their frames on the way.
-
-    What comes by a direct road is changed in its first bit instead.
-    """
+    """One generator; `headers` are of the pushes it has received, `corrupt` changes their frames on the way."""
 
     engine: StandInEngine
     staged: StagedWeights
@@ -105,22 +100,11 @@ class SpyingDoor(Door):
             async for frame in request_iterator:
                 if frame.HasField("header"):
                     self.generator.headers.append(frame.header)
-                elif self.generator.corrupt and not frame.tensor.direct_bytes:
+                elif self.generator.corrupt:
                     frame = self.generator.corrupt(frame)
                 yield frame
 
         return await super().PushWeights(passed_on(), context)
-
-
-def _corruptible(road: DirectRoad, running: Generator) -> None:
-    take = road.take
-
-    async def taken(into: Bytes) -> None:
-        await take(into)
-        if running.corrupt:
-            into[0] ^= 1
-
-    road.take = taken
 
 
 @asynccontextmanager
@@ -132,7 +116,6 @@ async def generator(config: Config, redis_url: str, name: str = "generation-0") 
         staged.current.bits(tensor)[:] = bits.reshape(-1)
     door = SpyingDoor(service, engine, staged, None, IdleWorker())
     door.generator = running = Generator(engine, staged, door)
-    _corruptible(door._receiver._road, running)
     server = GrpcServer(
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(door, server),
         (SERVICE_NAME,),
@@ -194,7 +177,6 @@ async def learner(config: Config, redis_url: str, epoch: int = 1) -> AsyncIterat
         await publishing.close()
 
 
-def run_config(folder: Path, make_run: Callable[..., Config], transport: str = "grpc", **generation: object) -> Config:
+def run_config(folder: Path, make_run: Callable[..., Config], **generation: object) -> Config:
     """A run whose model is never read."""
-    learner = {"push_transport": transport}
-    return make_run(folder, folder, generation={"dtype": "bfloat16", **generation}, learner=learner)
+    return make_run(folder, folder, generation={"dtype": "bfloat16", **generation})

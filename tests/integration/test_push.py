@@ -35,9 +35,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "_LONGEST_PAUSE_S", 0.05)
 
 
-BOTH = pytest.mark.parametrize("transport", ["grpc", "gloo"])
-
-
 def serve(generators: list[Generator], version: Policy) -> bool:
     return all(one.serves == (version.version, version.digest) for one in generators)
 
@@ -55,7 +52,7 @@ async def sent_to(address: str, frames: AsyncIterator[WeightFrame], timeout_s: f
         return await GenerationStub(channel).PushWeights(frames, timeout=timeout_s)
 
 
-def header_of(version: Policy, *, epoch: int, learner: str, transport: str = "") -> WeightFrame:
+def header_of(version: Policy, *, epoch: int, learner: str) -> WeightFrame:
     return WeightFrame(
         header=PushHeader(
             run="test",
@@ -66,17 +63,14 @@ def header_of(version: Policy, *, epoch: int, learner: str, transport: str = "")
             dtype=version.dtype,
             num_tensors=len(version.bits),
             num_bytes=version.num_bytes,
-            transport=transport,
         )
     )
 
 
-@BOTH
 async def test_changes_go_to_who_has_the_version_before_and_everything_to_who_joins(
-    redis: Redis, redis_url: str, tmp_path: Path, transport: str
+    redis: Redis, redis_url: str, tmp_path: Path
 ) -> None:
-    config = run_config(tmp_path, make_run, transport)
-    taken = REGISTRY.get_sample_value("gspo_pushes_total", {"transport": transport}) or 0
+    config = run_config(tmp_path, make_run)
     async with generator(config, redis_url) as first, learner(config, redis_url) as learning:
         for version in (3, 4):
             learning.publisher.publish(policy(version))
@@ -91,14 +85,12 @@ async def test_changes_go_to_who_has_the_version_before_and_everything_to_who_jo
             assert [bool(header.base_digest) for header in second.headers] == [False, True]
     assert [live.policy.version for live in learning.live] == [3, 4, 5]
     assert learning.live[1].num_bytes < 0.01 * learning.live[0].num_bytes
-    assert (REGISTRY.get_sample_value("gspo_pushes_total", {"transport": transport}) or 0) - taken == 5
 
 
-@BOTH
 async def test_a_generator_that_misses_its_deadline_holds_nobody_up_and_is_asked_what_it_has(
-    redis: Redis, redis_url: str, tmp_path: Path, transport: str
+    redis: Redis, redis_url: str, tmp_path: Path
 ) -> None:
-    config = run_config(tmp_path, make_run, transport, push_timeout_s=0.5)
+    config = run_config(tmp_path, make_run, push_timeout_s=0.5)
     async with (
         generator(config, redis_url) as slow,
         generator(config, redis_url) as quick,
@@ -117,11 +109,8 @@ async def test_a_generator_that_misses_its_deadline_holds_nobody_up_and_is_asked
         await learning.until(lambda: learning.states() == ["current", "current"])
 
 
-@BOTH
-async def test_what_comes_with_another_digest_is_never_loaded(
-    redis: Redis, redis_url: str, tmp_path: Path, transport: str
-) -> None:
-    config = run_config(tmp_path, make_run, transport)
+async def test_what_comes_with_another_digest_is_never_loaded(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run)
     async with (
         generator(config, redis_url, "generation-0") as bad,
         generator(config, redis_url, "generation-1") as good,
@@ -147,11 +136,8 @@ async def test_what_comes_with_another_digest_is_never_loaded(
         await learning.until(lambda: REGISTRY.get_sample_value("gspo_generators", {"state": "out"}) == 0)
 
 
-@BOTH
-async def test_where_every_engine_refuses_the_learner_says_so(
-    redis: Redis, redis_url: str, tmp_path: Path, transport: str
-) -> None:
-    config = run_config(tmp_path, make_run, transport)
+async def test_where_every_engine_refuses_the_learner_says_so(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run)
     async with learner(config, redis_url) as learning:
         assert learning.publisher.trouble() == "no generator is registered"
         async with generator(config, redis_url) as only:
@@ -166,11 +152,8 @@ async def test_where_every_engine_refuses_the_learner_says_so(
             assert learning.publisher.trouble() == ""
 
 
-@BOTH
-async def test_a_newer_learner_takes_over_and_the_older_one_ends(
-    redis: Redis, redis_url: str, tmp_path: Path, transport: str
-) -> None:
-    config = run_config(tmp_path, make_run, transport)
+async def test_a_newer_learner_takes_over_and_the_older_one_ends(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run)
     async with generator(config, redis_url) as only, learner(config, redis_url, epoch=1) as old:
         old.publisher.publish(policy(1))
         await old.until(lambda: serve([only], policy(1)))
@@ -189,14 +172,13 @@ async def test_a_newer_learner_takes_over_and_the_older_one_ends(
         assert serve([only], policy(5))
 
 
-@BOTH
 async def test_what_an_older_learner_was_sending_ends_when_a_newer_one_speaks(
-    redis: Redis, redis_url: str, tmp_path: Path, transport: str
+    redis: Redis, redis_url: str, tmp_path: Path
 ) -> None:
-    config = run_config(tmp_path, make_run, transport, push_timeout_s=50.0)
+    config = run_config(tmp_path, make_run, push_timeout_s=50.0)
 
     async def for_ever() -> AsyncIterator[WeightFrame]:
-        yield header_of(policy(9), epoch=1, learner="old", transport=transport)
+        yield header_of(policy(9), epoch=1, learner="old")
         await asyncio.sleep(50.0)
 
     async with generator(config, redis_url) as only, learner(config, redis_url, epoch=2) as new:
@@ -244,14 +226,11 @@ async def test_the_fence_is_raised_by_a_push_that_fails_too(redis: Redis, redis_
         assert only.serves == (0, policy(0).digest)
 
 
-@BOTH
-async def test_a_push_that_stalls_ends_at_the_generator_too(
-    redis: Redis, redis_url: str, tmp_path: Path, transport: str
-) -> None:
-    config = run_config(tmp_path, make_run, transport, push_timeout_s=0.3)
+async def test_a_push_that_stalls_ends_at_the_generator_too(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run, push_timeout_s=0.3)
 
     async def stalling() -> AsyncIterator[WeightFrame]:
-        yield header_of(policy(1), epoch=1, learner="a", transport=transport)
+        yield header_of(policy(1), epoch=1, learner="a")
         await asyncio.sleep(20.0)
 
     async with generator(config, redis_url) as only:

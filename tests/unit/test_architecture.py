@@ -20,8 +20,6 @@ SERVICES = ("coordinator", "generation", "learner", "reward", "tracking")
 DEEPSPEED_FILE = "services/learner/trainer.py"
 # A program that the reward service starts where a reward model is asked for; nothing imports it.
 TORCH_PROGRAM = "services/reward/builtins/reward_model.py"
-# Imports torch where a link between two processes is made; services without torch import it, and make none.
-TORCH_LINK = "services/common/direct.py"
 WITHOUT_TORCH = ("services/common", "services/coordinator", "services/reward", "services/tracking", "services/cli")
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
@@ -73,7 +71,7 @@ def _foreign_rooms(path: str, imported: set[str]) -> Iterator[str]:
 
 def _foreign_engines(path: str, imported: set[str]) -> Iterator[str]:
     tops = {_top(name) for name in imported}
-    if path.startswith(WITHOUT_TORCH) and path not in (TORCH_PROGRAM, TORCH_LINK):
+    if path.startswith(WITHOUT_TORCH) and path != TORCH_PROGRAM:
         yield from (f"imports {top}, and runs without torch" for top in sorted(tops & {"torch", "gspo_core"}))
     if "vllm" in tops and not path.startswith("services/generation/"):
         yield "imports vllm outside services/generation"
@@ -182,7 +180,6 @@ def test_a_rule_fails_when_it_is_broken(path: str, source: str, said: str) -> No
         ("services/learner/loop.py", "from gspo_core.loss import policy_loss\nfrom services.common import metrics"),
         ("services/coordinator/door.py", "from fastapi import FastAPI"),
         ("services/reward/door/app.py", "from fastapi import FastAPI"),
-        (TORCH_LINK, "def f():\n    import torch"),
         (TORCH_PROGRAM, "import torch\nfrom transformers import AutoTokenizer"),
         ("services/common/events.py", "redis.xadd(self._keys.events, fields, maxlen=10)"),
         ("services/common/streams.py", '"""Never with MAXLEN."""'),

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,7 +44,6 @@ from services.common.members import Member, members, wait_for_member
 from services.common.rpc import open_channel
 from services.common.runtime import connect_redis
 from services.common.streams import DONE, append, create_consumer_groups
-from services.learner.direct_road import DirectRoad
 from services.learner.frames import Frames
 from services.learner.publisher import deliver
 from services.learner.weights import Policy, policy_from
@@ -118,9 +117,7 @@ async def rollouts(running: Running, num: int, timeout_s: float = 60) -> list[Ro
     return [Rollout.FromString(fields[b"d"]) for _, fields in entries]
 
 
-async def push(
-    running: Running, policy: Policy, base: Policy | None = None, epoch: int = 1, road: DirectRoad | None = None
-) -> PushResult:
+async def push(running: Running, policy: Policy, base: Policy | None = None, epoch: int = 1) -> PushResult:
     header = PushHeader(
         run=running.config.name,
         epoch=epoch,
@@ -131,7 +128,7 @@ async def push(
         num_tensors=len(policy.bits),
         num_bytes=policy.num_bytes,
     )
-    result, _ = await deliver(running.stub.PushWeights(timeout=60), header, Frames(policy, base), road)
+    result, _ = await deliver(running.stub.PushWeights(timeout=60), header, Frames(policy, base))
     return result
 
 
@@ -175,53 +172,40 @@ async def test_generate_streams_rollouts(running: Running) -> None:
     assert sorted(rollout.number for rollout in found) == [0, 1, 2]
 
 
-@pytest.fixture(params=["gloo", "grpc"])
-def road(request: pytest.FixtureRequest) -> Iterator[DirectRoad | None]:
-    """The way of a push's bytes to the generator on this machine."""
-    found = None if request.param == "grpc" else DirectRoad(request.param, "127.0.0.1", 60.0)
-    yield found
-    if found:
-        found.close()
-
-
-async def test_pushes_take_hold_or_change_nothing(running: Running, road: DirectRoad | None) -> None:
+async def test_pushes_take_hold_or_change_nothing(running: Running) -> None:
     model = Path(running.config.model.path)
     first, second = policy_of(model, 1, scale=1.1), policy_of(model, 2, scale=1.2)
-    epoch = 4 if road is None else 1
-    assert (await push(running, first, epoch=epoch, road=road)).digest == first.digest
+    assert (await push(running, first)).digest == first.digest
 
     # Changes only; the tensors that did not change are not sent.
     assert {frame.tensor.name async for frame in Frames(second, first)} == {
         name for name in second.bits if "norm" in name
     }
-    assert (await push(running, second, base=first, epoch=epoch, road=road)).version == 2
-    if road:  # the generator listens there too now
-        assert_on_loopback_alone(running.process.pid)
+    assert (await push(running, second, base=first)).version == 2
 
     with pytest.raises(grpc.aio.AioRpcError) as wrong_base:
-        await push(running, policy_of(model, 3), base=first, epoch=epoch, road=road)
+        await push(running, policy_of(model, 3), base=first)
     assert wrong_base.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     broken = Policy(4, first.digest, "float32", second.bits)
     with pytest.raises(grpc.aio.AioRpcError) as wrong_digest:
-        await push(running, broken, epoch=epoch, road=road)
+        await push(running, broken)
     assert wrong_digest.value.code() == grpc.StatusCode.DATA_LOSS
-    await push(running, second, epoch=epoch + 1, road=road)
+    await push(running, second, epoch=5)
     with pytest.raises(grpc.aio.AioRpcError) as old_epoch:
-        await push(running, first, epoch=epoch, road=road)
+        await push(running, first, epoch=4)
     assert old_epoch.value.code() == grpc.StatusCode.PERMISSION_DENIED
     now = await describe(running)
-    assert (now.version, now.digest, now.epoch) == (2, second.digest, epoch + 1)
+    assert (now.version, now.digest, now.epoch) == (2, second.digest, 5)
 
 
-async def test_a_push_with_rollouts_in_flight_loses_none(running: Running, road: DirectRoad | None) -> None:
+async def test_a_push_with_rollouts_in_flight_loses_none(running: Running) -> None:
     version = (await describe(running)).version
-    first = 100 if road is None else 150
-    tasks = [task(first + n, max_tokens=60, num_rollouts=8).SerializeToString() for n in range(8)]
+    tasks = [task(100 + n, max_tokens=60, num_rollouts=8).SerializeToString() for n in range(8)]
     await append(running.redis, running.keys.prompts, tasks)
     while (await describe(running)).num_running < 32:
         await asyncio.sleep(0.01)
     newest = policy_of(Path(running.config.model.path), version + 1, scale=1.3)
-    await push(running, newest, epoch=5, road=road)
+    await push(running, newest, epoch=5)
     found = await rollouts(running, 64)
     assert len({(rollout.group, rollout.number) for rollout in found}) == 64
     seen = {v for rollout in found for v in rollout.version}

@@ -94,19 +94,6 @@ def test_a_second_start_goes_on_with_what_may_change(folder: Path, secrets: Path
         prepare.make_run(again, runs, secrets, REDIS)
 
 
-def test_what_carries_a_push_is_set_where_the_user_does_not_say_it(folder: Path, secrets: Path, tmp_path: Path) -> None:
-    configure = load("prepare").container_config
-    assert configure(folder, tmp_path, secrets, REDIS).learner.push_transport == "grpc"
-    assert configure(folder, tmp_path, secrets, REDIS, "nccl").learner.push_transport == "nccl"
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "config.yaml").write_text(yaml.safe_dump({**config, "learner": {"push_transport": "gloo"}}))
-    assert configure(own, tmp_path, secrets, REDIS, "nccl").learner.push_transport == "gloo"
-    with pytest.raises(InputError, match=r"learner\.push_transport"):
-        configure(folder, tmp_path, secrets, REDIS, "smoke")
-
-
 def test_a_folder_without_a_configuration_is_one_line(tmp_path: Path, secrets: Path) -> None:
     command = [sys.executable, ROOT / "deploy/docker/prepare.py", "--input", tmp_path / "nothing"]
     command += ["--runs", tmp_path / "runs", "--secrets", secrets]
