@@ -50,7 +50,8 @@ class SupervisorLink:
     """One supervisor, ready for orders.
 
     Attributes:
-        told: What it could do to confine itself: landlock (version), own_user, user_namespace.
+        told: What it could do to confine itself: landlock (version), own_user, user_namespace; and failed_imports,
+            by package why it could not be imported.
     """
 
     def __init__(self, started: Started) -> None:
@@ -63,11 +64,22 @@ class SupervisorLink:
 
     @classmethod
     async def start(cls, level: Level, reads: Sequence[Path], packages: Sequence[str]) -> SupervisorLink:
-        """Start a supervisor and wait until it takes orders.
+        """Start a supervisor and wait until it takes orders; packages whose import fails there are left to the workers.
 
         Raises:
             CannotStart: It did not come up.
         """
+        link = await cls._start(level, reads, packages)
+        while failed := link.told["failed_imports"]:
+            # A failed import leaves half-made modules behind, which the user's own import would meet.
+            log.warning("preload_failed", reasons=failed, detail="the function's own processes import these themselves")
+            await link.close()
+            packages = [name for name in packages if name not in failed]
+            link = await cls._start(level, reads, packages)
+        return link
+
+    @classmethod
+    async def _start(cls, level: Level, reads: Sequence[Path], packages: Sequence[str]) -> SupervisorLink:
         try:
             link = cls(await start_supervisor(level, reads, packages))
         except OSError as error:

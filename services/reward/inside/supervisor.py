@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ from . import confine, scratch, worker
 PACKET_BYTES = 65536
 # A worker's descriptors: standard input, output, error, and its channel.
 _CHANNEL_FD = 3
+_REASON_CHARS = 500
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -51,14 +53,17 @@ class Supervisor:
         self._control, self._task = control, task
         self._program = control.recv(PACKET_BYTES) if task["filter"] else b""
         self._pids: dict[int, int] = {}
+        self._preload_folder = Path(task["scratch"]) / "preload"
         self._reads = [Path(path) for path in task["reads"]]
-        self._rules = confine.FileRules(self._reads, [Path(path) for path in task["devices"]])
+        # Packages may remember the temporary folder of their import: workers read it, and write in their own.
+        readable = [*self._reads, self._preload_folder]
+        self._rules = confine.FileRules(readable, [Path(path) for path in task["devices"]])
 
     def run(self) -> None:
         """Take orders until the socket closes, then end every worker."""
         told = self._confine()
         sys.path += [path for path in self._task["paths"] if path not in sys.path]
-        _import(self._task["packages"])
+        told["failed_imports"] = preload(self._task["packages"], self._preload_folder)
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, what workers share with this process
         wake, waker = socket.socketpair()
@@ -137,7 +142,7 @@ class Supervisor:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             channel = _take_descriptors(*given)
             os.chdir(folder)
-            os.environ.update(HOME=str(folder), TMPDIR=str(folder))
+            _use_as_temporary(folder)
             confine.show()
             self._rules.apply(folder)
             task = self._task
@@ -201,11 +206,27 @@ def _text_to(fd: int) -> TextIO:
     return open(fd, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
 
 
-def _import(packages: Iterable[str]) -> None:
-    """Import what the user's code will ask for, once for all its workers; what cannot be is told when it asks."""
+def preload(packages: Iterable[str], folder: Path) -> dict[str, str]:
+    """Import what the user's code will ask for, once for all its workers; `folder` is made, for what they write.
+
+    Returns:
+        Package -> why its import failed. What such an import left behind (half a module, a C extension that cannot be
+        loaded twice) stays in this process: where there is one, start another without that package.
+    """
+    folder.mkdir(mode=0o700)
+    _use_as_temporary(folder)
+    failed = {}
     for name in packages:
-        with suppress(Exception):
+        try:
             importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - whatever a package's import raises; the service logs it
+            failed[name] = f"{type(error).__name__}: {error}"[:_REASON_CHARS]
+    return failed
+
+
+def _use_as_temporary(folder: Path) -> None:
+    os.environ.update(HOME=str(folder), TMPDIR=str(folder))
+    tempfile.tempdir = None  # what it found before
 
 
 def _readable_by(uid: int, places: Iterable[Path]) -> bool:

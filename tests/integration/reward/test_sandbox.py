@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.common.errors import InputError
-from services.reward import environment, levels, syscalls
+from services.reward import environment, imports, levels, syscalls
 from services.reward.calls import Answer, CallFailed, Code, Limits
 from services.reward.environment import Turn
 from services.reward.levels import find_level, try_level
@@ -222,6 +223,57 @@ async def test_packages_are_shared_with_the_workers(level: Any) -> None:
         assert (await ask(sandbox, "x", session=None)).values == [5.0]
         assert (await ask(sandbox, "x", "y", session=None)).values == [5.0, 5.0]
         assert time.perf_counter() - started < 5
+
+
+async def test_torch_and_other_packages_are_imported_by_the_first_lines_of_a_file(level: Any) -> None:
+    text = (
+        "import torch\nimport numpy, sympy\nimport torch.nn.functional as F\n"
+        "def reward(completions):\n    assert 'inside.supervisor' in __import__('sys').modules\n"
+        "    return [float(F.relu(torch.tensor(2.0))) + float(numpy.ones(1)[0]) + float(sympy.Integer(3))]\n"
+    )
+    async with sandbox_of(text, level, memory_mb=4096, timeout_s=30.0) as sandbox:
+        assert sandbox.told["failed_imports"] == {}
+        assert (await ask(sandbox, "x")).values == [6.0]
+
+
+WANTS_A_FOLDER = """
+import pathlib, tempfile
+FILE = pathlib.Path(tempfile.mkdtemp()) / "made_at_import"
+FILE.write_text("here")
+def new_file():
+    return tempfile.NamedTemporaryFile()
+"""
+FAILS_AT_FIRST = """
+import fails_at_first.half
+if fails_at_first.half.BEFORE_THE_FORK:
+    raise RuntimeError("not in here")
+WHOLE = True
+"""
+HALF = "import os\nBEFORE_THE_FORK = os.environ['TMPDIR'].endswith('preload')\n"
+
+
+async def test_a_package_that_cannot_be_preloaded_is_imported_whole_by_the_function(
+    level: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site-packages"
+    (site / "fails_at_first").mkdir(parents=True)
+    (site / "fails_at_first" / "__init__.py").write_text(FAILS_AT_FIRST)
+    (site / "fails_at_first" / "half.py").write_text(HALF)
+    (site / "wants_a_folder.py").write_text(WANTS_A_FOLDER)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(imports, "KNOWN", frozenset({"fails_at_first", "wants_a_folder"}))
+    text = (
+        "import fails_at_first\nimport wants_a_folder\n"
+        "def reward(completions):\n"
+        "    assert wants_a_folder.FILE.read_text() == 'here'\n"
+        "    with wants_a_folder.new_file() as file: file.write(b'x')\n"
+        "    return [float(fails_at_first.WHOLE and not fails_at_first.half.BEFORE_THE_FORK)]\n"
+    )
+    with capture_logs() as logs:
+        async with sandbox_of(text, level) as sandbox:
+            assert (await ask(sandbox, "x")).values == [1.0]
+    (said,) = [line for line in logs if line["event"] == "preload_failed"]
+    assert said["reasons"] == {"fails_at_first": "RuntimeError: not in here"}
 
 
 async def test_processor_time_is_limited_over_all_threads(level: Any) -> None:
