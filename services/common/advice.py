@@ -63,10 +63,12 @@ def _noise(figures: Sequence[Mapping[str, float]], config: Config) -> str | None
     shares = _last(figures, "noise_share", 1)
     if not shares or shares[0] <= NOISE_TOO_MUCH or config.algorithm.old_logprobs == "recompute":
         return None
+    remedies = ["algorithm.old_logprobs: recompute", "a wider clip"]
+    if config.generation.dtype != "float32":
+        remedies.insert(0, "generation.dtype: float32, which a resume takes")
     return (
         f"clip: the engines' numerical mismatch alone puts {shares[0]:.0%} of {_unit(config)} outside the clip, so "
-        "clipping is noise. Try generation.dtype: float32, which a resume takes, or algorithm.old_logprobs: recompute, "
-        f"or a wider clip. {_FIXED}"
+        f"clipping is noise. Try {', or '.join(remedies)}. {_FIXED}"
     )
 
 

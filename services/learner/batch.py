@@ -106,8 +106,12 @@ class MicroBatch:
         return self.mask_RT.shape[1]
 
     def take(self, matrix_BT: Tensor) -> Tensor:
-        """This micro-batch's part [R, T] of a matrix of the whole step."""
+        """This micro-batch's part [R, T] of a matrix of the whole step; of a mask, `take_mask` is the part."""
         return matrix_BT[self.row_R, : self.width].to(self.mask_RT.device)
+
+    def take_mask(self, mask_BT: Tensor) -> Tensor:
+        """This micro-batch's part [R, T] of a mask of the whole step: of a row that is not counted here, nothing."""
+        return self.take(mask_BT) & self.mask_RT
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Values of counted tokens at their places in [R, T], 0 elsewhere. Differentiable."""

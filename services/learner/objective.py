@@ -82,7 +82,7 @@ def micro_batch_loss(
     num_tokens: int,
 ) -> MicroBatchLoss:
     """The clipped objective, and the KL term where it is asked for. N and M count the whole optimizer step."""
-    mask_RT = micro.take(targets.mask_BT)
+    mask_RT = micro.take_mask(targets.mask_BT)
     low, high = algorithm.clip
     policy = policy_loss(
         logp_RT,

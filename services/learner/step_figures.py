@@ -125,7 +125,7 @@ def mismatch_figures(algorithm: AlgorithmConfig, stats: Stats, length_B: torch.T
     """Noise between generator and learner at equal weights; nothing where no token was compared.
 
     Args:
-        length_B: Counted tokens of each sequence that is trained on.
+        length_B: Counted tokens of each sequence; one of which none counts has no part in the shares.
     """
     if not float(stats.get("mismatch.count", 0.0)):
         return {}
@@ -135,7 +135,7 @@ def mismatch_figures(algorithm: AlgorithmConfig, stats: Stats, length_B: torch.T
     # The ratio that the clip looks at is a token's under `token`, a sequence's under the others.
     by_token = algorithm.importance_sampling == "token"
     measured = torch.tensor([sigma_token if by_token else sigma_sequence])
-    independent_B = measured if by_token else independent_sigma(sigma_token, length_B)
+    independent_B = measured if by_token else independent_sigma(sigma_token, length_B[length_B > 0])
     return {
         "sigma_token": sigma_token,
         "sigma_sequence": sigma_sequence,

@@ -230,7 +230,8 @@ class Updates:
             losses.append(part.loss.detach().double())
             sums.append(part.stats)
             if fresh_BT is not None:
-                sums.append(mismatch_stats(logp_RT.detach(), micro.take(batch.behavior_BT), micro.take(fresh_BT)))
+                compared_RT = micro.take_mask(fresh_BT)
+                sums.append(mismatch_stats(logp_RT.detach(), micro.take(batch.behavior_BT), compared_RT))
             if micro.backward:
                 # DeepSpeed averages gradients over the ranks; N and M count all ranks, so their sum is wanted. A loss
                 # that is not finite may have finite gradients: it makes them NaN, on every rank, in every ZeRO stage.

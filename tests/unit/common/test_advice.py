@@ -61,6 +61,14 @@ def test_noise_that_clips_a_third_is_said_unless_log_probs_are_recomputed(given:
     assert advice(steps(1, noise_share=0.3), configured(given)) == {}
 
 
+def test_a_dtype_that_the_run_has_is_no_remedy_for_noise(given: dict[str, Any]) -> None:
+    noisy = steps(1, noise_share=0.64)
+    for dtype, is_named in (("float32", False), ("bfloat16", True)):
+        text = advice(noisy, configured(given, generation={"dtype": dtype}))["clip_is_noise"]
+        assert ("generation.dtype: float32, which a resume takes" in text) is is_named
+        assert "algorithm.old_logprobs: recompute, or a wider clip" in text
+
+
 def test_under_token_ratios_the_share_is_that_of_tokens(given: dict[str, Any]) -> None:
     config = configured(given, algorithm={"preset": "grpo"})
     # Nearly every long answer has a clipped token somewhere; that is no loss of signal.

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import distributed
 
 from services.learner.trainer import Trainer
+from tests.unit.learner import figure_cases
 from tests.unit.learner.training_rows import make_config, make_rows, with_version
 
 STEP = 1
@@ -95,6 +96,8 @@ def main() -> None:
         if distributed.get_rank() == 0:
             (out / f"{name}-lagging.json").write_text(json.dumps(figures))
             save_file(policy, out / f"{name}-lagging.safetensors")
+    for name in figure_cases.CASES:
+        figure_cases.train_case(model, name, out / f"figures-{name}")
     gone_on = go_on(model, alone)
     if distributed.get_rank() == 0:
         save_file(gone_on, out / "gone-on.safetensors")

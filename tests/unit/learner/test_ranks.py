@@ -14,8 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from services.common.errors import InputError
+from services.learner.steplog import StepLog
 from services.learner.trainer import Trainer
 from tests.tiny_model import make_tiny_model
+from tests.unit.learner import figure_cases
+from tests.unit.learner.figure_reference import assert_figures_of_the_log
 from tests.unit.learner.rank_cases import ALGORITHM, CASES, LAGGING, go_on, lagging, run_case
 from tests.unit.learner.training_rows import make_config
 
@@ -67,6 +70,14 @@ def test_two_ranks_make_the_gradient_of_one(
     assert told.keys() == figures.keys()
     for name, value in figures.items():
         assert told[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
+
+
+@pytest.mark.parametrize("case", figure_cases.CASES)
+def test_every_figure_of_two_ranks_follows_from_the_log(together: Path, folder: Path, case: str) -> None:
+    """Also where a rank has less work than the other, and nothing that it can count in its place."""
+    found = json.loads((together / f"figures-{case}" / "figures.json").read_text())
+    log = StepLog(together / f"figures-{case}").path(figure_cases.STEP)
+    assert_figures_of_the_log(found, log, folder, figure_cases.figure_config(folder, case))
 
 
 def test_bfloat16_has_float32_masters_under_zero_3_too(
