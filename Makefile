@@ -2,10 +2,15 @@
 VENV ?= .venv
 BIN = $(VENV)/bin
 SEED ?= 0
+# Most tests wait for processes, so two share two cores; a file's tests stay together, with their fixtures.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 COMPILE = $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-annotate --no-header
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help setup demo test compose-test lint bench chaos proto lock clean
+# $(call need,PROGRAM,WHAT,PACKAGE): tools that not every machine has; their tests are in a folder of their own.
+need = @command -v $(1) >/dev/null || { echo "not tested: $(2); $(1) is missing (Debian: apt-get install $(3))" >&2; exit 3; }
+
+.PHONY: help setup demo test test-quick test-long compose-test lint bench chaos proto lock clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -16,10 +21,16 @@ setup: ## Make the virtual environment with the locked packages
 demo: setup ## Train a small model on arithmetic, from nothing to a report (SEED=0)
 	$(BIN)/python examples/arithmetic/demo.py --seed $(SEED)
 
-test: setup lint ## Everything CI runs: lint, types, unit and integration tests with the real engines
-	$(BIN)/python -m pytest
+test: setup lint ## Everything that CI runs on any machine: lint, types, all tests with the real engines
+	$(PYTEST)
 
-compose-test: setup ## docker-compose.yml with a real engine: build, run, scale, kill (exit code 3 without an engine)
+test-quick: setup lint ## Lint, types and unit tests: two minutes, before every commit
+	$(PYTEST) tests/unit
+
+test-long: setup ## What takes long: chaos with real engines, property tests with many examples
+	$(PYTEST) -m "long or hypothesis" --hypothesis-profile many
+
+compose-test: setup ## docker-compose.yml with a Docker engine: build, run, scale, kill (Error 3: no engine, not tested)
 	$(BIN)/python -m tests.compose.drive
 
 lint: setup ## ruff and mypy strict

@@ -1,4 +1,4 @@
-"""For every test: a real Redis of its own, and property tests without a clock."""
+"""For every test: a real Redis of its own, property tests without a clock, and the worker that runs a file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,15 @@ from services.common.runtime import connect_redis
 from services.common.streams import create_consumer_groups
 
 # An example of a few milliseconds takes 200, hypothesis' own limit, where the machine is busy.
-settings.register_profile("gspo", deadline=None)
-settings.load_profile("gspo")
+settings.register_profile("few", deadline=None, max_examples=30)
+settings.register_profile("many", deadline=None, max_examples=1000)
+settings.load_profile("few")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A file's tests go to one worker, since they share fixtures; `xdist_group` puts several files together."""
+    if not item.get_closest_marker("xdist_group"):
+        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def free_port() -> int:

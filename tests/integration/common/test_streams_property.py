@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -194,11 +195,9 @@ class Leases(RuleBasedStateMachine):
         return self.loop.run_until_complete(work)
 
 
+@pytest.mark.hypothesis
 def test_leases_hold_in_any_order_of_delivery_crash_and_wipe(redis_url: str) -> None:
     Leases.url = redis_url
     run_state_machine_as_test(
-        Leases,
-        settings=settings(
-            max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        Leases, settings=settings(stateful_step_count=30, suppress_health_check=list(HealthCheck))
     )

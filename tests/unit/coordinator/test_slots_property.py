@@ -129,4 +129,4 @@ class Run(RuleBasedStateMachine):
 
 
 TestRun = Run.TestCase
-TestRun.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRun.settings = settings(stateful_step_count=40)

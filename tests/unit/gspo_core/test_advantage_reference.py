@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_core.advantage import RunningMoments, normalize_rewards, token_advantages
@@ -18,7 +18,6 @@ def groups_of(draw, num):
     return draw(st.lists(st.sampled_from([-4, 0, 7]), min_size=num, max_size=num))
 
 
-@settings(max_examples=300)
 @given(st.data(), rewards, st.sampled_from(["group", "batch", None]), only, clips)
 def test_normalised_rewards_equal_the_reference(data, reward, norm, option, clip):
     group = groups_of(data.draw, len(reward))
@@ -32,7 +31,6 @@ def test_normalised_rewards_equal_the_reference(data, reward, norm, option, clip
     assert (found_B.numpy()[expected == 0] == 0).all() or not norm
 
 
-@settings(max_examples=100)
 @given(st.lists(rewards, min_size=1, max_size=4), only, clips)
 def test_running_moments_equal_those_of_all_rewards_so_far(batches, option, clip):
     moments, seen = RunningMoments(), []
@@ -52,7 +50,6 @@ def test_running_moments_equal_those_of_all_rewards_so_far(batches, option, clip
     assert moments.count == len(seen)
 
 
-@settings(max_examples=300)
 @given(
     B=st.integers(1, 5),
     T=st.integers(0, 8),

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_core.correction import behavior_weights
@@ -73,7 +73,6 @@ def run(batch, option, dtype=torch.float64, **counts):
     return result, logp_BT.grad
 
 
-@settings(max_examples=300)
 @given(batches(largest_delta=3.0), options)
 def test_value_and_gradient_equal_the_reference(batch, option):
     result, grad_BT = run(batch, option)
@@ -83,7 +82,6 @@ def test_value_and_gradient_equal_the_reference(batch, option):
     np.testing.assert_allclose(grad_BT.numpy(), gradient, rtol=1e-9, atol=allowed)
 
 
-@settings(max_examples=100)
 @given(batches(largest_delta=1.0), options)
 def test_bf16_inputs_lose_nothing_but_their_own_rounding(batch, option):
     *numbers, mask = batch
@@ -95,7 +93,6 @@ def test_bf16_inputs_lose_nothing_but_their_own_rounding(batch, option):
     np.testing.assert_allclose(grad_BT.double().numpy(), gradient, rtol=1e-2, atol=allowed)
 
 
-@settings(max_examples=100)
 @given(batches(largest_delta=1.0), options, st.integers(0, 2**32 - 1))
 def test_any_cut_into_micro_batches_adds_up_to_the_whole(batch, option, seed):
     """Rows in any order, any number a micro-batch, trimmed to its longest row; N and M are the step's."""
@@ -118,7 +115,6 @@ def test_any_cut_into_micro_batches_adds_up_to_the_whole(batch, option, seed):
     assert figures(merge(parts)) == pytest.approx(figures(whole.stats), rel=1e-9, abs=1e-7)
 
 
-@settings(max_examples=200)
 @given(batches(largest_delta=1e4), options, st.sampled_from([torch.float32, torch.bfloat16]))
 def test_extreme_ratios_stay_finite(batch, option, dtype):
     result, grad_BT = run(batch, option, dtype)
@@ -128,7 +124,6 @@ def test_extreme_ratios_stay_finite(batch, option, dtype):
     assert all(math.isfinite(value) for value in figures(result.stats).values())
 
 
-@settings(max_examples=100)
 @given(batches(largest_delta=3.0), options)
 def test_the_clipped_shares_are_those_of_the_reference(batch, option):
     logp, old, advantage, mask = batch
@@ -143,7 +138,6 @@ def test_the_clipped_shares_are_those_of_the_reference(batch, option):
     assert reported["outside_clip_sequences"] == pytest.approx((below | above).any(1).sum() / num_sequences)
 
 
-@settings(max_examples=60)
 @given(batches(largest_delta=30.0), st.sampled_from(["k1", "k2", "k3"]))
 def test_kl_equals_the_reference(batch, kind):
     logp, ref, _, _ = batch
@@ -151,7 +145,6 @@ def test_kl_equals_the_reference(batch, kind):
     np.testing.assert_allclose(found_BT.numpy(), reference.kl(logp, ref, kind), rtol=1e-10, atol=1e-12)
 
 
-@settings(max_examples=60)
 @given(batches(largest_delta=2.0), st.sampled_from(["sequence", "token"]))
 def test_behavior_weights_equal_the_reference(batch, level):
     old, behavior, _, mask = batch

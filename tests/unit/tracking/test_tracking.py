@@ -8,12 +8,11 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
 
 from services.common.config import Config
 from services.common.configfile import parse_config, write_config
@@ -26,6 +25,9 @@ from services.tracking.__main__ import follow
 from services.tracking.follower import Follower, hyperparameters
 from services.tracking.position import Position
 from services.tracking.tensorboard import TensorBoard
+
+if TYPE_CHECKING:
+    from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
 
 
 @pytest.fixture
@@ -129,6 +131,8 @@ def test_hyperparameters_hold_no_secret(config: Config) -> None:
 
 def wandb_records(path: Path) -> Iterator[WandbRecord]:
     """The records of an offline run: LevelDB's log format, blocks of 32 KiB, behind a head of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record as WandbRecord  # seconds, which each worker would take
+
     data, place, parts = path.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
     while place + 7 <= len(data):
