@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 
 from services.cli.outcome import RefusedError, RunError
 from services.cli.processes import describe_exit
+from services.common.batch_memory import check_fits, redis_bytes
 from services.common.config import Config
 from services.common.errors import EXIT_BAD_INPUT, InputError
 from services.common.keys import Keys
@@ -107,11 +108,11 @@ def _check_port(key: str, host: str, port: int) -> None:
         ) from error
 
 
-async def check_redis(url: str, config: Config) -> None:
-    """Refuse a Redis that does not answer or is too old.
+async def check_redis(url: str, config: Config) -> str:
+    """Refuse a Redis that does not answer, is too old, or cannot hold a batch; a warning of what it may not hold.
 
     Raises:
-        InputError: Names services.redis_url; a password in it is not shown.
+        InputError: Names the key; a password in services.redis_url is not shown.
     """
     key, given = "services.redis_url", redis_arguments(url, config)
     try:
@@ -119,7 +120,7 @@ async def check_redis(url: str, config: Config) -> None:
     except ValueError as error:
         raise InputError(key, f"is not a Redis address ({error})", "Write it as redis://HOST:PORT/0") from error
     try:
-        facts = await client.info("server")
+        facts = await client.info("server") | await client.info("memory")
     except (RedisError, OSError, TimeoutError) as error:
         if refusal := redis_refusal(error):
             raise refusal from error
@@ -134,6 +135,9 @@ async def check_redis(url: str, config: Config) -> None:
     found = str(facts["redis_version"])
     if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST_REDIS:
         raise InputError(key, f"Redis {found} is older than 6.2", "Take a newer one, or leave the key out")
+    limit = int(facts.get("maxmemory", 0)) or int(facts.get("total_system_memory", 0))
+    left = limit - int(facts.get("used_memory", 0)) if limit else float("inf")
+    return check_fits(config, redis_bytes(config), left, "the memory of the Redis in services.redis_url")
 
 
 async def check_unused(redis: Redis, config: Config) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from services.common.configfile import Key, explain, explain_item
+from services.common.config_keys import Key, explain, explain_item
 from services.common.errors import InputError, nearest
 
 

@@ -22,8 +22,10 @@ from services.cli.rundir import Plan, hold, plan_run, prepare
 from services.cli.screen import PlainScreen, Screen
 from services.cli.session import Interrupts, Programs, new_view, run_session
 from services.cli.view import Line, Phases, View, duration
+from services.common.batch_memory import check_fits, redis_bytes
 from services.common.config import Config
 from services.common.keys import SERVICES
+from services.common.machine import free_memory
 from services.common.runtime import CONFIG_NAME, EXIT_FAILED
 
 T = TypeVar("T")
@@ -78,8 +80,10 @@ async def check_all(config: Config, services: tuple[str, ...], config_file: Path
     """Everything that can be known before anything is started; what the services warn of."""
     check_ports(config)
     if config.services.redis_url:
-        await check_redis(config.services.redis_url, config)
-    return await check_services(services, config_file)
+        warning = await check_redis(config.services.redis_url, config)
+    else:
+        warning = check_fits(config, redis_bytes(config), free_memory(), "the memory of the run's Redis")
+    return [*filter(None, [warning]), *await check_services(services, config_file)]
 
 
 async def until_interrupted(work: Coroutine[Any, Any, T], interrupts: Interrupts) -> T:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from services.common.config import Config
-from services.common.configfile import changed_keys, check_resume, read_config, write_config
-from services.common.errors import InputError
+from services.common.configfile import changed_keys, check_resume, described_change, read_config, write_config
+from services.common.errors import InputError, in_yaml
 from services.common.runtime import CONFIG_NAME
 
 SERVICES_DIR = "services"
@@ -74,7 +74,9 @@ def plan_run(target: Path, *, resume: bool) -> Plan:
     if not resume:
         raise _already_there(target, run_dir, old, config)
     check_resume(old, config)
-    changes = tuple(f"{key.name}: {before} -> {after}" for key, before, after in changed_keys(old, config))
+    changes = tuple(
+        f"{key.name}: {in_yaml(before)} -> {in_yaml(after)}" for key, before, after in changed_keys(old, config)
+    )
     return Plan(config, run_dir, resume=True, changes=changes)
 
 
@@ -127,7 +129,7 @@ def _check_new(target: Path, run_dir: Path, *, resume: bool) -> None:
 def _already_there(target: Path, run_dir: Path, old: Config, new: Config) -> InputError:
     fixed = [(key, before, after) for key, before, after in changed_keys(old, new) if not key.on_resume]
     if fixed:
-        changes = "; ".join(f"{key.name} was {before!r} and is now {after!r}" for key, before, after in fixed)
+        changes = "; ".join(described_change(key.name, before, after) for key, before, after in fixed)
         return InputError(
             str(run_dir), f"belongs to another configuration ({changes})", "Set another `name`, or set these keys back"
         )

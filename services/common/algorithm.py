@@ -8,15 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from services.common.section import Section
 
 RewardNorm = Literal["group", "batch", "running"]
 
@@ -68,10 +62,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-class AlgorithmConfig(BaseModel):
+class AlgorithmConfig(Section):
     """Group Sequence Policy Optimization and its relatives."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     preset: Literal["gspo", "roll-gspo", "grpo"] = Field(
         "gspo", description="Named set of the keys below; a key set beside it overrides it"

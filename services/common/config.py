@@ -9,7 +9,7 @@ reading, resuming and explaining.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -19,7 +19,7 @@ from services.common.keep_best import BestFigure, best_figure
 from services.common.learner_config import MICRO_BATCH_TOKENS, LearnerConfig
 from services.common.measuring_config import EvaluationConfig, TrackingConfig
 from services.common.reward_config import RewardConfig
-from services.common.section import ON_RESUME, RunName, Section
+from services.common.section import ON_RESUME, FreeMapping, RunName, Section
 from services.common.services_config import ServicesConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -156,7 +156,7 @@ class GenerationConfig(Section):
     push_timeout_s: PositiveFloat = Field(
         60.0, description="Deadline of a weight push to one generator", json_schema_extra=ON_RESUME
     )
-    engine: dict[str, Any] = Field(
+    engine: FreeMapping = Field(
         default_factory=dict,
         description="Further engine arguments of vLLM, by vLLM's names",
         json_schema_extra=ON_RESUME,

@@ -1,23 +1,21 @@
-"""Reading a configuration file, comparing it with a run's own on resume, and explaining every key.
+"""Reading a configuration file, writing it, and comparing it with a run's own on resume.
 
-It validates form only; whether files, models and ports are there is each service's own check. Neighbour: config.py.
+It validates form only; whether files, models and ports are there is each service's own check. Neighbours: config.py
+has the keys, config_keys.py explains them, config_errors.py says what is wrong with them.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from services.common.config import Config
-from services.common.errors import InputError, nearest
+from services.common.config_errors import explained
+from services.common.config_keys import Key, explain
+from services.common.errors import InputError, in_yaml
 
 # Paths in a file are relative to that file, so that a folder can be moved as a whole.
 PATH_KEYS = (
@@ -32,18 +30,6 @@ PATH_KEYS = (
     "services.tls",
     "services.token_file",
 )
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key of the configuration, as `gspo config` prints it."""
-
-    name: str
-    type: str
-    default: str
-    bounds: str
-    meaning: str
-    on_resume: bool
 
 
 class _Loader(yaml.SafeLoader):
@@ -64,7 +50,7 @@ def read_config(path: Path) -> Config:
     Raises:
         InputError: The file is missing or not YAML, or a key is unknown, missing, of a wrong type or contradictory.
     """
-    return parse_config(read_mapping(path), base=path.parent)
+    return parse_config(read_mapping(path), base=path.parent, source=str(path))
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -86,22 +72,35 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         given = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
     except yaml.YAMLError as error:
-        raise InputError(str(path), f"is not YAML: {error}".replace("\n", " "), "Mend that line") from error
+        raise _not_yaml(path, error) from error
     if not isinstance(given, dict):
         raise InputError(str(path), "is not a mapping of keys", "Start from the file that `gspo init DIR` writes")
     return given
 
 
-def parse_config(given: dict[str, Any], base: Path) -> Config:
+def _not_yaml(path: Path, error: yaml.YAMLError) -> InputError:
+    """The file's name, line and column, where PyYAML has them, and what it found there."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        text = str(error).replace('in "<unicode string>", ', "at ").replace("\n", " ")
+        return InputError(str(path), f"is not YAML: {text}", "Mend it")
+    mark, context = error.problem_mark, f"{error.context}: " if error.context else ""
+    place = f"line {mark.line + 1}, column {mark.column + 1}"
+    return InputError(str(path), f"is not YAML: {place}: {context}{error.problem}", "Mend that line")
+
+
+def parse_config(given: dict[str, Any], base: Path, *, source: str = "configuration") -> Config:
     """Validate a mapping; relative paths in it are taken from `base`.
 
+    Args:
+        source: Where the mapping comes from, for messages.
+
     Raises:
-        InputError: As for `read_config`, with the key named.
+        InputError: As for `read_config`, with every wrong key named.
     """
     try:
         config = Config.model_validate(given)
     except ValidationError as error:
-        raise _explain(error) from error
+        raise explained(error, source) from error
     return _resolve_paths(config, base.resolve())
 
 
@@ -119,6 +118,11 @@ def changed_keys(old: Config, new: Config) -> list[tuple[Key, Any, Any]]:
     ]
 
 
+def described_change(name: str, before: Any, after: Any) -> str:
+    """'seed was 0 and is now 7', with the values as YAML."""
+    return f"{name} was {in_yaml(before)} and is now {in_yaml(after)}"
+
+
 def check_resume(old: Config, new: Config) -> None:
     """Refuse a change of a key that is fixed for a run's life.
 
@@ -127,7 +131,7 @@ def check_resume(old: Config, new: Config) -> None:
     """
     refused = [(key.name, before, after) for key, before, after in changed_keys(old, new) if not key.on_resume]
     if refused:
-        changes = "; ".join(f"{name} was {before!r} and is now {after!r}" for name, before, after in refused)
+        changes = "; ".join(described_change(*change) for change in refused)
         raise InputError(
             refused[0][0],
             f"cannot change on resume ({changes})",
@@ -141,81 +145,6 @@ def check_resume(old: Config, new: Config) -> None:
             "wrote its own part of the checkpoints",
             "Set it back: only a run with zero_stage 0 can change it",
         )
-
-
-def explain() -> list[Key]:
-    """Every key with type, default, bounds and meaning."""
-    return list(_walk(Config, ""))
-
-
-def explain_item(key: Key) -> list[Key]:
-    """The keys of one item, where a key's value is a list of sections: `reward.functions.N.weight`."""
-    annotation: Any = Config
-    for part in key.name.split("."):
-        annotation = annotation.model_fields[part].annotation
-    model = get_args(annotation)[0] if get_origin(annotation) is tuple else None
-    if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        return []
-    return list(_walk(model, f"{key.name}.N."))
-
-
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
-    for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from _walk(inner, f"{prefix}{name}.")
-        else:
-            yield _key(f"{prefix}{name}", field)
-
-
-def _key(name: str, field: FieldInfo) -> Key:
-    extra = field.json_schema_extra
-    return Key(
-        name=name,
-        type=_type_name(field.annotation),
-        default="required" if field.is_required() else _default(field),
-        bounds=_bounds(field),
-        meaning=field.description or "",
-        on_resume=isinstance(extra, dict) and bool(extra.get("on_resume")),
-    )
-
-
-def _default(field: FieldInfo) -> str:
-    default = field.get_default(call_default_factory=True, validated_data={})
-    return "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
-
-
-def _type_name(annotation: Any) -> str:
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is types.UnionType or str(origin) == "typing.Union":
-        return " | ".join("null" if part is type(None) else _type_name(part) for part in inner)
-    if str(origin) == "typing.Literal":
-        return " | ".join(str(part) for part in inner)
-    if origin is Annotated:
-        return _type_name(inner[0])
-    if origin in (tuple, list):
-        return f"list of {_type_name(inner[0])}"
-    if origin is dict:
-        return "mapping"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "{" + ", ".join(annotation.model_fields) + "}"
-    return {"str": "text", "int": "integer", "float": "number", "bool": "true | false", "Path": "path"}.get(
-        annotation.__name__, str(annotation)
-    )
-
-
-def _bounds(field: FieldInfo) -> str:
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "min_length": "at least", "pattern": "matches"}
-    found = list(field.metadata)
-    for part in get_args(field.annotation):
-        found += getattr(part, "__metadata__", ())
-    shown = [
-        f"{sign} {value}"
-        for item in found
-        for name, sign in signs.items()
-        if (value := getattr(item, name, None)) is not None
-    ]
-    return ", ".join(dict.fromkeys(shown))
 
 
 def _value(config: Config, key: str) -> Any:
@@ -245,58 +174,3 @@ def _from_base(base: Path, value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _from_base(base, one) for name, one in value.items()}
     return base / value if isinstance(value, Path) else value
-
-
-def _explain(error: ValidationError) -> InputError:
-    problems = _without_consequences(error.errors())
-    first = problems[0]
-    where = ".".join(str(part) for part in first["loc"])
-    more = f" ({len(problems) - 1} more problem(s) after this one.)" if len(problems) > 1 else ""
-    if first["type"] == "extra_forbidden":
-        parent = ".".join(str(part) for part in first["loc"][:-1])
-        return InputError(
-            where,
-            f"is not a key (value {first['input']!r})",
-            nearest(str(first["loc"][-1]), _names_at(parent)) + more,
-        )
-    if first["type"] == "missing":
-        return InputError(where, "is missing", f"Set it: {_meaning(where)}." + more)
-    if first["type"] == "value_error":
-        key, _, rule = str(first["ctx"]["error"]).partition(": ")
-        rule, _, fix = rule.rpartition(". ")
-        if where and not key.startswith(where.split(".")[0]):  # said from within a list, which knows no place
-            key = f"{where}.{key}"
-        return InputError(key, rule, fix + more)
-    return InputError(where, f"{first['input']!r} is not allowed: {first['msg']}", f"It is: {_meaning(where)}." + more)
-
-
-def _without_consequences(problems: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Without a list that is too short only because one of its items has a problem of its own."""
-    places = [problem["loc"] for problem in problems]
-    return [
-        problem
-        for problem in problems
-        if problem["type"] != "too_short"
-        or not any(
-            len(place) > len(problem["loc"]) and place[: len(problem["loc"])] == problem["loc"] for place in places
-        )
-    ]
-
-
-def _names_at(prefix: str) -> list[str]:
-    model: Any = Config
-    for part in prefix.split("."):
-        if part.isdigit() or not part:
-            continue
-        annotation = model.model_fields[part].annotation
-        model = next((a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel)), annotation)
-    return list(model.model_fields)
-
-
-def _meaning(where: str) -> str:
-    for key in explain():
-        if key.name == where or where.startswith(key.name + "."):
-            return f"{key.meaning} ({key.type})"
-    section = Config.model_fields.get(where)
-    inner = section.annotation if section else None
-    return (inner.__doc__ or "").strip(". ") if isinstance(inner, type) else "see `gspo config`"

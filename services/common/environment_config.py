@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from services.common.section import ON_RESUME, RunName, Section, VersionText
+from services.common.errors import in_yaml
+from services.common.section import ON_RESUME, FreeMapping, RunName, Section, VersionText
 from services.common.tools import BUILTIN_TOOLS, tool_problem
 
 # The name under which an episode's summed step rewards are a part of the score, beside those of reward functions.
@@ -44,7 +45,7 @@ class EnvironmentConfig(Section):
     weight: float = Field(
         1.0, description="Factor of an episode's summed step rewards in the reward, where they are its part environment"
     )
-    tools: tuple[str | dict[str, Any], ...] = Field(
+    tools: tuple[str | FreeMapping, ...] = Field(
         (),
         description="What the policy may call, in the chat template's words: names of built-in tools (calculator, "
         "python) or, for an environment of yours, descriptions {type: function, function: {name, ...}}",
@@ -117,7 +118,7 @@ class EnvironmentConfig(Section):
             for key, field in type(self).model_fields.items():
                 if (value := getattr(self, key)) != field.default:
                     raise ValueError(
-                        f"environment.{key}: {value!r} belongs to an environment, and there is none. "
+                        f"environment.{key}: {in_yaml(value)} belongs to an environment, and there is none. "
                         "Set environment.path, builtin or name"
                     )
             return self

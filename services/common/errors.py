@@ -7,9 +7,17 @@ into one message and exit code 2.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
 
 EXIT_BAD_INPUT = 2
+_LONGEST_VALUE = 300
+# A proposal that shares less with the word than this is far-fetched: 'tracking' for 'trainer' has 0.53.
+_LIKE_ENOUGH = 0.6
 
 
 class InputError(Exception):
@@ -29,5 +37,24 @@ class InputError(Exception):
 def nearest(word: str, known: Iterable[str]) -> str:
     """'Did you mean ...?' for an unknown word, or the known ones when none is near."""
     choices = sorted(known)
-    match = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(word, choices, n=1, cutoff=_LIKE_ENOUGH)
     return f"Did you mean '{match[0]}'?" if match else f"Known are: {', '.join(choices)}."
+
+
+def in_yaml(value: Any) -> str:
+    """A value of the configuration as its user would write it: YAML in one line, keys at their defaults left out."""
+    text = yaml.safe_dump(
+        _plain(value), default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
+    )
+    text = text.removesuffix("\n").removesuffix("\n...").replace("\n", " ")
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
+from services.common.errors import in_yaml
 from services.common.section import ON_RESUME, RunName, Section
 
 
@@ -71,7 +72,7 @@ class EvaluationConfig(Section):
         if given is None or isinstance(given, str | Path) or (isinstance(given, dict) and given):
             return given
         raise ValueError(
-            f"evaluation.prompts: {given!r} is neither a file nor files by name. "
+            f"evaluation.prompts: {in_yaml(given)} is neither a file nor files by name. "
             "Write one path, or a line `name: path` for each file below the key"
         )
 

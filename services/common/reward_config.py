@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from services.common.section import ON_RESUME, RunName, Section, VersionText
+from services.common.section import HTTP_ADDRESS, ON_RESUME, FreeMapping, RunName, Section, VersionText
 
 # What `reward.functions.N.builtin` may name; the reward service has a file or a client for each.
 Builtin = Literal[
@@ -38,7 +38,7 @@ class RewardFunction(Section):
     builtin: Builtin | None = Field(None, description="A function that comes with gspo, instead of a file")
     url: str | None = Field(
         None,
-        pattern=r"^https?://[^\s]+$",
+        pattern=HTTP_ADDRESS,
         description="HTTP server of yours that scores, by OpenRLHF's remote form, instead of a file",
     )
     name: RunName | None = Field(
@@ -50,7 +50,7 @@ class RewardFunction(Section):
         None, description="Version of a registered function, or its first 8 or more characters; else its active one"
     )
     entry: str | None = Field(None, description="Name of the function, where the file holds more than one")
-    args: dict[str, Any] = Field(
+    args: FreeMapping = Field(
         default_factory=dict, description="Further keyword arguments of the function, such as a built-in's options"
     )
     weight: float = Field(1.0, description="Factor of this function's value in the summed reward")

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from services.common.section import ON_RESUME, Section
+from services.common.section import HTTP_HOST, ON_RESUME, Section
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -85,7 +85,7 @@ class ServicesConfig(Section):
     )
     otlp_endpoint: str | None = Field(
         None,
-        pattern=r"^https?://[^\s/]+(:\d+)?/?$",
+        pattern=HTTP_HOST,
         description="Collector that takes traces of rollouts by OTLP over gRPC, such as http://127.0.0.1:4317",
         json_schema_extra=ON_RESUME,
     )

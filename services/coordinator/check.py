@@ -7,32 +7,38 @@ from __future__ import annotations
 
 import sys
 
+from services.common.batch_memory import check_answers_fit, check_fits, coordinator_bytes
 from services.common.config import Config
+from services.common.machine import free_memory
 from services.coordinator.prompts import PromptSet, held_out_prompts, training_prompts
 from services.coordinator.tokenizer import load_tokenizer
+
+_MEMORY = "the coordinator's memory"
 
 
 def check(config: Config) -> None:
     """Read every prompt once; warn on standard error of held-out prompts that are trained on.
 
     Raises:
-        InputError: Prompts or tokenizer cannot be used.
+        InputError: Prompts or tokenizer cannot be used, or the groups of a batch cannot be held.
     """
+    check_fits(config, coordinator_bytes(config), free_memory(), _MEMORY)
     tokenizer = load_tokenizer(config.model)
     training = training_prompts(config, tokenizer)
     if training.num_skipped:
         _warn(f"data.prompts: {training.num_skipped} of {training.num_rows} prompts are too long and skipped")
     held_out = held_out_prompts(config, tokenizer)
+    check_answers_fit(config, max(map(len, held_out.values()), default=0), free_memory(), _MEMORY)
     known = {hash(text) for text in training.texts()} if held_out else set()
     for name, prompts in held_out.items():
         _warn_of_overlap(config.evaluation.key_of(name), known, prompts)
 
 
 def _warn_of_overlap(key: str, trained_on: set[int], held_out: PromptSet) -> None:
-    common = trained_on & {hash(text) for text in held_out.texts()}
-    if common:
+    num_common = sum(hash(text) in trained_on for text in held_out.texts())
+    if num_common:
         _warn(
-            f"{key}: {len(common)} of {len(held_out)} held-out prompts are also training prompts; "
+            f"{key}: {num_common} of {len(held_out)} held-out prompts are also training prompts; "
             "the evaluation then measures what was trained on. Take them out of one of the two files"
         )
 

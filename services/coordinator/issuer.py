@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import structlog
@@ -29,6 +30,8 @@ from services.coordinator.slots import OpenGroup, Slots
 from services.coordinator.tasks import training_task
 
 log = structlog.get_logger()
+# Groups that are read, prepared and written at a time: what a turn of the loop holds follows from it, not from slots.
+MOST_AT_ONCE = 1024
 # Groups with their `open` entries and tasks. An entry is of one issue alone, so one that is there was written before.
 _ISSUE = """
 for i = 1, #ARGV, 3 do
@@ -71,8 +74,8 @@ class Issuer:
             self._slots.issue(int(group), OpenGroup.from_json(text))
 
     async def issue_new(self, count: int) -> int:
-        """Issue the next `count` groups, fewer where the order ends; returns how many."""
-        groups = self._slots.upcoming(count)
+        """Issue the next `count` groups, at most MOST_AT_ONCE, fewer where the order ends; returns how many."""
+        groups = self._slots.upcoming(min(count, MOST_AT_ONCE))
         version = self._slots.issue_version
         entries = {group: self._entry(1, version) for group in groups}
         await self._write(entries)
@@ -80,9 +83,9 @@ class Issuer:
         return len(groups)
 
     async def prepare(self, count: int) -> None:
-        """Read and tokenise the prompts of the next groups, so that issuing them costs a transaction."""
-        groups = self._slots.upcoming(count)
-        self._ahead = {group: prompt for group, prompt in self._ahead.items() if group in groups}
+        """Read and tokenise the prompts of the next groups, at most MOST_AT_ONCE, so that issuing is a transaction."""
+        groups = self._slots.upcoming(min(count, MOST_AT_ONCE))
+        self._ahead = {group: self._ahead[group] for group in groups if group in self._ahead}
         await self._read([group for group in groups if group not in self._ahead])
 
     async def reissue_open(self) -> None:
@@ -93,12 +96,12 @@ class Issuer:
         train them while the task is worked on again: it is taken away then.
         """
         await self._remove_tasks(lambda group: group in self._slots.open)
-        entries = {
-            group: replace(self._entry(entry.attempt, entry.min_version), rewritten=True)
-            for group, entry in sorted(self._slots.open.items())
-        }
-        await self._write(entries)
-        metrics.GROUPS_REISSUED.labels("redis_wiped").inc(len(entries))
+        left = iter(sorted(self._slots.open.items()))
+        while some := list(islice(left, MOST_AT_ONCE)):
+            await self._write(
+                {group: replace(self._entry(entry.attempt, entry.min_version), rewritten=True) for group, entry in some}
+            )
+            metrics.GROUPS_REISSUED.labels("redis_wiped").inc(len(some))
 
     async def handle_expired(self) -> None:
         """Look at groups past their deadline: those whose rollouts go on get another one, the others are issued again.

@@ -70,7 +70,7 @@ class Coordinator:
         self.paused, self.paused_because = False, ""
         self._asked_to_pause = ""
         self.steps: deque[dict[str, float]] = deque(maxlen=STEPS_LOOKED_AT)
-        self._exhausted_sent = False
+        self._exhausted_sent = self._issues_on = False
         self._recorded: frozenset[str] = frozenset()
         self._settled: list[int] = []
         self._sweep = False
@@ -137,7 +137,8 @@ class Coordinator:
         raise TimeoutError(f"no learner told its progress within {limit_s:g} s (run.start_timeout_s)")
 
     async def _hear(self) -> None:
-        for entry, event in await self._events.read(self._position, _BLOCK_S):
+        # While there is more to issue than one turn does, events are looked at in between, and not waited for.
+        for entry, event in await self._events.read(self._position, 0.0 if self._issues_on else _BLOCK_S):
             self._position = entry
             self._apply(event)
 
@@ -277,10 +278,12 @@ class Coordinator:
             await self._events.send(Event(stop_requested=StopRequested(reason=self.ending.stop_reason)))
 
     async def _issue(self) -> None:
+        self._issues_on = False
         held_back = self.paused or self.measuring.before_training or self.ending.over
         if not held_back and self.slots.num_free and not self.slots.exhausted:
             with self._service.activity.doing("issuing"):
                 num = await self._issuer.issue_new(self.slots.num_free)
+            self._issues_on = bool(num and self.slots.num_free)
             log.debug("issued", groups=num, taken=self.slots.num_taken)
         elif not self.ending.over:
             await self._issuer.prepare(self._config.algorithm.rollout_batch_size)

@@ -16,6 +16,8 @@ from services.common.model_folder import model_folder
 from services.generation.engine_args import check_engine_args
 
 _GIB = 1 << 30
+# vLLM's InputBatch: an int32 token id and a flag for every token of the longest rollout.
+_PLACE_TOKEN_BYTES = 5
 # vLLM's arguments that multiply the GPUs of one engine.
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
@@ -38,6 +40,7 @@ def check(config: Config) -> None:
             f"{config.generation.max_rollouts} is less than a group of {algorithm.num_return_sequences_in_group}",
             "Raise it, or lower algorithm.num_return_sequences_in_group",
         )
+    _check_places(config)
     _check_length(config)
     _check_gpus(config)
     _check_memory(config)
@@ -47,6 +50,20 @@ def check(config: Config) -> None:
         from services.generation.start import check_values  # here: only what is given is worth vLLM's import
 
         check_values(config, model_folder(config.model))
+
+
+def _check_places(config: Config) -> None:
+    """vLLM sets up a row of the longest rollout for each one that may be under way."""
+    algorithm, num_places = config.algorithm, config.generation.max_rollouts
+    needed = num_places * (algorithm.prompt_length + algorithm.response_length) * _PLACE_TOKEN_BYTES
+    available = free_memory()
+    if needed > available:
+        raise InputError(
+            "generation.max_rollouts",
+            f"{num_places} rollouts under way take {needed / _GIB:,.1f} GiB in vLLM's tables alone, and "
+            f"{available / _GIB:.1f} GiB are free",
+            "Lower it; a few hundred keep an engine busy",
+        )
 
 
 def _check_gpus(config: Config) -> None:

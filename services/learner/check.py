@@ -6,10 +6,12 @@ before every start; engine_config.py finds contradictions with DeepSpeed's keys.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from services.common.batch_memory import check_fits, learner_bytes
 from services.common.config import Config
 from services.common.errors import InputError, nearest
 from services.common.learner_config import LearnerConfig
@@ -43,6 +45,8 @@ def check(config: Config) -> None:
     Raises:
         InputError: A key contradicts another, the model folder is not whole, or the machine lacks what it needs.
     """
+    if warning := check_fits(config, learner_bytes(config), free_memory(), "the learner's memory"):
+        sys.stderr.write(f"warning: {warning}\n")
     engine_config(config)
     check_trackers(config.tracking)
     _check_lengths(config)

@@ -15,7 +15,7 @@ from services.cli.commands import app
 from services.cli.keys_table import markdown
 from services.common.algorithm import PRESETS, AlgorithmConfig
 from services.common.config import Config
-from services.common.configfile import explain
+from services.common.config_keys import explain
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))

@@ -40,6 +40,13 @@ def test_what_cannot_work_is_one_message_and_exit_code_2(configure: Configure, n
     assert done.stderr.count("\n") == 1
 
 
+def test_a_batch_that_no_memory_holds_is_refused_at_once(configure: Configure, no_torch_env: dict[str, str]) -> None:
+    done = check(configure(algorithm={"rollout_batch_size": 1_000_000_000}), no_torch_env)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: algorithm.rollout_batch_size: 1000000000 groups of 2 answers")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_model_without_a_tokenizer(configure: Configure, model_folder: Path, no_torch_env: dict[str, str]) -> None:
     run_dir = configure()
     shutil.copytree(model_folder, run_dir / "broken")

@@ -12,8 +12,16 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_proto.rollout_pb2 import GroupTask, RolloutState, Scored
+from services.common.configfile import read_config
 from services.common.keys import Keys, rollout_id
-from services.common.streams import FIELD, Inbox, Output, Saved
+from services.common.streams import FIELD, Inbox, Output, Saved, create_consumer_groups
+from services.common.traces import Traces
+from services.coordinator.group_traces import GroupTraces
+from services.coordinator.issuer import MOST_AT_ONCE, Issuer
+from services.coordinator.order import PromptOrder
+from services.coordinator.prompts import training_prompts
+from services.coordinator.slots import Slots
+from services.coordinator.tokenizer import load_tokenizer
 from tests.integration.coordinator.conftest import Coordinator, Until, door_of
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 
@@ -64,6 +72,36 @@ async def test_as_many_groups_as_slots_and_no_more(
         "progress": 0,
         "rewritten": False,
     }
+
+
+async def test_any_number_of_slots_is_filled_in_parts(redis: Redis, keys: Keys, configure: Configure) -> None:
+    """A turn reads, prepares and writes so many groups at most, however many slots are free."""
+    config = read_config(configure() / "config.yaml")
+    prompts = training_prompts(config, load_tokenizer(config.model))
+    order = PromptOrder(len(prompts), seed=0, shuffle=False, total_epochs=None)
+    slots = Slots(10**12, 10**12)
+    traces = Traces("coordinator", name="coordinator-0", run=keys.run, endpoint=None)
+    issuer = Issuer(redis, keys, config, prompts, order, slots, GroupTraces(traces, 2))
+    await issuer.prepare(slots.num_free)
+    assert await issuer.issue_new(slots.num_free) == await issuer.issue_new(slots.num_free) == MOST_AT_ONCE
+    assert await groups(redis, keys) == list(range(2 * MOST_AT_ONCE))
+    await redis.delete(keys.prompts, keys.open)
+    await create_consumer_groups(redis, keys)
+    await issuer.reissue_open()
+    assert await groups(redis, keys) == list(range(2 * MOST_AT_ONCE))
+
+
+async def test_a_batch_beyond_one_part_is_issued_whole(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+) -> None:
+    wanted = 2 * (MOST_AT_ONCE + 10)
+    coordinator.start(configure(algorithm={"rollout_batch_size": wanted // 2}))
+
+    async def all_issued() -> bool:
+        return int(await redis.xlen(keys.prompts)) >= wanted
+
+    await until(all_issued, "every slot's group")
+    assert sorted(await groups(redis, keys)) == list(range(wanted))
 
 
 async def test_slots_follow_steps_and_versions(

@@ -25,7 +25,8 @@ from services.cli.evaluate import Question, eval_config, in_words_of_the_options
 from services.cli.outcome import RefusedError
 from services.cli.rundir import hold
 from services.common.config import Config
-from services.common.configfile import explain, parse_config, read_config, write_config
+from services.common.config_keys import explain
+from services.common.configfile import parse_config, read_config, write_config
 from services.common.errors import InputError
 from services.common.keys import Keys
 from services.common.model_files import ModelFiles

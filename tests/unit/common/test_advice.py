@@ -9,7 +9,7 @@ import pytest
 
 from services.common.advice import advice
 from services.common.config import Config
-from services.common.configfile import explain
+from services.common.config_keys import explain
 
 
 def configured(given: dict[str, Any], **sections: dict[str, Any]) -> Config:

@@ -52,7 +52,7 @@ def test_a_figure_of_a_file(tmp_path: Path, prompts: Any, keep_best: str, expect
             {"prompts": FILES, "keep_best": "sampled_mean", "hold_weights": False},
             "several versions under hold_weights: false. Set evaluation.hold_weights: true",
         ),
-        ({"prompts": ["e.jsonl"]}, r"evaluation.prompts: \['e.jsonl'\] is neither a file nor files by name. Write one"),
+        ({"prompts": ["e.jsonl"]}, r"evaluation.prompts: \[e.jsonl\] is neither a file nor files by name. Write one"),
         ({"prompts": {}}, "is neither a file nor files by name"),
         ({"prompts": {"a/b": "e.jsonl"}}, r"evaluation.prompts"),
     ],
