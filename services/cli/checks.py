@@ -7,15 +7,18 @@ Neighbours: session.py calls it, doctor.py reports the same on a machine.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Mapping
 from pathlib import Path
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.cli.outcome import RefusedError, RunError
+from services.cli.placement import NO_GPUS, Placement
 from services.cli.processes import describe_exit
 from services.common.batch_memory import check_fits, redis_bytes
 from services.common.config import Config
@@ -31,14 +34,19 @@ _CONNECT_S = 5.0
 _OLDEST_REDIS = (6, 2)
 
 
-async def check_services(services: tuple[str, ...], config_file: Path) -> list[str]:
+async def check_services(services: tuple[str, ...], config_file: Path, placement: Placement = NO_GPUS) -> list[str]:
     """Run every service's own check, all at once; what they warn of.
+
+    Args:
+        placement: Each check sees the GPUs of the service's first process.
 
     Raises:
         RefusedError: The first service, in the given order, that refuses the configuration.
         RunError: A check broke or took longer than CHECK_TIMEOUT_S.
     """
-    answers = await asyncio.gather(*(_check_service(service, config_file) for service in services))
+    answers = await asyncio.gather(
+        *(_check_service(service, config_file, placement.environment(f"{service}-0")) for service in services)
+    )
     for service, code, words in answers:
         if code == EXIT_BAD_INPUT:
             raise RefusedError(_message(words).removeprefix("error: "))
@@ -57,9 +65,13 @@ def check_command(service: str, config_file: Path) -> tuple[str, ...]:
     return (sys.executable, "-m", f"services.{service}", "--check", str(config_file))
 
 
-async def _check_service(service: str, config_file: Path) -> tuple[str, int, str]:
+async def _check_service(service: str, config_file: Path, variables: Mapping[str, str]) -> tuple[str, int, str]:
     process = await asyncio.create_subprocess_exec(
-        *check_command(service, config_file), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE
+        *check_command(service, config_file),
+        stdin=DEVNULL,
+        stdout=DEVNULL,
+        stderr=PIPE,
+        env={**os.environ, **variables},
     )
     try:
         async with asyncio.timeout(CHECK_TIMEOUT_S):

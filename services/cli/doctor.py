@@ -16,11 +16,14 @@ from rich.text import Text
 from services.cli import findings
 from services.cli.checks import check_ports, check_redis, check_services
 from services.cli.findings import GIB, Finding
+from services.cli.lineup import process_names
 from services.cli.outcome import RunError
+from services.cli.placement import NO_GPUS, Placement, place
 from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.errors import InputError
-from services.common.keys import SERVICES
+from services.common.gpus import visible_gpus
+from services.common.keys import GENERATION, LEARNER, SERVICES
 from services.common.model_files import ModelFiles, read_model_files
 from services.common.reward_config import RewardConfig
 from services.common.training_memory import kept_bytes, num_trained, training_bytes
@@ -78,8 +81,17 @@ def _run(config: Config, config_file: Path) -> Iterator[Finding]:
     yield findings.sandbox(config.reward.sandbox_minimum)
     yield _redis(config)
     yield _ports(config)
+    try:
+        placement = place(config, process_names(config, SERVICES), visible_gpus())
+    except InputError as error:
+        yield Finding("GPU placement", "problem", f"{error.where}: {error.rule}", error.fix)
+        placement = None
+    if placement and placement.placed:
+        yield Finding("GPU placement", "OK", placement.table())
     for service in SERVICES:
-        yield _check(service, config_file)
+        # An engine without its place would be checked against GPUs that it does not get.
+        if placement or service not in (GENERATION, LEARNER):
+            yield _check(service, config_file, placement or NO_GPUS)
 
 
 def _model(config: Config) -> tuple[Finding, ModelFiles | None]:
@@ -145,9 +157,9 @@ def _ports(config: Config) -> Finding:
     return Finding("ports", "OK", "free")
 
 
-def _check(service: str, config_file: Path) -> Finding:
+def _check(service: str, config_file: Path, placement: Placement) -> Finding:
     try:
-        warnings = asyncio.run(check_services((service,), config_file))
+        warnings = asyncio.run(check_services((service,), config_file, placement))
     except RunError as error:
         return Finding(f"{service}'s check", "problem", str(error))
     return Finding(f"{service}'s check", "warning" if warnings else "OK", "; ".join(warnings) or "passed")

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from services.cli.lineup import Job
 from services.cli.outcome import InterruptedRunError, RefusedError, RunError
-from services.cli.run import check_all, open_screen, until_interrupted
+from services.cli.run import check_all, open_screen, place_on_gpus, until_interrupted
 from services.cli.rundir import SERVICES_DIR, Plan, prepare
 from services.cli.session import Interrupts, new_view, run_session
 from services.cli.view import Phases, View
@@ -166,8 +166,9 @@ async def _evaluate(config: Config, console: Console, *, plain: bool) -> Measure
     plan = Plan(config, config.run_dir, resume=False)
     (plan.run_dir / SERVICES_DIR).mkdir(parents=True)
     prepare(plan)
-    await until_interrupted(check_all(config, _SERVICES, plan.run_dir / CONFIG_NAME), interrupts)
-    job = Job(config, plan.run_dir, services=_SERVICES, coordinator_options=("--evaluate",))
+    placement = place_on_gpus(config, _SERVICES, console)
+    await until_interrupted(check_all(config, _SERVICES, plan.run_dir / CONFIG_NAME, placement), interrupts)
+    job = Job(config, plan.run_dir, services=_SERVICES, coordinator_options=("--evaluate",), placement=placement)
     view = new_view(job, phases)
     screen = interrupts.screen = open_screen(console, plain=plain)
     try:

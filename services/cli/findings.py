@@ -21,7 +21,8 @@ from typing import Literal, get_args
 from packaging.requirements import Requirement
 
 from services.common.errors import InputError
-from services.common.machine import free_memory, vllm_for_gpus
+from services.common.gpus import torch_is_for_cpus, vllm_for_gpus
+from services.common.machine import free_memory
 from services.common.redis_server import redis_program
 from services.common.reward_config import RewardConfig
 
@@ -139,6 +140,8 @@ def gpu() -> Finding:
     if not found and (version := vllm_for_gpus()):
         advice = "Mend driver and container toolkit until nvidia-smi works, or install gspo[cpu]"
         return Finding("GPU", "problem", f"none, and vllm {version} runs on GPUs alone", advice)
+    if found and torch_is_for_cpus():
+        return Finding("GPU", "OK", f"{found}, not used: this environment's engines are made for CPUs")
     return Finding("GPU", "OK", found or "none: everything runs on the CPU")
 
 

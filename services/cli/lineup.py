@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from services.cli.placement import NO_GPUS, Placement
 from services.cli.processes import Program
 from services.common.config import Config
 from services.common.keys import LEARNER, SERVICES
@@ -27,6 +29,7 @@ class Job:
     Attributes:
         services: Those that take part, in order.
         coordinator_options: Further words on the coordinator's command line.
+        placement: The GPUs of its processes.
     """
 
     config: Config
@@ -34,6 +37,7 @@ class Job:
     resume: bool = False
     services: tuple[str, ...] = SERVICES
     coordinator_options: tuple[str, ...] = ()
+    placement: Placement = NO_GPUS
 
     @property
     def leaves_learner(self) -> bool:
@@ -43,10 +47,13 @@ class Job:
     @property
     def names(self) -> list[str]:
         """Names of the processes, Redis apart."""
-        return [f"{service}-{number}" for service in self.services for number in range(self._replicas(service))]
+        return process_names(self.config, self.services)
 
-    def _replicas(self, service: str) -> int:
-        return {"generation": self.config.generation.replicas, "reward": self.config.reward.replicas}.get(service, 1)
+
+def process_names(config: Config, services: Iterable[str]) -> list[str]:
+    """Names of a run's processes, Redis apart."""
+    replicas = {"generation": config.generation.replicas, "reward": config.reward.replicas}
+    return [f"{service}-{number}" for service in services for number in range(replicas.get(service, 1))]
 
 
 def free_port() -> int:
@@ -74,10 +81,11 @@ def service_programs(job: Job, redis_url: str) -> list[Program]:
 
 def learner_by_hand(job: Job, redis_url: str) -> str:
     """How to start the learner on several hosts, for a user to complete."""
+    variables = "".join(f"{name}={value} " for name, value in job.placement.environment_of_the_rest().items())
     return (
         "learner.ranks is 0, so start the learner, on every host of it with its own --node-rank, on this one 0: "
-        "torchrun --nnodes HOSTS --node-rank N --nproc-per-node RANKS --master-addr THIS_HOST --master-port 29500 "
-        f"-m services.learner --run-dir {job.run_dir.resolve()} --redis-url {redis_url}"
+        f"{variables}torchrun --nnodes HOSTS --node-rank N --nproc-per-node RANKS --master-addr THIS_HOST "
+        f"--master-port 29500 -m services.learner --run-dir {job.run_dir.resolve()} --redis-url {redis_url}"
     )
 
 
@@ -89,6 +97,7 @@ def _service_program(job: Job, name: str, redis_url: str) -> Program:
     command += ["--name", name, "--http-port", str(ports.get(name, 0)), "--grpc-port", "0"]
     if service == "coordinator":
         command += job.coordinator_options
+    program = Program(name, tuple(command), environment=job.placement.environment(name))
     if job.resume:
-        return Program(name, (*command, "--resume"))
-    return Program(name, tuple(command), again=("--resume",))
+        return replace(program, command=(*command, "--resume"))
+    return replace(program, again=("--resume",))

@@ -13,7 +13,8 @@ import os
 import signal
 import time
 from asyncio.subprocess import DEVNULL, Process
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _TAIL_BYTES = 32_768
@@ -26,11 +27,13 @@ class Program:
 
     Attributes:
         again: Added to the command when it is started again after a death.
+        environment: Variables that it has beside the supervisor's own, at every start.
     """
 
     name: str
     command: tuple[str, ...]
     again: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Child:

@@ -15,15 +15,17 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli.checks import check_ports, check_redis, check_services
-from services.cli.lineup import Job
+from services.cli.lineup import Job, process_names
 from services.cli.live import LiveScreen
 from services.cli.outcome import InterruptedRunError
+from services.cli.placement import Placement, place
 from services.cli.rundir import Plan, hold, plan_run, prepare
 from services.cli.screen import PlainScreen, Screen
 from services.cli.session import Interrupts, Programs, new_view, run_session
 from services.cli.view import Line, Phases, View, duration
 from services.common.batch_memory import check_fits, redis_bytes
 from services.common.config import Config
+from services.common.gpus import visible_gpus
 from services.common.keys import SERVICES
 from services.common.machine import free_memory
 from services.common.runtime import CONFIG_NAME, EXIT_FAILED
@@ -53,9 +55,10 @@ async def _run(plan: Plan, config_file: Path, console: Console, programs: Progra
     phases, interrupts = Phases(), Interrupts()
     interrupts.install()
     console.print("checking configuration, model, prompts and reward ...", style="dim")
-    warnings = await until_interrupted(check_all(plan.config, SERVICES, config_file), interrupts)
+    placement = place_on_gpus(plan.config, SERVICES, console)
+    warnings = await until_interrupted(check_all(plan.config, SERVICES, config_file, placement), interrupts)
     notes = prepare(plan)
-    job = Job(plan.config, plan.run_dir, plan.resume)
+    job = Job(plan.config, plan.run_dir, plan.resume, placement=placement)
     view = new_view(job, phases)
     screen = open_screen(console, plain=plain)
     interrupts.screen = screen
@@ -76,14 +79,26 @@ def open_screen(console: Console, *, plain: bool) -> Screen:
     return PlainScreen(console) if plain or not console.is_terminal else LiveScreen(console)
 
 
-async def check_all(config: Config, services: tuple[str, ...], config_file: Path) -> list[str]:
+def place_on_gpus(config: Config, services: tuple[str, ...], console: Console) -> Placement:
+    """The GPUs of every process of a run of these services, shown where there are any.
+
+    Raises:
+        InputError: They do not fit.
+    """
+    placement = place(config, process_names(config, services), visible_gpus())
+    if placement.placed:
+        console.print(placement.table(), highlight=False)
+    return placement
+
+
+async def check_all(config: Config, services: tuple[str, ...], config_file: Path, placement: Placement) -> list[str]:
     """Everything that can be known before anything is started; what the services warn of."""
     check_ports(config)
     if config.services.redis_url:
         warning = await check_redis(config.services.redis_url, config)
     else:
         warning = check_fits(config, redis_bytes(config), free_memory(), "the memory of the run's Redis")
-    return [*filter(None, [warning]), *await check_services(services, config_file)]
+    return [*filter(None, [warning]), *await check_services(services, config_file, placement)]
 
 
 async def until_interrupted(work: Coroutine[Any, Any, T], interrupts: Interrupts) -> T:

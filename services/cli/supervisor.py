@@ -63,7 +63,7 @@ class Supervisor:
     def start(self, programs: Iterable[Program]) -> None:
         """Start programs and keep them alive from now on."""
         for program in programs:
-            child = Child(program, self._log_dir, {**os.environ, MARK: self._mark})
+            child = Child(program, self._log_dir, {**os.environ, **program.environment, MARK: self._mark})
             self.children[program.name] = child
             self._keepers.add(asyncio.create_task(self._keep(child), name=program.name))
 

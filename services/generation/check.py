@@ -11,15 +11,14 @@ import sys
 
 from services.common.config import Config
 from services.common.errors import InputError
-from services.common.machine import check_gpus_are_seen, free_memory, visible_gpus
+from services.common.gpus import PARALLEL_ARGUMENTS, check_gpus_are_seen, visible_gpus
+from services.common.machine import free_memory
 from services.common.model_folder import model_folder
 from services.generation.engine_args import check_engine_args
 
 _GIB = 1 << 30
 # vLLM's InputBatch: an int32 token id and a flag for every token of the longest rollout.
 _PLACE_TOKEN_BYTES = 5
-# vLLM's arguments that multiply the GPUs of one engine.
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 def check(config: Config) -> None:
@@ -67,17 +66,20 @@ def _check_places(config: Config) -> None:
 
 
 def _check_gpus(config: Config) -> None:
-    """vLLM would look for them for minutes before it says so."""
+    """vLLM would look for them for minutes before it says so, or wait for workers that nobody starts."""
     engine, gpus = config.generation.engine, visible_gpus()
     check_gpus_are_seen("generation.engine", gpus)
-    wanted = {key: engine[key] for key in _PARALLEL if isinstance(engine.get(key), int)}
-    if gpus and math.prod(wanted.values()) > len(gpus):
-        given = " times ".join(f"{key} {value}" for key, value in wanted.items())
-        raise InputError(
-            f"generation.engine.{next(iter(wanted))}",
-            f"{given} needs {math.prod(wanted.values())} GPUs, and {len(gpus)} can be seen",
-            f"Lower it to {len(gpus)}, or give this generator more GPUs",
-        )
+    wanted = {key: engine[key] for key in PARALLEL_ARGUMENTS if type(engine.get(key)) is int}
+    num_wanted = math.prod(wanted.values())
+    if num_wanted <= max(1, len(gpus)):
+        return
+    given = " times ".join(f"{key} {value}" for key, value in wanted.items())
+    fix = f"Lower it to {len(gpus)}, or give this generator more GPUs"
+    raise InputError(
+        f"generation.engine.{next(iter(wanted))}",
+        f"{given} needs {num_wanted} GPUs, and {len(gpus) or 'none'} can be used",
+        fix if gpus else "Leave it out: on a CPU an engine is one process; generation.replicas starts several engines",
+    )
 
 
 def _check_length(config: Config) -> None:

@@ -32,6 +32,7 @@ OWN_ARGS: Mapping[str, str] = {
     "load_format": "models are read from safetensors only",
     "generation_config": "sampling is set by the run's own keys",
     "override_generation_config": "sampling is set by the run's own keys",
+    "data_parallel_size": "set `generation.replicas`, each an engine with weights of its own",
     "speculative_config": "the draft model would not follow the policy",
     "runner": "the engine generates",
     "skip_tokenizer_init": "stop strings need the tokenizer",

@@ -14,8 +14,9 @@ from typing import Any
 from services.common.batch_memory import check_fits, learner_bytes
 from services.common.config import Config
 from services.common.errors import InputError, nearest
+from services.common.gpus import check_gpus_are_seen, generators_on, visible_gpus
 from services.common.learner_config import LearnerConfig
-from services.common.machine import check_gpus_are_seen, free_memory, shared_memory, visible_gpus
+from services.common.machine import free_memory, shared_memory
 from services.common.model_files import (
     ALL_LINEAR,
     FUSED,
@@ -25,9 +26,9 @@ from services.common.model_files import (
     read_model_files,
 )
 from services.common.model_folder import model_folder
-from services.common.training_memory import kept_bytes, layers_of, training_bytes
+from services.common.training_memory import FLOAT32_BYTES, kept_bytes, layers_of, training_bytes
 from services.learner.engine_config import engine_config
-from services.learner.gpu_memory import check_gpu_share
+from services.learner.gpu_memory import check_gpu_memory
 from services.learner.ranks import is_launched, num_local_ranks, num_ranks
 from services.learner.trackers import check_trackers
 
@@ -213,10 +214,12 @@ def _check_vocabulary(folder: Path, files: ModelFiles) -> None:
 
 def _check_memory(config: Config, files: ModelFiles) -> None:
     on_device, on_host = training_bytes(config, files, num_ranks(config))
-    if gpus := visible_gpus():
-        check_gpu_share(config, int(on_device), gpus)
-        return
     ranks_here = num_local_ranks() if is_launched() else num_ranks(config)
+    if gpus := visible_gpus()[:ranks_here]:
+        # Every rank loads the whole policy before ZeRO 3 spreads it.
+        most = max(on_device, FLOAT32_BYTES * files.num_parameters)
+        check_gpu_memory(config, int(most), gpus, generators_on(gpus))
+        return
     needed = (on_device + on_host) * ranks_here + kept_bytes(config, files)
     available = free_memory()
     if needed > available:

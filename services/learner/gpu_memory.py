@@ -1,6 +1,7 @@
-"""Whether learner and generators fit on one GPU: vLLM takes its share of the whole, training needs what is left.
+"""Whether training fits on the learner's GPUs, beside the generators that share them and nobody else.
 
-It starts no engine. Neighbours: check.py calls it, services/common/machine.py sees the GPUs.
+It starts no engine. Neighbours: check.py calls it, services/common/gpus.py says which GPUs there are and who shares
+them.
 """
 
 from __future__ import annotations
@@ -9,30 +10,43 @@ from collections.abc import Sequence
 
 from services.common.config import Config
 from services.common.errors import InputError
+from services.common.gpus import DEFAULT_SHARE, SHARE_ARGUMENT, Gpu
 
-# vLLM's own default.
-_SHARE_KEY, _DEFAULT_SHARE = "gpu_memory_utilization", 0.92
 _GIB = 1 << 30
+_LESS = "Less is needed with zero_stage: 3 on more learner.ranks, with learner.offload, or learner.lora.rank"
 
 
-def check_gpu_share(config: Config, training_bytes: int, gpus: Sequence[int]) -> None:
-    """Hold the generators' share of the first GPU against the learner's need: each starts on the first that it sees.
+def check_gpu_memory(config: Config, training_bytes: int, gpus: Sequence[Gpu], num_generators: Sequence[int]) -> None:
+    """Hold what a rank needs against its GPU, less what vLLM takes of it: a share of the whole for each generator.
+
+    Args:
+        training_bytes: The most that one rank holds at a time, activations apart.
+        gpus: One for each rank on this machine.
+        num_generators: On each of these GPUs.
 
     Raises:
-        InputError: They do not fit together; names the share that would.
+        InputError: It does not fit; names the share that would.
     """
-    generation, key = config.generation, f"generation.engine.{_SHARE_KEY}"
-    share, total = float(generation.engine.get(_SHARE_KEY, _DEFAULT_SHARE)), gpus[0]
-    taken = share * generation.replicas
-    if taken * total + training_bytes <= total:
-        return
-    most = (1 - training_bytes / total) / generation.replicas
-    given = f"{share:g}" if _SHARE_KEY in generation.engine else f"{share:g} (vLLM's default)"
-    each = f" for each of {generation.replicas} generators" if generation.replicas > 1 else ""
-    rule = (
-        f"{given}{each} leaves {max(0.0, 1 - taken) * total / _GIB:.1f} of {total / _GIB:.1f} GiB of the GPU that the "
-        f"learner shares, and training takes {training_bytes / _GIB:.1f} GiB before its activations"
+    given = config.generation.engine.get(SHARE_ARGUMENT)
+    share = float(given) if isinstance(given, (int, float)) else DEFAULT_SHARE
+    for gpu, sharing in zip(gpus, num_generators, strict=True):
+        total = gpu.total_bytes
+        if total is not None and training_bytes > total * (1 - share * sharing):
+            raise _does_not_fit(config, training_bytes, gpu.name, total, share, sharing)
+
+
+def _does_not_fit(config: Config, needed: int, name: str, total: int, share: float, sharing: int) -> InputError:
+    training = f"training, or loading the model for it, takes {needed / _GIB:.1f} GiB on each GPU"
+    has = f"GPU {name} has {total / _GIB:.1f} GiB"
+    if not sharing or needed >= total:
+        rule = f"{training}, and {has}"
+        return InputError("learner.zero_stage", rule, f"{_LESS}, a smaller model or a larger GPU")
+    given = f"{share:g}" if SHARE_ARGUMENT in config.generation.engine else f"{share:g} (vLLM's default)"
+    each = f" for each of {sharing} generators" if sharing > 1 else ""
+    left = max(0.0, 1 - share * sharing) * total
+    return InputError(
+        f"generation.engine.{SHARE_ARGUMENT}",
+        f"{has}, and the learner shares it: {given}{each} leaves {left / _GIB:.1f} GiB, and {training}",
+        f"Set it below {(1 - needed / total) / sharing:.2f}, with room for the activations, or give the learner a GPU "
+        f"of its own. {_LESS}",
     )
-    if most <= 0:
-        raise InputError(key, rule, "Take a smaller model or a larger GPU: training alone does not fit")
-    raise InputError(key, rule, f"Set it below {most:.2f}, with room for the activations, or take a larger GPU")

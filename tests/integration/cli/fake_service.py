@@ -37,6 +37,7 @@ def main() -> None:
     words = told(name)
     options = parse_options(name, lambda _config: _refuse(name), meaning="a service for tests")
     (options.run_dir / f"{options.name}.starts").open("a").write(f"{os.getpid()} {' '.join(sys.argv[1:])}\n")
+    (options.run_dir / f"{options.name}.gpus").open("a").write(f"{os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     if "die" in words:
         sys.stderr.write(json.dumps({"level": "error", "reason": f"{name} was told to die"}) + "\n")
         sys.exit(1)

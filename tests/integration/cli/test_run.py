@@ -15,6 +15,8 @@ import psutil
 import pytest
 import yaml
 
+from tests.gpu_machine import gpu_machine
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PATIENCE_S = 240.0
@@ -26,6 +28,7 @@ class Gspo:
     def __init__(self, folder: Path) -> None:
         self.folder, self.run_dir = folder, folder / "runs" / "small"
         self._started: list[subprocess.Popen[str]] = []
+        self.environment: dict[str, str] = {}
         self.configure()
 
     def configure(self, **sections: dict[str, object]) -> None:
@@ -39,11 +42,12 @@ class Gspo:
 
     def start(self, *words: str, fake: str, services: str = "coordinator learner") -> subprocess.Popen[str]:
         """Start `gspo run WORDS` in a session of its own."""
-        path = os.pathsep.join([str(ROOT), str(ROOT / "proto")])
+        given = {**os.environ, **self.environment}
+        path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "proto"), given.get("PYTHONPATH")]))
         process = subprocess.Popen(
             [sys.executable, str(HERE / "gspo_with_fakes.py"), "run", *words],
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": path, "FAKE": fake, "FAKE_SERVICES": services, "COLUMNS": "200"},
+            env={**given, "PYTHONPATH": path, "FAKE": fake, "FAKE_SERVICES": services, "COLUMNS": "200"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -66,6 +70,10 @@ class Gspo:
         """The command line of every start of a service."""
         path = self.run_dir / f"{name}.starts"
         return path.read_text().splitlines() if path.exists() else []
+
+    def gpus(self, name: str) -> list[str]:
+        """CUDA_VISIBLE_DEVICES of every start of a service."""
+        return (self.run_dir / f"{name}.gpus").read_text().splitlines()
 
     def close(self) -> None:
         """End what is left."""
@@ -116,9 +124,16 @@ def test_a_run_goes_to_its_end_and_leaves_no_process(gspo: Gspo) -> None:
     }
 
 
-def test_what_dies_is_started_again_with_resume(gspo: Gspo) -> None:
-    code, output = gspo.run(fake="learner:steps=3 learner:die-once")
+def test_what_dies_is_started_again_with_resume_on_the_same_gpus(gspo: Gspo, tmp_path: Path) -> None:
+    gspo.environment = {**gpu_machine(tmp_path / "machine", 4), "CUDA_VISIBLE_DEVICES": "3,1"}
+    code, output = gspo.run(fake="learner:steps=3 learner:die-once", services="coordinator generation learner")
     assert code == 0, output
+    assert "generation-0  3    nobody\nlearner-0     1    nobody\n" in output
+    assert [gspo.gpus(f"{service}-0") for service in ("coordinator", "generation", "learner")] == [
+        ["3,1"],
+        ["3"],
+        ["1", "1"],
+    ]
     assert "learner-0 died (killed by SIGSEGV): Segmentation fault. Starting it again in 0.5 s (1 of 5)" in output
     assert ["--resume" in start for start in gspo.starts("learner-0")] == [False, True]
 

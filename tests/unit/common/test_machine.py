@@ -13,6 +13,7 @@ import pytest
 from services.cli import findings
 from services.common import machine
 from services.common.errors import InputError
+from services.common.gpus import Gpu
 from services.generation import check as generation_check
 from services.generation import staging
 from services.generation.staging import StagedWeights
@@ -55,11 +56,16 @@ def test_two_policies_that_do_not_fit_are_refused_before_the_kernel_kills(monkey
 def test_an_engine_of_more_gpus_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     config = make_run(tmp_path, tmp_path, generation={"engine": engine})
-    monkeypatch.setattr(generation_check, "visible_gpus", lambda: [80 * GIB] * 3)
-    rule = r"tensor_parallel_size 2 times pipeline_parallel_size 2 needs 4 GPUs, and 3 can be seen"
-    with pytest.raises(InputError, match=rule):
-        generation_check._check_gpus(config)
-    monkeypatch.setattr(generation_check, "visible_gpus", lambda: [80 * GIB] * 4)
+    for seen, rule in (
+        (3, "3 can be used. Lower it to 3"),
+        (0, "none can be used. Leave it out: on a CPU an engine is"),
+    ):
+        monkeypatch.setattr(generation_check, "visible_gpus", lambda: [Gpu(str(n)) for n in range(seen)])  # noqa: B023
+        with pytest.raises(
+            InputError, match=f"parallel_size 2 times pipeline_parallel_size 2 needs 4 GPUs, and {rule}"
+        ):
+            generation_check._check_gpus(config)
+    monkeypatch.setattr(generation_check, "visible_gpus", lambda: [Gpu(str(n)) for n in range(4)])
     generation_check._check_gpus(config)
 
 
@@ -89,7 +95,7 @@ def test_an_environment_for_gpus_where_none_is_seen(
 
 def test_ranks_that_have_too_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_run(tmp_path, tmp_path, learner={"ranks": 2})
-    monkeypatch.setattr(learner_check, "visible_gpus", lambda: [80 * GIB] * 2)
+    monkeypatch.setattr(learner_check, "visible_gpus", lambda: [Gpu("0"), Gpu("1")])
     monkeypatch.setattr(learner_check, "shared_memory", lambda: 64 << 20)
     with pytest.raises(InputError, match=r"learner.ranks: NCCL .* holds 64 MiB here and must hold 128"):
         learner_check._check_ranks(config)

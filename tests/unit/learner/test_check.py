@@ -14,12 +14,13 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import InputError
-from services.common.machine import visible_gpus
+from services.common.gpus import Gpu
 from services.common.model_files import read_model_files
 from services.common.training_memory import num_trained, training_bytes
 from services.learner.check import check
 from services.learner.engine_config import engine_config
-from services.learner.gpu_memory import check_gpu_share
+from services.learner.gpu_memory import check_gpu_memory
+from tests.gpu_machine import be_on_gpu_machine
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.training_rows import make_config
 
@@ -164,32 +165,68 @@ def test_weights_of_another_model(folder: Path) -> None:
     assert "speaks of an input embedding of [99, 128], the weights hold one of [99, 64]" in refused(folder).rule
 
 
-def test_generator_and_learner_share_a_gpu(folder: Path) -> None:
-    def taken(share: dict[str, float], training_gib: int, replicas: int = 1) -> str:
-        config = make_config(folder, generation={"engine": share, "replicas": replicas})
+def test_only_who_shares_a_gpu_is_counted(folder: Path) -> None:
+    def refusal(share: dict[str, float], training_gib: int, *sharing: int) -> str:
+        config = make_config(folder, generation={"engine": share, "replicas": 2})
+        gpus = [Gpu(str(n), total_bytes=80 << 30) for n in range(len(sharing))]
         try:
-            check_gpu_share(config, training_gib << 30, [80 << 30, 80 << 30])
+            check_gpu_memory(config, training_gib << 30, gpus, sharing)
         except InputError as error:
-            return f"{error.where}: {error.rule}. {error.fix}"
+            return str(error)
         return ""
 
-    assert taken({"gpu_memory_utilization": 0.5}, 40) == ""
-    assert "0.92 (vLLM's default) leaves 6.4 of 80.0 GiB" in taken({}, 40)
-    assert "Set it below 0.25" in taken({"gpu_memory_utilization": 0.5}, 40, replicas=2)
-    assert "training alone does not fit" in taken({"gpu_memory_utilization": 0.5}, 81)
+    assert refusal({}, 79, 0, 0) == ""
+    assert refusal({"gpu_memory_utilization": 0.5}, 40, 1) == ""
+    assert "GPU 1 has 80.0 GiB, and the learner shares it: 0.92 (vLLM's default) leaves 6.4 GiB" in refusal({}, 7, 0, 1)
+    assert "0.5 for each of 2 generators leaves 0.0 GiB" in refusal({"gpu_memory_utilization": 0.5}, 40, 2)
+    assert "Set it below 0.25" in refusal({"gpu_memory_utilization": 0.5}, 40, 2)
+    for sharing in (0, 1):
+        told = refusal({}, 81, sharing)
+        assert told.startswith(
+            "learner.zero_stage: training, or loading the model for it, takes 81.0 GiB on each GPU, and GPU"
+        )
+    check_gpu_memory(make_config(folder), 81 << 30, [Gpu("MIG-1")], [0])  # of a size that is not known
 
 
-def test_the_gpus_are_those_that_a_process_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nprintf '1024\\n2048\\n'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible_gpus() == [1 << 30, 2 << 30]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert visible_gpus() == [2 << 30]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == []
+def empty_model(folder: Path, num_parameters: float) -> Path:
+    """The tiny model's folder with weights of so many parameters, which take no room on disk."""
+    header = json.dumps(
+        {"weight": {"dtype": "BF16", "shape": [int(num_parameters)], "data_offsets": [0, 2 * int(num_parameters)]}}
+    ).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * int(num_parameters))
+    return folder
+
+
+# GPUs of the learner as the shipped GPU forms give them, its parameters, and what else the run says.
+FORMS = [
+    pytest.param(1, 0.6e9, {}, True, id="compose"),
+    pytest.param(8, 7.6e9, {"ranks": 8, "zero_stage": 3}, True, id="kubernetes"),
+    pytest.param(8, 7.6e9, {"ranks": 8, "zero_stage": 1}, True, id="kubernetes-zero-1"),
+    pytest.param(8, 7.6e9, {"ranks": 8}, False, id="kubernetes-zero-0"),
+    pytest.param(8, 32.8e9, {"ranks": 8, "zero_stage": 3}, False, id="too-large-for-eight"),
+    pytest.param(1, 1.7e9, {}, True, id="one-gpu-of-its-own"),
+]
+
+
+@pytest.mark.parametrize(("num_gpus", "parameters", "learner", "fits"), FORMS)
+def test_a_learner_with_gpus_of_its_own_has_all_of_them(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpus: int,
+    parameters: float,
+    learner: dict[str, int],
+    fits: bool,
+) -> None:
+    be_on_gpu_machine(monkeypatch, tmp_path / "machine", num_gpus)
+    monkeypatch.setattr("services.learner.check.shared_memory", lambda: 16 << 30)
+    empty_model(folder, parameters)
+    if fits:
+        check(make_config(folder, learner=learner))
+    else:
+        assert "GiB on each GPU, and GPU 0 has 80.0 GiB" in refused(folder, learner=learner).rule
 
 
 @pytest.mark.parametrize(
@@ -235,7 +272,7 @@ def test_a_batch_that_ranks_and_mini_batches_do_not_divide(folder: Path, monkeyp
 
 
 def test_each_rank_needs_a_gpu_where_there_are_any(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.learner.check.visible_gpus", lambda: [80 << 30])
+    monkeypatch.setattr("services.learner.check.visible_gpus", lambda: [Gpu("0", total_bytes=80 << 30)])
     error = refused(folder, learner={"ranks": 2})
     assert (error.where, error.rule) == ("learner.ranks", "2 ranks need a GPU each, and 1 can be seen")
 
