@@ -81,17 +81,7 @@ def _run(config: Config, config_file: Path) -> Iterator[Finding]:
     yield findings.sandbox(config.reward.sandbox_minimum)
     yield _redis(config)
     yield _ports(config)
-    try:
-        placement = place(config, process_names(config, SERVICES), visible_gpus())
-    except InputError as error:
-        yield Finding("GPU placement", "problem", f"{error.where}: {error.rule}", error.fix)
-        placement = None
-    if placement and placement.placed:
-        yield Finding("GPU placement", "OK", placement.table())
-    for service in SERVICES:
-        # An engine without its place would be checked against GPUs that it does not get.
-        if placement or service not in (GENERATION, LEARNER):
-            yield _check(service, config_file, placement or NO_GPUS)
+    yield from _checks(config, config_file)
 
 
 def _model(config: Config) -> tuple[Finding, ModelFiles | None]:
@@ -155,6 +145,21 @@ def _ports(config: Config) -> Finding:
     except InputError as error:
         return Finding("ports", "problem", f"{error.where}: {error.rule}", error.fix)
     return Finding("ports", "OK", "free")
+
+
+def _checks(config: Config, config_file: Path) -> Iterator[Finding]:
+    """Who gets which GPUs, and each service's own check with those that it gets."""
+    try:
+        placement = place(config, process_names(config, SERVICES), visible_gpus())
+    except InputError as error:
+        yield Finding("GPU placement", "problem", f"{error.where}: {error.rule}", error.fix)
+        placement = None
+    if placement and placement.placed:
+        yield Finding("GPU placement", "OK", placement.table())
+    for service in SERVICES:
+        # An engine without its place would be checked against GPUs that it does not get.
+        if placement or service not in (GENERATION, LEARNER):
+            yield _check(service, config_file, placement or NO_GPUS)
 
 
 def _check(service: str, config_file: Path, placement: Placement) -> Finding:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from services.cli import doctor
 from services.cli.lineup import Job, learner_by_hand, process_names, service_programs
 from services.cli.placement import Placement, place
 from services.common.config import Config
 from services.common.errors import InputError
 from services.common.gpus import Gpu
 from services.common.keys import SERVICES
+from tests.gpu_machine import be_on_gpu_machine
 from tests.service_process import make_run
 
 GIB = 1 << 30
@@ -122,6 +124,26 @@ def test_memory_that_other_programs_hold_is_not_vllms(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"80\.0 GiB, of which other programs hold 7\.0\. Set it to at most 0.91"):
         placed(run_of(tmp_path), gpus(2, used_gib=7))
     placed(run_of(tmp_path, share=0.91), gpus(2, used_gib=7))
+
+
+def test_doctor_shows_the_placement_and_checks_each_service_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, str | None] = {}
+
+    async def check_services(services: tuple[str, ...], _: Path, placement: Placement) -> list[str]:
+        seen[services[0]] = placement.environment(f"{services[0]}-0").get("CUDA_VISIBLE_DEVICES")
+        return []
+
+    monkeypatch.setattr(doctor, "check_services", check_services)
+    be_on_gpu_machine(monkeypatch, tmp_path / "machine", 2)
+    first, *_ = doctor._checks(run_of(tmp_path), tmp_path)
+    assert (first.level, "learner-0     1    nobody" in first.text) == ("OK", True)
+    assert seen == {"coordinator": None, "generation": "0", "reward": None, "learner": "1"}
+    seen.clear()
+    first, *_ = doctor._checks(run_of(tmp_path, tensor=4), tmp_path)
+    assert (first.level, "generation-0 wants 4 GPUs" in first.text) == ("problem", True)
+    assert seen == {"coordinator": None, "reward": None}
 
 
 def test_programs_have_their_gpus_at_every_start(tmp_path: Path) -> None:
