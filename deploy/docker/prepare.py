@@ -73,8 +73,8 @@ def make_run(folder: Path, runs: Path, secrets: Path, redis_url: str | None, col
     config = container_config(base, runs, secrets, redis_url)
     path = runs / f".{config.name}.yaml"
     write_config(config, path)
-    asyncio.run(check_services(CHECKED_HERE, path))
     plan = _plan(config, path)
+    asyncio.run(check_services(CHECKED_HERE, path))
     with hold(plan.run_dir):
         for note in prepare(plan):
             sys.stdout.write(f"{note}\n")

@@ -1,6 +1,6 @@
 """What runs once before the containers' services: the secrets and the run directory, from a user's folder.
 
-What it is not: the example's cold start, which tests/compose runs. Neighbour: test_compose.py.
+What it is not: the examples with their cold starts (tests/integration/test_prepare.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[3]
 REDIS = "redis://redis:6379/0"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"deploy/docker/{name}.py")
+def load(name: str, folder: Path = ROOT / "deploy/docker") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -60,9 +60,11 @@ def secrets(tmp_path: Path) -> Path:
     return tmp_path / "secrets"
 
 
-def test_a_users_folder_becomes_a_run(folder: Path, secrets: Path, tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    run_dir = load("prepare").make_run(folder, runs, secrets, REDIS)
+def test_a_users_folder_becomes_a_run_and_goes_on_with_what_may_change(
+    folder: Path, secrets: Path, tmp_path: Path
+) -> None:
+    prepare, runs, again = load("prepare"), tmp_path / "runs", tmp_path / "again"
+    run_dir = prepare.make_run(folder, runs, secrets, REDIS)
     assert run_dir == runs / "mine"
     assert (runs / "current").resolve() == run_dir.resolve()
     config = read_config(runs / "current/config.yaml")
@@ -72,24 +74,20 @@ def test_a_users_folder_becomes_a_run(folder: Path, secrets: Path, tmp_path: Pat
     assert config.services.redis_password_file == secrets / "redis_password"
     assert config.services.redis_url == REDIS
 
-
-def test_a_second_start_goes_on_with_what_may_change(folder: Path, secrets: Path, tmp_path: Path) -> None:
-    prepare, runs, again = load("prepare"), tmp_path / "runs", tmp_path / "again"
-    run_dir = prepare.make_run(folder, runs, secrets, REDIS)
     (run_dir / "log").mkdir()
     shutil.copytree(folder, again)
-    config = yaml.safe_load((again / "config.yaml").read_text())
+    given = yaml.safe_load((again / "config.yaml").read_text())
     # The same folder is mounted in the same place: only the values differ.
-    config["model"]["path"] = str(folder / "model")
-    config["data"]["prompts"] = str(folder / "prompts.jsonl")
-    config["reward"]["functions"][0]["path"] = str(folder / "reward.py")
-    config["run"]["total_steps"] = 5
-    (again / "config.yaml").write_text(yaml.safe_dump(config))
+    given["model"]["path"] = str(folder / "model")
+    given["data"]["prompts"] = str(folder / "prompts.jsonl")
+    given["reward"]["functions"][0]["path"] = str(folder / "reward.py")
+    given["run"]["total_steps"] = 5
+    (again / "config.yaml").write_text(yaml.safe_dump(given))
     prepare.make_run(again, runs, secrets, REDIS)
     assert read_config(run_dir / "config.yaml").run.total_steps == 5
     assert (run_dir / "log").is_dir(), "what a running service has written was removed"
-    config["seed"] = 7
-    (again / "config.yaml").write_text(yaml.safe_dump(config))
+    given["seed"] = 7
+    (again / "config.yaml").write_text(yaml.safe_dump(given))
     with pytest.raises(InputError, match="seed: cannot change on resume"):
         prepare.make_run(again, runs, secrets, REDIS)
 
@@ -173,66 +171,3 @@ def test_a_folder_that_takes_no_secrets_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: secrets: ")
     assert done.stderr.count("\n") == 1
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the Dockerfile puts into /app, and the volume /runs, which every example comes to in turn."""
-    image = tmp_path_factory.mktemp("image")
-    dockerfile = (ROOT / "deploy/docker/Dockerfile").read_text()
-    for source in ("examples", "deploy/docker/prepare.py"):
-        target = f"/app/{Path(source).name}"
-        assert f"COPY {source} {target}\n" in dockerfile
-        copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
-        copy(ROOT / source, image / target.removeprefix("/"))
-    (image / "secrets").mkdir()
-    load("make_secrets").make(image / "secrets")
-    return image
-
-
-def prepared(image: Path, folder: Path) -> str:
-    """Run the image's prepare.py on a mounted folder, with a short cold start; what it printed."""
-    command = [sys.executable, image / "app/prepare.py", "--input", folder, "--runs", image / "runs"]
-    command += ["--secrets", image / "secrets", "--redis-url", REDIS, "--cold-start", "--steps 2"]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=image, timeout=280
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-@pytest.mark.parametrize("name", ["arithmetic", "calculator", "guess"])
-def test_an_example_that_is_mounted_alone_becomes_a_run(name: str, image: Path, tmp_path: Path) -> None:
-    mounted = tmp_path / "input"
-    shutil.copytree(ROOT / "examples" / name, mounted, ignore=shutil.ignore_patterns("__pycache__"))
-    printed = prepared(image, mounted)
-    assert "2 steps" in printed
-    assert "is ready" in printed
-    config = read_config(image / "runs/current/config.yaml")
-    inputs = image / "runs/inputs"
-    assert (image / "runs/current").resolve() == image / "runs" / name
-    assert config.run.total_steps == read_config(mounted / "config.yaml").run.total_steps
-    assert Path(config.model.path) == inputs / "model"
-    assert config.data.prompts == inputs / "prompts.jsonl"
-    code = [config.environment.path, *(function.path for function in config.reward.functions)]
-    named = {"arithmetic": ["reward.py"], "calculator": [], "guess": ["game.py"]}[name]
-    assert [path for path in code if path] == [inputs / file for file in named]
-    assert all((inputs / file).read_text() == (mounted / file).read_text() for file in named)
-
-
-def test_code_that_was_changed_since_is_taken_over_beside_the_cold_start_that_is_there(
-    image: Path, tmp_path: Path
-) -> None:
-    mounted = tmp_path / "input"
-    shutil.copytree(ROOT / "examples/guess", mounted, ignore=shutil.ignore_patterns("__pycache__"))
-    config = yaml.safe_load((mounted / "config.yaml").read_text())
-    config["environment"] = {**config["environment"], "path": "code/game.py", "reads": ["code/words"]}
-    (mounted / "config.yaml").write_text(yaml.safe_dump({**config, "name": "own"}))
-    (mounted / "code/words").mkdir(parents=True)
-    (mounted / "code/words/list.txt").write_text("higher\n")
-    for comment in ("# first", "# second"):
-        (mounted / "code/game.py").write_text((mounted / "game.py").read_text() + comment)
-        printed = prepared(image, mounted)
-        assert (image / "runs/inputs/code/game.py").read_text().endswith(comment)
-    assert "up to date" in printed
-    assert (image / "runs/inputs/code/words/list.txt").read_text() == "higher\n"

@@ -2,7 +2,7 @@
 
 Mini-batch 0 holds groups with equal rewards alone, so nothing in it has a gradient; mini-batch 1 has one rollout with
 an advantage, so of two ranks one has no work. Neighbours: figure_reference.py, test_figures_reference.py, and
-test_ranks.py for two ranks.
+tests/integration/learner/test_trainer_ranks.py for two ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every figure of a step, computed again from the step's log by other means. Two ranks: test_ranks.py."""
+"""Every figure of a step, computed again from the step's log by other means. Two ranks: test_trainer_ranks.py."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,17 @@ def make_config(folder: Path, *, algorithm: dict[str, Any] | None = None, **sect
     return parse_config(given, base=folder)
 
 
-def make_rows(
+def make_rows(folder: Path, **sizes: Any) -> list[Row]:
+    """Rows in training order, by the arguments of `_make_rows`; every third answer has observation tokens in its
+    middle. Behavior is the folder's model plus noise.
+
+    The same rows are made once: a forward for each takes longer than training on them.
+    """
+    return [*_make_rows(folder, **sizes)]
+
+
+@cache
+def _make_rows(
     folder: Path,
     *,
     step: int = 1,
@@ -47,9 +58,7 @@ def make_rows(
     temperature: float = 1.0,
     noise: float = 0.01,
     longest: int = 40,
-) -> list[Row]:
-    """Rows in training order; every third answer has observation tokens in its middle. Behavior is the folder's
-    model plus `noise`."""
+) -> tuple[Row, ...]:
     rng = np.random.default_rng(step)
     order = rng.permutation(num_groups * num_rollouts)
     answers = [_answer(rng, longest) for _ in order]
@@ -73,7 +82,7 @@ def make_rows(
                 temperature=temperature,
             )
         )
-    return with_behavior(folder, rows, temperature, noise, rng)
+    return tuple(with_behavior(folder, rows, temperature, noise, rng))
 
 
 def with_version(rows: Sequence[Row], version: int) -> list[Row]:
@@ -88,7 +97,9 @@ def with_behavior(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     scored = []
     for row in rows:
-        logp = answer_logp(model, row, temperature).detach().numpy() + noise * rng.normal(size=len(row.token_ids))
+        with torch.inference_mode():
+            logp = answer_logp(model, row, temperature).numpy()
+        logp = logp + noise * rng.normal(size=len(row.token_ids))
         scored.append(replace(row, logp=np.where(row.mask, logp, 0).astype(np.float32)))
     return scored
 

@@ -1,7 +1,7 @@
-"""One rank of several, for test_ranks.py: trains the same rows under every way to share the work out.
+"""One rank of several, for test_trainer_ranks.py: trains the same rows under every way to share the work out.
 
-Called by torchrun as `-m tests.unit.learner.rank_cases MODEL ALONE OUT`; rank 0 writes what each case came to into
-OUT. ALONE is a checkpoint that one rank wrote.
+Called by torchrun as `-m tests.integration.learner.rank_cases MODEL ALONE OUT`; rank 0 writes what each case came to
+into OUT. ALONE is a checkpoint that one rank wrote.
 """
 
 from __future__ import annotations

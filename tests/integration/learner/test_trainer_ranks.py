@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from services.common.errors import InputError
 from services.learner.steplog import StepLog
 from services.learner.trainer import Trainer
+from tests.integration.learner.rank_cases import ALGORITHM, CASES, LAGGING, go_on, lagging, run_case
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner import figure_cases
 from tests.unit.learner.figure_reference import assert_figures_of_the_log
-from tests.unit.learner.rank_cases import ALGORITHM, CASES, LAGGING, go_on, lagging, run_case
 from tests.unit.learner.training_rows import make_config
 
 pytestmark = pytest.mark.timeout(400)
@@ -52,7 +52,7 @@ def together(
     """What two ranks made of every case. Without a compiler: DeepSpeed must not need one."""
     out = tmp_path_factory.mktemp("cases")
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += ["-m", "tests.unit.learner.rank_cases", *map(str, (folder, checkpoint, out))]
+    words += ["-m", "tests.integration.learner.rank_cases", *map(str, (folder, checkpoint, out))]
     environment = {**os.environ, "CXX": "/nonexistent/c++", "CC": "/nonexistent/cc", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=360, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
