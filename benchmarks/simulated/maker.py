@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.simulated.settings import Settings
 from services.common.config import Config
 from services.learner.durable import fsync
-from services.learner.making import Trained
+from services.learner.making import Hyperparameters, Trained
 from services.learner.rows import Row
 
 _STATE, _WEIGHTS, _EXPORTED = "caller.json", "weights.safetensors", "model.safetensors"
@@ -49,7 +49,13 @@ class SimulatedMaker:
         """There are no other ranks."""
         return False
 
-    def train(self, step: int, rows: Sequence[Row], known: Collection[int] = ()) -> Trained:
+    def train(
+        self,
+        step: int,
+        rows: Sequence[Row],
+        known: Collection[int] = (),
+        hyperparameters: Hyperparameters | None = None,
+    ) -> Trained:
         """Change a share of every tensor, and take the time that training takes."""
         began = time.monotonic()
         drawn = np.random.default_rng(_entropy(step, rows, self._weights))

@@ -1,4 +1,4 @@
-"""Generators that the learner's pushes do not reach, in words: from what the learner's heartbeat says of each.
+"""What the learner's heartbeat says that a user has to know: generators that pushes do not reach, and notices.
 
 Neighbours: services/learner/targets.py keeps the account; status.py and watch.py show it.
 """
@@ -17,24 +17,33 @@ _PATIENCE_S = 5.0
 
 
 def in_trouble(found: Iterable[Member]) -> list[str]:
-    """A line for every generator that lacks the newest version for a while: since when, and why."""
-    return [_line(generator) for generator in _generators(found) if generator["problem"] or _lags(generator)]
+    """A line for each notice, and for every generator that lacks the newest version for a while: since when, why."""
+    found = list(found)
+    return _notices(found) + [_line(g) for g in _generators(found) if g["problem"] or _lags(g)]
 
 
 class GeneratorNews:
-    """Remembers who is out, so that each departure and return is told once."""
+    """Remembers who is out and what was said, so that each departure, return and notice is told once."""
 
     def __init__(self) -> None:
         self._out: set[str] = set()
+        self._noticed: set[str] = set()
 
     def lines(self, found: Iterable[Member]) -> list[Line]:
         """What has changed since the last call."""
+        found = list(found)
+        notices = [Line(text, "warning") for text in _notices(found) if text not in self._noticed]
+        self._noticed.update(line.text for line in notices)
         generators = {generator["name"]: generator for generator in _generators(found)}
         out = {name for name, generator in generators.items() if generator["state"] == OUT}
         left = [Line(_line(generators[name]), "warning") for name in sorted(out - self._out)]
         back = [Line(f"{name} has caught up") for name in sorted((self._out - out) & generators.keys())]
         self._out = out
-        return left + back
+        return notices + left + back
+
+
+def _notices(found: Iterable[Member]) -> list[str]:
+    return [text for member in found for text in member.facts.get("notices", [])]
 
 
 def _generators(found: Iterable[Member]) -> list[dict[str, Any]]:

@@ -78,8 +78,7 @@ async def _recovered(
     model = model_folder(service.config.model)
     loop = asyncio.get_running_loop()
     recovering = loop.run_in_executor(thread, recover, service.config, model, run_dir, service.activity, start)
-    trainer, assembler, version = await recovering
-    return Learner(service, run_dir, trainer, assembler, thread, disk, version=version)
+    return Learner(service, run_dir, await recovering, thread, disk)
 
 
 async def _serve(service: Service, learner: Learner, registration: Registration, beating: asyncio.Task[None]) -> None:

@@ -36,13 +36,15 @@ from services.common.events import Events
 from services.common.runtime import Service
 from services.common.step_time import seconds_by_cause
 from services.learner.age_cost import AgeCost
-from services.learner.assembly import Assembler, Batch, Exhausted, Hopeless, Waiting
+from services.learner.assembly import Batch, Exhausted, Hopeless, Waiting
 from services.learner.disk import Disk
 from services.learner.held_out import HeldOut
 from services.learner.intake import Intake
-from services.learner.making import Maker, NotFiniteError
+from services.learner.making import Hyperparameters, NotFiniteError
 from services.learner.publisher import Live, Publisher
+from services.learner.recovery import Recovered
 from services.learner.rundir import RunDir
+from services.learner.schedule import configured_hyperparameters
 from services.learner.settlement import SettledGroup, Settlement
 from services.learner.step_clock import StepClock
 from services.learner.weights import Policy, policy_from
@@ -65,7 +67,7 @@ class Learner:
     """One life of the learner.
 
     Args:
-        version: The version that the trainer holds: the steps trained so far.
+        recovered: Trainer and assembler, in the state after the last logged step.
         thread: The one thread that calls the trainer.
         disk: Waits for room for checkpoints and exported models.
     """
@@ -74,20 +76,18 @@ class Learner:
         self,
         service: Service,
         run_dir: RunDir,
-        trainer: Maker,
-        assembler: Assembler,
+        recovered: Recovered,
         thread: ThreadPoolExecutor,
         disk: Disk,
-        *,
-        version: int,
     ) -> None:
         self._service, self._config, self._run_dir = service, service.config, run_dir
-        self._trainer, self._assembler, self._thread, self._disk = trainer, assembler, thread, disk
-        self.intake = Intake(service, assembler)
+        self._trainer, self._assembler, self._thread, self._disk = recovered.trainer, recovered.assembler, thread, disk
+        self._notices = recovered.notices
+        self.intake = Intake(service, self._assembler)
         self.publisher = Publisher(service, run_dir.epoch, self._on_live)
         self._held_out = HeldOut(self._config, run_dir, service.activity)
         self._events = Events(service.redis, service.keys, service.options.name)
-        self._version, self._digest = version, ""
+        self._version, self._digest = recovered.step, ""
         self._in_training: tuple[int, ...] = ()
         self._ended_untrained: Counter[Settlement] = Counter()
         self._age_cost = AgeCost()
@@ -164,6 +164,7 @@ class Learner:
             "version": self._version,
             "epoch": self._run_dir.epoch,
             "generators": self.publisher.describe(),
+            "notices": self._notices,
         }
 
     def stop(self, reason: str) -> None:
@@ -180,8 +181,8 @@ class Learner:
         return await wanted
 
     async def _start(self) -> None:
-        policy = await self._in_thread(self._make_policy)
-        await asyncio.to_thread(self._run_dir.append_version, policy.version, policy.digest, policy.version)
+        policy = await self._in_thread(self._make_policy, self._version)
+        await self._record_version(policy)
         self._set_version(policy)
         await self._put_aside()
         self.publisher.publish(policy)
@@ -251,16 +252,16 @@ class Learner:
             await self.intake.acknowledge(batch.groups)
         self._clock.over("log_s")
         with self._service.activity.doing("training", f"step {batch.step}, {len(batch.rows)} rollouts"):
-            done = await self._in_thread(self._trainer.train, batch.step, batch.rows)
+            used = configured_hyperparameters(self._config, batch.step)
+            done = await self._in_thread(self._trainer.train, batch.step, batch.rows, (), used)
             not_applied = [asdict(left_out) for left_out in done.not_applied]
             for left_out in not_applied:
                 log.warning("mini_batch_not_applied", step=batch.step, **left_out)
             await asyncio.to_thread(self._run_dir.append_not_applied, batch.step, not_applied)
         self._clock.over("train_s")
         with self._service.activity.doing("publishing", f"version {batch.step}"):
-            self._version = batch.step
-            policy = await self._in_thread(self._make_policy)
-            await asyncio.to_thread(self._run_dir.append_version, policy.version, policy.digest, batch.step)
+            policy = await self._in_thread(self._make_policy, batch.step)
+            await self._record_version(policy, used)
         self._set_version(policy)
         self._clock.over("publish_s")
         await self._held_out.wait(batch.step - 1, lambda: bool(self._stop_reason))
@@ -406,8 +407,16 @@ class Learner:
         else:
             self._disk.write(what, self._run_dir.path, write)
 
-    def _make_policy(self) -> Policy:
-        return policy_from(self._version, self._trainer.policy())
+    def _make_policy(self, version: int) -> Policy:
+        return policy_from(version, self._trainer.policy())
+
+    async def _record_version(self, policy: Policy, used: Hyperparameters | None = None) -> None:
+        """On disk, before anybody hears of the version."""
+        values = asdict(used) if used else None
+        version, digest, dtype = policy.version, policy.digest, policy.dtype
+        await asyncio.to_thread(
+            lambda: self._run_dir.append_version(version, digest, version, dtype=dtype, hyperparameters=values)
+        )
 
     def _set_version(self, policy: Policy) -> None:
         self._version, self._digest, self._in_training = policy.version, policy.digest, ()

@@ -18,7 +18,7 @@ from services.learner.rows import Row
 
 
 class NotFiniteError(ArithmeticError):
-    """Too many mini-batches in a row had no finite loss or gradient norm; none of them was applied."""
+    """Too many mini-batches in a row had no finite loss or gradient norm, or a version has weights that are not."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,23 @@ class Trained:
     not_applied: tuple[NotApplied, ...] = ()
 
 
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What the updates of one step are made with, of all that a resume may change; the rest is fixed for a run.
+
+    It is logged with the step, so that a replay makes the same update under another configuration.
+
+    Attributes:
+        learning_rate: Of this step, after warm-up and schedule.
+        weight_decay: AdamW's decoupled one.
+        max_grad_norm: Gradients are scaled down to this norm.
+    """
+
+    learning_rate: float
+    weight_decay: float
+    max_grad_norm: float
+
+
 class Maker(Protocol):
     """The calls of orders.Leader and trainer.Trainer, which say what each does."""
 
@@ -50,7 +67,13 @@ class Maker(Protocol):
     def has_followers(self) -> bool:
         """Whether other ranks make the same calls."""
 
-    def train(self, step: int, rows: Sequence[Row], known: Collection[int] = ()) -> Trained:
+    def train(
+        self,
+        step: int,
+        rows: Sequence[Row],
+        known: Collection[int] = (),
+        hyperparameters: Hyperparameters | None = None,
+    ) -> Trained:
         """Train the policy of version step - 1."""
 
     def policy(self) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import structlog
 from torch import Tensor, distributed
 
 from services.common.config import Config
-from services.learner.making import NotFiniteError, Trained
+from services.learner.making import Hyperparameters, NotFiniteError, Trained
 from services.learner.process_group import Line, in_time
 from services.learner.rows import Row, from_table, to_table
 from services.learner.trainer import Trainer
@@ -45,11 +46,18 @@ class Leader:
         """Whether there are other ranks."""
         return self._line is not None
 
-    def train(self, step: int, rows: Sequence[Row], known: Collection[int] = ()) -> Trained:
+    def train(
+        self,
+        step: int,
+        rows: Sequence[Row],
+        known: Collection[int] = (),
+        hyperparameters: Hyperparameters | None = None,
+    ) -> Trained:
         """As Trainer.train."""
         with in_time(self._timeout_s):
-            self._order("train", rows, step=step, known=sorted(known))
-            return self._trainer.train(step, rows, known)
+            values = asdict(hyperparameters) if hyperparameters else None
+            self._order("train", rows, step=step, known=sorted(known), hyperparameters=values)
+            return self._trainer.train(step, rows, known, hyperparameters)
 
     def policy(self) -> dict[str, Tensor]:
         """As Trainer.policy."""
@@ -117,8 +125,10 @@ def follow(config: Config, model: Path, run_dir: Path) -> None:
 def _obey(trainer: Trainer, order: Mapping[str, Any], table: bytes, run_dir: Path) -> None:
     match order["what"]:
         case "train":
+            values = order["hyperparameters"]
+            hyperparameters = Hyperparameters(**values) if values else None
             try:
-                trainer.train(order["step"], _unpacked(table), order["known"])
+                trainer.train(order["step"], _unpacked(table), order["known"], hyperparameters)
             except NotFiniteError as error:
                 log.info("training_ended", reason=str(error))  # rank 0 came to the same end, and says what follows
         case "policy":

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,11 +28,19 @@ from services.learner.steplog import StepLog
 
 @dataclass(frozen=True)
 class PolicyVersion:
-    """A version of the policy: the one name by which everyone knows it is (version, digest)."""
+    """A version of the policy: the one name by which everyone knows it is (version, digest).
+
+    Attributes:
+        dtype: Of the weights that the digest is of; empty in logs that do not say.
+        hyperparameters: What the step was trained with, by the names in making.py; None of version 0, and in logs
+            that do not say.
+    """
 
     version: int
     digest: str
     step: int
+    dtype: str = ""
+    hyperparameters: Mapping[str, float] | None = None
 
 
 class RunDir:
@@ -135,24 +143,35 @@ class RunDir:
         for settled in groups:
             self.settlements.add(settled.group, settled.settlement)
 
-    def append_version(self, version: int, digest: str, step: int) -> None:
+    def append_version(
+        self,
+        version: int,
+        digest: str,
+        step: int,
+        *,
+        dtype: str = "",
+        hyperparameters: Mapping[str, float] | None = None,
+    ) -> None:
         """Record a policy version; on the disk when this returns.
 
         One that a replay made again with the same digest is not written twice; with another digest it is, and the
-        newest digest holds.
+        newest digest holds, and hyperparameters once recorded stay where none are given.
         """
-        if self.digest(version) == digest:
+        if (recorded := self.version(version)) and recorded.digest == digest:
             return
-        self._policy_lines.append([{"version": version, "digest": digest, "step": step, "unix_s": time.time()}])
-        self._versions[version] = PolicyVersion(version, digest, step)
+        if hyperparameters is None and recorded:
+            hyperparameters = recorded.hyperparameters
+        made = PolicyVersion(version, digest, step, dtype, hyperparameters)
+        self._policy_lines.append([{**asdict(made), "unix_s": time.time()}])
+        self._versions[version] = made
 
     def versions(self) -> list[PolicyVersion]:
         """Every recorded version, in order."""
         return [self._versions[version] for version in sorted(self._versions)]
 
-    def digest(self, version: int) -> str | None:
-        """The recorded digest of a version; None where there is none."""
-        return self._versions[version].digest if version in self._versions else None
+    def version(self, version: int) -> PolicyVersion | None:
+        """What is recorded of a version, the newest record; None where there is none."""
+        return self._versions.get(version)
 
     def append_not_applied(self, step: int, left_out: Iterable[Mapping[str, Any]]) -> None:
         """Record the mini-batches of a step that were not applied, each once; on the disk when this returns.
@@ -318,4 +337,4 @@ def _num_prompts(figures: Mapping[str, float | None]) -> float:
 
 
 def _policy_version(record: dict[str, Any]) -> PolicyVersion:
-    return PolicyVersion(record["version"], record["digest"], record["step"])
+    return PolicyVersion(**{field.name: record[field.name] for field in fields(PolicyVersion) if field.name in record})

@@ -1,4 +1,4 @@
-"""The learning rate of a step: a pure function of the step number, so that a resumed run needs no scheduler state.
+"""The hyperparameters of a step: pure functions of the step number, so that a resumed run needs no scheduler state.
 
 Not an optimizer. Neighbours: trainer.py sets what it returns before the optimizer steps of a step.
 """
@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import math
 
+from services.common.config import Config
 from services.common.learner_config import LearnerConfig
+from services.learner.making import Hyperparameters
+
+
+def configured_hyperparameters(config: Config, step: int) -> Hyperparameters:
+    """What the configuration trains `step` (from 1) with."""
+    learner = config.learner
+    rate = learning_rate(learner, step, config.run.total_steps)
+    return Hyperparameters(rate, learner.weight_decay, learner.max_grad_norm)
 
 
 def learning_rate(learner: LearnerConfig, step: int, total_steps: int | None) -> float:

@@ -25,14 +25,14 @@ from services.learner.batch import StepBatch
 from services.learner.durable import fsync
 from services.learner.engine_config import engine_config, reference_config
 from services.learner.export import export_model
-from services.learner.making import Trained
+from services.learner.making import Hyperparameters, Trained
 from services.learner.named_weights import checkpoint_tensors
 from services.learner.policy_model import can_be_packed, load_policy_model, load_reference_model
 from services.learner.probe import KeptWeights
 from services.learner.process_group import join, set_deadlines, sum_stats
 from services.learner.ranks import cores_of_a_rank, num_local_ranks
 from services.learner.rows import Row
-from services.learner.schedule import learning_rate
+from services.learner.schedule import configured_hyperparameters
 from services.learner.step_figures import (
     batch_figures,
     correction_figures,
@@ -69,11 +69,18 @@ class Trainer:
         )
         self._updates = Updates(config, self._engine, reference, self._device, kept, packing=packing, seed=seed)
 
-    def train(self, step: int, rows: Sequence[Row], known: Collection[int] = ()) -> Trained:
+    def train(
+        self,
+        step: int,
+        rows: Sequence[Row],
+        known: Collection[int] = (),
+        hyperparameters: Hyperparameters | None = None,
+    ) -> Trained:
         """Train the policy of version step - 1 on rows in training order.
 
         Args:
             known: Numbers of the step's updates that a former life of the run did not apply.
+            hyperparameters: What the updates are made with; by default what the configuration says for this step.
 
         Raises:
             NotFiniteError: Too many mini-batches in a row had no finite loss or gradient norm. Others before them were
@@ -82,8 +89,9 @@ class Trainer:
         # OpenMP counts threads anew for every thread that calls it.
         torch.set_num_threads(self._threads)
         batch = StepBatch.from_rows(rows)
-        rate = self._set_learning_rate(step)
-        report = {**row_figures(rows), **batch_figures(batch, step - 1), "learning_rate": rate}
+        used = hyperparameters or configured_hyperparameters(self._config, step)
+        self._updates.set_hyperparameters(used)
+        report = {**row_figures(rows), **batch_figures(batch, step - 1), "learning_rate": used.learning_rate}
         sums = self._updates.run(step, batch, known) if len(batch) else StepSums()
         report["mini_batches_not_applied"] = float(len(sums.not_applied))
         if sums.targets is None or not sums.losses:
@@ -162,12 +170,6 @@ class Trainer:
             if self._rank == 0:
                 export_model(self._model.causal_lm, tensors, self._folder, folder, adapters)
         distributed.barrier()
-
-    def _set_learning_rate(self, step: int) -> float:
-        rate = learning_rate(self._config.learner, step, self._config.run.total_steps)
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
 
     def _start_engine(self) -> Any:
         learner = self._config.learner

@@ -21,7 +21,7 @@ from gspo_core.staleness import drop_old_tokens
 from gspo_core.stats import Stats, merge
 from services.common.config import Config
 from services.learner.batch import MicroBatch, StepBatch, rank_micro_batches
-from services.learner.making import NotApplied, NotFiniteError
+from services.learner.making import Hyperparameters, NotApplied, NotFiniteError
 from services.learner.objective import Targets, has_gradient, micro_batch_loss, step_targets
 from services.learner.probe import KeptWeights, rows_to_probe
 from services.learner.process_group import sum_over_ranks
@@ -71,6 +71,15 @@ class Updates:
         self._engine, self._reference, self._device, self._kept = engine, reference, device, kept
         self._rank, self._num_ranks = distributed.get_rank(), distributed.get_world_size()
         self._not_finite_in_a_row = 0
+        self._max_grad_norm = config.learner.max_grad_norm
+
+    def set_hyperparameters(self, used: Hyperparameters) -> None:
+        """Make the next updates with these, also where a checkpoint brought those of the step that it was made at."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = used.learning_rate, used.weight_decay
+        self._max_grad_norm = used.max_grad_norm
+        if self._config.learner.zero_stage:
+            self._engine.optimizer.clip_grad = used.max_grad_norm
 
     def run(self, step: int, batch: StepBatch, known: Collection[int]) -> StepSums:
         """All optimizer steps of a step, but those numbered in `known`, which were not applied before either.
@@ -249,7 +258,7 @@ class Updates:
         if not math.isfinite(norm):
             self._engine.optimizer.zero_grad()
             return float(norm)
-        torch.nn.utils.clip_grads_with_norm_(parameters, self._config.learner.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
         self._engine.step()
         return float(norm)
 

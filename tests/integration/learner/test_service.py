@@ -250,6 +250,27 @@ async def test_three_in_a_row_end_the_run_with_their_reason(
             finished.failed and "3 mini-batches in a row were not applied; of the last one the loss" in finished.reason
         )
         assert await asyncio.to_thread(wait_exit, process, 20) == 0
+
+
+async def test_weights_that_are_not_finite_end_the_run_unpublished_and_a_lower_rate_goes_on(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    """A version is on record, or has been seen by anybody, only when all its weights are finite numbers."""
+    algorithm = {"pg_clip_low": 1.0, "pg_clip_high": 100.0, "num_mini_batches": 1}
+    run = {"total_steps": 1}
+    # More than float32 holds.
+    config = run_of(tmp_path, algorithm=algorithm, run=run, learner={"learning_rate": 1e39})
+    feeder = Feeder(redis, keys)
+    with service_process("learner", config, redis_url) as process:
+        await registered(process, redis, keys, "learner")
+        await feeder.feed(range(4), 0)
+        finished = (await feeder.event("finished")).finished
+        assert finished.failed and "version 1 is not published" in finished.reason
+        assert await asyncio.to_thread(wait_exit, process, 20) == 0
+    assert [line["version"] for line in lines(config, "policy.jsonl")] == [0]
+    assert not (config.run_dir / "export").exists() and not list((config.run_dir / "checkpoints").iterdir())
+    config = run_of(tmp_path, algorithm=algorithm, run=run)
     with service_process("learner", config, redis_url, "--resume") as process:
-        assert await asyncio.to_thread(wait_exit, process, 120) == 2
-    assert "replaying it ends as it did before" in (config.run_dir / "learner.log").read_text()
+        await feeder.event("training_done")
+    assert [line["version"] for line in lines(config, "policy.jsonl")] == [0, 1]
+    assert (config.run_dir / "export" / "config.json").is_file()

@@ -68,6 +68,10 @@ def test_departure_and_return_are_told_once_each_while_a_run_is_watched() -> Non
     assert [[line.kind for line in lines] for lines in told] == [[], ["warning"], [], ["note"], []]
     assert told[1][0].text.startswith("generation-0 (b:1) is out for 1 min 30 s")
     assert told[3][0].text == "generation-0 (b:1) has caught up"
+    # What a recovery had to pass over is said once in the terminal, and at each look by `gspo status`.
+    damaged = replace(learner(), facts={"notices": ["The checkpoint of step 4 is damaged (model.pt)."]})
+    assert [line.text for line in news.lines([damaged])] == in_trouble([damaged]) == damaged.facts["notices"]
+    assert news.lines([damaged]) == []
     # One that has left the run is not back.
     news.lines([learner(**out())])
     assert news.lines([]) == []

@@ -1,42 +1,235 @@
-"""A replay is told what the first training left out. The step that it trains only takes time, and none here."""
+"""Recovery: which checkpoint it takes, what it does about a damaged one, and what a replay is trained with."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from benchmarks.simulated.maker import SimulatedMaker
 from benchmarks.simulated.settings import Settings
 from services.common.activity import Activity
 from services.common.config import Config
-from services.learner.making import Trained
-from services.learner.recovery import recover
+from services.common.errors import InputError
+from services.learner.making import Hyperparameters, NotFiniteError, StartMaker, Trained
+from services.learner.recovery import Recovered, recover
 from services.learner.rows import Row, row_from_scored
 from services.learner.rundir import RunDir
+from services.learner.schedule import configured_hyperparameters
+from services.learner.trainer import Trainer
+from services.learner.weights import policy_from
 from tests.service_process import make_run
 from tests.tiny_model import make_tiny_model
+from tests.unit.learner.training_rows import make_config, make_rows
+
+MOMENTS = {"count": 0, "mean": 0.0, "square_deviation": 0.0, "minimum": 0.0, "maximum": 0.0}
 
 
-class _Told(SimulatedMaker):
-    """Keeps which updates it was told to leave out, by step."""
+class _Recorder(SimulatedMaker):
+    """Keeps what it was told to leave out and to train with, by step. The step itself only takes time, and none."""
 
     def __init__(self, config: Config, folder: Path, run_dir: Path) -> None:
         super().__init__(config, folder, run_dir, Settings(time_scale=0))
         self.known: dict[int, list[int]] = {}
+        self.used: dict[int, Hyperparameters | None] = {}
 
-    def train(self, step: int, rows: Sequence[Row], known: Collection[int] = ()) -> Trained:
-        self.known[step] = list(known)
-        return super().train(step, rows, known)
+    def train(
+        self,
+        step: int,
+        rows: Sequence[Row],
+        known: Collection[int] = (),
+        hyperparameters: Hyperparameters | None = None,
+    ) -> Trained:
+        self.known[step], self.used[step] = list(known), hyperparameters
+        return super().train(step, rows, known, hyperparameters)
 
 
-def test_a_replay_leaves_out_what_the_log_says_was_left_out(tmp_path: Path, scored) -> None:
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
     make_tiny_model(tmp_path / "model", hidden_size=32, layers=1)
-    config = make_run(tmp_path, tmp_path / "model")
-    with RunDir(tmp_path / "run") as run:
+    return make_run(tmp_path, tmp_path / "model")
+
+
+def train_run(config: Config, run: RunDir, scored: Any, *, steps: int, checkpoints: Collection[int]) -> None:
+    """As the loop does: log, train, record the version, and now and then a checkpoint."""
+    maker = _Recorder(config, config.run_dir.parent / "model", run.path)
+    run.append_version(0, policy_from(0, maker.policy()).digest, 0, dtype="float32")
+    for step in range(1, steps + 1):
+        rows = [replace(row_from_scored(scored(step)), step=step)]
+        run.write_step(step, rows)
+        maker.train(step, rows)
+        record_version(run, step, maker, configured_hyperparameters(config, step))
+        if step in checkpoints:
+            save(run, step, maker)
+
+
+def record_version(run: RunDir, step: int, maker: Any, used: Hyperparameters) -> None:
+    policy = policy_from(step, maker.policy())
+    run.append_version(step, policy.digest, step, dtype=policy.dtype, hyperparameters=asdict(used))
+
+
+def save(run: RunDir, step: int, maker: Any) -> None:
+    maker.save(run.checkpoints.begin(step), {"moments": MOMENTS})
+    run.checkpoints.finish(step)
+
+
+def recovered(config: Config, run: RunDir, start: StartMaker = _Recorder) -> Recovered:
+    return recover(config, config.run_dir.parent / "model", run, Activity("learner"), start)
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_replay_leaves_out_what_the_log_says_was_left_out(config: Config, scored) -> None:
+    with RunDir(config.run_dir) as run:
         for step in (1, 2):
             run.write_step(step, [replace(row_from_scored(scored(step)), step=step)])
         run.append_not_applied(2, [{"update": 3, "mini_batch": 1, "reason": "the loss is nan"}])
-        maker, _, last = recover(config, tmp_path / "model", run, Activity("learner"), _Told)
+        found = recovered(config, run)
         assert [version.version for version in run.versions()] == [1, 2]
-    assert (last, maker.known) == (2, {1: [], 2: [3]})
+    assert (found.step, found.trainer.known) == (2, {1: [], 2: [3]})
+    assert found.notices == ()
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "caller.json", "manifest.json"])
+def test_one_changed_bit_makes_it_take_the_checkpoint_before(config: Config, scored, name: str) -> None:
+    with RunDir(config.run_dir) as run:
+        train_run(config, run, scored, steps=5, checkpoints=(2, 4))
+        recorded = run.versions()
+    flip_a_bit(config.run_dir / "checkpoints" / "step-000004" / name)
+    with RunDir(config.run_dir) as run:
+        found = recovered(config, run)
+        assert run.versions() == recorded
+        assert run.checkpoints.steps() == [2]
+        # Its name is free: training makes the checkpoint of that step anew.
+        run.checkpoints.begin(4)
+    assert (found.step, list(found.trainer.known)) == (5, [3, 4, 5])
+    (notice,) = found.notices
+    moved = config.run_dir / "checkpoints" / "step-000004.damaged"
+    assert moved.is_dir() and str(moved) in notice
+    assert notice.startswith(f"The checkpoint of step 4 is damaged ({name}")
+    assert notice.endswith("goes on from the checkpoint of step 2, and the logged steps after it are trained again.")
+    if name != "manifest.json":
+        assert "bytes with SHA-256" in notice
+
+
+def test_without_an_earlier_checkpoint_the_whole_log_is_replayed(config: Config, scored) -> None:
+    with RunDir(config.run_dir) as run:
+        train_run(config, run, scored, steps=3, checkpoints=(2,))
+        recorded = run.versions()
+        flip_a_bit(run.checkpoints.path(2) / "weights.safetensors")
+        found = recovered(config, run)
+        assert run.versions() == recorded
+    assert list(found.trainer.known) == [1, 2, 3]
+    assert "goes on from the model that the run started from" in found.notices[0]
+
+
+def test_where_nothing_can_take_its_place_the_user_is_told_what_to_do(config: Config, scored) -> None:
+    with RunDir(config.run_dir) as run:
+        train_run(config, run, scored, steps=4, checkpoints=(3,))
+        run.prune(keep_checkpoints=1, keep_log_steps=1)
+        flip_a_bit(run.checkpoints.path(3) / "weights.safetensors")
+        (run.path / "best").mkdir()
+        with pytest.raises(InputError) as caught:
+            recovered(config, run)
+        # It stays where it is, for a copy to be put in its place.
+        assert run.checkpoints.all_steps() == [3]
+    assert caught.value.where == str(run.checkpoints.path(3))
+    assert "weights.safetensors: expected" in caught.value.rule
+    assert "step-000001.parquet is no longer in the log to be replayed" in caught.value.rule
+    assert caught.value.fix == f"Put the folder back from a copy, or start a new run with model.path: {run.path}/best"
+
+
+def test_weights_that_are_not_the_recorded_version_are_damage_too(config: Config, scored) -> None:
+    """Every file is as it was written; what was written is not what was published."""
+    with RunDir(config.run_dir) as run:
+        train_run(config, run, scored, steps=3, checkpoints=(1,))
+        maker = _Recorder(config, config.run_dir.parent / "model", run.path)
+        save(run, 3, maker)
+        recorded = run.versions()
+        found = recovered(config, run)
+        assert run.versions() == recorded and list(found.trainer.known) == [2, 3]
+        assert "its weights have the digest" in found.notices[0]
+        # Published in another dtype every version has another digest, and none is damaged.
+        other = config.model_copy(update={"generation": config.generation.model_copy(update={"dtype": "bfloat16"})})
+        assert recovered(other, run).notices == ()
+        assert [version.dtype for version in run.versions()] == ["float32", "float32", "bfloat16", "bfloat16"]
+        assert run.version(3).hyperparameters == recorded[3].hyperparameters
+
+
+def test_a_recorded_version_is_made_with_what_is_recorded_and_another_as_configured(config: Config, scored) -> None:
+    changed = {"learning_rate": 0.5, "weight_decay": 0.25, "max_grad_norm": 2.0}
+    resumed = config.model_copy(update={"learner": config.learner.model_copy(update=changed)})
+    with RunDir(config.run_dir) as run:
+        train_run(config, run, scored, steps=1, checkpoints=())
+        run.write_step(2, [replace(row_from_scored(scored(2)), step=2)])
+    with RunDir(config.run_dir) as run:
+        found = recovered(resumed, run)
+        assert found.trainer.used == {1: configured_hyperparameters(config, 1), 2: Hyperparameters(**changed)}
+        assert run.version(2).hyperparameters == changed
+
+
+def test_whatever_a_resume_may_change_of_training_is_recorded_with_a_version() -> None:
+    """A new key that may change on resume is put on one of these lists by whoever adds it."""
+    on_resume = {
+        f"{section}.{name}"
+        for section in ("learner", "algorithm", "sampling", "staleness", "run")
+        for name, field in Config.model_fields[section].annotation.model_fields.items()
+        if (field.json_schema_extra or {}).get("on_resume")
+    }
+    recorded = {
+        "learner.learning_rate",
+        "learner.schedule",
+        "learner.warmup_steps",
+        "run.total_steps",
+        "learner.weight_decay",
+        "learner.max_grad_norm",
+    }
+    # Which rollouts a step has is in its file. Another number of ranks adds up in another order (docs/learner.md).
+    no_part_of_the_update = {name for name in on_resume if name.startswith(("run.", "staleness."))} - recorded
+    assert on_resume == recorded | no_part_of_the_update | {"learner.ranks", "learner.rank_timeout_s"}
+
+
+def test_versions_are_replayed_to_the_bit_though_a_resume_changes_what_it_may(tmp_path: Path) -> None:
+    """With the real trainer, through warm-up, schedule and a clip of the gradient that acts."""
+    folder = make_tiny_model(tmp_path / "model")
+    before = {"schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 0.05}
+    first = make_config(folder, algorithm={"pg_clip": 0.05}, learner=before)
+    after = {"learning_rate": 1e-2, "schedule": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0}
+    resumed = make_config(folder, algorithm={"pg_clip": 0.05}, learner=after, run={"total_steps": 50})
+    with RunDir(tmp_path / "run") as run:
+        trainer = Trainer(first, folder, seed=first.seed)
+        for step in (1, 2, 3):
+            used = configured_hyperparameters(first, step)
+            run.write_step(step, rows := [replace(r, group=r.group + 8 * step) for r in make_rows(folder, step=step)])
+            trainer.train(step, rows, (), used)
+            record_version(run, step, trainer, used)
+            if step == 1:
+                save(run, step, trainer)
+        recorded = run.versions()
+        start = lambda config, model, _: Trainer(config, model, seed=config.seed)  # noqa: E731
+        assert recover(resumed, folder, run, Activity("learner"), start).step == 3
+        assert run.versions() == recorded
+
+
+def test_a_version_that_is_not_finite_is_refused_wherever_one_is_made(config: Config, scored) -> None:
+    class Infinite(_Recorder):
+        def policy(self) -> Any:
+            tensors = super().policy()
+            next(iter(tensors.values()))[0] = math.inf
+            return tensors
+
+    with pytest.raises(NotFiniteError, match=r"version 7 is not published: 1 of \d+ of its tensors .* and resume"):
+        policy_from(7, Infinite(config, config.run_dir.parent / "model", config.run_dir).policy())
+    with RunDir(config.run_dir) as run:
+        run.write_step(1, [replace(row_from_scored(scored(1)), step=1)])
+        with pytest.raises(InputError, match="replaying it ends as it did before: version 1 is not published"):
+            recovered(config, run, Infinite)
+        assert run.versions() == []

@@ -250,7 +250,7 @@ def test_versions_are_found_by_number_after_a_restart(tmp_path: Path) -> None:
         run.append_version(1, "bb", 1)
     with RunDir(tmp_path) as run:
         assert run.versions() == [PolicyVersion(0, "aa", 0), PolicyVersion(1, "bb", 1)]
-        assert (run.digest(1), run.digest(2)) == ("bb", None)
+        assert (run.version(1).digest, run.version(2)) == ("bb", None)
 
 
 def test_a_replayed_version_is_written_again_only_with_another_digest(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_replayed_version_is_written_again_only_with_another_digest(tmp_path: 
     lines = (tmp_path / "log" / "policy.jsonl").read_text().splitlines()
     assert [json.loads(line)["digest"] for line in lines] == ["bb", "cc"]
     with RunDir(tmp_path) as run:
-        assert run.digest(1) == "cc"
+        assert run.version(1).digest == "cc"
 
 
 def test_a_replayed_step_is_not_measured_twice(tmp_path: Path) -> None:
@@ -357,6 +357,33 @@ def test_a_damaged_checkpoint_is_passed_over_and_can_be_made_again(tmp_path: Pat
         assert run.checkpoints.newest() == 5
         save(run, 10)
         assert run.checkpoints.newest() == 10
+
+
+def test_any_changed_bit_of_a_checkpoint_is_seen(tmp_path: Path) -> None:
+    with RunDir(tmp_path) as run:
+        folder = save(run, 10)
+        assert run.checkpoints.damage(10) == ""
+        for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+            intact = file.read_bytes()
+            for bit in range(0, 8 * len(intact), 1 if len(intact) < 9 else 37):
+                data = bytearray(intact)
+                data[bit // 8] ^= 1 << bit % 8
+                file.write_bytes(data)
+                assert run.checkpoints.damage(10), (file.name, bit)
+            file.write_bytes(intact)
+        (folder / "model" / "more.bin").write_bytes(b"")
+        assert run.checkpoints.damage(10)
+
+
+def test_a_checkpoint_from_before_digests_is_held_against_its_sizes(tmp_path: Path) -> None:
+    with RunDir(tmp_path) as run:
+        folder = save(run, 10)
+        sizes = {"model/weights.bin": 5, "position.json": 2}
+        (folder / "manifest.json").write_text(json.dumps({"step": 10, "files": sizes}))
+        assert run.checkpoints.newest() == 10 and run.checkpoints.damage(10) == ""
+        (folder / "position.json").write_text("{ }")
+        assert run.checkpoints.newest() is None
+        assert run.checkpoints.damage(10) == "position.json: expected 2 bytes, found 3 bytes"
 
 
 def logged(run: RunDir, rows, num_steps: int) -> None:

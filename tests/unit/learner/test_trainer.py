@@ -40,10 +40,12 @@ def digest(trainer: Trainer) -> str:
 class PlainLoop:
     """GSPO as the paper writes it: one forward a row, one optimizer step a mini-batch."""
 
-    def __init__(self, folder: Path, learning_rate: float = 1e-3, temperature: float = 1.0) -> None:
+    def __init__(
+        self, folder: Path, learning_rate: float = 1e-3, temperature: float = 1.0, max_grad_norm: float = 1.0
+    ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0)
-        self.temperature = temperature
+        self.temperature, self.max_grad_norm = temperature, max_grad_norm
 
     def train(self, rows: Sequence[Row]) -> float:
         """Returns the mean of the mini-batches' losses."""
@@ -53,7 +55,7 @@ class PlainLoop:
             loss = sum(self._sequence_loss(row) for row in batch) / len(batch)
             self.optimizer.zero_grad()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
             self.optimizer.step()
             losses.append(float(loss.detach()))
         return sum(losses) / len(losses)
@@ -270,6 +272,26 @@ def test_a_resumed_run_makes_the_same_bits(folder: Path, tmp_path: Path, dtype: 
     for step in (2, 3):
         second.train(step, rows[step])
     assert digest(second) == digest(through)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_what_may_change_on_resume_takes_effect_on_resume(folder: Path, tmp_path: Path, zero_stage: int) -> None:
+    """A checkpoint of DeepSpeed brings the old learning rate, weight decay and, under ZeRO 1 and 2, gradient clip."""
+    stage = {"zero_stage": zero_stage}
+    first = Trainer(make_config(folder, algorithm=GSPO, learner={**stage, "max_grad_norm": 1e-3}), folder, seed=0)
+    first.train(1, make_rows(folder))
+    first.save(tmp_path / "checkpoint", {})
+    changed = {"learning_rate": 5e-4, "weight_decay": 10.0, "max_grad_norm": 0.5}
+    resumed = Trainer(make_config(folder, algorithm=GSPO, learner={**stage, **changed}), folder, seed=0)
+    resumed.load(tmp_path / "checkpoint")
+    resumed.train(2, make_rows(folder, step=2))
+    plain = PlainLoop(folder, max_grad_norm=1e-3)
+    plain.train(make_rows(folder))
+    for group in plain.optimizer.param_groups:
+        group |= {"lr": 5e-4, "weight_decay": 10.0}
+    plain.max_grad_norm = 0.5
+    plain.train(make_rows(folder, step=2))
+    assert_same_weights(resumed, plain.model.state_dict())
 
 
 def test_without_a_checkpoint_there_is_nothing_to_load(folder: Path, tmp_path: Path) -> None:
