@@ -30,7 +30,7 @@ from services.common.keys import Keys
 from services.common.streams import FIELD
 from tests.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 # Ten groups in batches of four: the last step is a short one, which the learner takes only where it knows of the end.
 NUM_PROMPTS, EPOCHS, GROUPS, SIZE, MAX_LAG = 5, 2, 4, 4, 1
 REWARD = """

@@ -109,6 +109,7 @@ def test_the_calculator_is_called_and_its_answers_are_in_the_conversations(tmp_p
     assert plots_of(run) >= {"turns", "ends", "tools"}
 
 
+@pytest.mark.long
 def test_a_game_ends_with_the_right_guess_and_its_steps_are_the_reward(tmp_path: Path) -> None:
     run = demo("guess", tmp_path)
     rows = check_run(run)

@@ -21,7 +21,7 @@ from services.generation.engine_api import Sampling
 from tests.tiny_model import make_tiny_model
 from tests.whole_run import WholeRun, whole_run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 STEPS, NUM_EXPERTS, LAYERS = 2, 16, 2
 
 

@@ -295,6 +295,7 @@ def test_what_a_running_engine_says_about_its_room(generator: Generator) -> None
     assert generator.engine.kv_capacity_tokens > 512
 
 
+@pytest.mark.long
 async def test_compiled_graphs_serve_pushed_weights(tmp_path: Path) -> None:
     folders = [make_tiny_model(tmp_path / str(seed), seed=seed, scale=4.0) for seed in (1, 2)]
     staged = StagedWeights.from_folder(folders[0], "float32")
