@@ -10,7 +10,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 # $(call need,PROGRAM,WHAT,PACKAGE): tools that not every machine has; their tests are in a folder of their own.
 need = @command -v $(1) >/dev/null || { echo "not tested: $(2); $(1) is missing (Debian: apt-get install $(3))" >&2; exit 3; }
 
-.PHONY: help setup demo test test-quick test-long compose-test lint bench chaos proto lock clean
+.PHONY: help setup demo test test-quick test-long gpu-test compose-test lint bench chaos proto lock clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ test-quick: setup lint ## Lint, types and unit tests: two minutes, before every 
 
 test-long: setup ## What takes long: chaos with real engines, property tests with many examples
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile many
+
+gpu-test: $(if $(GSPO_PYTHON),,setup) ## What only a GPU can show: rows of docs/gpu.md (Error 3: no GPU, not run; GSPO_PYTHON, GPU_TEST)
+	$(or $(GSPO_PYTHON),$(BIN)/python) -m tests.gpu $(GPU_TEST)
 
 compose-test: setup ## docker-compose.yml with a Docker engine: build, run, scale, kill (Error 3: no engine, not tested)
 	$(BIN)/python -m tests.compose.drive

@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -140,6 +141,15 @@ def check_gpus_are_seen(key: str, gpus: Sequence[Gpu]) -> None:
             f"this environment is made for GPUs (vllm {version}), and nvidia-smi sees none",
             "Give the container GPUs (NVIDIA's driver and container toolkit on the host; docker-compose.gpu.yml), "
             f"mend {VISIBLE} where it is set, or install gspo[cpu]",
+        )
+
+
+def warn_of_float32(key: str, dtype: str, gpus: Sequence[Gpu]) -> None:
+    """Say on standard error, as a check says what stops nothing, that a GPU is slow in float32."""
+    if gpus and dtype == "float32":
+        sys.stderr.write(
+            f"warning: {key} is float32: on GPUs bfloat16 is several times as fast, and FlashAttention takes no "
+            "float32. Set it to bfloat16\n"
         )
 
 

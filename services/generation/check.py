@@ -11,7 +11,7 @@ import sys
 
 from services.common.config import Config
 from services.common.errors import InputError
-from services.common.gpus import PARALLEL_ARGUMENTS, check_gpus_are_seen, visible_gpus
+from services.common.gpus import PARALLEL_ARGUMENTS, check_gpus_are_seen, visible_gpus, warn_of_float32
 from services.common.machine import free_memory
 from services.common.model_folder import model_folder
 from services.generation.engine_args import check_engine_args
@@ -69,6 +69,7 @@ def _check_gpus(config: Config) -> None:
     """vLLM would look for them for minutes before it says so, or wait for workers that nobody starts."""
     engine, gpus = config.generation.engine, visible_gpus()
     check_gpus_are_seen("generation.engine", gpus)
+    warn_of_float32("generation.dtype", config.generation.dtype, gpus)
     wanted = {key: engine[key] for key in PARALLEL_ARGUMENTS if type(engine.get(key)) is int}
     num_wanted = math.prod(wanted.values())
     if num_wanted <= max(1, len(gpus)):

@@ -14,7 +14,7 @@ from typing import Any
 from services.common.batch_memory import check_fits, learner_bytes
 from services.common.config import Config
 from services.common.errors import InputError, nearest
-from services.common.gpus import check_gpus_are_seen, generators_on, visible_gpus
+from services.common.gpus import check_gpus_are_seen, generators_on, visible_gpus, warn_of_float32
 from services.common.learner_config import LearnerConfig
 from services.common.machine import free_memory, shared_memory
 from services.common.model_files import (
@@ -178,6 +178,7 @@ def _check_ranks(config: Config) -> None:
     here = num_local_ranks() if is_launched() else ranks
     gpus = visible_gpus()
     check_gpus_are_seen("learner.ranks", gpus)
+    warn_of_float32("learner.dtype", config.learner.dtype, gpus)
     if gpus and here > len(gpus):
         raise InputError(
             "learner.ranks", f"{here} ranks need a GPU each, and {len(gpus)} can be seen", f"Set it to {len(gpus)}"

@@ -76,6 +76,14 @@ def test_engines_made_for_cpus_leave_every_gpu_alone(tmp_path: Path, monkeypatch
     assert visible_gpus() == []
 
 
+@pytest.mark.parametrize(
+    ("dtype", "seen", "warned"), [("float32", 1, True), ("float32", 0, False), ("bfloat16", 1, False)]
+)
+def test_float32_on_a_gpu_is_warned_of(dtype: str, seen: int, warned: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    gpus.warn_of_float32("generation.dtype", dtype, INSTALLED[:seen])
+    assert capsys.readouterr().err.startswith("warning: generation.dtype is float32") is warned
+
+
 def test_who_shares_is_told_by_gspo_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GSPO_GENERATORS_PER_GPU", raising=False)
     assert generators_on(INSTALLED[:2]) == [0, 0]
