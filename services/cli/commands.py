@@ -6,6 +6,8 @@ Their modules are imported when called, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import shlex
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +28,23 @@ app = typer.Typer(
 )
 app.add_typer(reward_app, name="reward")
 app.add_typer(dead_letter_app, name="deadletter")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"gspo {version('gspo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def gspo(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Reinforcement learning for language models: GSPO with vLLM, DeepSpeed and services that survive a crash."""
+
+
 Plain = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")]
 
 
@@ -139,11 +158,17 @@ def init(
     """
     from services.cli.scaffold import write_example
 
-    paths = write_example(folder, model)
+    paths, notes = write_example(folder, model)
+    config = shlex.quote(str(paths[0]))
     console = Console()
-    for path in paths:
-        console.print(str(path), highlight=False)
-    console.print(f"\nLook at the machine: gspo doctor {paths[0]}\nTrain: gspo run {paths[0]}", highlight=False)
+    for line in (
+        *map(str, paths),
+        *notes,
+        "",
+        f"Look at the machine: gspo doctor {config}",
+        f"Train: gspo run {config}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 @app.command()

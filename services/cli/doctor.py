@@ -15,10 +15,11 @@ from rich.text import Text
 
 from services.cli import findings
 from services.cli.checks import check_ports, check_redis, check_services
-from services.cli.findings import GIB, Finding
+from services.cli.findings import GIB, Finding, Level
 from services.cli.lineup import process_names
 from services.cli.outcome import RunError
 from services.cli.placement import NO_GPUS, Placement, place
+from services.cli.rundir import config_file_of
 from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.errors import InputError
@@ -40,6 +41,8 @@ def doctor(config_file: Path | None, console: Console) -> int:
     Raises:
         InputError: The configuration itself is wrong.
     """
+    if config_file is not None:
+        config_file = config_file_of(config_file)
     found = list(_machine() if config_file is None else _run(read_config(config_file), config_file))
     table = Table(box=None, show_header=False, padding=(0, 1))
     for finding in found:
@@ -156,15 +159,23 @@ def _checks(config: Config, config_file: Path) -> Iterator[Finding]:
         placement = None
     if placement and placement.placed:
         yield Finding("GPU placement", "OK", placement.table())
-    for service in SERVICES:
-        # An engine without its place would be checked against GPUs that it does not get.
-        if placement or service not in (GENERATION, LEARNER):
-            yield _check(service, config_file, placement or NO_GPUS)
+    # An engine without its place would be checked against GPUs that it does not get.
+    checked = [service for service in SERVICES if placement or service not in (GENERATION, LEARNER)]
+    yield from merged([_check(service, config_file, placement or NO_GPUS) for service in checked])
 
 
 def _check(service: str, config_file: Path, placement: Placement) -> Finding:
     try:
         warnings = asyncio.run(check_services((service,), config_file, placement))
     except RunError as error:
-        return Finding(f"{service}'s check", "problem", str(error))
-    return Finding(f"{service}'s check", "warning" if warnings else "OK", "; ".join(warnings) or "passed")
+        return Finding(service, "problem", str(error))
+    return Finding(service, "warning" if warnings else "OK", "; ".join(warnings) or "passed")
+
+
+def merged(checks: list[Finding]) -> Iterator[Finding]:
+    """The services' checks; those that say the same are one finding: several services read the same model folder."""
+    services: dict[tuple[Level, str], list[str]] = {}
+    for check in checks:
+        services.setdefault((check.level, check.text), []).append(check.name)
+    for (level, text), names in services.items():
+        yield Finding(f"check of {', '.join(names)}", level, text)

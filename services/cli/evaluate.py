@@ -22,7 +22,7 @@ from rich.text import Text
 from services.cli.lineup import Job
 from services.cli.outcome import InterruptedRunError, RefusedError, RunError
 from services.cli.run import check_all, open_screen, place_on_gpus, until_interrupted
-from services.cli.rundir import SERVICES_DIR, Plan, prepare
+from services.cli.rundir import SERVICES_DIR, Plan, config_file_of, prepare
 from services.cli.session import Interrupts, new_view, run_session
 from services.cli.view import Phases, View
 from services.common.config import Config
@@ -31,6 +31,12 @@ from services.common.errors import InputError
 from services.common.runtime import CONFIG_NAME
 
 _SERVICES = ("coordinator", "generation", "reward")
+# How the names of figures begin, in the order in which they are shown; those of no such name go before the last two.
+_ORDER = (
+    *("sampled_mean", "sampled_stderr", "greedy_mean", "greedy_stderr"),
+    *("pass_at_", "best_at_", "part_", "greedy_", "num_"),
+)
+_OTHERS = len(_ORDER) - 2.5
 Measured = dict[str, dict[str, float]]
 # Keys of a configuration -> what a user of this command gives in their place.
 _OPTIONS = (
@@ -70,6 +76,8 @@ def evaluate(question: Question, out: Path | None, *, plain: bool, console: Cons
         InputError: The input cannot work.
         RunError: The evaluation could not be done.
     """
+    if out is not None:
+        _check_writable(out)
     with tempfile.TemporaryDirectory(prefix="gspo-eval-") as folder, in_words_of_the_options():
         config = eval_config(question, Path(folder))
         measured = asyncio.run(_evaluate(config, console, plain=plain))
@@ -78,6 +86,14 @@ def evaluate(question: Question, out: Path | None, *, plain: bool, console: Cons
         out.write_text(json.dumps(_result(question, measured), indent=2) + "\n")
         console.print(f"written to {out}", highlight=False)
     return 0
+
+
+def _check_writable(out: Path) -> None:
+    """Find out before the measuring whether its figures can be written; OSError: they cannot."""
+    is_new = not out.exists()
+    out.open("a").close()
+    if is_new:
+        out.unlink()
 
 
 def _result(question: Question, measured: Measured) -> dict[str, Any]:
@@ -94,7 +110,7 @@ def eval_config(question: Question, folder: Path) -> Config:
     Raises:
         InputError: Neither a reward file nor a base configuration was given, or a value is out of bounds.
     """
-    base = read_config(question.base) if question.base else None
+    base = read_config(config_file_of(question.base)) if question.base else None
     given: dict[str, Any] = base.model_dump(mode="json") if base else {}
     if not given and question.reward is None:
         raise InputError(
@@ -184,11 +200,21 @@ def _figures(view: View) -> Measured:
     finished = view.finished
     if finished is not None and finished.failed:
         raise RunError(f"the evaluation failed: {finished.reason}")
-    measured = {file: records[-1][1] for file, records in view.held_out.items()}
+    measured = {file: in_order(records[-1][1]) for file, records in view.held_out.items()}
     for file in view.config.evaluation.files:
         if "sampled_mean" not in measured.get(file, {}):
             raise RunError(f"the evaluation ended without one scored answer{f' to {file}' if file else ''}")
     return measured
+
+
+def in_order(figures: dict[str, float]) -> dict[str, float]:
+    """As a reader looks for them: rewards, pass@k and best@k by k, parts of the reward, lengths and shares, counts."""
+
+    def place(name: str) -> tuple[float, list[str | int]]:
+        rank = next((rank for rank, head in enumerate(_ORDER) if name.startswith(head)), _OTHERS)
+        return rank, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+    return {name: figures[name] for name in sorted(figures, key=place)}
 
 
 def _print(measured: Measured, console: Console) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from services.cli.view import View
 from services.common.bottleneck import Verdict, verdict
-from services.common.step_time import IN_WORDS, Share, seconds_by_function, shares
+from services.common.step_time import seconds_by_function
 
 _BAR_WIDTH = 24
 
@@ -21,26 +21,26 @@ def verdict_of(view: View, num_generators: int) -> Verdict | None:
     return verdict(list(view.steps), view.config, num_generators)
 
 
-def last_step_table(view: View) -> RenderableType:
-    """The last step's time by cause, the longest first, and the functions that rewards were waited for."""
+def step_time_table(found: Verdict, view: View) -> RenderableType:
+    """The time of a step by cause, the longest first, over the steps of the verdict; and the functions waited for."""
+    functions = seconds_by_function(*list(view.steps)[-found.steps :])
     table = Table.grid(padding=(0, 2))
-    for share in shares(view.figures):
+    for share in found.shares:
         bar = ProgressBar(1.0, share.share, _BAR_WIDTH)
-        table.add_row(f"{share.share:4.0%}", f"{share.seconds:.2f} s", bar, _words(share, view))
+        named = f" ({', '.join(functions)})" if share.cause == "reward" and functions else ""
+        table.add_row(f"{share.share:4.0%}", f"{share.seconds:.2f} s", bar, share.in_words + named)
     return table
-
-
-def _words(share: Share, view: View) -> str:
-    functions = seconds_by_function(view.figures) if share.cause == "reward" else {}
-    return IN_WORDS[share.cause] + (f" ({', '.join(functions)})" if functions else "")
 
 
 def verdict_lines(found: Verdict) -> list[str]:
     """What bounds the run, why, and what to change, the most promising first."""
-    return [
-        f"bound by {found.stage}: {found.because} (mean of {found.steps} steps)",
-        *(f"  try {change}" for change in found.change),
-    ]
+    return [f"bound by {found.stage}: {found.because}", *(f"  try {change}" for change in found.change)]
+
+
+def over_steps(found: Verdict) -> str:
+    """What the table and the verdict are of."""
+    mean = f", the mean of the last {found.steps} steps" if found.steps > 1 else ""
+    return f"a step takes {found.seconds:.2f} s{mean}:"
 
 
 def in_one_line(found: Verdict) -> str:

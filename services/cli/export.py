@@ -21,6 +21,8 @@ def export(run_dir: Path, out: Path, *, best: bool = False, adapter: bool = Fals
     Raises:
         InputError: There is no such policy, or `out` is taken.
     """
+    if not run_dir.is_dir():
+        raise InputError(str(run_dir), "is no folder here", "Give a run directory")
     source = run_dir / (_BEST if best else _EXPORT)
     if not (source / "config.json").is_file():
         raise _no_best(run_dir) if best else _no_export(run_dir)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 from services.common.config_keys import Key, explain, explain_item
@@ -44,15 +44,19 @@ def _section(key: Key) -> str:
 
 
 def print_keys(prefix: str, console: Console) -> None:
-    """A table for the terminal."""
-    table = Table("key", "type", "default", "on resume", "meaning", header_style="bold", box=None, padding=(0, 1))
-    for column in table.columns:
-        column.overflow = "fold"  # a name with an ellipsis could not be copied from a narrow terminal
+    """For a terminal each key with its meaning below; for a pipe a line each, so that `grep` finds all of it."""
     for key in select_keys(prefix):
-        kind = f"{key.type}, {key.bounds}" if key.bounds else key.type
-        resume = Text("may change", "green") if key.on_resume else Text("fixed", "dim")
-        table.add_row(Text(key.name, "bold cyan"), Text(kind), Text(key.default), resume, Text(key.meaning))
-    console.print(table)
+        resume = "may change on resume" if key.on_resume else "fixed"
+        facts = f"{_kind(key)}; default {key.default}; {resume}"
+        if not console.is_terminal:
+            console.print(Text(f"{key.name}  {facts}  {key.meaning}"), soft_wrap=True)
+            continue
+        console.print(Text.assemble((key.name, "bold cyan"), "  ", (facts, "dim")), overflow="fold")
+        console.print(Padding(Text(key.meaning), (0, 0, 1, 4)))
+
+
+def _kind(key: Key) -> str:
+    return f"{key.type}, {key.bounds}" if key.bounds else key.type
 
 
 def markdown(prefix: str) -> str:
@@ -68,6 +72,5 @@ def markdown(prefix: str) -> str:
 
 
 def _markdown_row(key: Key) -> str:
-    kind = f"{key.type}, {key.bounds}" if key.bounds else key.type
-    cells = (f"`{key.name}`", kind, f"`{key.default}`", "may change" if key.on_resume else "fixed", key.meaning)
+    cells = (f"`{key.name}`", _kind(key), f"`{key.default}`", "may change" if key.on_resume else "fixed", key.meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

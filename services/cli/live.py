@@ -5,8 +5,12 @@ It holds no state but the display: everything comes from view.py. Neighbour: scr
 
 from __future__ import annotations
 
+import sys
+import termios
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,6 +25,8 @@ from services.cli.view import Line, Process, View, duration, held_out_line
 
 # Waiting longer than this is worth a look.
 LONG_WAIT_S = 5.0
+# Place of the local flags in what termios gives.
+_LOCAL_FLAGS = 3
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 32
 
@@ -30,6 +36,8 @@ class LiveScreen:
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._view: View | None = None
+        self._echo = _Echo()
         self._live.start()
 
     def say(self, line: Line) -> None:
@@ -41,21 +49,46 @@ class LiveScreen:
 
     def show(self, view: View) -> None:
         """Draw."""
+        self._view = view
         self._live.update(draw(view), refresh=True)
 
     def close(self) -> None:
-        """Leave the last drawing on the terminal."""
+        """Leave the progress and the figures on the terminal, without what processes did that have ended."""
+        if self._view is not None:
+            self._live.update(draw(self._view, ended=True), refresh=True)
         self._live.stop()
+        self._echo.restore()
 
 
-def draw(view: View) -> RenderableType:
-    """The whole panel."""
+class _Echo:
+    """Keeps the terminal from writing ^C into the drawing, which would move it by a line."""
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        if sys.stdin is None or not sys.stdin.isatty():
+            return
+        with suppress(termios.error, OSError):
+            self._before = termios.tcgetattr(sys.stdin)
+            quiet = [*self._before]
+            quiet[_LOCAL_FLAGS] &= ~termios.ECHOCTL
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+
+    def restore(self) -> None:
+        """Leave the terminal as it was."""
+        if self._before is not None:
+            with suppress(termios.error, OSError):
+                termios.tcsetattr(sys.stdin, termios.TCSANOW, self._before)
+
+
+def draw(view: View, *, ended: bool = False) -> RenderableType:
+    """The whole panel; at the end of a session without its processes, and without what Ctrl-C would do."""
+    parts = [_progress(view), _figures(view), _held_out(view), _time(view)]
     title = f"[bold]gspo[/] {view.config.name} · {view.phases.current.replace('_', ' ')} "
     title += duration(view.phases.elapsed_s)
     return Panel(
-        Group(_progress(view), _figures(view), _held_out(view), _time(view), Text(), _processes(view)),
+        Group(*parts, *(() if ended else (Text(), _processes(view)))),
         title=title,
-        subtitle="Ctrl-C stops at a checkpoint",
+        subtitle=None if ended else "Ctrl-C stops at a checkpoint",
         title_align="left",
         subtitle_align="right",
     )

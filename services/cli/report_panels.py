@@ -25,6 +25,8 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
 )
 # From so many steps on a line is drawn thin, with its running mean over a twentieth of the steps.
 _SMOOTH_FROM = 60
+# Of a figure's width; the rest is the axis' labels.
+_LEGEND_SHARE = 0.9
 # The white rim keeps a point visible on bars.
 _MARKED = {"markersize": 4, "markeredgecolor": "white", "markeredgewidth": 0.5, "linewidth": 1.5}
 STYLE = {
@@ -87,9 +89,10 @@ def limit(panel: Any, value: float, label: str) -> None:
 def legend(*panels: Any) -> None:
     """Above each panel, where it hides nothing."""
     for panel in panels:
-        if labels := panel.get_legend_handles_labels()[1]:
-            columns = len(labels) if sum(map(len, labels)) < 70 else 2
-            panel.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.98), ncols=columns, borderaxespad=0.2)
+        for num_columns in range(len(panel.get_legend_handles_labels()[1]), 0, -1):
+            made = panel.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.98), ncols=num_columns, borderaxespad=0.2)
+            if made.get_window_extent().width < _LEGEND_SHARE * panel.figure.bbox.width:
+                break
 
 
 def stack(panel: Any, steps: NDArray[np.int64], layers: list[tuple[str, NDArray[np.float64], str, str | None]]) -> None:

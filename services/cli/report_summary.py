@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 from services.cli.report_log import SETTLEMENTS, SKIPS, TRAINED, RunLog, known
+from services.cli.unscored import unscored_so_far
 from services.cli.view import largest_pass
 from services.common.bottleneck import verdict
 
@@ -120,7 +121,11 @@ def _rollouts(log: RunLog) -> dict[str, int]:
 
 def notes(log: RunLog, summary: dict[str, Any]) -> list[str]:
     """Sentences without which the numbers say more than is known; problems of reading included."""
-    return [*_accuracy_notes(log, summary), *_group_notes(log, summary), *_log_notes(log), *log.problems]
+    figures = {int(step): figures for step, figures in zip(log.steps, log.figures, strict=True)}
+    unscored = unscored_so_far(log.run_dir, figures)
+    unscored_notes = [f"{unscored}."] if unscored else []
+    found = [*_accuracy_notes(log, summary), *_group_notes(log, summary), *unscored_notes, *_log_notes(log)]
+    return [*found, *log.problems]
 
 
 def _accuracy_notes(log: RunLog, summary: dict[str, Any]) -> list[str]:

@@ -6,20 +6,21 @@ Neighbours: rundir.py decides whether it may start, session.py runs the services
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from services.cli.checks import check_ports, check_redis, check_services
 from services.cli.lineup import Job, process_names
 from services.cli.live import LiveScreen
 from services.cli.outcome import InterruptedRunError
 from services.cli.placement import Placement, place
-from services.cli.rundir import Plan, hold, plan_run, prepare
+from services.cli.rundir import PAGE_NAME, Plan, hold, plan_run, prepare
 from services.cli.screen import PlainScreen, Screen
 from services.cli.session import Interrupts, Programs, new_view, run_session
 from services.cli.view import Line, Phases, View, duration
@@ -31,6 +32,14 @@ from services.common.machine import free_memory
 from services.common.runtime import CONFIG_NAME, EXIT_FAILED
 
 T = TypeVar("T")
+# What a run leaves in its directory, for the last lines.
+_RESULTS = (
+    ("report", PAGE_NAME),
+    ("model", "export"),
+    ("best model", "best"),
+    ("TensorBoard", "tensorboard"),
+    ("Weights & Biases", "wandb"),
+)
 
 
 def run(target: Path, *, resume: bool, plain: bool, console: Console, programs: Programs | None = None) -> int:
@@ -45,6 +54,9 @@ def run(target: Path, *, resume: bool, plain: bool, console: Console, programs: 
         InterruptedRunError: The user stopped it.
     """
     plan = plan_run(target, resume=resume)
+    if plan.finished:
+        console.print(_has_finished(plan), highlight=False, soft_wrap=True)
+        return 0
     config_file = target / CONFIG_NAME if target.is_dir() else target
     with hold(plan.run_dir):
         view = asyncio.run(_run(plan, config_file, console, programs, plain=plain))
@@ -123,7 +135,14 @@ def _was_stopped(view: View) -> bool:
 
 
 def _how_to_go_on(run_dir: Path) -> str:
-    return f"Go on with it:\n  gspo run --resume {run_dir}"
+    return f"Go on with it:\n  gspo run --resume {shlex.quote(str(run_dir))}"
+
+
+def _has_finished(plan: Plan) -> str:
+    return (
+        f"{plan.run_dir} has finished: {plan.finished}. Report: {plan.run_dir / PAGE_NAME}\n"
+        "To train on, raise run.total_steps in your configuration and go on with it: gspo run CONFIG.yaml --resume"
+    )
 
 
 def _conclude(plan: Plan, view: View, console: Console) -> int:
@@ -135,7 +154,7 @@ def _conclude(plan: Plan, view: View, console: Console) -> int:
     view.phases.close()
     print_summary(summary, plan.run_dir, view, console)
     if _was_stopped(view):
-        console.print(_how_to_go_on(plan.run_dir), highlight=False)
+        console.print(_how_to_go_on(plan.run_dir), highlight=False, soft_wrap=True)
     return EXIT_FAILED if view.finished is not None and view.finished.failed else 0
 
 
@@ -145,31 +164,24 @@ def _finished_facts(view: View) -> dict[str, Any]:
 
 
 def print_summary(summary: dict[str, Any], run_dir: Path, view: View, console: Console) -> None:
-    """Held-out reward before and after, what was done, and where everything is."""
-    table = Table.grid(padding=(0, 2))
+    """Held-out reward before and after, what was done, and where everything is; paths are never wrapped."""
+    lines: list[tuple[str, str]] = []
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     if before is not None and after is not None:
-        table.add_row("held-out reward", f"[bold]{before:.3f} -> {after:.3f}[/]")
+        lines.append(("held-out reward", f"{before:.3f} -> {after:.3f}"))
     if best := summary.get("best"):
-        table.add_row("best version", f"{best['version']} ({best['figure']} {best['score']:.3f})")
-    table.add_row(
-        "steps, policy version", f"{summary.get('steps', view.step)}, {summary.get('policy_version', view.version)}"
-    )
+        lines.append(("best version", f"{best['version']} ({best['figure']} {best['score']:.3f})"))
+    steps, version = summary.get("steps", view.step), summary.get("policy_version", view.version)
+    lines.append(("steps, policy version", f"{steps}, {version}"))
     groups = summary.get("groups") or dict(view.settled)
-    table.add_row("groups", ", ".join(f"{count} {name}" for name, count in groups.items()))
-    table.add_row(
-        "time", ", ".join(f"{name.replace('_', ' ')} {duration(s)}" for name, s in view.phases.wall_s.items())
-    )
-    table.add_row("run directory", str(run_dir))
-    for label, name in (
-        ("report", "report.html"),
-        ("model", "export"),
-        ("best model", "best"),
-        ("TensorBoard", "tensorboard"),
-        ("Weights & Biases", "wandb"),
-    ):
-        if (run_dir / name).exists():
-            table.add_row(label, str(run_dir / name))
-    console.print(table)
-    if view.finished is not None and view.finished.failed:
-        console.print(f"failed: {view.finished.reason}", style="bold red", highlight=False)
+    lines.append(("groups", ", ".join(f"{count} {name}" for name, count in groups.items())))
+    if unscored := summary.get("rollouts", {}).get("skipped_failed"):
+        lines.append(("answers without a score", f"{unscored}, left out of training: the report says why"))
+    times = (f"{name.replace('_', ' ')} {duration(s)}" for name, s in view.phases.wall_s.items())
+    lines.append(("time", ", ".join(times)))
+    lines.append(("run directory", str(run_dir)))
+    lines += [(label, str(run_dir / name)) for label, name in _RESULTS if (run_dir / name).exists()]
+    width = max(len(label) for label, _ in lines) + 2
+    for label, text in lines:
+        style = "bold" if label == "held-out reward" else ""
+        console.print(Text.assemble(label.ljust(width), (text, style)), soft_wrap=True)

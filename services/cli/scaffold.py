@@ -8,22 +8,27 @@ from __future__ import annotations
 import json
 import random
 import re
+import shlex
 from pathlib import Path
 
 import yaml
 
+from services.common.algorithm import fitting_clip
 from services.common.errors import InputError
 
 _TEMPLATES = Path(__file__).parent / "templates"
+# Of an answer to such a sum, by a model that does not explain itself.
+_TYPICAL_TOKENS = 8
 _NUM_PROMPTS, _NUM_HELD_OUT, _LIMIT = 1000, 100, 100
 _FILES = ("config.yaml", "reward.py", "prompts.jsonl", "eval.jsonl")
 
 
-def write_example(folder: Path, model: str) -> list[Path]:
-    """Write the four files of an example; they appear in `folder`, which may exist.
+def write_example(folder: Path, model: str) -> tuple[list[Path], list[str]]:
+    """Write the four files of an example; they appear in `folder`, which may exist. Their paths, and what to note.
 
     Raises:
         InputError: One of them is there already.
+        OSError: `folder` cannot be made, or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in _FILES]
@@ -36,7 +41,13 @@ def write_example(folder: Path, model: str) -> list[Path]:
     random.Random(0).shuffle(problems)  # noqa: S311 - the same example for everyone, not a secret
     _write_problems(prompts, problems[:_NUM_PROMPTS])
     _write_problems(held_out, problems[_NUM_PROMPTS : _NUM_PROMPTS + _NUM_HELD_OUT])
-    return paths
+    return paths, _notes(model)
+
+
+def _notes(model: str) -> list[str]:
+    """A path that leads nowhere yet is no error: the model may be made later."""
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    return [f"\nNote: there is no model at {model} yet"] if is_path and not Path(model).exists() else []
 
 
 def _config_text(folder: Path, model: str) -> str:
@@ -44,11 +55,18 @@ def _config_text(folder: Path, model: str) -> str:
     local = Path(model)
     path = str(local.resolve()) if local.exists() else model
     text = (_TEMPLATES / "example_config.yaml").read_text()
-    return text.format(name=_run_name(folder), directory=folder, model=yaml.safe_dump(path).splitlines()[0])
+    low, high = fitting_clip(_TYPICAL_TOKENS)
+    return text.format(
+        name=_run_name(folder),
+        file=shlex.quote(str(folder / "config.yaml")),
+        model=yaml.safe_dump(path).splitlines()[0],
+        clip_low=f"{low:g}",
+        clip_high=f"{high:g}",
+    )
 
 
 def _run_name(folder: Path) -> str:
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).lstrip("._-")[:64]
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).strip("._-")[:64]
     return name or "run"
 
 

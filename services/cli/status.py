@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.explained import last_step_table, verdict_lines, verdict_of
+from services.cli.explained import over_steps, step_time_table, verdict_lines, verdict_of
 from services.cli.generators import in_trouble
 from services.cli.live import process_cells
 from services.cli.room import no_room
 from services.cli.rundir import PAGE_NAME, SUMMARY_NAME, check_run_dir, is_held, supervisor_facts
+from services.cli.unscored import unscored_so_far
 from services.cli.usage import Usage, Used
 from services.cli.view import Phases, Process, View, held_out_line, load_history, step_line
 from services.common.config import Config
@@ -37,6 +40,9 @@ from services.common.trust import redis_arguments, redis_refusal
 
 _ANSWER_S = 3.0
 _WATCH_S = 1.0
+_PIPE_WIDTH = 10_000
+# Narrower, and the addresses get a line of their own.
+_WIDE = 130
 
 
 def status(run_dir: Path | None, console: Console, *, watch: bool = False) -> None:
@@ -52,7 +58,9 @@ def status(run_dir: Path | None, console: Console, *, watch: bool = False) -> No
     check_run_dir(run_dir)
     look = Look(run_dir, read_config(run_dir / CONFIG_NAME))
     if not watch:
-        console.print(look.page(asyncio.run(look.members())), highlight=False)
+        # A pipe has no width: every line is whole there.
+        width = None if console.is_terminal else _PIPE_WIDTH
+        console.print(look.page(asyncio.run(look.members())), highlight=False, width=width)
         return
     usage = Usage()
     with _until_ctrl_c() as asked, Live(console=console, auto_refresh=False) as live:
@@ -83,7 +91,8 @@ class Look:
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         self._run_dir, self._config = run_dir, config
-        self._view, self._read = View(config, run_dir, {}, Phases()), 0
+        self._view, self._unscored = View(config, run_dir, {}, Phases()), ""
+        self._read: tuple[int, ...] = ()
 
     @property
     def runs(self) -> bool:
@@ -110,9 +119,11 @@ class Look:
             parts.append(Text(f"{file or 'held-out prompts'} at version {version}: {held_out_line(figures)}"))
         if view.best is not None:
             parts.append(Text(f"best by {self._config.evaluation.keep_best}: version {view.best[0]}"))
+        if self._unscored:
+            parts.append(Text(self._unscored, "yellow"))
         num_generators = sum(member.service == GENERATION for member in found) or self._config.generation.replicas
         if bound := verdict_of(view, num_generators):
-            parts += ["", last_step_table(view), *map(Text, verdict_lines(bound))]
+            parts += ["", Text(over_steps(bound)), step_time_table(bound, view), *map(Text, verdict_lines(bound))]
         if not self.runs:
             return Group(*parts, Text(how_it_rests(run_dir, view.step)))
         if told := no_room(run_dir):
@@ -120,12 +131,14 @@ class Look:
         return Group(*parts, "", *members_parts(found, used))
 
     def _history(self) -> View:
-        """What is logged by now."""
+        """What is logged by now, under the configuration of now: a resume may have changed it."""
         files = [self._run_dir / "log" / name for name in ("metrics.jsonl", "evaluations.jsonl")]
-        size = sum(file.stat().st_size for file in files if file.exists())
-        if size != self._read:
-            self._view, self._read = View(self._config, self._run_dir, {}, Phases()), size
-            load_history(self._view)
+        sizes = [file.stat().st_size for file in files if file.exists()]
+        now = (*sizes, (self._run_dir / CONFIG_NAME).stat().st_mtime_ns)
+        if now != self._read:
+            self._config = read_config(self._run_dir / CONFIG_NAME)
+            self._view, self._read = View(self._config, self._run_dir, {}, Phases()), now
+            self._unscored = unscored_so_far(self._run_dir, load_history(self._view))
         return self._view
 
 
@@ -137,7 +150,7 @@ def how_it_rests(run_dir: Path, step: int) -> str:
         summary = {}
     reason = summary.get("end_reason") or ""
     if summary.get("steps") != step or not reason or reason.startswith("stopped"):
-        return f"not running. Go on with it: gspo run --resume {run_dir}"
+        return f"not running. Go on with it: gspo run --resume {shlex.quote(str(run_dir))}"
     ended = f"{'failed' if summary.get('failed') else 'finished'}: {reason}. Report: {run_dir / PAGE_NAME}"
     return f"{ended}\nTo train on, change what ended it: gspo run CONFIG.yaml --resume"
 
@@ -173,15 +186,34 @@ def members_parts(found: list[Member], used: dict[str, Used] | None) -> list[Ren
     """Who does or waits for what, with CPU and memory where they are given, and the generators in trouble."""
     if not found:
         return ["no service has registered: the run is starting, or nobody works on it"]
-    usage_columns = [] if used is None else ["CPU", "memory"]
-    table = Table("service", "for", "what", *usage_columns, "HTTP", "gRPC", "process", box=None, header_style="dim")
-    for column in table.columns:
-        column.overflow = "fold"  # an address with an ellipsis is none
-    for member in found:
-        process = Process(member.name, member.beat_unix_s, member, ready=True)
-        cells = [] if used is None else _usage_cells(used.get(member.uid))
-        table.add_row(member.name, *process_cells(process), *cells, member.http, member.grpc, str(member.pid))
-    return [table, *(Text(line, "yellow") for line in in_trouble(found))]
+    return [_MembersTable(found, used), *(Text(line, "yellow") for line in in_trouble(found))]
+
+
+@dataclass(frozen=True)
+class _MembersTable:
+    """A row for each member; where the terminal is narrow, a second one for its addresses."""
+
+    found: list[Member]
+    used: dict[str, Used] | None
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        is_wide = options.max_width >= _WIDE
+        usage_columns = [] if self.used is None else ["CPU", "memory"]
+        addresses = ["HTTP", "gRPC", "process"] if is_wide else []
+        table = Table("service", "for", *usage_columns, "what", *addresses, box=None, header_style="dim")
+        for column in table.columns:
+            column.no_wrap, column.overflow = column.header != "what", "fold"
+        for member in self.found:
+            process = Process(member.name, member.beat_unix_s, member, ready=True)
+            for_, what = process_cells(process)
+            cells = [] if self.used is None else _usage_cells(self.used.get(member.uid))
+            last = (member.http, member.grpc, str(member.pid))
+            table.add_row(member.name, for_, *cells, what, *(last if is_wide else ()))
+            if not is_wide:
+                named = zip(("HTTP", "gRPC", "process"), last, strict=True)
+                text = "  ".join(f"{name} {value}" for name, value in named if value)
+                table.add_row("", "", *([""] * len(usage_columns)), Text(text, "dim"))
+        yield table
 
 
 def _usage_cells(used: Used | None) -> list[str]:

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any, Literal
 
 from gspo_proto.rollout_pb2 import Event, Finished, Settlement
+from services.cli.unscored import FIGURE, Unscored, reasons_of_step
 from services.common.advice import NEVER_CLIPPED_STEPS, advice
 from services.common.config import Config
 from services.common.members import Member
@@ -84,6 +85,7 @@ class View:
         best: (policy version, score) of the best version by evaluation.keep_best.
         settled: Groups by how they ended, trained ones included.
         failures: Failed groups by reason.
+        unscored: Answers without a score of the steps that were seen.
     """
 
     config: Config
@@ -100,6 +102,7 @@ class View:
     best: tuple[int, float] | None = None
     settled: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
+    unscored: Unscored = field(default_factory=Unscored)
     warned: set[str] = field(default_factory=set)
     finished: Finished | None = None
 
@@ -145,7 +148,19 @@ class View:
         found = advice(list(self.steps), self.config)
         new = [Line(found[name], "warning") for name in found if name not in self.warned]
         self.warned = set(found)
-        return [Line(step_line(self), "step"), *new]
+        return [Line(step_line(self), "step"), *new, *self._take_unscored(int(figures.get(FIGURE, 0)))]
+
+    def _take_unscored(self, count: int) -> list[Line]:
+        """A warning for a reason that is new, and whenever there are ten times as many such answers as before."""
+        if not count:
+            return []
+        before = len(self.unscored)
+        new = self.unscored.add(reasons_of_step(self.run_dir, self.step))
+        if not new and len(str(len(self.unscored))) == len(str(before)):
+            return []
+        total = f", {len(self.unscored)} so far" if before else ""
+        text = f"step {self.step}: {count} answers have no score{total}, and are left out: {self.unscored.in_words()}"
+        return [Line(text, "warning")]
 
     def _take_groups_settled(self, settled: Any, _unix_s: float) -> list[Line]:
         for group in settled.groups:
@@ -208,15 +223,18 @@ def _finished_kind(finished: Finished) -> Kind:
     return "error" if finished.failed else "note"
 
 
-def load_history(view: View) -> None:
-    """Take what a resumed run has logged so far."""
+def load_history(view: View) -> dict[int, dict[str, float]]:
+    """Take what a resumed run has logged so far; the figures of its steps."""
+    figures_by_step = {}
     for record in _records(view.run_dir / "log" / "metrics.jsonl"):
         view.step, view.version = int(record["step"]), int(record["version"])
+        figures_by_step[view.step] = record["figures"]
         view.steps.append(record["figures"])
         view.rewards += [record["figures"]["reward_mean"]] if "reward_mean" in record["figures"] else []
     for record in _records(view.run_dir / "log" / "evaluations.jsonl"):
         figures = {name: value for name, value in record["figures"].items() if value is not None}
         view.measured(record.get("file", ""), int(record["version"]), figures, record.get("score"))
+    return figures_by_step
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

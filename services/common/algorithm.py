@@ -6,6 +6,7 @@ that the user left out; what a preset says and the user says otherwise is the us
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -60,6 +61,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         "pg_clip_high": 0.27,
     },
 }
+
+
+# Tokens of an answer that the paper's clip is taken to be for.
+_CLIP_TOKENS = 4096
+
+
+def fitting_clip(num_tokens: int) -> tuple[float, float]:
+    """(low, high) sides of a sequence clip for answers of about so many tokens, with two digits.
+
+    log s is a mean over the tokens. Where the tokens move independently it spreads by 1 / sqrt(length), and sides that
+    grow by the same factor clip the same share of sequences. A rule of thumb: a run reports the share that it clips.
+    """
+    factor = math.sqrt(_CLIP_TOKENS / num_tokens)
+    low, high = (float(f"{side * factor:.2g}") for side in CLIP_DEFAULTS["seq"])
+    return low, high
 
 
 class AlgorithmConfig(Section):

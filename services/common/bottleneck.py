@@ -138,7 +138,7 @@ def _lag(times: Times) -> list[str]:
     saved_s = min(waited_s, times.busy_s)
     if times.overlaps or saved_s < WORTH_IT * times.step_s:
         return []
-    return [f"staleness.max_lag: 1 instead of 0 lets generation and training overlap: {times.saves(saved_s)} less"]
+    return [f"staleness.max_lag: 1 instead of 0, so that generation and training overlap: {times.saves(saved_s)} less"]
 
 
 def _generation(times: Times) -> list[str]:
@@ -151,8 +151,8 @@ def _generation(times: Times) -> list[str]:
     )
     lag = times.config.staleness.max_lag
     tail = (
-        f"the last answer alone takes {times.of('generation'):.2g} s of it: a shorter algorithm.response_length, a "
-        f"faster engine, or staleness.max_lag above {lag}, so that others are trained meanwhile"
+        f"a shorter algorithm.response_length, a faster engine, or staleness.max_lag above {lag}: the learner waits "
+        f"{times.of('generation'):.2g} s of a step for the last answer alone"
     )
     found = [one_more, tail] if queue_s >= times.of("generation") / 2 else [tail, one_more]
     return [*_lag(times), *found]
@@ -183,7 +183,7 @@ def _push(times: Times) -> list[str]:
 def _evaluation(times: Times) -> list[str]:
     evaluation = times.config.evaluation
     mixed = ["evaluation.hold_weights: false, with figures of mixed versions"] if evaluation.hold_weights else []
-    return [f"evaluate less often (evaluation.every above {evaluation.every}) or fewer prompts", *mixed]
+    return [f"fewer evaluations (evaluation.every above {evaluation.every}) or fewer prompts in them", *mixed]
 
 
 def _checkpoint(times: Times) -> list[str]:
@@ -199,6 +199,6 @@ _CHANGES: dict[str, Callable[[Times], list[str]]] = {
     "evaluation": _evaluation,
     "checkpoint": _checkpoint,
     "log": lambda _: ["a faster disk for the run directory"],
-    "issue": lambda _: ["see what the coordinator waits for: an evaluation before training, or a pause"],
+    "issue": lambda _: ["to find what the coordinator waits for: an evaluation before training, or a pause"],
     "intake": lambda _: ["a Redis nearer to the learner, or with fewer others on it"],
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.common.config import ModelConfig
@@ -29,14 +30,24 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=model.trust_remote_code
+        )
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(
-            "model.path",
-            f"no tokenizer loads from {folder} ({reason})",
-            "Save the tokenizer there with `save_pretrained`; set model.trust_remote_code where it is Python code",
-        ) from error
+        raise _no_tokenizer(folder, reason) from error
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+        # Some kinds of model have a default for a folder without any file of a tokenizer.
+        raise _no_tokenizer(folder, "it holds no vocabulary")
+    return tokenizer
+
+
+def _no_tokenizer(folder: Path, reason: str) -> InputError:
+    return InputError(
+        "model.path",
+        f"no tokenizer loads from {folder} ({reason})",
+        "Save the tokenizer there with `save_pretrained`; set model.trust_remote_code where it is Python code",
+    )
 
 
 def _import_transformers() -> None:

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from redis.asyncio import Redis
+from rich.console import Console
 
 from services.cli import findings
 from services.cli.__main__ import main
 from services.cli.checks import check_redis, check_unused
 from services.cli.commands import app
-from services.cli.doctor import _memory_gib
-from services.cli.evaluate import Question, eval_config, in_words_of_the_options
+from services.cli.doctor import _memory_gib, merged
+from services.cli.evaluate import Question, eval_config, in_order, in_words_of_the_options
+from services.cli.findings import Finding
+from services.cli.keys_table import print_keys
 from services.cli.outcome import RefusedError
 from services.cli.rundir import hold
+from services.common.algorithm import fitting_clip
 from services.common.config import Config
 from services.common.config_keys import explain
 from services.common.configfile import parse_config, read_config, write_config
@@ -57,6 +64,52 @@ def test_every_command_is_known_and_its_help_teaches_with_an_example(gspo: Call)
     for command in COMMANDS:
         code, output, _ = gspo(command, "--help")
         assert (code, f"Example: gspo {command}" in output) == (0, True), output
+
+
+# Every place of every command where a user gives a file or folder; BAD is one that cannot work there.
+BAD, GOOD = "BAD", "GOOD"
+PATHS = (
+    ("run", BAD),
+    ("run", "--resume", BAD),
+    ("status", BAD),
+    ("export", BAD, "out"),
+    ("report", BAD),
+    ("init", BAD),
+    ("certs", BAD),
+    ("doctor", BAD),
+    ("eval", "model", GOOD, "--config", BAD),
+    ("eval", "model", GOOD, "--reward", GOOD, "--out", BAD),
+    ("reward", "submit", BAD, "--url", "http://127.0.0.1:1"),
+    ("reward", "submit", GOOD, "--tests", BAD, "--url", "http://127.0.0.1:1"),
+    ("reward", "try", "exact", BAD, "--url", "http://127.0.0.1:1"),
+    ("reward", "list", "--run", BAD),
+    ("reward", "serve", BAD),
+    ("deadletter", "list", "--run", BAD),
+)
+
+
+@pytest.mark.parametrize("words", PATHS, ids=" ".join)
+@pytest.mark.parametrize("bad", ["file.txt/x", "/proc/x/y", "x" * 300, "\udce4"])
+def test_no_path_makes_a_traceback(
+    gspo: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], bad: str
+) -> None:
+    (tmp_path / "file.txt").write_text("here")
+    (tmp_path / "good.py").write_text("def reward(completions, **columns):\n    return [0.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = gspo(*(bad if word == BAD else "good.py" if word == GOOD else word for word in words))
+    assert code in (1, 2)
+    assert errors.startswith("error: ")
+    assert "Traceback" not in errors
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_init_over_a_file_names_it(gspo: Call, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    code, _, errors = gspo("init", tmp_path / "file")
+    assert (code, errors) == (
+        2,
+        f"error: {tmp_path / 'file'}: cannot be used (File exists). Give another path, or mend what is there\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,8 +232,10 @@ def test_config_explains_one_section_or_key(gspo: Call) -> None:
 def test_init_writes_an_example_that_reads_well_and_scores(gspo: Call, tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     code, output, _ = gspo("init", folder, "--model", tmp_path)
-    assert (code, f"gspo run {folder / 'config.yaml'}" in output) == (0, True)
+    assert (code, f"gspo run {shlex.quote(str(folder / 'config.yaml'))}" in output) == (0, True)
+    assert "there is no model" not in output
     config = read_config(folder / "config.yaml")
+    assert config.algorithm.clip == fitting_clip(8) == (0.0068, 0.0091)
     assert (config.name, config.model.path, config.run_dir) == ("my-run", str(tmp_path), folder / "runs" / "my-run")
     prompts, held_out = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
@@ -197,6 +252,72 @@ def test_init_writes_an_example_that_reads_well_and_scores(gspo: Call, tmp_path:
     spec.loader.exec_module(module)
     answers = [[{"role": "assistant", "content": text}] for text in ("17 + 25 is 42.", "41", "")]
     assert module.reward([[], [], []], answers, answer=["42", "42", "42"]) == [1.0, 0.0, 0.0]
+
+
+def test_init_notes_a_model_that_is_not_there(gspo: Call, tmp_path: Path) -> None:
+    code, output, _ = gspo("init", tmp_path / "a", "--model", tmp_path / "none")
+    assert (code, f"there is no model at {tmp_path / 'none'} yet" in output) == (0, True)
+    assert "there is no model" not in gspo("init", tmp_path / "b", "--model", "Qwen/Qwen3-0.6B")[1]
+
+
+def test_the_version(gspo: Call) -> None:
+    assert gspo("--version") == (0, f"gspo {version('gspo')}\n", "")
+
+
+def test_every_key_of_config_is_one_line_in_a_pipe(gspo: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, output, _ = gspo("config")
+    lines = output.splitlines()
+    keys = [key.name for key in explain()]
+    assert set(keys) <= {line.split("  ")[0] for line in lines}
+    (line,) = (line for line in lines if line.startswith("algorithm.pg_clip_low "))
+    assert "number | null, <= 1, > 0; default null; fixed  Ratios below 1 - pg_clip_low are clipped" in line
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_terminal_is_too_narrow_for_a_key(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    print_keys("", console)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    # A longer name than the terminal is wide cannot be whole in a line of it.
+    missing = [key.name for key in explain() if len(key.name) <= width and f"{key.name} " not in shown]
+    assert missing == []
+
+
+def test_doctor_says_once_what_several_checks_say() -> None:
+    same = "model.path: x is not a folder here"
+    checks = [
+        Finding("coordinator", "problem", same),
+        Finding("reward", "OK", "passed"),
+        Finding("learner", "problem", same),
+    ]
+    assert list(merged(checks)) == [
+        Finding("check of coordinator, learner", "problem", same),
+        Finding("check of reward", "OK", "passed"),
+    ]
+
+
+def test_the_figures_of_an_evaluation_are_in_order() -> None:
+    names = [
+        "sampled_mean",
+        "sampled_stderr",
+        "greedy_mean",
+        "greedy_stderr",
+        "pass_at_1",
+        "pass_at_2",
+        "pass_at_2_stderr",
+    ]
+    names += ["pass_at_16", "best_at_16", "part_a_mean", "response_tokens_mean", "truncated_share"]
+    names += ["greedy_response_tokens_mean", "num_answers", "num_failed", "num_prompts"]
+    assert list(in_order(dict.fromkeys(reversed(names), 0.0))) == names
+
+
+def test_an_evaluation_learns_at_once_that_it_cannot_be_written(gspo: Call, tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("")
+    out = tmp_path / "none" / "result.json"
+    code, _, errors = gspo("eval", "model", tmp_path / "p.jsonl", "--reward", tmp_path / "r.py", "--out", out)
+    assert (code, errors.startswith(f"error: {out}: cannot be used (No such file or directory)")) == (2, True)
 
 
 def test_export_copies_and_does_not_overwrite(gspo: Call, tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from services.cli.report import write_report
 from services.cli.report_log import read_log
 from services.cli.report_page import render
-from services.cli.report_panels import running_mean
+from services.cli.report_panels import legend, panels, running_mean
 from services.cli.report_plots import PLOTS
 from services.cli.report_samples import read_samples
 from services.cli.report_summary import summarise
@@ -26,6 +27,7 @@ from services.common.config import Config
 from services.common.configfile import read_config, write_config
 from services.common.learner_config import LoraConfig
 from services.common.runtime import CONFIG_NAME
+from services.common.step_time import IN_WORDS
 from services.learner.rows import Row
 from services.learner.rundir import RunDir
 from services.learner.settlement import SettledGroup, Settlement
@@ -338,6 +340,33 @@ def test_skipped_rollouts_count_by_reason(path: Path) -> None:
     summary, text = report(path)
     assert summary["rollouts"] == {"trained": 1, "skipped_failed": 1, "skipped_truncated": 1, "skipped_stale": 1}
     assert "reward raised ValueError" in text
+
+
+def test_the_page_says_why_answers_have_no_score(path: Path) -> None:
+    why = {"reward": None, "failure": "r: raised ValueError: cannot judge '7' (r.py line 5)", "skipped": "failed"}
+    with RunDir(path) as run_dir:
+        run_dir.write_step(1, [row(1, 0, 0), row(1, 0, 1, **why)])
+        run_dir.append_version(1, "digest-1", 1)
+        run_dir.append_metrics(1, 1, step_figures(1, skipped_failed=1.0))
+    write_report(path)
+    page = (path / "report.html").read_text()
+    assert (
+        "1 answers without a score, left out of training, in 1 of 1 steps, the last of them step 1. r: raised" in page
+    )
+
+
+def test_no_legend_is_wider_than_its_plot() -> None:
+    """However many causes of a step's time there are, and however long their names."""
+    figure = Figure((6.4, 3.5), dpi=150, layout="constrained")
+    (panel,) = panels(figure, ["seconds a step"])
+    for name in IN_WORDS.values():
+        panel.plot([1, 2], [1, 2], label=name)
+    legend(panel)
+    figure.draw_without_rendering()
+    shown = panel.get_legend().get_window_extent()
+    assert shown.x0 >= 0 and shown.x1 <= figure.bbox.width
+    axes = panel.get_window_extent()
+    assert axes.width > 0.8 * figure.bbox.width
 
 
 def test_samples_are_the_best_and_worst_of_different_groups(path: Path) -> None:

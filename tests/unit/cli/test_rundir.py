@@ -92,8 +92,41 @@ def test_resume_takes_a_run_directory(tmp_path: Path, given: dict[str, Any]) -> 
 def test_resume_without_a_run_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"has no run to resume.*Leave --resume out"):
         plan_run(write(tmp_path / "config.yaml", given), resume=True)
+    with pytest.raises(InputError, match=r"nope: is neither a run directory nor a configuration file"):
+        plan_run(tmp_path / "nope", resume=True)
+    (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"so it is not a run directory"):
-        plan_run(tmp_path, resume=True)  # a folder with a configuration, as `gspo init` makes
+        plan_run(tmp_path / "empty", resume=True)
+
+
+def test_a_folder_stands_for_the_configuration_in_it(tmp_path: Path, given: dict[str, Any]) -> None:
+    """As `gspo init` makes one; `gspo run my-run` is what everyone tries first."""
+    file = write(tmp_path / "config.yaml", given)
+    assert plan_run(tmp_path, resume=False) == plan_run(file, resume=False)
+    with pytest.raises(InputError, match=r"has no run to resume"):
+        plan_run(tmp_path, resume=True)
+
+
+def finish(run_dir: Path, **summary: Any) -> None:
+    """As the end of a run of one step leaves it."""
+    (run_dir / "log").mkdir(exist_ok=True)
+    (run_dir / "log" / "step-000001.parquet").write_text("")
+    found = {"steps": 1, "failed": False, "end_reason": "all 10 steps are trained"} | summary
+    (run_dir / "summary.json").write_text(json.dumps(found))
+
+
+def test_a_finished_run_is_not_started_again_unless_its_end_is_moved(tmp_path: Path, given: dict[str, Any]) -> None:
+    file = write(tmp_path / "config.yaml", given)
+    run_dir = started(file, trained=True).run_dir
+    for path in (run_dir / "log").glob("*"):
+        path.unlink()
+    finish(run_dir)
+    assert [plan_run(target, resume=True).finished for target in (run_dir, file)] == ["all 10 steps are trained"] * 2
+    given["run"]["total_steps"] = 20
+    assert plan_run(write(file, given), resume=True).finished == ""
+    for summary in ({"failed": True}, {"end_reason": "stopped by Ctrl-C"}, {"end_reason": None}, {"steps": 0}):
+        finish(run_dir, **summary)
+        assert plan_run(run_dir, resume=True).finished == "", summary
 
 
 def test_a_folder_with_other_files_is_no_run_directory(tmp_path: Path, given: dict[str, Any]) -> None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import io
+import os
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from services.cli.generators import GeneratorNews, in_trouble
-from services.cli.status import members_parts
+from services.cli.status import Look, members_parts
+from services.cli.usage import Used
+from services.common.config import Config
+from services.common.configfile import write_config
 from services.common.members import Member
+from tests.unit.cli.step_logs import WHY, write_log
 
 
 def learner(**generator: object) -> Member:
@@ -43,11 +51,42 @@ def test_a_generator_that_is_out_is_named_with_reason_and_time() -> None:
     assert expected in console.file.getvalue()
 
 
-def test_addresses_are_whole_in_a_narrow_terminal() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(*members_parts([replace(learner(), http="127.0.0.1:34567", grpc="127.0.0.1:45678")], None))
+@pytest.mark.parametrize("width", [80, 100, 130, 10_000])
+@pytest.mark.parametrize("used", [None, {}])
+def test_names_and_addresses_are_whole_in_every_terminal(width: int, used: dict[str, Used] | None) -> None:
+    activity = {"kind": "waiting", "what": "slots", "detail": "all 32 taken: 0 open, 32 trained and not live yet"}
+    member = replace(learner(), http="127.0.0.1:34567", grpc="127.0.0.1:45678", pid=1234567, activity=activity)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(*members_parts([member], used))
     shown = console.file.getvalue()
-    assert "127" in shown and "…" not in shown
+    assert all(word in shown for word in ("learner-0", "127.0.0.1:34567", "127.0.0.1:45678", "1234567"))
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+
+
+def test_answers_without_a_score_are_said_with_their_reasons(config: Config, tmp_path: Path) -> None:
+    write_log(tmp_path, {1: [None, None], 2: [None, WHY.format(27)], 3: [WHY.format(8), "r: timed out after 10 s"]})
+    write_config(config, tmp_path / "config.yaml")
+    console = Console(file=io.StringIO(), width=10_000)
+    console.print(Look(tmp_path, config).page([]))
+    assert (
+        "3 answers without a score, left out of training, in 2 of 3 steps, the last of them step 3. "
+        f"2 times: {WHY.format(27)}; r: timed out after 10 s" in console.file.getvalue()
+    )
+
+
+def test_a_page_that_is_watched_takes_a_new_configuration(config: Config, tmp_path: Path) -> None:
+    """A resume may raise run.total_steps while somebody looks."""
+    write_log(tmp_path, {11: [None]})
+    write_config(config, tmp_path / "config.yaml")
+    look = Look(tmp_path, config)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(look.page([]))
+    longer = config.model_copy(update={"run": config.run.model_copy(update={"total_steps": 84})})
+    write_config(longer, tmp_path / "config.yaml")
+    os.utime(tmp_path / "config.yaml", (1, 1))
+    console.print(look.page([]))
+    assert re.findall(r"step 11/\d+", console.file.getvalue()) == ["step 11/10", "step 11/84"]
 
 
 def test_one_that_is_only_being_pushed_to_is_not_worth_a_line() -> None:

@@ -27,6 +27,7 @@ from services.cli.screen import PlainScreen, waited_for
 from services.cli.view import Line, Phases, Process, View, duration, load_history, step_line
 from services.common.config import Config
 from services.common.members import Member
+from tests.unit.cli.step_logs import WHY, write_log
 
 
 @pytest.fixture
@@ -43,13 +44,31 @@ def step(number: int, **figures: float) -> Event:
     return Event(unix_s=1000.0 + 10 * number, step_done=done)
 
 
-def drawn(view: View) -> str:
+def drawn(view: View, *, ended: bool = False) -> str:
     """The live panel as text."""
     console = Console(file=io.StringIO(), width=110, force_terminal=False)
-    console.print(draw(view))
+    console.print(draw(view, ended=ended))
     file = console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue()
+
+
+def test_answers_without_a_score_are_a_warning_with_their_reason(view: View) -> None:
+    """A reason is said when it is new; then again when there are ten times as many."""
+    few = [WHY.format(number) for number in range(3)]
+    write_log(view.run_dir, {1: [None, *few], 2: few, 3: few, 4: few, 5: [*few, "r: timed out after 10 s"]})
+    said = [view.apply(step(number, skipped_failed=3))[1:] for number in range(1, 6)]
+    assert [[line.kind for line in lines] for lines in said] == [["warning"], [], [], ["warning"], ["warning"]]
+    assert said[0][0].text == f"step 1: 3 answers have no score, and are left out: 3 times: {WHY.format(0)}"
+    assert said[3][0].text.startswith("step 4: 3 answers have no score, 12 so far, and are left out: 12 times: ")
+    assert said[4][0].text.endswith("r: timed out after 10 s")
+    assert view.apply(step(6, reward_mean=1.0))[1:] == []
+
+
+def test_the_last_drawing_says_nothing_of_what_has_ended(view: View) -> None:
+    assert "reward-0" in drawn(view) and "Ctrl-C stops" in drawn(view)
+    ended = drawn(view, ended=True)
+    assert "step" in ended and "reward-0" not in ended and "Ctrl-C" not in ended
 
 
 def test_steps_give_figures_counts_and_the_time_to_go(view: View) -> None:

@@ -33,9 +33,9 @@ def config_with(max_lag: int) -> Config:
     ("slow", "stage", "change"),
     [
         ({"wait_queue_s": 4.0}, "generation", "one more generator (generation.replicas: 3)"),
-        ({"wait_generation_s": 4.0}, "generation", "the last answer alone takes 4 s"),
+        ({"wait_generation_s": 4.0}, "generation", "the learner waits 4 s of a step for the last answer alone"),
         ({"wait_reward_s": 4.0, "wait_reward_by_judge_s": 4.0}, "reward", "a faster judge"),
-        ({"hold_s": 4.0}, "evaluation", "evaluate less often (evaluation.every above"),
+        ({"hold_s": 4.0}, "evaluation", "fewer evaluations (evaluation.every above"),
     ],
 )
 def test_the_slow_stage_bounds_the_run(slow: dict[str, float], stage: str, change: str, max_lag: int) -> None:
@@ -74,7 +74,7 @@ def test_where_stages_overlap_the_one_that_is_waited_for_is_the_slowest() -> Non
     assert taking_turns.stage == "training"
     # The shorter of the two disappears behind the longer.
     assert taking_turns.change[0] == (
-        "staleness.max_lag: 1 instead of 0 lets generation and training overlap: about 2 s of 5 s a step less"
+        "staleness.max_lag: 1 instead of 0, so that generation and training overlap: about 2 s of 5 s a step less"
     )
 
 
