@@ -1,7 +1,8 @@
 """What every gRPC call passes before its service hears it: the shared token, and messages that can be read.
 
-A message that is too large or not protobuf is refused and counted; gRPC alone would call the one UNKNOWN with a
-traceback, and say nothing of the other. Neighbours: rpc.py puts it before every server; refusals.py says it.
+A message that is too large, not protobuf, or of fields without number is refused and counted; gRPC alone would call
+the second UNKNOWN with a traceback, and say nothing of the others. Neighbours: rpc.py puts it before every server;
+refusals.py says it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
+from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
 from services.common.entries import MalformedEntryError
 from services.common.refusals import note_refusal
+from services.common.wire import TooManyFieldsError, check_fields
 
 TOKEN_HEADER = "authorization"  # noqa: S105 - the name of a header
 _SCHEME = "Bearer "
@@ -91,6 +94,8 @@ class _Reading:
         self._handler, self._method = handler, method
         self._serve: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         self._from_bytes: Any = handler.request_deserializer
+        service, _, name = method.strip("/").partition("/")
+        self._descriptor = descriptor_pool.Default().FindServiceByName(service).methods_by_name[name].input_type
 
     def handler(self) -> Handler:
         """What stands in the handler's place."""
@@ -101,7 +106,10 @@ class _Reading:
 
     def _decode(self, data: bytes) -> Any:
         try:
+            check_fields(self._descriptor, data)
             return self._from_bytes(data)
+        except TooManyFieldsError as error:
+            return MalformedEntryError(str(error), "too_large")
         except DecodeError as error:
             return MalformedEntryError(f"the message of {self._method} cannot be read ({error})", "undecodable")
 

@@ -21,6 +21,10 @@ from services.reward.library import Function, UnknownFunctionError
 from services.reward.scorer import Scorer
 
 GRPC_SERVICE = reward_pb2.DESCRIPTOR.services_by_name["Reward"].full_name
+# Of one Score: far beyond what a batch needs, and few enough that nobody waits for its reading.
+MAX_ROLLOUTS, MAX_SCORE_BYTES, MAX_FUNCTIONS = 1024, 32 * 2**20, 64
+# As much as an environment may return.
+MAX_JSON_CHARS = 4 * 2**20
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -34,6 +38,7 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
     async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreReply:
         """A score for each rollout, in their order."""
         try:
+            _check_size(request)
             for rollout in request.rollouts:
                 check_message(rollout)
         except MalformedEntryError as error:
@@ -64,7 +69,27 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
         return function
 
 
+def _check_size(request: reward_pb2.ScoreRequest) -> None:
+    """Refuse what would take long before its first call.
+
+    Raises:
+        MalformedEntryError: It is larger than one Score may be.
+    """
+    functions = {(use.name, use.version) for rollout in request.rollouts for use in rollout.rewards}
+    sizes = {
+        "rollouts": (len(request.rollouts), MAX_ROLLOUTS),
+        "bytes": (request.ByteSize(), MAX_SCORE_BYTES),
+        "functions": (len(functions), MAX_FUNCTIONS),
+    }
+    for what, (number, most) in sizes.items():
+        if number > most:
+            raise MalformedEntryError(f"{number} {what} in one Score, and at most {most} are scored", "too_large")
+
+
 async def _check_json(text: str, field: str, context: Context) -> None:
+    if len(text) > MAX_JSON_CHARS:
+        why = f"{field} has {len(text)} characters, and at most {MAX_JSON_CHARS} are taken"
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
     try:
         json.loads(text or "null")
     except (ValueError, RecursionError) as error:

@@ -145,7 +145,26 @@ async def test_grpc_scores_as_the_stream_does(redis: Redis, redis_url: str, keys
                 2.0,
                 "r: raised ValueError: no number (r.py line 6)",
             ]
+            await _refuses_what_is_too_much(channel, stub)
             await _play_an_environment(stub, f"http://{member.http}/v1/rewards")
+
+
+async def _refuses_what_is_too_much(channel: grpc.aio.Channel, stub: RewardStub) -> None:
+    many = [answer_of("2") for _ in range(1025)]
+    named = answer_of("2")
+    named.rewards.extend(RewardUse(name=f"f{number}") for number in range(65))
+    for asked, said in (
+        (ScoreRequest(rollouts=many), "1025 rollouts in one Score, and at most 1024 are scored"),
+        (ScoreRequest(rollouts=[named]), "65 functions in one Score, and at most 64 are scored"),
+        (ScoreRequest(rollouts=[answer_of("x" * 33 * 2**20)]), "33554432 are scored"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Score(asked, timeout=20)
+        assert (refused.value.code(), said in str(refused.value.details())) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    # 400,000 rollouts of four bytes each: refused before they are read.
+    raw = channel.unary_unary("/gspo.Reward/Score", request_serializer=bytes)
+    with pytest.raises(grpc.aio.AioRpcError, match="a message has at most 50000 fields"):
+        await raw(b"\x0a\x02\x08\x01" * 400_000, timeout=20)
 
 
 async def _play_an_environment(stub: RewardStub, url: str) -> None:
