@@ -78,12 +78,12 @@ class Watched:
         """Pause the run, look at it as the pages say, and resume it as they say; what fails is told by `trouble`."""
         try:
             (coordinator,) = (address for address, service in addresses(run_dir).items() if service == "coordinator")
-            httpx.post(f"http://{coordinator}/v1/pause", trust_env=False).raise_for_status()
+            httpx.post(f"http://{coordinator}/v1/pause", json={}, trust_env=False).raise_for_status()
             try:
                 self._look(folder, run_dir, coordinator)
             finally:
                 with suppress(httpx.HTTPError):  # the pages' command has resumed it, and it may be over
-                    httpx.post(f"http://{coordinator}/v1/resume", trust_env=False)
+                    httpx.post(f"http://{coordinator}/v1/resume", json={}, trust_env=False)
         except Exception as error:  # noqa: BLE001 - other tests look at the run itself, which goes on
             self.trouble = f"{type(error).__name__}: {error}"
 

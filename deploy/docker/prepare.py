@@ -37,6 +37,9 @@ from services.common.runtime import CONFIG_NAME, exit_bad_input
 # Name of a link to the run directory, by which every service is told where it is.
 CURRENT = "current"
 COLD_START = "cold_start.py"
+_SERVICES = ("coordinator", "generation", "learner", "reward")
+# What the services are called by in a Compose network, and in Kubernetes within their namespace and beyond it.
+HTTP_HOSTS = (*_SERVICES, *(f"gspo-{name}" for name in _SERVICES), "*.svc", "*.svc.cluster.local")
 # Beside this file in the image; what the conversation examples share is in it, and one of them alone is mounted.
 EXAMPLES = Path(__file__).resolve().parent / "examples"
 # The others look at devices and memory, and the sandbox: each does so in its own container, at its own start.
@@ -102,7 +105,9 @@ def container_config(folder: Path, runs: Path, secrets: Path, redis_url: str | N
     given = _given(folder)
     given["run"] = {**(given.get("run") or {}), "directory": str(runs)}
     files = {"token_file": str(secrets / "token"), "redis_password_file": str(secrets / "redis_password")}
-    given["services"] = {**(given.get("services") or {}), **files, "redis_url": redis_url}
+    services = given.get("services") or {}
+    hosts = [*HTTP_HOSTS, *(services.get("http_hosts") or ())]
+    given["services"] = {**services, **files, "redis_url": redis_url, "http_hosts": hosts}
     return parse_config(given, folder)
 
 

@@ -1,4 +1,4 @@
-"""The commands `gspo reward ...`: hand in a function, look at it, try it, make it active, retire it.
+"""The commands `gspo reward ...`: hand in a function, look at it, try it, make it active, retire it, remove it.
 
 Neighbours: reward_door.py calls the service, reward_serve.py starts one without a run, reward_tables.py prints.
 """
@@ -144,6 +144,21 @@ def retire(name: Name, run: Run = None, url: Url = None) -> None:
     """
     told = _door(run, url).call("DELETE", f"/{name}")
     Console().print(f"{name}: {_short(told['was'])} -> retired", highlight=False)
+
+
+@app.command()
+def remove(
+    name: Name,
+    version: Annotated[str, typer.Argument(help="The version, or its first 8 or more characters.")],
+    run: Run = None,
+    url: Url = None,
+) -> None:
+    """Remove a version for good, to make room; the active one is refused.
+
+    Example: [bold]gspo reward remove exact 9f86d081[/]
+    """
+    told = _door(run, url).call("DELETE", f"/{name}/versions/{version}")
+    Console().print(f"{name}: {told['removed'][:12]} removed", highlight=False)
 
 
 @app.command()

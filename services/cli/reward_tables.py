@@ -21,6 +21,7 @@ def print_list(told: dict[str, Any], console: Console) -> None:
     for one in told["rewards"]:
         active = one["active"][:12] if one["active"] else "retired"
         origin = one["source"] if one["origin"] == "configured" else "submitted"
+        origin = one["unreadable"] or origin
         table.add_row(*map(_text, (one["name"], one["kind"], active, one["versions"], one["convention"], origin)))
     console.print(table if told["rewards"] else "no function is there yet: gspo reward submit FILE")
 
@@ -40,7 +41,8 @@ def print_one(told: dict[str, Any], console: Console) -> None:
         )
         latency = [_seconds(calls["latency_s"].get(name)) for name in ("p50", "p99")]
         mark = "yes" if one["active"] else ""
-        cells = (one["version"][:12], mark, one["entry"], submitted, calls["calls"], failures, *latency)
+        entry = one.get("unreadable") or one["entry"]
+        cells = (one["version"][:12], mark, entry, submitted, calls["calls"], failures, *latency)
         table.add_row(*map(_text, cells))
     console.print(table)
 

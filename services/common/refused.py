@@ -14,7 +14,8 @@ from typing import NoReturn
 import structlog
 
 from services.common.errors import EXIT_BAD_INPUT, InputError
-from services.common.probes import App, HttpServer, Receive, Scope, Send, reply
+from services.common.http_guard import App, Receive, Scope, Send, reply
+from services.common.http_server import HttpServer
 
 log = structlog.get_logger()
 
@@ -45,9 +46,7 @@ async def _stay(reason: str, host: str, port: int) -> None:
 
 def _face(reason: str) -> App:
     async def app(scope: Scope, _receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        if scope.get("path") == "/healthz":
+        if scope["path"] == "/healthz":
             await reply(send, 200, {"status": "alive"})
         else:
             await reply(send, 503, {"ready": False, "problems": {"bad_input": reason}})

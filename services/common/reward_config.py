@@ -92,6 +92,19 @@ class RewardFunction(Section):
         return self
 
 
+class RegistryQuotas(Section):
+    """How much may be registered over REST; what is beyond is refused until versions are removed."""
+
+    versions: PositiveInt = Field(1000, description="Versions of all names together", json_schema_extra=ON_RESUME)
+    versions_per_name: PositiveInt = Field(200, description="Versions of one name", json_schema_extra=ON_RESUME)
+    total_mb: PositiveInt = Field(
+        128, description="Sources and test cases of all versions together, in MiB", json_schema_extra=ON_RESUME
+    )
+    name_mb: PositiveInt = Field(
+        32, description="Sources and test cases of one name's versions, in MiB", json_schema_extra=ON_RESUME
+    )
+
+
 class RewardConfig(Section):
     """What an answer is worth."""
 
@@ -161,6 +174,8 @@ class RewardConfig(Section):
     )
     calls_per_minute: PositiveInt = Field(
         600,
-        description="Submissions, trials and changes that one caller may make over REST in a minute",
+        description="Calls of one kind that a caller may make over REST in a minute: submissions, trials, "
+        "activations, removals",
         json_schema_extra=ON_RESUME,
     )
+    quotas: RegistryQuotas = Field(default_factory=RegistryQuotas)

@@ -13,8 +13,10 @@ from pydantic.config import JsonDict
 
 _NAME, _VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", r"^[0-9a-f]{8,64}$"
 HTTP_ADDRESS, HTTP_HOST = r"^https?://[^\s]+$", r"^https?://[^\s/]+(:\d+)?/?$"
+_HOST_NAME = r"^(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$"
 # What the patterns mean, for people.
 PATTERNS = {
+    _HOST_NAME: "a host's name without a port, or *. and the end of one",
     _NAME: "1 to 64 of the letters a-z and A-Z, digits, and . _ -, beginning with a letter or a digit",
     _VERSION: "8 to 64 of the digits 0-9 and letters a-f",
     HTTP_ADDRESS: "an address that begins with http:// or https://",
@@ -22,6 +24,7 @@ PATTERNS = {
 }
 RunName = Annotated[str, StringConstraints(pattern=_NAME)]
 VersionText = Annotated[str, StringConstraints(pattern=_VERSION)]
+HostName = Annotated[str, StringConstraints(pattern=_HOST_NAME)]
 
 
 def _only_finite(value: Any) -> Any:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from services.common.section import HTTP_HOST, ON_RESUME, Section
+from services.common.section import HTTP_HOST, ON_RESUME, HostName, Section
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -76,6 +76,12 @@ class ServicesConfig(Section):
     )
     reward_port: Port = Field(
         0, description="Reward functions over REST; 0 picks a free port", json_schema_extra=ON_RESUME
+    )
+    http_hosts: tuple[HostName, ...] = Field(
+        (),
+        description="Names that HTTP requests may call the services by; *.example.org is every name below it. "
+        "localhost, this machine's name and IP addresses always work",
+        json_schema_extra=ON_RESUME,
     )
     token_file: Path | None = Field(
         None, description="File with the token that services show each other", json_schema_extra=ON_RESUME

@@ -5,11 +5,10 @@ It decides nothing: it shows what loop.py knows and writes what a user asks for.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Header, HTTPException, Query
+from fastapi import FastAPI, Query
 from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel, ConfigDict, Field
 from redis.asyncio import Redis
@@ -31,14 +30,13 @@ def make_app(
     redis: Redis,
     keys: Keys,
     *,
-    token: str,
     state: State,
     status: State,
     stop: Callable[[str], Awaitable[None]],
     rollouts: RecentRollouts,
 ) -> FastAPI:
-    """The app; every call needs the bearer token where there is one."""
-    app = FastAPIOffline(title="gspo coordinator", dependencies=[Depends(_token_check(token))])
+    """The app; who may call it is asked before (services/common/probes.py)."""
+    app = FastAPIOffline(title="gspo coordinator")
 
     @app.get("/v1/state")
     async def get_state() -> dict[str, Any]:
@@ -74,13 +72,3 @@ def make_app(
         return await rollouts.newest(limit)
 
     return app
-
-
-def _token_check(token: str) -> Callable[..., None]:
-    expected = f"Bearer {token}".encode()
-
-    def check(authorization: Annotated[str, Header()] = "") -> None:
-        if token and not hmac.compare_digest(authorization.encode(), expected):
-            raise HTTPException(401, "the shared token is missing or wrong: send it as 'Authorization: Bearer TOKEN'")
-
-    return check

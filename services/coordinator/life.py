@@ -15,9 +15,11 @@ import structlog
 from gspo_proto.rollout_pb2 import Event, StopRequested
 from services.common.errors import InputError
 from services.common.events import Events
+from services.common.http_guard import BoundedBodies
+from services.common.http_server import HttpServer
 from services.common.keys import COORDINATOR
 from services.common.members import Member, Registration
-from services.common.probes import HttpServer, Probes
+from services.common.probes import Probes
 from services.common.runtime import Service
 from services.coordinator.door import make_app
 from services.coordinator.evaluation import Evaluator
@@ -33,6 +35,8 @@ from services.coordinator.slots import Slots
 from services.coordinator.tokenizer import load_tokenizer
 from services.coordinator.views import RecentRollouts, evaluation_state, run_state, run_status
 
+# A stop with its reason is all that is sent here.
+MAX_BODY_BYTES = 16 * 2**10
 log = structlog.get_logger()
 
 
@@ -55,14 +59,14 @@ class _Face:
         app = make_app(
             service.redis,
             service.keys,
-            token=service.options.token,
             state=lambda: self.state(),
             status=lambda: run_status(service.redis, service.keys, service.config, self.steps()),
             stop=self._request_stop,
             rollouts=self._rollouts,
         )
         port = service.options.http_port or service.config.services.coordinator_port
-        self._http = HttpServer(Probes(service, app), service.options.host, port, service.config.services.tls)
+        face = Probes(service, BoundedBodies(app, MAX_BODY_BYTES))
+        self._http = HttpServer(face, service.options.host, port, service.config.services)
 
     def background(self) -> dict[str, Coroutine[Any, Any, Any]]:
         """What runs beside the main loop."""

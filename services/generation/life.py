@@ -17,9 +17,10 @@ from transformers import AutoTokenizer
 from gspo_proto import generation_pb2_grpc
 from services.common.config import Config
 from services.common.events import Events
+from services.common.http_server import HttpServer
 from services.common.members import Member, Registration
 from services.common.model_folder import model_folder
-from services.common.probes import HttpServer, Probes
+from services.common.probes import Probes
 from services.common.rpc import GrpcServer
 from services.common.runtime import Service, end_tasks
 from services.generation.check import check
@@ -44,7 +45,7 @@ async def live(service: Service, start_engine: StartEngine) -> None:
     options, config = service.options, service.config
     events = Events(service.redis, service.keys, options.service)
     position = await events.newest()
-    http = HttpServer(Probes(service), options.host, options.http_port, config.services.tls)
+    http = HttpServer(Probes(service), options.host, options.http_port, config.services)
     serving = asyncio.create_task(http.run())
     # Before the engine, which takes a while: whoever looks sees what this process is doing.
     member = Member("generation", options.name, http=http.address, pid=os.getpid())

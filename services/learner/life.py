@@ -16,10 +16,11 @@ from gspo_proto import learner_pb2_grpc
 from services.common import metrics
 from services.common.config import Config
 from services.common.events import Events
+from services.common.http_server import HttpServer
 from services.common.keys import LEARNER
 from services.common.members import Member, Registration
 from services.common.model_folder import model_folder
-from services.common.probes import HttpServer, Probes
+from services.common.probes import Probes
 from services.common.rpc import GrpcServer
 from services.common.runtime import Service, end_tasks
 from services.learner.disk import Disk
@@ -38,7 +39,7 @@ async def live(service: Service, start: StartMaker) -> None:
         start: orders.Leader, or one that simulates.
     """
     options = service.options
-    http = HttpServer(Probes(service), options.host, options.http_port, service.config.services.tls)
+    http = HttpServer(Probes(service), options.host, options.http_port, service.config.services)
     member = Member(LEARNER, options.name, http=http.address, pid=os.getpid())
     registration = Registration(service.redis, service.keys, member, service.activity, dict)
     running = {asyncio.create_task(http.run())}

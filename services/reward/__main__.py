@@ -12,8 +12,9 @@ import structlog
 from gspo_proto.reward_pb2_grpc import add_RewardServicer_to_server
 from services.common import metrics
 from services.common.events import Events
+from services.common.http_server import HttpServer
 from services.common.members import Member, Registration
-from services.common.probes import App, HttpServer, Probes
+from services.common.probes import Probes
 from services.common.rpc import GrpcServer
 from services.common.runtime import Service, parse_options, run_service
 from services.reward.admission import Admission
@@ -38,7 +39,7 @@ async def live(service: Service) -> None:
     config, name = service.config, service.options.name
     events = Events(service.redis, service.keys, name)
     position = await events.newest()
-    registry = Registry(service.redis, config.registry_dir, replica=name)
+    registry = Registry(service.redis, config.registry_dir, replica=name, quotas=config.reward.quotas)
     usage = UsageCounter(service.redis)
     opened = open_scorer(
         config.reward,
@@ -61,9 +62,8 @@ async def live(service: Service) -> None:
 
 async def _serve(service: Service, scorer: Scorer, desk: Desk, events: Events, position: bytes) -> None:
     options = service.options
-    app: App = rest_app(desk)
-    tls = service.config.services.tls
-    http = HttpServer(Probes(service, app, guards_itself=True), options.host, options.http_port, tls)
+    services, face = service.config.services, Probes(service, rest_app(desk), guards_itself=True)
+    http = HttpServer(face, options.host, options.http_port, services, takes_forms=True)
     grpc = GrpcServer(
         lambda server: add_RewardServicer_to_server(RewardServicer(scorer, session=service.config.name), server),
         (GRPC_SERVICE,),
@@ -71,7 +71,7 @@ async def _serve(service: Service, scorer: Scorer, desk: Desk, events: Events, p
         port=options.grpc_port,
         token=options.token,
         may_call=lambda token: desk.guard.callers.find(token) is not None,
-        tls=tls,
+        tls=services.tls,
     )
     await grpc.start()
     member = Member("reward", options.name, http=http.address, grpc=grpc.address, pid=os.getpid())

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 
 from services.reward.calls import CallFailed
 from services.reward.library import Function, Library, source_of
-from services.reward.registered import Content
+from services.reward.registered import Content, StoredSignature
 from services.reward.source_check import MAX_PROBLEMS, Problem, RefusedError, check_source, place_of
 from services.reward.submission import Submission, TestCase
 from services.reward.trials import Failed, Trial, try_actions, try_rows
@@ -83,14 +83,8 @@ class Admission:
             await sandbox.close()
         if problems:
             raise RefusedError(problems[:MAX_PROBLEMS])
-        told = {
-            "entry": signature.entry,
-            "convention": signature.convention,
-            "takes": sorted(signature.takes),
-            "required": list(signature.required),
-            "takes_any": signature.takes_any,
-        }
-        return content.model_copy(update={"signature": told})
+        stored = StoredSignature(entry=signature.entry, convention=signature.convention)
+        return content.model_copy(update={"signature": stored})
 
     async def _run_tests(self, function: Function, tests: tuple[TestCase, ...]) -> list[Problem]:
         problems = []

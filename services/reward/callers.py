@@ -1,6 +1,6 @@
-"""Who calls the REST door: tokens of people with their roles, and how many calls each may make.
+"""Who calls the REST API: tokens of people with their roles, and how many calls each may make.
 
-It answers nothing: the door does. Neighbours: door/guard.py.
+It answers nothing. Neighbours: door/guard.py.
 
 A line of the tokens file is `NAME ROLE TOKEN`; a line that starts with # is passed over. It is read again when it
 changes, so that a token can be given or taken while a run is up.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,8 @@ from services.common.errors import InputError
 
 Role = Literal["read", "submit"]
 MIN_TOKEN_CHARS = 16
+# Callers whose calls are counted; of more, those that were silent for longest are counted anew.
+_REMEMBERED = 10_000
 _FIX = "Write lines of NAME, ROLE (submit or read) and TOKEN"
 log = structlog.get_logger()
 
@@ -116,19 +119,18 @@ def _digest(token: str) -> str:
 
 
 class RateLimit:
-    """So many calls a minute for each caller, all at once if it likes: a bucket that fills again steadily."""
+    """So many calls of each kind a minute for each caller, all at once if it likes: a bucket that fills steadily."""
 
     def __init__(self, per_minute: int) -> None:
         self._per_minute = per_minute
-        self._left: dict[str, tuple[float, float]] = {}
+        self._left: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
 
-    def wait_s(self, caller: str) -> float:
+    def wait_s(self, caller: str, kind: str) -> float:
         """Count one call: 0 where it may go on, else the seconds until it might."""
-        now = time.monotonic()
-        left, since = self._left.get(caller, (float(self._per_minute), now))
-        left = min(float(self._per_minute), left + (now - since) * self._per_minute / 60)
-        if left < 1:
-            self._left[caller] = (left, now)
-            return (1 - left) * 60 / self._per_minute
-        self._left[caller] = (left - 1, now)
-        return 0.0
+        now, full = time.monotonic(), float(self._per_minute)
+        left, since = self._left.pop((caller, kind), (full, now))
+        left = min(full, left + (now - since) * full / 60)
+        self._left[caller, kind] = (left if left < 1 else left - 1, now)
+        if len(self._left) > _REMEMBERED:
+            self._left.popitem(last=False)
+        return 0.0 if left >= 1 else (1 - left) * 60 / full

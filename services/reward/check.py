@@ -28,7 +28,8 @@ from services.reward.environment_check import try_environment
 from services.reward.first_rows import prompt_of, read_first_rows
 from services.reward.functions import arguments_for, check_columns
 from services.reward.library import Function
-from services.reward.registry import Registry, RegistryCopy
+from services.reward.registry import Registry
+from services.reward.registry_copy import RegistryCopy
 from services.reward.scorer import open_scorer
 
 NUM_TRIALS = 2

@@ -26,9 +26,12 @@ from services.reward.functions import Source, check_names, read_source
 from services.reward.judge import Judge, read_judge
 from services.reward.levels import Found, find_level
 from services.reward.registered import Content, NotRegisteredError
-from services.reward.registry import Registry, RegistryCopy
+from services.reward.registry import Registry
+from services.reward.registry_copy import RegistryCopy
 from services.reward.remote import Remote, read_remote
 from services.reward.sandbox import Sandbox
+from services.reward.submission import Kind
+from services.reward.submission import Limits as AskedLimits
 from services.reward.usage import UsageCounter
 
 # Each holds a process or more; a run uses a handful.
@@ -75,7 +78,9 @@ class Library:
         usage: UsageCounter | None = None,
         step_timeout_s: float | None = None,
     ) -> None:
-        self._step_timeout_s = step_timeout_s or limits.timeout_s
+        call = ("reward.timeout_s", limits.timeout_s)
+        step = ("environment.step_timeout_s", step_timeout_s) if step_timeout_s is not None else call
+        self._timeouts: dict[Kind, tuple[str, float]] = {"reward": call, "environment": step}
         self.containment, self._num_workers = containment, num_workers
         self.configured = {function.source.name: function for function in configured}
         self.usage = usage
@@ -130,6 +135,9 @@ class Library:
         return self._loaded[key]
 
     async def _load(self, name: str, content: Content) -> Function:
+        # It was admitted under a configuration that allowed more.
+        if beyond := self.beyond_limits(content.kind, content.limits):
+            raise CallFailed("forbidden", beyond[0][1])
         source = source_of(name, content)
         function = Function(source, self.sandbox(source.code, self.limits_of(content)))
         try:
@@ -146,12 +154,26 @@ class Library:
     def limits_of(self, content: Content) -> Limits:
         """What one call of a version may take."""
         own = content.limits
-        timeout_s = self._step_timeout_s if content.kind == "environment" else self._limits.timeout_s
         return Limits(
-            timeout_s=own.timeout_s or timeout_s,
+            timeout_s=own.timeout_s or self._timeouts[content.kind][1],
             memory_mb=own.memory_mb or self._limits.memory_mb,
             cpu_s=own.cpu_s or self._limits.cpu_s,
         )
+
+    def beyond_limits(self, kind: Kind, asked: AskedLimits) -> list[tuple[str, str]]:
+        """What a version asks for beyond the configuration: pairs of field, and what is wrong with it."""
+        bounds = {
+            "timeout_s": self._timeouts[kind],
+            "memory_mb": ("reward.memory_mb", self._limits.memory_mb),
+            "cpu_s": ("reward.cpu_s", self._limits.cpu_s),
+        }
+        found = []
+        for name, (key, most) in bounds.items():
+            value = getattr(asked, name)
+            if value is not None and most is not None and value > most:
+                text = f"limits.{name}: is {value:g}, and {key} allows {most:g} at most. Ask for less, or raise {key}"
+                found.append((f"limits.{name}", text))
+        return found
 
     async def _forget_oldest(self) -> None:
         """End the processes of what was not used for longest; never of what is being called."""

@@ -1,32 +1,44 @@
 """The registered reward functions: names, their versions, which one is active; in Redis for all replicas.
 
 Every change is one script in Redis, with its audit line, so that no two changes overwrite each other. Each replica
-keeps a copy on disk (registry_disk.py), written before a change is answered, and puts back what Redis has lost: of
-one name the higher revision decides, and versions are only ever added. It runs nothing. Neighbours: registered.py
-has the types, registry_scripts.py the changes, library.py loads what is kept, door/ changes it.
+keeps a copy on disk, written before a change is answered. It runs nothing. Neighbours: registered.py has the types,
+registry_scripts.py the changes, registry_sync.py the copy, library.py loads what is kept, door/ changes it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import structlog
 from redis.asyncio import Redis
 
 from services.common.errors import nearest
 from services.common.keys import AUDIT_KEPT, RegistryKeys
-from services.reward.registered import AuditLine, ConflictError, Content, Name, NotRegisteredError, Origin, read_name
+from services.common.reward_config import RegistryQuotas
+from services.reward.registered import (
+    RETIRED,
+    Action,
+    AuditLine,
+    ConflictError,
+    Content,
+    Name,
+    NotRegisteredError,
+    Origin,
+    UnreadableError,
+    read_audit,
+    read_content,
+)
 from services.reward.registry_disk import Disk
-from services.reward.registry_scripts import JUMP, MOVE, RESTORE, SUBMIT
+from services.reward.registry_quotas import check_room
+from services.reward.registry_scripts import MOVE, REMOVE, SUBMIT
+from services.reward.registry_sync import RegistrySync
 from services.reward.submission import Submission
 
 # A replica learns what another has changed within this; scoring asks Redis itself and is not late.
 SYNC_S = 1.0
-RETIRED = "{name} was retired, and no version of it is asked for. Activate one, or pin one in the configuration"
 log = structlog.get_logger()
 
 
@@ -36,50 +48,77 @@ class Registry:
     Args:
         folder: This replica's copy.
         replica: Name of this process, written into the audit.
+        quotas: How much there may be.
     """
 
-    def __init__(self, redis: Redis, folder: Path, *, replica: str) -> None:
+    def __init__(self, redis: Redis, folder: Path, *, replica: str, quotas: RegistryQuotas | None = None) -> None:
         self._redis, self._keys, self._replica = redis, RegistryKeys(), replica
+        self._quotas = quotas or RegistryQuotas()
         self._disk = Disk(folder)
+        self.copy = RegistrySync(redis, self._disk)
         self._contents: dict[str, Content] = {}
         # What runs pin is asked for with every batch, and never moves.
         self._pinned: dict[tuple[str, str], str] = {}
-        # What was alike at the last look: changes counted by Redis, and the stamp of the copy on disk.
-        self._seen = (-1, -1)
-        self._syncing, self._wrote = asyncio.Lock(), False
+        self._adding = asyncio.Lock()
         self._submit, self._move = redis.register_script(SUBMIT), redis.register_script(MOVE)
-        self._restore, self._jump = redis.register_script(RESTORE), redis.register_script(JUMP)
+        self._remove = redis.register_script(REMOVE)
 
     async def run(self) -> None:
         """Keep Redis and the copy on disk alike until cancelled."""
         while True:
-            await self.sync()
+            await self.copy.sync()
+            self._forget_removed()
             await asyncio.sleep(SYNC_S)
+
+    async def check_room(self, submission: Submission) -> None:
+        """Refuse a submission that there is no room for, before it is loaded and tested.
+
+        Raises:
+            QuotaError: It is new to its name, and beyond a quota.
+        """
+        num_bytes = len(submission.model_dump_json())
+        names = await self.names()
+        if not any(one.name == submission.name and submission.version in one.versions for one in names):
+            check_room(self._quotas, names, submission.name, num_bytes)
 
     async def submit(self, submission: Submission, content: Content, *, who: str) -> tuple[Name, bool]:
         """Keep a version under its name; the name as it is then, and whether the version is new to it.
 
         Raises:
-            ConflictError: The name holds functions of another kind.
+            ConflictError: The name holds functions of another kind, or there is no room.
         """
-        await self.sync()
-        keys, now = self._keys, time.time()
         line = self._line(who, "submit", submission.name, content.version)
-        origin = Origin(by=who, unix_s=now).model_dump_json()
-        await asyncio.to_thread(self._disk.write_content, content.version, content.model_dump_json())
-        status, value, changes = await self._submit(
-            keys=[keys.name(submission.name), keys.names, keys.content, keys.audit, keys.changes],
-            args=[
-                *(submission.name, content.version, content.model_dump_json(), origin, content.kind),
-                *(int(submission.activate), line.model_dump_json(), AUDIT_KEPT),
-            ],
-        )
+        async with self._adding:  # one at a time is counted
+            await self.check_room(submission)
+            status, value, changes = await self._add(submission, content, line)
         if status == b"kind":
             raise ConflictError(
                 f"{submission.name} holds functions of kind {value.decode()}, and this one is of kind {content.kind}. "
                 "Give it another name"
             )
         return await self._record(line, changes), bool(value)
+
+    async def _add(self, submission: Submission, content: Content, line: AuditLine) -> Any:
+        keys, text = self._keys, content.model_dump_json()
+        origin = Origin(by=line.who, unix_s=line.unix_s, num_bytes=len(submission.model_dump_json()))
+        replace = await self._is_unreadable(content.version)
+        await asyncio.to_thread(self._disk.write_content, content.version, text, replace=replace)
+        return await self._submit(
+            keys=[keys.name(submission.name), keys.names, keys.content, keys.audit, keys.changes],
+            args=[
+                *(submission.name, content.version, text, origin.model_dump_json(), content.kind),
+                *(int(submission.activate), line.model_dump_json(), AUDIT_KEPT, int(replace)),
+            ],
+        )
+
+    async def _is_unreadable(self, version: str) -> bool:
+        try:
+            await self.content(version)
+        except UnreadableError:
+            return True
+        except NotRegisteredError:
+            return False
+        return False
 
     async def activate(self, name: str, version: str, *, who: str, if_active: str | None = None) -> tuple[Name, str]:
         """Make a version the active one; the name as it is then, and what was active before.
@@ -89,13 +128,14 @@ class Registry:
             if_active: Only while this version is active; empty means while none is.
 
         Raises:
-            NotRegisteredError: There is no such name or version.
+            NotRegisteredError: There is no such name or version, or it cannot be read.
             ConflictError: Another version than `if_active` is active.
         """
         found = await self.name(name)
         whole = found.find(version)
+        await self.content(whole)
         expected = "*" if if_active is None else if_active and found.find(if_active)
-        return await self._change("activate", name, whole, expected, who)
+        return await self._change(self._line(who, "activate", name, whole), expected)
 
     async def retire(self, name: str, *, who: str) -> tuple[Name, str]:
         """Leave a name without an active version; its versions stay for those who name one.
@@ -104,39 +144,67 @@ class Registry:
             NotRegisteredError: There is no such name.
         """
         await self.name(name)
-        return await self._change("retire", name, "", "*", who)
+        return await self._change(self._line(who, "retire", name, ""), "*")
 
-    async def _change(
-        self, action: Literal["activate", "retire"], name: str, version: str, expected: str, who: str
-    ) -> tuple[Name, str]:
-        keys = self._keys
-        line = self._line(who, action, name, version)
+    async def _change(self, line: AuditLine, expected: str) -> tuple[Name, str]:
+        keys, version = self._keys, line.version
         status, was, changes = await self._move(
-            keys=[keys.name(name), keys.audit, keys.changes],
+            keys=[keys.name(line.name), keys.audit, keys.changes],
             args=[version, expected, line.model_dump_json(), AUDIT_KEPT],
         )
         if status == b"missing":
-            raise NotRegisteredError(f"there is no {name} with version {version[:12]}")
+            raise NotRegisteredError(f"there is no {line.name} with version {version[:12]}")
         if status == b"other":
             held = f"version {was.decode()[:12]}" if was else "no version"
-            raise ConflictError(f"{held} of {name} is active, and not {expected[:12] or 'none'}. Look and try again")
+            raise ConflictError(
+                f"{held} of {line.name} is active, and not {expected[:12] or 'none'}. Look and try again"
+            )
         return await self._record(line.model_copy(update={"was": was.decode()}), changes), was.decode()
 
+    async def remove(self, name: str, version: str, *, who: str) -> str:
+        """Remove a version from a name, and its content with the last name that has it; the whole version.
+
+        Raises:
+            NotRegisteredError: There is no such name or version.
+            ConflictError: It is the active one, or a run asks for it.
+        """
+        whole = (await self.name(name)).find(version)
+        if any(pinned == whole for (asked, _), pinned in self._pinned.items() if asked == name):
+            raise ConflictError(f"version {whole[:12]} of {name} is asked for by its number. End that run first")
+        keys, line = self._keys, self._line(who, "remove", name, whole)
+        origin = Origin(by=who, unix_s=line.unix_s, removed=True)
+        status, changes = await self._remove(
+            keys=[keys.name(name), keys.names, keys.content, keys.audit, keys.changes, keys.usage(name, whole)],
+            args=[whole, origin.model_dump_json(), line.model_dump_json(), AUDIT_KEPT, keys.name("")],
+        )
+        if status == b"missing":
+            raise NotRegisteredError(f"there is no {name} with version {whole[:12]}")
+        if status == b"active":
+            raise ConflictError(f"version {whole[:12]} of {name} is active. Activate another, or retire the name first")
+        await self._record(line, changes)
+        await self.copy.sync(whole=True)
+        self._forget_removed()
+        return whole
+
     async def names(self) -> list[Name]:
-        """Every name, by name."""
-        await self.sync()
+        """Every name that can be read, by name."""
+        await self.copy.sync()
         found: Any = await self._redis.smembers(self._keys.names)
-        return await self._read_names(sorted(one.decode() for one in found))
+        names = await self.copy.read_names(sorted(one.decode() for one in found))
+        return [one for one in names if one.versions]
 
     async def name(self, name: str) -> Name:
         """One name.
 
         Raises:
-            NotRegisteredError: Nothing is registered under it.
+            NotRegisteredError: Nothing is registered under it, or it cannot be read.
         """
-        await self.sync()
-        if found := await self._read_names([name]):
+        await self.copy.sync()
+        found = await self.copy.read_names([name])
+        if found and found[0].versions:
             return found[0]
+        if reason := self.copy.unreadable.get(name):
+            raise UnreadableError(reason)
         known: Any = await self._redis.smembers(self._keys.names)
         hint = nearest(name, (one.decode() for one in known)) if known else "Nothing is registered yet."
         raise NotRegisteredError(f"there is no reward function '{name}'. {hint}")
@@ -145,7 +213,8 @@ class Registry:
         """The content that scores for `name`: its active version, or the given one (whole, or its beginning).
 
         Raises:
-            NotRegisteredError: There is no such name or version, or the name is retired and no version is given.
+            NotRegisteredError: There is no such name or version, it cannot be read, or the name is retired and no
+                version is given.
         """
         if (name, version) not in self._pinned:
             whole = await self._resolve(name, version)
@@ -170,135 +239,48 @@ class Registry:
             pipe.get(self._keys.changes)
             pipe.hget(self._keys.name(name), "active")
             changes, active = await pipe.execute()
-        known = int(changes or 0) >= self._seen[0]
+        known = int(changes or 0) >= self.copy.num_changes
         return active.decode() if active and known else ""
 
     async def content(self, version: str) -> Content:
-        """What a version is.
+        """What a version is: by the copy on disk, else by Redis.
 
         Raises:
-            NotRegisteredError: Nobody has it.
+            NotRegisteredError: Nobody has it, or what they have cannot be read.
         """
         if version not in self._contents:
-            text = await asyncio.to_thread(self._disk.read_content, version)
-            if text is None:
-                found: Any = await self._redis.hget(self._keys.content, version)
-                if found is None:
-                    raise NotRegisteredError(f"there is no version {version[:12]}")
-                text = found.decode()
-            self._contents[version] = Content.model_validate_json(text)
+            self._contents[version] = await self._read_content(version)
         return self._contents[version]
+
+    async def _read_content(self, version: str) -> Content:
+        text, unreadable = await asyncio.to_thread(self._disk.read_content, version), None
+        if text is not None:
+            try:
+                return read_content(version, text)
+            except UnreadableError as error:
+                unreadable = error
+        found: Any = await self._redis.hget(self._keys.content, version)
+        if found is not None:
+            return read_content(version, found.decode(errors="replace"))
+        raise unreadable or NotRegisteredError(f"there is no version {version[:12]}")
 
     async def audit(self, name: str | None, limit: int) -> list[AuditLine]:
         """The newest changes, the newest first; of one name where given."""
         found: Any = await self._redis.lrange(self._keys.audit, -AUDIT_KEPT, -1)
-        lines = (AuditLine.model_validate_json(line) for line in reversed(found))
+        lines = read_audit(reversed(found))
         return [line for line in lines if name in (None, line.name)][:limit]
 
-    async def sync(self) -> None:
-        """Make Redis and the copy on disk alike, where either has changed since the last time."""
-        if await self._now() == self._seen:
-            return
-        async with self._syncing:
-            stamp = self._disk.stamp()
-            await self._put_back()
-            changes = int(await self._redis.get(self._keys.changes) or 0)
-            await self._copy()
-            # What another process writes meanwhile changes one of the two again.
-            self._seen = (changes, self._disk.stamp() if self._wrote else stamp)
+    def _forget_removed(self) -> None:
+        """Drop from memory what was removed here or by another replica."""
+        removed = self.copy.removed
+        self._pinned = {asked: kept for asked, kept in self._pinned.items() if (asked[0], kept) not in removed}
+        for _, version in removed:
+            self._contents.pop(version, None)
 
-    async def _now(self) -> tuple[int, int]:
-        return int(await self._redis.get(self._keys.changes) or 0), self._disk.stamp()
-
-    async def _put_back(self) -> None:
-        """Write to Redis what the copy on disk has and Redis lacks: it was wiped, or is another run's."""
-        texts = await asyncio.to_thread(self._disk.read_names)
-        kept = [Name.model_validate_json(text) for text in texts]
-        there = {one.name: one for one in await self._read_names(one.name for one in kept)}
-        lacking = [one for one in kept if one.name not in there or there[one.name].lacks(one)]
-        for one in lacking:
-            await self._put_back_name(one)
-        if lacking:
-            await self._jump(keys=[self._keys.changes], args=[time.time_ns() // 1_000_000])
-            log.info("registry_restored", names=[one.name for one in lacking], detail="from the copy on disk")
-        if kept and not await self._redis.exists(self._keys.audit):
-            lines = await asyncio.to_thread(self._disk.read_audit, AUDIT_KEPT)
-            if lines:
-                await self._redis.rpush(self._keys.audit, *lines)
-
-    async def _put_back_name(self, kept: Name) -> None:
-        for version in kept.versions:
-            text = await asyncio.to_thread(self._disk.read_content, version)
-            if text is not None:
-                await self._redis.hsetnx(self._keys.content, version, text)
-        pairs = [part for v, origin in kept.versions.items() for part in (f"v:{v}", origin.model_dump_json())]
-        await self._restore(
-            keys=[self._keys.name(kept.name), self._keys.names],
-            args=[kept.name, kept.revision, kept.kind, kept.active, int(kept.retired), *pairs],
-        )
-
-    async def _copy(self) -> None:
-        """Write to disk what Redis has and the copy lacks."""
-        names: Any = await self._redis.smembers(self._keys.names)
-        self._wrote = False
-        for kept in await self._read_names(sorted(one.decode() for one in names)):
-            for version in kept.versions:
-                if not await asyncio.to_thread(self._disk.has_content, version):
-                    text: Any = await self._redis.hget(self._keys.content, version)
-                    if text is not None:
-                        await asyncio.to_thread(self._disk.write_content, version, text.decode())
-            await self._write_name(kept)
-
-    async def _write_name(self, kept: Name) -> None:
-        """Keep a name on disk, unless a newer state of it is there."""
-        text = await asyncio.to_thread(self._disk.read_name, kept.name)
-        there = Name.model_validate_json(text) if text else None
-        if there is None or (there != kept and not kept.lacks(there)):
-            await asyncio.to_thread(self._disk.write_name, kept.name, kept.model_dump_json())
-            self._wrote = True
-
-    async def _read_names(self, names: Iterable[str]) -> list[Name]:
-        names = list(names)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for name in names:
-                pipe.hgetall(self._keys.name(name))
-            found = await pipe.execute()
-        return [read_name(name, fields) for name, fields in zip(names, found, strict=True) if fields]
-
-    def _line(self, who: str, action: Literal["submit", "activate", "retire"], name: str, version: str) -> AuditLine:
+    def _line(self, who: str, action: Action, name: str, version: str) -> AuditLine:
         return AuditLine(unix_s=time.time(), who=who, action=action, name=name, version=version, replica=self._replica)
 
     async def _record(self, line: AuditLine, changes: int) -> Name:
         """The change and who made it, on disk before it is answered; the name as it is then."""
         log.info("reward_registry", **line.model_dump())
-        await asyncio.to_thread(self._disk.append_audit, line.model_dump_json())
-        (changed,) = await self._read_names([line.name])
-        alike = self._seen == (changes - 1, self._disk.stamp())
-        await self._write_name(changed)
-        if alike:  # this change alone lies between then and now
-            self._seen = (changes, self._disk.stamp())
-        return changed
-
-
-class RegistryCopy:
-    """What a copy on disk holds, without a Redis: to look up what a run that has not started will find."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._disk = folder, Disk(folder)
-
-    async def resolve(self, name: str, version: str = "") -> Content:
-        """As `Registry.resolve`.
-
-        Raises:
-            NotRegisteredError: There is no such name or version here.
-        """
-        names = [Name.model_validate_json(text) for text in self._disk.read_names()]
-        found = next((one for one in names if one.name == name), None)
-        if found is None:
-            hint = nearest(name, (one.name for one in names)) if names else "Nothing is registered there."
-            raise NotRegisteredError(f"there is no reward function '{name}' in {self._folder}. {hint}")
-        whole = found.find(version) if version else found.active
-        text = self._disk.read_content(whole) if whole else None
-        if text is None:
-            raise NotRegisteredError(RETIRED.format(name=name) if not whole else f"there is no version {whole[:12]}")
-        return Content.model_validate_json(text)
+        return await self.copy.record(line.name, line.model_dump_json(), changes)

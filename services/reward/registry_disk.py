@@ -1,6 +1,6 @@
 """One replica's copy of the registry: a file for each version and each name, and the audit.
 
-    content/VERSION.json   never changes once written
+    content/VERSION.json   as it was written, until it is removed
     names/NAME.json        replaced as a whole
     audit.jsonl            appended to
 
@@ -22,10 +22,14 @@ class Disk:
     def __init__(self, folder: Path) -> None:
         self._contents, self._names, self._audit = folder / "content", folder / "names", folder / "audit.jsonl"
 
-    def write_content(self, version: str, text: str) -> None:
-        """Keep a version; one that is there stays."""
-        if not self.has_content(version):
+    def write_content(self, version: str, text: str, *, replace: bool = False) -> None:
+        """Keep a version; one that is there stays, unless it is to be replaced."""
+        if replace or not self.has_content(version):
             _write(self._contents / f"{version}.json", text)
+
+    def remove_content(self, version: str) -> None:
+        """Forget a version, where it is there."""
+        (self._contents / f"{version}.json").unlink(missing_ok=True)
 
     def has_content(self, version: str) -> bool:
         """Whether the copy has a version."""
@@ -34,7 +38,7 @@ class Disk:
     def read_content(self, version: str) -> str | None:
         """A version's text; None where the copy lacks it."""
         try:
-            return (self._contents / f"{version}.json").read_text(encoding="utf-8")
+            return (self._contents / f"{version}.json").read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return None
 
@@ -45,7 +49,7 @@ class Disk:
     def read_name(self, name: str) -> str | None:
         """What is kept of a name; None where that is nothing."""
         try:
-            return (self._names / f"{name}.json").read_text(encoding="utf-8")
+            return (self._names / f"{name}.json").read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return None
 
@@ -56,9 +60,11 @@ class Disk:
         except FileNotFoundError:
             return 0
 
-    def read_names(self) -> list[str]:
-        """What is kept of every name."""
-        return [path.read_text(encoding="utf-8") for path in sorted(self._names.glob("*.json"))]
+    def read_names(self) -> dict[str, str]:
+        """What is kept of every name, by name."""
+        return {
+            path.stem: path.read_text(encoding="utf-8", errors="replace") for path in sorted(self._names.glob("*.json"))
+        }
 
     def append_audit(self, line: str) -> None:
         """Add one line; replicas that share the folder do not cut into each other's."""

@@ -24,7 +24,8 @@ from services.common.reward_config import RewardConfig
 from services.reward.calls import CallFailed
 from services.reward.functions import Unaskable, arguments_for
 from services.reward.library import Function, Library, UnknownFunctionError, open_library
-from services.reward.registry import Registry, RegistryCopy
+from services.reward.registry import Registry
+from services.reward.registry_copy import RegistryCopy
 from services.reward.usage import UsageCounter
 from services.reward.values import Failure, Value, read_value
 

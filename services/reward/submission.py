@@ -10,7 +10,7 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 Kind = Literal["reward", "environment"]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -26,11 +26,18 @@ def _is_plain_json(value: Any) -> Any:
     return value
 
 
+def _has_few_parts(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_PARTS:
+        raise ValueError(f"has {len(value)} parts, and a function returns at most {MAX_PARTS}")
+    return value
+
+
 Columns = Annotated[dict[str, Any], AfterValidator(_is_plain_json)]
 PlainJson = Annotated[Any, AfterValidator(_is_plain_json)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_SOURCE_CHARS = 256 * 1024
 MAX_TESTS = 64
+MAX_UNKNOWN_FIELDS, MAX_PARTS = 20, 64
 MAX_TIMEOUT_S, MAX_MEMORY_MB = 600, 65_536
 
 
@@ -38,6 +45,14 @@ class Body(BaseModel):
     """A part of a request: unknown fields are refused, text is not read as a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_unknown_fields(cls, value: Any) -> Any:
+        """Each unknown field would be a problem of its own; so many are one."""
+        if isinstance(value, dict) and len(value) > len(cls.model_fields) + MAX_UNKNOWN_FIELDS:
+            raise ValueError(f"has {len(value)} fields, and at most {len(cls.model_fields)} are known")
+        return value
 
 
 class Limits(Body):
@@ -61,7 +76,7 @@ class TestCase(Body):
     input: Columns = Field(
         description="Of a reward: prompt, completion and columns of the data set. Of an environment: task and actions"
     )
-    expected: Finite | dict[str, Finite] = Field(
+    expected: Finite | Annotated[dict[str, Finite], BeforeValidator(_has_few_parts)] = Field(
         description="The number, or the named parts; of an environment the summed reward of all actions"
     )
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(

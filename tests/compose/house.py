@@ -68,7 +68,7 @@ class House:
 
     def ask(self, port: str, path: str, *, post: bool = False) -> Any:
         """The JSON of one call."""
-        headers = {"authorization": f"Bearer {self.token}"}
+        headers = {"authorization": f"Bearer {self.token}", "content-type": "application/json"}
         request = urllib.request.Request(
             self.address(port) + path, headers=headers, method="POST" if post else "GET", data=b"" if post else None
         )

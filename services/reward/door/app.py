@@ -11,8 +11,9 @@ from typing import Any
 
 from fastapi_offline import FastAPIOffline
 
+from services.common.http_guard import App, BoundedBodies
 from services.reward.door.bodies import submission_schemas
-from services.reward.door.guard import App, BoundedBodies, add_error_answers
+from services.reward.door.guard import MAX_BODY_BYTES, add_error_answers
 from services.reward.door.routes import Desk, make_router
 
 _MEANING = """Reward functions and environments of running trainings.
@@ -22,7 +23,7 @@ Where the service has tokens, send one as `Authorization: Bearer TOKEN`; the rol
 
 
 def rest_app(desk: Desk) -> App:
-    """The app; it checks tokens itself."""
+    """The app; it knows its callers itself, and asks before it reads a body."""
     app = FastAPIOffline(title="gspo reward", version=version("gspo"), description=_MEANING)
     describe = app.openapi
 
@@ -35,4 +36,4 @@ def rest_app(desk: Desk) -> App:
     app.openapi = openapi  # type: ignore[method-assign] # as FastAPI's own pages advise
     app.include_router(make_router(desk))
     add_error_answers(app)
-    return BoundedBodies(app)
+    return desk.guard.before(BoundedBodies(app, MAX_BODY_BYTES))

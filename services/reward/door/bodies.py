@@ -5,20 +5,24 @@ Neighbours: routes.py, and services/reward/submission.py for what it must be.
 
 from __future__ import annotations
 
-import importlib.util
+import codecs
+import io
 import json
+import tokenize
 from typing import Any
 
 from fastapi import Request
 from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 
-from services.reward.door.guard import MAX_BODY_BYTES, RefuseError, refusal_of
+from services.common.http_guard import FORM_TYPE, JSON_TYPE
+from services.reward.door.guard import MAX_BODY_BYTES, RefuseError, cut, refusal_of
 from services.reward.door.views import ProblemView
 from services.reward.submission import Submission
 
-JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
 _REFERENCE = "#/components/schemas/{model}"
+# As Python names them. Others cannot be read as text, or take long to.
+_ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso8859-1", "cp1252")
 _JSON_FIELDS = ("limits", "tests", "activate")
 SOURCE = """def reward(completions, answer, **columns):
     return [float(text.strip() == right) for text, right in zip(completions, answer)]
@@ -64,7 +68,7 @@ async def read_submission(request: Request) -> Submission:
         text = json.dumps(await _read_form(request)).encode()
     else:
         raise RefuseError(
-            415, f"send {JSON_TYPE}, or {FORM_TYPE} with the source as `file`; this is {kind or 'neither'}"
+            415, f"send {JSON_TYPE}, or {FORM_TYPE} with the source as `file`; this is {cut(kind) or 'neither'}"
         )
     try:
         return Submission.model_validate_json(text)
@@ -97,13 +101,18 @@ def _read_field(name: str, value: str) -> Any:
 
 
 async def _read_source(file: UploadFile) -> str:
+    data = await file.read()
     try:
-        return importlib.util.decode_source(await file.read())
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        if codecs.lookup(encoding).name not in _ENCODINGS:
+            raise _wrong("file", f"is written in the encoding {encoding[:100]!r}; save it as UTF-8")
+        return io.TextIOWrapper(io.BytesIO(data), encoding).read()
     except (SyntaxError, ValueError) as error:
         raise _wrong("file", f"is not Python text ({error})") from error
 
 
 def _wrong(field: str, text: str) -> RefuseError:
+    field = cut(field)
     return RefuseError(422, f"{field}: {text}", [ProblemView(rule="field", text=f"{field}: {text}", field=field)])
 
 

@@ -1,34 +1,34 @@
-"""Who may call, how much and how often: bodies are bounded before they are read, callers known before they are heard.
+"""Who may call and how often, and how a refusal is answered.
 
 Neighbours: services/reward/callers.py finds the caller; app.py puts this in front of the routes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
-from services.reward.callers import Caller, Callers, RateLimit
+from services.common.http_guard import App, Receive, Scope, Send, caller_of, header
+from services.common.refusals import note_refusal
+from services.reward.callers import ANONYMOUS, Caller, Callers, RateLimit
 from services.reward.door.views import ProblemView, Refusal
 from services.reward.registered import ConflictError, NotRegisteredError
-from services.reward.source_check import RefusedError
+from services.reward.source_check import MAX_PROBLEMS, RefusedError
 
 # A source of 256 KiB in which every character is escaped, with its test cases.
 MAX_BODY_BYTES = 4 * 2**20
 NO_TOKEN = "a token is missing or wrong: send it as 'Authorization: Bearer TOKEN'"  # noqa: S105 - a message
-_BEARER = HTTPBearer(auto_error=False, description="A token of reward.tokens, or the one that the services share")
+# For the description at /docs; `Guard` has looked at the token before.
+BEARER = HTTPBearer(auto_error=False, description="A token of reward.tokens, or the one that the services share")
 
+MAX_PROBLEM_CHARS = 500
 _NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class RefuseError(Exception):
@@ -42,7 +42,7 @@ class RefuseError(Exception):
 
 
 class Guard:
-    """Dependencies of the routes: each gives the caller, or refuses.
+    """Lets known callers through to the calls, and few enough of them: all of it before their body is read.
 
     Attributes:
         callers: Who may call; gRPC asks there too.
@@ -51,27 +51,53 @@ class Guard:
     def __init__(self, callers: Callers, rate: RateLimit) -> None:
         self.callers, self._rate = callers, rate
 
-    def may_read(
-        self, request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)] = None
-    ) -> Caller:
-        """Whoever has a token."""
-        caller = self.callers.find(given.credentials if given else "")
+    def before(self, app: App) -> App:
+        """The app behind the checks; its page at /docs is open to all."""
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if not scope["path"].startswith("/v1/"):
+                await app(scope, receive, send)
+                return
+            try:
+                caller = self._admit(scope)
+            except RefuseError as error:
+                if error.status == 401:
+                    note_refusal("http", "token", caller=caller_of(scope), asked=scope["path"], detail=NO_TOKEN)
+                await answer(error.status, error.refusal, error.headers)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+            await app(scope, receive, send)
+
+        return guarded
+
+    def _admit(self, scope: Scope) -> Caller:
+        """Whose token it is.
+
+        Raises:
+            RefuseError: Nobody's, or of one who may not make this call, or not now.
+        """
+        scheme, _, token = header(scope, b"authorization").partition(" ")
+        caller = self.callers.find(token.strip() if scheme.lower() == "bearer" else "")
         if caller is None:
             raise RefuseError(401, NO_TOKEN, headers={"WWW-Authenticate": "Bearer"})
-        request.state.caller = caller
-        return caller
-
-    def may_submit(
-        self, request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)] = None
-    ) -> Caller:
-        """Whoever has a token for changes, and has not made too many."""
-        caller = self.may_read(request, given)
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return caller
         if caller.role != "submit":
             raise RefuseError(403, f"{caller.name} has a token to read; this call needs one to submit")
-        if wait_s := self._rate.wait_s(caller.name):
-            detail = f"{caller.name} has made more calls than reward.calls_per_minute; wait {wait_s:.1f} s"
+        # Without tokens, callers differ by their address alone.
+        who = caller_of(scope).rpartition(":")[0] if caller is ANONYMOUS else caller.name
+        if wait_s := self._rate.wait_s(who, _kind(scope)):
+            detail = f"{caller.name} has made more calls of this kind than reward.calls_per_minute; wait {wait_s:.1f} s"
             raise RefuseError(429, detail, headers={"Retry-After": str(int(wait_s) + 1)})
         return caller
+
+
+def _kind(scope: Scope) -> str:
+    """What kind of change: many quick trials must not keep anybody from submitting."""
+    if scope["method"] != "POST":
+        return "remove"
+    last = scope["path"].rstrip("/").rpartition("/")[2]
+    return last if last in ("try", "activate") else "submit"
 
 
 def add_error_answers(app: FastAPI) -> None:
@@ -79,35 +105,35 @@ def add_error_answers(app: FastAPI) -> None:
 
     @app.exception_handler(RefuseError)
     async def refused(_: Request, error: RefuseError) -> Response:
-        return _answer(error.status, error.refusal, error.headers)
+        return answer(error.status, error.refusal, error.headers)
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
-        return _answer(error.status_code, Refusal(detail=str(error.detail)), dict(error.headers or {}))
+        return answer(error.status_code, Refusal(detail=str(error.detail)), dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return _answer(422, refusal_of(error.errors()))
+        return answer(422, refusal_of(error.errors()))
 
     @app.exception_handler(NotRegisteredError)
     async def missing(_: Request, error: NotRegisteredError) -> Response:
-        return _answer(404, Refusal(detail=str(error)))
+        return answer(404, Refusal(detail=str(error)))
 
     @app.exception_handler(ConflictError)
     async def conflict(_: Request, error: ConflictError) -> Response:
-        return _answer(409, Refusal(detail=str(error)))
+        return answer(409, Refusal(detail=str(error)))
 
     @app.exception_handler(RefusedError)
     async def not_taken(_: Request, error: RefusedError) -> Response:
         problems = [ProblemView(**vars(problem)) for problem in error.problems]
-        return _answer(422, Refusal(detail=problems[0].text, problems=problems))
+        return answer(422, Refusal(detail=problems[0].text, problems=problems))
 
 
 def refusal_of(errors: Sequence[Any]) -> Refusal:
-    """What pydantic found in a request."""
+    """What pydantic found in a request: the first MAX_PROBLEMS, each cut to MAX_PROBLEM_CHARS."""
     problems = []
-    for error in errors:
-        field = ".".join(str(part) for part in error["loc"] if part not in ("body", "path", "query")) or None
+    for error in errors[:MAX_PROBLEMS]:
+        field = cut(".".join(str(part) for part in error["loc"] if part not in ("body", "path", "query"))) or None
         if error["type"] == "json_invalid":  # its place is a character's
             at = [f"at character {part}" for part in error["loc"] if isinstance(part, int)]
             why = error.get("ctx", {}).get("error", error["msg"])
@@ -118,44 +144,16 @@ def refusal_of(errors: Sequence[Any]) -> Refusal:
             text = "the body: is no JSON object; send one, with content-type: application/json"
         else:
             text = f"{field or 'the body'}: {error['msg']}"
-        problems.append(ProblemView(rule="field", text=_plain(text), field=field))
+        problems.append(ProblemView(rule="field", text=cut(text), field=field))
     return Refusal(detail=problems[0].text, problems=problems)
 
 
-def _plain(text: str) -> str:
-    """Without half surrogate pairs, which UTF-8 cannot carry."""
-    return text.encode(errors="replace").decode()
+def cut(text: str) -> str:
+    """Its beginning, without half surrogate pairs, which UTF-8 cannot carry."""
+    short = text if len(text) <= MAX_PROBLEM_CHARS else f"{text[:MAX_PROBLEM_CHARS]}..."
+    return short.encode(errors="replace").decode()
 
 
-def _answer(status: int, refusal: Refusal, headers: dict[str, str] | None = None) -> Response:
+def answer(status: int, refusal: Refusal, headers: dict[str, str] | None = None) -> Response:
+    """A refusal as it is sent."""
     return JSONResponse(refusal.model_dump(), status_code=status, headers=headers or None)
-
-
-class BoundedBodies:
-    """Reads each body before the app sees the request, and refuses one of more than MAX_BODY_BYTES."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            if len(body) > MAX_BODY_BYTES:
-                refusal = Refusal(detail=f"the body has more than {MAX_BODY_BYTES} bytes")
-                await _answer(413, refusal)(scope, receive, send)
-                return
-            if not message.get("more_body", False):
-                break
-        messages = iter([{"type": "http.request", "body": bytes(body), "more_body": False}])
-
-        async def replay() -> Message:
-            return next(messages, None) or await receive()
-
-        await self._app(scope, replay, send)

@@ -17,13 +17,14 @@ from services.reward.admission import Admission
 from services.reward.callers import Caller
 from services.reward.calls import CallFailed
 from services.reward.door.bodies import read_submission, request_body
-from services.reward.door.guard import Guard, RefuseError
+from services.reward.door.guard import BEARER, Guard, RefuseError
 from services.reward.door.views import (
     ActivateBody,
     AuditList,
     Moved,
     ProblemView,
     Refusal,
+    Removed,
     RewardList,
     RewardView,
     SourceView,
@@ -36,10 +37,11 @@ from services.reward.door.views import (
     configured_view,
     registered_view,
     tried,
+    unreadable_view,
     version_view,
 )
 from services.reward.library import Function, Library
-from services.reward.registered import Content, Name, NotRegisteredError
+from services.reward.registered import Content, Name, NotRegisteredError, UnreadableError
 from services.reward.registry import Registry
 from services.reward.submission import Name as NameText
 from services.reward.submission import Version
@@ -59,6 +61,7 @@ _MEANINGS = {
     415: "The body is neither JSON nor a form",
     422: "Refused: each problem with its rule, and line and column of the source where it has them",
     429: "Too many calls; Retry-After says when to come back",
+    503: "Too many large bodies at a time; come back in a moment",
 }
 
 
@@ -76,26 +79,29 @@ class Desk:
 def make_router(desk: Desk) -> APIRouter:
     """Every call, each with what it may answer."""
     calls, router = _Calls(desk), APIRouter(prefix="/v1/rewards", tags=["reward functions"])
-    read, submit = desk.guard.may_read, desk.guard.may_submit
 
-    def add(path: str, endpoint: Callable[..., Any], method: str, may: Callable[..., Any], **more: Any) -> None:
-        router.add_api_route(path, endpoint, methods=[method], dependencies=[Depends(may)], **more)
+    def add(path: str, endpoint: Callable[..., Any], method: str, **more: Any) -> None:
+        router.add_api_route(path, endpoint, methods=[method], dependencies=[Depends(BEARER)], **more)
 
-    one, body, change = (401, 404, 422), (400, 413), (403, 429)
-    add("", calls.list_rewards, "GET", read, responses=_refusals(401))
+    one, body, change = (401, 404, 422), (400, 413, 415, 503), (403, 429)
+    add("", calls.list_rewards, "GET", responses=_refusals(401))
     add(
-        "", calls.submit_reward, "POST", submit, status_code=201, description=_SUBMIT, openapi_extra=request_body(),
-        responses=_refusals(401, 409, 415, 422, *body, *change),
+        "", calls.submit_reward, "POST", status_code=201, description=_SUBMIT, openapi_extra=request_body(),
+        responses=_refusals(401, 409, 422, *body, *change),
     )  # fmt: skip
-    add("/{name}", calls.get_reward, "GET", read, responses=_refusals(*one))
-    add("/{name}", calls.retire, "DELETE", submit, responses=_refusals(*one, *change))
-    add("/{name}/versions", calls.list_versions, "GET", read, responses=_refusals(*one))
-    add("/{name}/versions/{version}", calls.get_version, "GET", read, responses=_refusals(*one))
-    add("/{name}/source", calls.get_source, "GET", read, responses=_refusals(*one))
-    add("/{name}/usage", calls.get_usage, "GET", read, responses=_refusals(*one))
-    add("/{name}/log", calls.get_log, "GET", read, responses=_refusals(*one))
-    add("/{name}/try", calls.try_reward, "POST", submit, responses=_refusals(*one, *body, *change))
-    add("/{name}/activate", calls.activate, "POST", submit, responses=_refusals(409, *one, *body, *change))
+    add("/{name}", calls.get_reward, "GET", responses=_refusals(*one))
+    add("/{name}", calls.retire, "DELETE", responses=_refusals(*one, *change))
+    add("/{name}/versions", calls.list_versions, "GET", responses=_refusals(*one))
+    add("/{name}/versions/{version}", calls.get_version, "GET", responses=_refusals(*one))
+    add(
+        "/{name}/versions/{version}", calls.remove_version, "DELETE",
+        responses=_refusals(409, *one, *change),
+    )  # fmt: skip
+    add("/{name}/source", calls.get_source, "GET", responses=_refusals(*one))
+    add("/{name}/usage", calls.get_usage, "GET", responses=_refusals(*one))
+    add("/{name}/log", calls.get_log, "GET", responses=_refusals(*one))
+    add("/{name}/try", calls.try_reward, "POST", responses=_refusals(*one, *body, *change))
+    add("/{name}/activate", calls.activate, "POST", responses=_refusals(409, *one, *body, *change))
     return router
 
 
@@ -118,10 +124,14 @@ class _Calls:
         submission = await read_submission(request)
         if submission.name in self._desk.library.configured:
             raise RefuseError(409, f"the run's configuration has a function '{submission.name}'. Give it another name")
+        if beyond := self._desk.library.beyond_limits(submission.kind, submission.limits):
+            problems = [ProblemView(rule="field", text=text, field=field) for field, text in beyond]
+            raise RefuseError(422, problems[0].text, problems)
+        await self._registry.check_room(submission)
         content = await self._known(submission.version) if not submission.tests else None
         content = content or await self._desk.admission.admit(submission)
         name, new = await self._registry.submit(submission, content, who=_who(request))
-        view = version_view(name, content, name.versions[content.version])
+        view = version_view(name, content.version, content)
         return Submitted(**view.model_dump(), new=new)
 
     async def _known(self, version: str) -> Content | None:
@@ -135,14 +145,20 @@ class _Calls:
         """Every name: those of the run's configuration, and those that were submitted."""
         configured = [configured_view(function) for function in self._desk.library.configured.values()]
         names = [one for one in await self._registry.names() if one.name not in self._desk.library.configured]
-        return RewardList(rewards=configured + [registered_view(one, await self._shown(one)) for one in names])
+        unreadable = [unreadable_view(name, reason) for name, reason in self._registry.copy.unreadable.items()]
+        return RewardList(rewards=[*configured, *[await self._view(one) for one in names], *unreadable])
 
     async def get_reward(self, name: NamePath) -> RewardView:
         """One name."""
         if function := self._configured(name):
             return configured_view(function)
-        found = await self._found(name)
-        return registered_view(found, await self._shown(found))
+        return await self._view(await self._found(name))
+
+    async def _view(self, name: Name) -> RewardView:
+        try:
+            return registered_view(name, await self._shown(name))
+        except NotRegisteredError as error:
+            return registered_view(name, None, unreadable=str(error))
 
     async def _shown(self, name: Name) -> Content:
         """Its active version, else its newest."""
@@ -151,14 +167,23 @@ class _Calls:
     async def list_versions(self, name: NamePath) -> VersionList:
         """Every version of a submitted function, the oldest first."""
         found = await self._found(name)
-        contents = [await self._registry.content(version) for version in found.versions]
-        return VersionList(versions=[version_view(found, one, found.versions[one.version]) for one in contents])
+        return VersionList(versions=[await self._version_view(found, version) for version in found.versions])
 
     async def get_version(self, name: NamePath, version: VersionPath) -> VersionView:
         """One version of a submitted function."""
         found = await self._found(name)
-        content = await self._registry.content(found.find(version))
-        return version_view(found, content, found.versions[content.version])
+        return await self._version_view(found, found.find(version))
+
+    async def _version_view(self, name: Name, version: str) -> VersionView:
+        try:
+            return version_view(name, version, await self._registry.content(version))
+        except NotRegisteredError as error:
+            return version_view(name, version, None, unreadable=str(error))
+
+    async def remove_version(self, request: Request, name: NamePath, version: VersionPath) -> Removed:
+        """Remove a version for good; the active one is refused (409). It makes room under reward.quotas."""
+        await self._found(name)
+        return Removed(name=name, removed=await self._registry.remove(name, version, who=_who(request)))
 
     async def get_source(self, name: NamePath, version: VersionQuery = None) -> SourceView:
         """The source of a version."""
@@ -234,6 +259,8 @@ class _Calls:
             raise RefuseError(404, f"'{name}' is of the run's configuration: it has one version, which stays")
         try:
             return await self._registry.name(name)
+        except UnreadableError:
+            raise
         except NotRegisteredError:
             known = [*configured, *(one.name for one in await self._registry.names())]
             raise RefuseError(404, f"there is no reward function '{name}'. {nearest(name, known)}") from None

@@ -12,13 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from services.reward.environment import Turn
 from services.reward.library import Function
-from services.reward.registered import AuditLine, Content, Name, Origin
+from services.reward.registered import AuditLine, Content, Name
 from services.reward.submission import Body, Kind, Limits, PlainJson, Version
 from services.reward.trials import Failed, Trial
 from services.reward.usage import Usage
 from services.reward.values import Value
 
-MAX_ROWS = 64
+MAX_ROWS, MAX_MESSAGES = 64, 1024
+Messages = Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
 _PLAIN: TypeAdapter[Any] = TypeAdapter(PlainJson)
 
 
@@ -67,6 +68,7 @@ class RewardView(BaseModel):
     entry: str = Field(description="The function in its source; empty for an environment")
     convention: str = Field(description="trl, verl, openrlhf or environment")
     source: str = Field("", description="File or address of a configured function")
+    unreadable: str = Field("", description="Why it cannot be read, where that is so; it scores nothing then")
 
 
 class RewardList(BaseModel):
@@ -88,6 +90,7 @@ class VersionView(BaseModel):
     tests: int = Field(description="Test cases that it passed")
     submitted_by: str
     submitted_unix_s: float
+    unreadable: str = Field("", description="Why it cannot be read, where that is so; it can be removed")
 
 
 class VersionList(BaseModel):
@@ -141,11 +144,18 @@ class Moved(BaseModel):
     revision: int
 
 
+class Removed(BaseModel):
+    """What is no more."""
+
+    name: str
+    removed: str = Field(description="The version")
+
+
 class Row(BaseModel):
     """One answer to score; every further field is a column of the data set."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-    prompt: str | list[dict[str, Any]] = Field("", description="Text, or chat messages")
+    prompt: str | Messages = Field("", description="Text, or chat messages")
     completion: str = Field(description="The answer's text")
 
     @model_validator(mode="after")
@@ -197,23 +207,25 @@ class Tried(BaseModel):
     output: str = Field(description="The end of what the function printed")
 
 
-def version_view(name: Name, content: Content, origin: Origin) -> VersionView:
-    """What REST shows of a version."""
+def version_view(name: Name, version: str, content: Content | None, unreadable: str = "") -> VersionView:
+    """What REST shows of a version; its content is None where that cannot be read."""
+    origin = name.versions[version]
     return VersionView(
         name=name.name,
-        version=content.version,
-        kind=content.kind,
-        active=name.active == content.version,
-        entry=content.signature.get("entry", content.entry),
-        convention=content.signature.get("convention", content.kind),
-        limits=content.limits,
-        tests=len(content.tests),
+        version=version,
+        kind=name.kind,
+        active=name.active == version,
+        entry=content.signature.entry or content.entry if content else "",
+        convention=content.signature.convention or content.kind if content else "",
+        limits=content.limits if content else Limits(),
+        tests=len(content.tests) if content else 0,
         submitted_by=origin.by,
         submitted_unix_s=origin.unix_s,
+        unreadable=unreadable,
     )
 
 
-def registered_view(name: Name, shown: Content) -> RewardView:
+def registered_view(name: Name, shown: Content | None, unreadable: str = "") -> RewardView:
     """What REST shows of a submitted function; `shown` is its active version, else its newest."""
     return RewardView(
         name=name.name,
@@ -223,8 +235,23 @@ def registered_view(name: Name, shown: Content) -> RewardView:
         retired=name.retired,
         revision=name.revision,
         versions=len(name.versions),
-        entry=shown.signature.get("entry", shown.entry),
-        convention=shown.signature.get("convention", shown.kind),
+        entry=shown.signature.entry or shown.entry if shown else "",
+        convention=shown.signature.convention or shown.kind if shown else "",
+        unreadable=unreadable,
+    )
+
+
+def unreadable_view(name: str, reason: str) -> RewardView:
+    """What REST shows of a name of which nothing can be read."""
+    return RewardView(
+        name=name,
+        kind="reward",
+        origin="registered",
+        active=None,
+        versions=0,
+        entry="",
+        convention="",
+        unreadable=reason,
     )
 
 

@@ -18,8 +18,10 @@ from typing import Any
 from gspo_proto.rollout_pb2 import Event, Finished, StepDone, TrainingDone, VersionLive
 from services.common.errors import InputError
 from services.common.events import Events
+from services.common.http_guard import Receive, Scope, Send
+from services.common.http_server import HttpServer
 from services.common.members import Member, Registration
-from services.common.probes import HttpServer, Probes, Receive, Scope, Send
+from services.common.probes import Probes
 from services.common.runtime import Options, Service, parse_options, run_service
 
 STEP_S = 0.05

@@ -203,7 +203,7 @@ async def test_the_door_shows_pauses_and_stops_the_run(
     await until(all_issued, "the first groups")
     url = await door_of(redis, keys)
     assert httpx.get(f"{url}/v1/state").status_code == 401
-    assert httpx.post(f"{url}/v1/pause", headers={"Authorization": "Bearer wrong"}).status_code == 401
+    assert httpx.post(f"{url}/v1/pause", json={}, headers={"Authorization": "Bearer wrong"}).status_code == 401
     async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer a-secret-of-tests"}) as door:
         assert (await door.get("/readyz")).json() == {"ready": True, "problems": {}}
         page = (await door.get("/docs")).text
@@ -218,7 +218,7 @@ async def test_the_door_shows_pauses_and_stops_the_run(
         assert state["ended"] is None
         await _look_at_rollouts(redis, keys, door)
 
-        assert (await door.post("/v1/pause")).json() == {"paused": True}
+        assert (await door.post("/v1/pause", json={})).json() == {"paused": True}
 
         async def paused() -> bool:
             return bool((await door.get("/v1/state")).json()["paused"])
@@ -231,7 +231,7 @@ async def test_the_door_shows_pauses_and_stops_the_run(
 
         await until(settled, "the settlement")
         assert await redis.hlen(keys.open) == 2  # nothing new while paused
-        assert (await door.post("/v1/resume")).json() == {"paused": False}
+        assert (await door.post("/v1/resume", json={})).json() == {"paused": False}
         await _scoring_fails(redis, keys, door, until)
         await until(hears(redis, keys, "prompts_exhausted"), "half a pass of ten prompts to be issued")
         assert [event.num_groups for event in await heard(redis, keys, "prompts_exhausted")] == [5]
@@ -258,7 +258,7 @@ async def _scoring_fails(redis: Redis, keys: Keys, door: httpx.AsyncClient, unti
 
     await until(told, "the pause with its reason")
     assert "issue is paused (75% failed: KeyError)" in (await door.get("/v1/state")).json()["waits_for"]
-    assert (await door.post("/v1/resume")).json() == {"paused": False}
+    assert (await door.post("/v1/resume", json={})).json() == {"paused": False}
 
     async def goes_on() -> bool:
         state = (await door.get("/v1/state")).json()

@@ -44,7 +44,7 @@ async def open_desk(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Scorer, Registry]]:
     """A client of the app, and what scores and keeps behind it; the run's configuration has one function, `r`."""
     config: RewardConfig = reward_config(folder, BASE, **reward)
-    registry = Registry(redis, folder / "registry", replica="test")
+    registry = Registry(redis, folder / "registry", replica="test", quotas=config.quotas)
     usage = UsageCounter(redis)
     async with open_scorer(config, name="reward-0", registry=registry, usage=usage) as scorer:
         guard = Guard(Callers(service_token, config.tokens), RateLimit(config.calls_per_minute))

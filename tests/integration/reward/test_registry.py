@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 
+from gspo_proto.rollout_pb2 import RewardUse
 from services.reward.registered import ConflictError, Content, NotRegisteredError
-from services.reward.registry import Registry, RegistryCopy
+from services.reward.registry import Registry
+from services.reward.registry_copy import RegistryCopy
 from services.reward.submission import Submission
-from tests.integration.reward.desk import SOURCE, open_desk
+from tests.integration.reward.desk import NEWER, SOURCE, open_desk
+from tests.reward_case import answer_of, outcome_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -34,7 +39,7 @@ async def test_a_wiped_redis_gets_back_what_a_replica_has_on_disk(redis: Redis, 
     one, two = await keep(here, submission()), await keep(here, submission(number=1))
     await here.activate("exact", two, who="ann")
     assert (await there.resolve("exact")).version == two
-    await there.sync()  # as it does every second
+    await there.copy.sync()  # as it does every second
     await redis.flushall()
     # The other replica, which has only ever looked.
     assert (await there.resolve("exact")).version == two
@@ -56,12 +61,12 @@ async def test_an_older_copy_does_not_undo_a_newer_state(redis: Redis, tmp_path:
     one = await keep(old, submission())
     two = await keep(new, submission(number=1, activate=True))
     await redis.flushall()
-    await old.sync()  # knows the first version alone
+    await old.copy.sync()  # knows the first version alone
     known = await old.name("exact")
     assert known.active == one
-    await new.sync()
+    await new.copy.sync()
     assert (await old.name("exact")).active == two
-    await old._put_back_name(known)  # it had looked before the other wrote
+    await old.copy.put_back(known)  # it had looked before the other wrote
     assert (await old.name("exact")).active == two
     assert (await old.name("exact")).versions.keys() == {one, two}
 
@@ -132,3 +137,123 @@ async def test_a_thousand_callers_lose_nothing(redis: Redis, tmp_path: Path) -> 
         lines = await registry.audit(None, 10_000)
         assert sum(line.action == "submit" for line in lines) == 1000
         assert sum(line.action == "activate" for line in lines) == len(swaps)
+
+
+async def test_a_removed_version_is_gone_everywhere_and_stays_so(redis: Redis, tmp_path: Path) -> None:
+    here, there = (Registry(redis, tmp_path / name, replica=name) for name in ("here", "there"))
+    one, two = await keep(here, submission()), await keep(here, submission(number=1))
+    await keep(here, submission("other"))
+    await there.copy.sync()
+    with pytest.raises(ConflictError, match="is active"):
+        await here.remove("exact", one, who="ann")
+    assert await here.remove("exact", two[:8], who="bob") == two
+    assert [(line.action, line.version, line.who) for line in await here.audit("exact", 1)] == [("remove", two, "bob")]
+    await there.copy.sync()
+    for registry, folder in ((here, "here"), (there, "there")):
+        assert set((await registry.name("exact")).versions) == {one}
+        with pytest.raises(NotRegisteredError, match="exact has no version"):
+            await registry.resolve("exact", two)
+        assert not (tmp_path / folder / "content" / f"{two}.json").exists()
+    assert await redis.hlen("gspo:{@rewards}:content") == 1
+
+    # A copy from before does not bring it back; to hand it in again does.
+    await redis.flushall()
+    older = Registry(redis, tmp_path / "older", replica="older")
+    await keep(older, submission())
+    await keep(older, submission(number=1))
+    await redis.flushall()
+    stale = await there.name("exact")
+    assert set(stale.versions) == {one}
+    removed_again = await keep(there, submission(number=1))
+    assert set((await here.name("exact")).versions) == {one, removed_again}
+
+    # The content stays while another name has it; a name without versions is none.
+    await here.retire("exact", who="ann")
+    for version in (one, two):
+        await here.remove("exact", version, who="ann")
+    assert [name.name for name in await there.names()] == ["other"]
+    assert (await there.resolve("other")).version == one
+    with pytest.raises(NotRegisteredError, match="there is no reward function 'exact'"):
+        await there.name("exact")
+    other = submission().model_copy(update={"kind": "environment"})
+    await there.submit(other, content(other).model_copy(update={"kind": "environment"}), who="ann")
+
+
+async def test_a_version_that_a_run_asks_for_is_not_removed(redis: Redis, tmp_path: Path) -> None:
+    registry = Registry(redis, tmp_path, replica="test")
+    one, _ = await keep(registry, submission()), await keep(registry, submission(number=1, activate=True))
+    await registry.resolve("exact", one[:10])
+    with pytest.raises(ConflictError, match="is asked for by its number"):
+        await registry.remove("exact", one, who="ann")
+
+
+async def test_what_is_beyond_a_quota_is_refused_until_there_is_room(redis: Redis, tmp_path: Path) -> None:
+    quotas = {"versions": 3, "versions_per_name": 2, "total_mb": 2, "name_mb": 1}
+    async with open_desk(tmp_path, redis, quotas=quotas) as (client, _, _):
+
+        async def submit(name: str, number: int, *tests: dict[str, object]) -> httpx.Response:
+            body = {"name": name, "source": f"{SOURCE}# {number}\n", "tests": list(tests)}
+            return await client.post("", json=body)
+
+        case = {"input": {"completion": "4", "answer": "4", "filler": "x" * 600_000}, "expected": 1}
+        heavy = await submit("a", 0, case)
+        assert heavy.status_code == 201
+        full = await submit("a", 1, case)  # the test cases count
+        assert full.status_code == 409
+        assert full.json()["detail"].startswith(
+            "'a' has 0.6 MiB, this version has 0.6, and reward.quotas.name_mb is 1."
+        )
+        assert (await submit("a", 1)).status_code == 201
+        assert "'a' has 2 versions, and reward.quotas.versions_per_name is 2. Remove" in (await submit("a", 2)).text
+        assert (await submit("a", 1)).status_code == 201, "it is there already"
+        assert (await submit("b", 0)).status_code == 201
+        full = await submit("b", 1)
+        assert "the registry has 3 versions, and reward.quotas.versions is 3. Remove versions" in full.json()["detail"]
+        version = heavy.json()["version"]
+        assert (await client.delete(f"/a/versions/{version}")).status_code == 409, "it is active"
+        assert (await client.delete("/a")).status_code == 200
+        assert (await client.delete(f"/a/versions/{version}")).json() == {"name": "a", "removed": version}
+        assert (await submit("b", 1)).status_code == 201
+
+
+async def test_an_unreadable_entry_costs_nobody_the_others(redis: Redis, tmp_path: Path) -> None:
+    async with open_desk(tmp_path, redis) as (client, scorer, registry):
+        good = (await client.post("", json={"name": "good", "source": SOURCE})).json()["version"]
+        bad = (await client.post("", json={"name": "bad", "source": NEWER})).json()["version"]
+        fields = await redis.hgetall("gspo:{@rewards}:name:good")
+        await redis.sadd("gspo:{@rewards}:names", "ruined")
+        await redis.hset("gspo:{@rewards}:name:ruined", mapping={**fields, b"kind": b"nonsense"})
+        (tmp_path / "registry/names/torn.json").write_bytes(b"\xff{")
+        for text in ('{"entry": 5, "convention": ["x"]}', "x" * 100, ""):
+            broken = json.dumps({"version": bad, "kind": "reward", "source": "x", "entry": 5, "signature": text})
+            await _spoil(redis, registry, tmp_path / "registry", bad, broken)
+            listed = {one["name"]: one for one in (await client.get("")).json()["rewards"]}
+            assert (listed["good"]["active"], listed["good"]["unreadable"]) == (good, "")
+            assert listed["bad"]["unreadable"].startswith(f"version {bad[:12]} cannot be read (")
+            assert listed["ruined"]["unreadable"].startswith("ruined cannot be read (kind: ")
+            (version,) = (await client.get("/bad/versions")).json()["versions"]
+            assert (version["version"], version["unreadable"] != "") == (bad, True)
+            assert (await client.get(f"/bad/versions/{bad}")).json()["unreadable"] == version["unreadable"]
+            for path in ("/bad/source", "/ruined"):
+                shown = await client.get(path)
+                assert (shown.status_code, "cannot be read (" in shown.json()["detail"]) == (404, True)
+            both = [answer_of("4", answer="4") for _ in range(2)]
+            for rollout, name in zip(both, ("good", "bad"), strict=True):
+                rollout.rewards.append(RewardUse(name=name, weight=1.0))
+            scored, failed = await scorer.score(both)
+            assert (outcome_of(scored), "cannot be read" in failed.failure) == (1.0, True)
+        # To hand it in again mends it, and so it can be removed.
+        assert (await client.post("", json={"name": "bad", "source": NEWER})).status_code == 201
+        assert (await client.get("/bad")).json()["unreadable"] == ""
+        await _spoil(redis, registry, tmp_path / "registry", bad, "{}")
+        assert (await client.delete("/bad")).status_code == 200
+        assert (await client.delete(f"/bad/versions/{bad}")).status_code == 200
+        await registry.copy.sync(whole=True)
+        assert {one["name"] for one in (await client.get("")).json()["rewards"]} == {"r", "good", "ruined"}
+
+
+async def _spoil(redis: Redis, registry: Registry, folder: Path, version: str, text: str) -> None:
+    """Put something else in a version's place, in Redis and on disk."""
+    await redis.hset("gspo:{@rewards}:content", version, text)
+    (folder / "content" / f"{version}.json").write_text(text)
+    registry._contents.clear()

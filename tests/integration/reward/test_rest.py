@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo_proto.rollout_pb2 import RewardUse
+from services.reward.registered import Content
+from services.reward.submission import Limits, Submission
 from tests.integration.reward.desk import NEWER, SOURCE, open_desk
 from tests.reward_case import answer_of, outcome_of
 
@@ -199,11 +203,71 @@ async def test_tokens_have_roles_and_callers_a_rate(redis: Redis, tmp_path: Path
         assert (refused.status_code, refused.json()["detail"].startswith("bob has a token to read")) == (403, True)
         assert (await client.post("", json=body, headers=ann)).json()["submitted_by"] == "ann"
         assert (await client.delete("/exact", headers=ann)).status_code == 200
-        late = await client.post("", json=body, headers=ann)
-        assert (late.status_code, int(late.headers["retry-after"]) >= 1) == (429, True)
+        for status in (200, 200, 429):
+            late = await client.post("/exact/try", json={"rows": [], "version": "0" * 8}, headers=ann)
+            assert late.status_code == (404 if status == 200 else status)
+        assert int(late.headers["retry-after"]) >= 1
+        # Too many trials keep nobody from submitting.
+        assert (await client.post("", json=body, headers=ann)).status_code == 201
         tokens.write_text("bob submit bob-secret-0123456789\n")
         assert (await client.get("", headers=ann)).status_code == 401
         assert (await client.post("", json=body, headers=bob)).status_code == 201
+
+
+async def test_the_token_is_asked_for_before_the_body(redis: Redis, tmp_path: Path) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        raise AssertionError("the body was read")
+        yield b""
+
+    async with open_desk(tmp_path, redis, service_token="a-secret-0123456789") as (client, _, _):
+        for method, path in (("POST", ""), ("POST", "/r/try"), ("POST", "/r/activate"), ("GET", "/nobody")):
+            headers = {"content-type": "application/json"}
+            refused = await client.request(method, path, content=body(), headers=headers)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+
+
+async def test_the_configuration_bounds_what_a_submission_asks_for(redis: Redis, tmp_path: Path) -> None:
+    bounds = {"memory_mb": 1024, "timeout_s": 5.0}
+    async with open_desk(tmp_path, redis, **bounds) as (client, scorer, registry):
+        asked = {"memory_mb": 65536, "timeout_s": 5.5, "cpu_s": 100.0}
+        refused = await client.post("", json={"name": "big", "source": SOURCE, "limits": asked})
+        slow, memory = refused.json()["problems"]
+        assert (refused.status_code, memory["field"], slow["field"]) == (422, "limits.memory_mb", "limits.timeout_s")
+        said = "limits.memory_mb: is 65536, and reward.memory_mb allows 1024 at most. Ask for less, or raise that key"
+        assert memory["text"] == said.replace("that key", "reward.memory_mb")
+        within = {"name": "big", "source": SOURCE, "limits": {"memory_mb": 1024, "timeout_s": 0.5}}
+        assert (await client.post("", json=within)).status_code == 201
+        # What was admitted under a configuration that allowed more is not run under one that allows less.
+        submission = Submission(name="old", source=SOURCE, limits=Limits(memory_mb=4096))
+        content = Content(version=submission.version, kind="reward", source=SOURCE, entry="", limits=submission.limits)
+        await registry.submit(submission, content, who="ann")
+        rollout = answer_of("4", answer="4")
+        rollout.rewards.append(RewardUse(name="old", weight=1.0))
+        (score,) = await scorer.score([rollout])
+        assert "limits.memory_mb: is 4096, and reward.memory_mb allows 1024 at most" in score.failure
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {f"field-{number}": 1 for number in range(200_000)},
+        {f"field-{'x' * 10_000}-{number}": 1 for number in range(20)},
+        {"limits": {f"field-{number}": 1 for number in range(200_000)}},
+        {"tests": [{"input": {"completion": "4"}, "expected": {str(number): "x" for number in range(200_000)}}]},
+        {"tests": [{"input": 1, "expected": "x"}] * 60},
+        {"rows": [{"completion": "4", "prompt": [1] * 900_000}]},
+    ],
+    ids=["fields", "long names", "limits", "parts", "tests", "messages"],
+)
+async def test_the_answer_to_bad_input_is_short(redis: Redis, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = "/r/try" if "rows" in wrong else ""
+    async with open_desk(tmp_path, redis) as (client, _, _):
+        body = json.dumps({"name": "exact", "source": SOURCE, **wrong})
+        began = time.process_time()
+        reply = await client.post(path, content=body, headers={"content-type": "application/json"})
+        assert time.process_time() - began < 1.0
+        assert (reply.status_code, len(reply.content) < 50_000) == (422, True)
+        assert 1 <= len(reply.json()["problems"]) <= 20
 
 
 async def test_a_body_that_is_too_large_or_of_another_form_is_refused(redis: Redis, tmp_path: Path) -> None:
@@ -218,3 +282,9 @@ async def test_a_body_that_is_too_large_or_of_another_form_is_refused(redis: Red
         assert (broken.status_code, broken.json()["detail"].startswith("the body is not JSON: ")) == (422, True)
         binary = await client.post("", files={"file": ("a.py", b"\xff\xfe\x00")}, data={"name": "a"})
         assert (binary.status_code, binary.json()["problems"][0]["field"]) == (422, "file")
+        for coding in ("rot13", "zlib", "punycode", "utf-7", "nonsense"):
+            file = f"# coding: {coding}\n{SOURCE}"
+            strange = await client.post("", files={"file": ("a.py", file)}, data={"name": "a"})
+            assert (strange.status_code, strange.json()["problems"][0]["field"]) == (422, "file")
+        old = f"# coding: latin-1\n{SOURCE}# \xe9\n".encode("latin-1")
+        assert (await client.post("", files={"file": ("a.py", old)}, data={"name": "a"})).status_code == 201

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from services.common.probes import HttpServer
+from services.common.http_server import HttpServer
 
 
 async def _app(*_: object) -> None:
