@@ -6,18 +6,15 @@ find contradictions, trainer.py to start the engine.
 
 from __future__ import annotations
 
-import ast
-import difflib
-import importlib.util
 import json
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from services.common.config import Config
 from services.common.errors import InputError
 from services.common.learner_config import LearnerConfig
+from services.learner.deepspeed_keys import refuse_without_effect
 
 # DeepSpeed's key -> the way to say it here. A value that says the same as ours is no contradiction.
 _OURS = {
@@ -47,11 +44,11 @@ def engine_config(config: Config) -> dict[str, Any]:
 
     Raises:
         InputError: `learner.deepspeed` is no JSON file, says what one of our keys says, otherwise, holds a key that
-            is none, or asks for an offload that its ZeRO stage does not have.
+            has no effect, or asks for an offload that its ZeRO stage does not have.
     """
     learner = config.learner
     given = _without_auto(_given(learner))
-    _refuse_unknown(given)
+    refuse_without_effect(given, _OURS, learner.zero_stage)
     for key, instead in _OURS.items():
         found = _at(given, key)
         if found is not None and not _says_the_same(key, found, learner):
@@ -170,31 +167,6 @@ def _refuse_offload(given: Mapping[str, Any], learner: LearnerConfig) -> None:
 def reference_config() -> dict[str, Any]:
     """DeepSpeed's configuration of the frozen reference model under ZeRO 3: spread over the ranks, never updated."""
     return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-
-
-def _refuse_unknown(given: Mapping[str, Any]) -> None:
-    """DeepSpeed itself passes over a key that it does not know, so a slip of the pen would change nothing."""
-    for key, value in given.items():
-        if key not in known_names():
-            match = difflib.get_close_matches(key, known_names(), n=1)
-            fix = f"Did you mean '{match[0]}'?" if match else "Leave it out"
-            raise InputError(f"learner.deepspeed.{key}", f"{value!r}: the installed DeepSpeed knows no such key", fix)
-
-
-@cache
-def known_names() -> frozenset[str]:
-    """Every name in DeepSpeed's own files on its configuration: its keys, and more.
-
-    ModuleNotFoundError without DeepSpeed.
-    """
-    package = importlib.util.find_spec("deepspeed")
-    if package is None or not package.submodule_search_locations:
-        raise ModuleNotFoundError("deepspeed is not installed; install the `cpu` or `cuda` extra", name="deepspeed")
-    folder = Path(package.submodule_search_locations[0])
-    files = [path for path in folder.rglob("*.py") if path.name in ("config.py", "constants.py")]
-    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())))
-    texts = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    return frozenset(text for text in texts if text.isidentifier())
 
 
 def _at(mapping: Mapping[str, Any], dotted: str) -> Any:

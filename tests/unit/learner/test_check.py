@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import subprocess
@@ -18,7 +19,8 @@ from services.common.gpus import Gpu
 from services.common.model_files import read_model_files
 from services.common.training_memory import num_trained, training_bytes
 from services.learner.check import check
-from services.learner.engine_config import engine_config
+from services.learner.deepspeed_keys import _ALLOWED, _REFUSED, _ZERO
+from services.learner.engine_config import _OURS, engine_config
 from services.learner.gpu_memory import check_gpu_memory
 from tests.gpu_machine import be_on_gpu_machine
 from tests.tiny_model import make_tiny_model
@@ -307,11 +309,55 @@ def test_deepspeed_keys_that_contradict_ours(folder: Path, key: str, value: Any,
     assert instead in error.fix
 
 
-def test_a_key_that_deepspeed_would_pass_over_names_the_nearest(folder: Path) -> None:
-    error = refused(folder, learner={"deepspeed": {"zero_optimisation": {"stage": 2}}})
-    assert (error.where, error.fix) == ("learner.deepspeed.zero_optimisation", "Did you mean 'zero_optimization'?")
-    known = {"tensorboard": {}, "flops_profiler": {}, "compile": {}, "pipeline": {}, "activation_checkpointing": {}}
-    check(make_config(folder, learner={"deepspeed": known}))
+@pytest.mark.parametrize(
+    ("given", "stage", "where", "rule", "fix"),
+    [
+        ({"zero_optimisation": {}}, 0, "zero_optimisation", "no key of DeepSpeed", "Did you mean 'zero_optimization'?"),
+        ({"sequence_parallel_size": 2}, 3, "sequence_parallel_size", "no rank takes a part", "Leave it out"),
+        ({"tensor_parallel": {"autotp_size": 2}}, 3, "tensor_parallel", "no layer is split", "Leave it out"),
+        ({"activation_checkpointing": {}}, 0, "activation_checkpointing", "gradient_checkpointing", "Leave it out"),
+        ({"zero_optimization": {"zenflow": {}}}, 2, "zero_optimization.zenflow", "torch's AdamW", "Leave it out"),
+        (
+            {"zero_optimization": {"reduce_bucket_sizes": 1}},
+            2,
+            "zero_optimization.reduce_bucket_sizes",
+            "no key of DeepSpeed",
+            "Did you mean 'reduce_bucket_size'?",
+        ),
+        (
+            {"zero_optimization": {"stage3_max_live_parameters": 1}},
+            2,
+            "zero_optimization.stage3_max_live_parameters",
+            "no effect with learner.zero_stage 2, only with 3",
+            "Leave it out, or set learner.zero_stage",
+        ),
+        ({"zero_optimization": 3}, 3, "zero_optimization", "is no mapping", "Give its keys, or none"),
+    ],
+)
+def test_a_deepspeed_key_without_an_effect(
+    folder: Path, given: dict[str, Any], stage: int, where: str, rule: str, fix: str
+) -> None:
+    error = refused(folder, learner={"deepspeed": given, "zero_stage": stage})
+    assert error.where == f"learner.deepspeed.{where}"
+    assert rule in error.rule and error.fix == fix
+
+
+def test_every_key_of_the_installed_deepspeed_is_allowed_or_refused_with_a_reason() -> None:
+    """A newer DeepSpeed's keys are put into one of the tables by whoever takes it in."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    names = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    ours = {key.rpartition(".")[2] for key in _OURS if key.startswith("zero_optimization.")}
+    refused_there = {key.rpartition(".")[2] for key in _REFUSED if key.startswith("zero_optimization.")}
+    assert names == set(_ZERO) | ours | refused_there
+    # Whatever DeepSpeed reads of these shows in its configuration's attributes, which no table here may misname.
+    everything = Path(inspect.getfile(DeepSpeedConfig)).parents[1]
+    source = "".join(
+        file.read_text() for file in everything.rglob("*.py") if file.name in ("config.py", "constants.py")
+    )
+    for key in _ALLOWED | {key for key in _REFUSED if "." not in key}:
+        assert f'"{key}"' in source or f"'{key}'" in source or f"{key}:" in source, key
 
 
 def test_deepspeed_keys_that_say_the_same_or_more_pass(folder: Path) -> None:
