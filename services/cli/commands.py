@@ -226,8 +226,14 @@ def evaluate(
     temperature: Annotated[
         float | None, typer.Option(help="Of the sampled answers; 1.0 by default.", show_default=False)
     ] = None,
-    prompt_length: Annotated[int | None, typer.Option(help="Longest prompt, in tokens.", show_default=False)] = None,
-    response_length: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", show_default=False)] = None,
+    prompt_length: Annotated[
+        int | None,
+        typer.Option(help="Longest prompt, in tokens; the model's limit bounds the default.", show_default=False),
+    ] = None,
+    response_length: Annotated[
+        int | None,
+        typer.Option(help="Longest answer, in tokens; the model's limit bounds the default.", show_default=False),
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampling.", show_default=False)] = None,
     out: Annotated[Path | None, typer.Option(help="Write the figures there, as JSON.", show_default=False)] = None,
@@ -239,7 +245,7 @@ def evaluate(
 
     Example: [bold]gspo eval ~/models/Qwen3-0.6B eval.jsonl --reward reward.py --out result.json[/]
     """
-    from services.cli.evaluate import Question
+    from services.cli.eval_question import Question
     from services.cli.evaluate import evaluate as measure
 
     question = Question(

@@ -1,6 +1,6 @@
 """`gspo eval`: measures a model folder on a prompts file, with the services that training uses and no learner.
 
-It makes a configuration and a run directory that are gone afterwards. Neighbours: session.py, run.py.
+Its run directory is gone afterwards. Neighbours: eval_question.py makes the configuration; session.py, run.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.eval_question import Question, eval_config, named_files
 from services.cli.lineup import Job
 from services.cli.outcome import InterruptedRunError, RefusedError, RunError
 from services.cli.run import check_all, open_screen, place_on_gpus, until_interrupted
-from services.cli.rundir import SERVICES_DIR, Plan, config_file_of, prepare
+from services.cli.rundir import SERVICES_DIR, Plan, prepare
 from services.cli.session import Interrupts, new_view, run_session
 from services.cli.view import Phases, View
 from services.common.config import Config
-from services.common.configfile import parse_config, read_config
 from services.common.errors import InputError
 from services.common.runtime import CONFIG_NAME
 
@@ -51,22 +50,6 @@ _OPTIONS = (
     ("data.prompts", "PROMPTS"),
     ("model.path", "MODEL"),
 )
-
-
-@dataclass(frozen=True)
-class Question:
-    """What to measure; None leaves the base configuration's value, or the default."""
-
-    model: str
-    prompts: tuple[Path, ...]
-    base: Path | None = None
-    reward: Path | None = None
-    num_answers: int | None = None
-    temperature: float | None = None
-    prompt_length: int | None = None
-    response_length: int | None = None
-    limit: int | None = None
-    seed: int | None = None
 
 
 def evaluate(question: Question, out: Path | None, *, plain: bool, console: Console) -> int:
@@ -100,63 +83,8 @@ def _result(question: Question, measured: Measured) -> dict[str, Any]:
     """What `--out` holds: the figures of a single file, or of each by its name."""
     if len(question.prompts) == 1:
         return {"model": question.model, "prompts": str(question.prompts[0]), **measured[""]}
-    files = {name: {"prompts": str(path), **measured[name]} for name, path in _named(question.prompts).items()}
+    files = {name: {"prompts": str(path), **measured[name]} for name, path in named_files(question.prompts).items()}
     return {"model": question.model, "files": files}
-
-
-def eval_config(question: Question, folder: Path) -> Config:
-    """The configuration of an evaluation whose run directory is in `folder`.
-
-    Raises:
-        InputError: Neither a reward file nor a base configuration was given, or a value is out of bounds.
-    """
-    base = read_config(config_file_of(question.base)) if question.base else None
-    given: dict[str, Any] = base.model_dump(mode="json") if base else {}
-    if not given and question.reward is None:
-        raise InputError(
-            "--reward", "is missing", "Give the reward file: --reward reward.py, or a --config that has one"
-        )
-    given["name"], given["run"] = "eval", {"directory": str(folder), "total_steps": 1}
-    given.setdefault("learner", {})["schedule"] = "constant"
-    given["model"] = {**given.get("model", {}), "path": question.model}
-    files = {name: str(path.resolve()) for name, path in _named(question.prompts).items()}
-    given["data"] = {**given.get("data", {}), "prompts": next(iter(files.values()))}
-    # Of a single version there is no best.
-    asked = {"prompts": files.get("", files), "keep_best": None}
-    given["evaluation"] = {**given.get("evaluation", {}), **asked}
-    if base is not None:  # the run directory is a temporary one, and holds no registered functions
-        given["reward"]["registry"] = str(base.registry_dir)
-    if question.reward is not None:
-        given["reward"] = {**given.get("reward", {}), "functions": [{"path": str(question.reward.resolve())}]}
-    for section, key, value in (
-        ("evaluation", "num_answers", question.num_answers),
-        ("evaluation", "limit", question.limit),
-        ("sampling", "temperature", question.temperature),
-        ("algorithm", "prompt_length", question.prompt_length),
-        ("algorithm", "response_length", question.response_length),
-    ):
-        if value is not None:
-            given.setdefault(section, {})[key] = value
-    if question.seed is not None:
-        given["seed"] = question.seed
-    return parse_config(given, base=Path.cwd())
-
-
-def _named(paths: tuple[Path, ...]) -> dict[str, Path]:
-    """Several files by their names without ending; a single one has an empty name.
-
-    Raises:
-        InputError: Two of them have the same name.
-    """
-    if len(paths) == 1:
-        return {"": paths[0]}
-    named: dict[str, Path] = {}
-    for path in paths:
-        if path.stem in named:
-            fix = "Rename one; the figures are told apart by the files' names"
-            raise InputError(str(path), f"has the name of {named[path.stem]}", fix)
-        named[path.stem] = path
-    return named
 
 
 @contextmanager

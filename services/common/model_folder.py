@@ -36,6 +36,18 @@ def model_folder(model: ModelConfig) -> Path:
     return _from_hub(model)
 
 
+def max_positions(folder: Path) -> int | None:
+    """Tokens that the model of a folder reads, prompt and answer together; None where its config.json says nothing."""
+    try:
+        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    # Models of several modalities keep the language model's settings one level down.
+    inner = facts.get("text_config") if isinstance(facts.get("text_config"), dict) else {}
+    found = facts.get("max_position_embeddings") or inner.get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
 def _check_config(path: Path) -> None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

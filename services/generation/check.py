@@ -5,7 +5,6 @@ Neighbours: engine_args.py knows the names of vLLM's arguments, start.py lets vL
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 
@@ -13,7 +12,7 @@ from services.common.config import Config
 from services.common.errors import InputError
 from services.common.gpus import PARALLEL_ARGUMENTS, check_gpus_are_seen, visible_gpus, warn_of_float32
 from services.common.machine import free_memory
-from services.common.model_folder import model_folder
+from services.common.model_folder import max_positions, model_folder
 from services.generation.engine_args import check_engine_args
 
 _GIB = 1 << 30
@@ -85,8 +84,7 @@ def _check_gpus(config: Config) -> None:
 
 def _check_length(config: Config) -> None:
     longest = config.algorithm.prompt_length + config.algorithm.response_length
-    facts = json.loads((model_folder(config.model) / "config.json").read_text())
-    known = facts.get("max_position_embeddings") or facts.get("text_config", {}).get("max_position_embeddings")
+    known = max_positions(model_folder(config.model))
     if known is not None and longest > known:
         raise InputError(
             "algorithm.response_length",

@@ -25,7 +25,8 @@ from services.cli.__main__ import main
 from services.cli.checks import check_redis, check_unused
 from services.cli.commands import app
 from services.cli.doctor import _memory_gib, merged
-from services.cli.evaluate import Question, eval_config, in_order, in_words_of_the_options
+from services.cli.eval_question import Question, eval_config
+from services.cli.evaluate import in_order, in_words_of_the_options
 from services.cli.findings import Finding
 from services.cli.keys_table import print_keys
 from services.cli.outcome import RefusedError
@@ -296,6 +297,28 @@ def test_doctor_says_once_what_several_checks_say() -> None:
         Finding("check of coordinator, learner", "problem", same),
         Finding("check of reward", "OK", "passed"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("places", "options", "lengths"),
+    [
+        (512, {}, (256, 256)),
+        (32_768, {}, (2048, 4096)),
+        (4096, {}, (2048, 2048)),
+        (512, {"prompt_length": 100}, (100, 412)),
+        (512, {"response_length": 500}, (12, 500)),
+        # What the user says is refused where it cannot be, and never changed.
+        (512, {"prompt_length": 600, "response_length": 700}, (600, 700)),
+        (512, {"response_length": 700}, (2048, 700)),
+    ],
+)
+def test_an_evaluation_takes_the_lengths_that_the_model_has(
+    tmp_path: Path, places: int, options: dict[str, int], lengths: tuple[int, int]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": places}}))
+    question = Question(str(tmp_path), (tmp_path / "e.jsonl",), reward=tmp_path / "r.py", **options)
+    algorithm = eval_config(question, tmp_path).algorithm
+    assert (algorithm.prompt_length, algorithm.response_length) == lengths
 
 
 def test_the_figures_of_an_evaluation_are_in_order() -> None:
