@@ -228,11 +228,11 @@ def evaluate(
     ] = None,
     prompt_length: Annotated[
         int | None,
-        typer.Option(help="Longest prompt, in tokens; the model's limit bounds the default.", show_default=False),
+        typer.Option(help="Longest prompt, in tokens.", show_default=False),
     ] = None,
     response_length: Annotated[
         int | None,
-        typer.Option(help="Longest answer, in tokens; the model's limit bounds the default.", show_default=False),
+        typer.Option(help="Longest answer, in tokens.", show_default=False),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampling.", show_default=False)] = None,
