@@ -51,6 +51,9 @@ _GIB = 1 << 30
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # Threads float over the cores: a learner shares them, and a bound thread would wait for a core that is taken.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **WAITING}
+# On a GPU vLLM forks its engine by default. This process has threads by then, and gRPC's may hold locks that nobody
+# in the child would let go; on a CPU vLLM spawns anyway.
+GPU_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
 class Engine:
@@ -72,7 +75,7 @@ class Engine:
 
         Takes 20 to 40 s on two cores. ValueError for an argument that vLLM refuses.
         """
-        with _environment(CPU_ENVIRONMENT if current_platform.is_cpu() else {}):
+        with _environment(CPU_ENVIRONMENT if current_platform.is_cpu() else GPU_ENVIRONMENT):
             started = cls(AsyncLLM.from_engine_args(args), version)
         await started._llm.engine_core.set_weight_version_async(str(version))
         longest = started._llm.model_config.max_model_len

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import InputError
@@ -25,6 +26,8 @@ from services.learner.gpu_memory import check_gpu_memory
 from tests.gpu_machine import be_on_gpu_machine
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.training_rows import make_config
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -201,14 +204,31 @@ def empty_model(folder: Path, num_parameters: float) -> Path:
     return folder
 
 
-# GPUs of the learner as the shipped GPU forms give them, its parameters, and what else the run says.
+def gpus_in_compose() -> int:
+    """GPUs that docker-compose.gpu.yml gives the learner."""
+    learner = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]["learner"]
+    (reserved,) = learner["deploy"]["resources"]["reservations"]["devices"]
+    return len(reserved["device_ids"])
+
+
+def gpus_in_kubernetes() -> int:
+    """GPUs that the overlay for GPUs gives a node of the learner."""
+    documents = yaml.safe_load_all((ROOT / "deploy/kubernetes/overlays/gpu/gpus.yaml").read_text())
+    (job,) = [document for document in documents if document["metadata"]["name"] == "gspo-learner"]
+    return int(job["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+
+
+# GPUs of 80 GiB that the learner has in the shipped forms, its parameters, what the run says, and whether it fits.
+COMPOSE, KUBERNETES = gpus_in_compose(), gpus_in_kubernetes()
 FORMS = [
-    pytest.param(1, 0.6e9, {}, True, id="compose"),
-    pytest.param(8, 7.6e9, {"ranks": 8, "zero_stage": 3}, True, id="kubernetes"),
-    pytest.param(8, 7.6e9, {"ranks": 8, "zero_stage": 1}, True, id="kubernetes-zero-1"),
-    pytest.param(8, 7.6e9, {"ranks": 8}, False, id="kubernetes-zero-0"),
-    pytest.param(8, 32.8e9, {"ranks": 8, "zero_stage": 3}, False, id="too-large-for-eight"),
-    pytest.param(1, 1.7e9, {}, True, id="one-gpu-of-its-own"),
+    pytest.param(COMPOSE, 0.6e9, {}, True, id="compose"),
+    pytest.param(COMPOSE, 1.7e9, {}, True, id="compose-1.7"),
+    pytest.param(COMPOSE, 7.6e9, {}, False, id="compose-7.6"),
+    pytest.param(KUBERNETES, 7.6e9, {"ranks": KUBERNETES, "zero_stage": 3}, True, id="kubernetes"),
+    pytest.param(KUBERNETES, 7.6e9, {"ranks": KUBERNETES, "zero_stage": 1}, True, id="kubernetes-zero-1"),
+    pytest.param(KUBERNETES, 7.6e9, {"ranks": KUBERNETES}, False, id="kubernetes-zero-0"),
+    # Over the ranks it would fit, but every rank loads all of it first.
+    pytest.param(KUBERNETES, 32.8e9, {"ranks": KUBERNETES, "zero_stage": 3}, False, id="kubernetes-32.8"),
 ]
 
 
