@@ -36,6 +36,8 @@ _TASKS_OF_OWN_USER, _TASKS_OF_SHARED_USER = 1024, 16384
 _INSIDE = Path(inside.__file__).parent
 _PROGRAM = """
 import sys
+# -I leaves out PYTHONPATH, on which all packages may lie.
+sys.path += [path for path in {paths!r} if path not in sys.path]
 sys.path.insert(0, {folder!r})
 from inside import supervisor
 del sys.path[0]
@@ -111,10 +113,10 @@ async def start_supervisor(level: Level, reads: Sequence[Path], packages: Sequen
         "num_tasks": _TASKS_OF_SHARED_USER if shared_user else _TASKS_OF_OWN_USER,
         "file_bytes": FILE_BYTES,
         "packages": list(packages),
-        "paths": _site_folders(),
         "filter": bool(level.filter),
     }
-    python = [sys.executable, "-I", "-X", "utf8", "-c", _PROGRAM.format(folder=str(_INSIDE.parent))]
+    program = _PROGRAM.format(folder=str(_INSIDE.parent), paths=_site_folders())
+    python = [sys.executable, "-I", "-X", "utf8", "-c", program]
     command = [*(_bubblewrap(places, uid) if wrapped else []), *python, str(there.fileno())]
     try:
         process = await asyncio.create_subprocess_exec(

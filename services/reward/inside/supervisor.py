@@ -46,7 +46,7 @@ class Supervisor:
 
     Args:
         task: What start.py asks for: scratch, reads, devices, uid, user_namespace, num_files, num_tasks, file_bytes,
-            packages, paths, and the filter's length, whose bytes are the next packet.
+            packages, and the filter's length, whose bytes are the next packet.
     """
 
     def __init__(self, control: socket.socket, task: dict[str, Any]) -> None:
@@ -62,7 +62,6 @@ class Supervisor:
     def run(self) -> None:
         """Take orders until the socket closes, then end every worker."""
         told = self._confine()
-        sys.path += [path for path in self._task["paths"] if path not in sys.path]
         told["failed_imports"] = preload(self._task["packages"], self._preload_folder)
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, what workers share with this process
