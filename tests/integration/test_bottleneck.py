@@ -65,13 +65,20 @@ RUNS = {
 }
 
 
+# The others take as long again, and the verdict on their figures has a unit test each.
+IN_EVERY_SUITE = ("queue", "reward")
+
+
 @pytest.fixture(scope="module")
-def summaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Name -> summary.json of its run. They sleep nearly all the time, so they go side by side."""
+def summaries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Name -> summary.json of each run that a selected test asks about. They sleep half of the time, so they go side
+    by side."""
     folder = tmp_path_factory.mktemp("slow")
     model = make_tiny_model(folder / "model", seed=3)
-    with ThreadPoolExecutor(len(RUNS)) as threads:
-        running = {name: threads.submit(run, folder / name, model, slow) for name, slow in RUNS.items()}
+    selected = [item for item in request.session.items if item.path == request.path]
+    names = [item.callspec.params["name"] for item in selected if isinstance(item, pytest.Function)]
+    with ThreadPoolExecutor(len(names)) as threads:
+        running = {name: threads.submit(run, folder / name, model, RUNS[name]) for name in names}
         return {name: one.result() for name, one in running.items()}
 
 
@@ -108,7 +115,9 @@ def run(folder: Path, model: Path, slow: Slow) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [name if name in IN_EVERY_SUITE else pytest.param(name, marks=pytest.mark.long) for name in RUNS]
+)
 def test_the_slow_stage_is_found_and_what_to_change(name: str, summaries: dict[str, dict[str, Any]]) -> None:
     slow, found = RUNS[name], summaries[name]["bound"]
     assert found["stage"] == slow.stage, found
