@@ -480,7 +480,8 @@ def test_advice_is_shown_with_its_steps(path: Path) -> None:
     assert "(at 3 steps, from 10 to 12)" in text
 
 
-def test_an_earlier_end_stands_until_a_step_was_trained(ended: Path) -> None:
+def test_an_earlier_end_stands_until_a_step_was_trained(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.cli.report.write_plots", lambda log, folder: [])  # a second and more each time
     write_report(ended, wall_s={"start": 20.0}, finished={"reason": "stopped: Ctrl-C", "failed": False})
     again = write_report(ended)
     assert (again["end_reason"], again["wall_s"]) == ("stopped: Ctrl-C", {"start": 20.0})
