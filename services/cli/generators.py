@@ -57,7 +57,7 @@ def _lags(generator: dict[str, Any]) -> bool:
 
 
 def _line(generator: dict[str, Any]) -> str:
-    why = "the push to it is under way"
+    why = "the push to it is waiting for another push" if generator["waiting"] else "the push to it is under way"
     if generator["problem"]:
         why = f"{generator['num_failures']} pushes failed, the last: {generator['problem']}"
     return (

@@ -154,7 +154,10 @@ class GenerationConfig(Section):
         0, ge=0, description="CPU threads of one engine; 0 takes every core but one", json_schema_extra=ON_RESUME
     )
     push_timeout_s: PositiveFloat = Field(
-        60.0, description="Deadline of a weight push to one generator", json_schema_extra=ON_RESUME
+        60.0,
+        description="Least time that a weight push to one generator, and the load in its engine, may take. A large "
+        "policy gets more, by its bytes and the time of earlier pushes",
+        json_schema_extra=ON_RESUME,
     )
     engine: FreeMapping = Field(
         default_factory=dict,

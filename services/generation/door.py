@@ -89,7 +89,9 @@ class Door(generation_pb2_grpc.GenerationServicer):
     async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Context) -> PushResult:
         """Take one version; old weights stay in place on any failure."""
         try:
-            result = await self._receiver.receive(request_iterator, lambda: context.send_initial_metadata((ADMITTED,)))
+            result = await self._receiver.receive(
+                request_iterator, lambda: context.send_initial_metadata((ADMITTED,)), context.time_remaining()
+            )
         except (Refused, StagingError, LoadFailedError, EngineBrokenError) as error:
             metrics.PUSHES_RECEIVED.labels("refused").inc()
             log.warning("push_refused", reason=str(error), serving=self._engine.version)

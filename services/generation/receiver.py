@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 import structlog
@@ -19,12 +19,16 @@ import structlog
 from gspo_proto.generation_pb2 import PushHeader, PushResult, TensorFrame, WeightFrame
 from services.common import metrics
 from services.common.runtime import Service
+from services.common.time_limit import TimeLimit
 from services.common.weights_changes import Packed
 from services.generation.engine_api import EngineBrokenError, EngineLike
 from services.generation.staging import StagedWeights, StagingError
 
 log = structlog.get_logger()
 T = TypeVar("T")
+GoAhead: TypeAlias = Callable[[], Awaitable[None]]
+# Bytes a second of a load into the engine, before one was seen; a quarter of it (the margin) is far below any device's.
+_FIRST_LOAD_BYTES_S = 4e8
 
 
 class Refused(Exception):  # noqa: N818 - an answer to the caller, not a fault of ours
@@ -65,24 +69,28 @@ class Receiver:
         self._service, self._engine, self._staged, self._on_loaded = service, engine, staged, on_loaded
         self._config = service.config.generation
         self.fence = Fence()
+        self._load_limit = TimeLimit(self._config.push_timeout_s, _FIRST_LOAD_BYTES_S)
         self._turn = asyncio.Lock()
         self._staging: asyncio.Timeout | None = None
         self.digest = staged.digest()
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def receive(self, frames: AsyncIterator[WeightFrame], go_ahead: Callable[[], Awaitable[None]]) -> PushResult:
+    async def receive(self, frames: AsyncIterator[WeightFrame], go_ahead: GoAhead, limit_s: float | None) -> PushResult:
         """Take one version.
 
         Args:
             go_ahead: Awaited when the header is admitted and this push's turn has come.
+            limit_s: Time until the call's deadline, by which everything must be staged; None where it has none.
 
         Raises:
-            Refused: The push is not for this generator, late, of a learner that was replaced, or not what its
-                header says.
+            Refused: The push is not for this generator, late or without a deadline, of a learner that was replaced,
+                or not what its header says.
             StagingError: A frame does not fit this model.
             LoadFailedError: The weights did not load; the old ones are back.
             EngineBrokenError: There is no engine any more.
         """
+        if limit_s is None:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "a push needs a deadline: set a timeout on the call")
         began = time.monotonic()
         header = await _header(frames)
         self._check_model(header)
@@ -90,16 +98,16 @@ class Receiver:
         async with self._turn:
             self._pass_fence(header)
             self._check_base(header)
-            digest = await self._stage(header, frames, go_ahead)
+            digest = await self._stage(header, frames, go_ahead, began + limit_s)
             staged_s = time.monotonic() - began
             return await _to_its_end(self._switch(header, digest, staged_s))
 
     async def _stage(
-        self, header: PushHeader, frames: AsyncIterator[WeightFrame], go_ahead: Callable[[], Awaitable[None]]
+        self, header: PushHeader, frames: AsyncIterator[WeightFrame], go_ahead: GoAhead, deadline_s: float
     ) -> str:
         """Put the frames into the copy beside the one that serves; the digest of what came."""
         try:
-            async with asyncio.timeout(self._config.push_timeout_s) as self._staging:
+            async with asyncio.timeout(deadline_s - time.monotonic()) as self._staging:
                 await go_ahead()
                 await _to_its_end(asyncio.to_thread(self._staged.begin, changes=bool(header.base_digest)))
                 await self._write_all(frames)
@@ -108,8 +116,7 @@ class Receiver:
             self._pass_fence(header)
             raise Refused(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"version {header.version} was not here within {self._config.push_timeout_s:g} s "
-                "(generation.push_timeout_s); nothing was loaded",
+                f"version {header.version} was not here by the deadline of the call; nothing was loaded",
             ) from error
         finally:
             self._staging = None
@@ -117,7 +124,8 @@ class Receiver:
         if digest != header.digest:
             raise Refused(
                 grpc.StatusCode.DATA_LOSS,
-                f"version {header.version} has digest {header.digest[:12]} and {digest[:12]} came; nothing was loaded",
+                f"version {header.version} has digest {header.digest[:12]} and {digest[:12]} came, with "
+                f"{len(self._staged.next.names)} of {header.num_tensors} tensors; nothing was loaded",
             )
         return digest
 
@@ -145,12 +153,13 @@ class Receiver:
                     header.version,
                     self._staged,
                     on_update=self._config.on_update,
-                    timeout_s=self._config.push_timeout_s,
+                    timeout_s=self._load_limit.seconds(header.num_bytes),
                 )
             except EngineBrokenError as error:
                 if not self.broken.done():
                     self.broken.set_result(str(error))
                 raise
+        self._load_limit.took(header.num_bytes, times.load_s)
         self.digest = digest
         metrics.GENERATOR_VERSION.set(header.version)
         metrics.PUSH_PAUSE_SECONDS.observe(times.pause_s + times.load_s + times.resume_s)
@@ -184,10 +193,11 @@ class Receiver:
             raise _precondition(f"this generator is of run {config.name}, not {header.run}")
         if header.dtype != self._config.dtype:
             raise _precondition(f"this generator serves {self._config.dtype}, not {header.dtype}")
-        if header.num_tensors != len(self._staged.places) or header.num_bytes != num_bytes:
+        # Fewer are no mismatch: a folder may hold tensors that the architecture ignores. The engine refuses the others.
+        if header.num_tensors > len(self._staged.places) or header.num_bytes > num_bytes:
             raise _precondition(
-                f"the push has {header.num_tensors} tensors of {header.num_bytes} bytes, this model "
-                f"{len(self._staged.places)} of {num_bytes}"
+                f"the push has {header.num_tensors} tensors of {header.num_bytes} bytes, and the model folder of this "
+                f"generator {len(self._staged.places)} of {num_bytes}: sender and receiver hold different models"
             )
 
     def _check_base(self, header: PushHeader) -> None:

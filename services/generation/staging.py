@@ -63,10 +63,15 @@ class PolicyCopy:
 
     The file has no name (memfd): it goes with the process, however that ends, and a container's small /dev/shm
     does not bound it. vLLM's processes open it by the path of our file descriptor.
+
+    Attributes:
+        names: The tensors of this policy. A model folder may hold more than the learner pushes: those that the
+            architecture ignores.
     """
 
     def __init__(self, places: Mapping[str, TensorPlace], num_bytes: int) -> None:
         self._places = places
+        self.names = set(places)
         self._file = os.memfd_create("gspo-policy")
         # Reserved now: an error here instead of a SIGBUS in the middle of a push.
         try:
@@ -82,20 +87,27 @@ class PolicyCopy:
         return np.frombuffer(self._map, _BITS[place.dtype], place.num_elements, place.offset)
 
     def clear(self) -> None:
-        """Make every element zero."""
+        """Have no tensor, and every element zero."""
+        self.names.clear()
         np.frombuffer(self._map, np.uint8)[:] = 0
 
     def copy_from(self, other: PolicyCopy) -> None:
-        """Take over the other copy's bytes."""
+        """Take over the other copy's tensors."""
+        self.names = set(other.names)
         np.frombuffer(self._map, np.uint8)[:] = np.frombuffer(other._map, np.uint8)
 
     def digest(self) -> str:
-        return policy_digest((p.name, p.dtype, p.shape, self.bits(p.name)) for p in self._places.values())
+        found = (place for place in self._places.values() if place.name in self.names)
+        return policy_digest((place.name, place.dtype, place.shape, self.bits(place.name)) for place in found)
 
     def update_info(self) -> dict[str, Any]:
         """What vLLM's processes need to read this copy: weights.SharedPolicy's fields."""
         path = f"/proc/{os.getpid()}/fd/{self._file}"
-        return {"path": path, "tensors": [asdict(place) for place in self._places.values()]}
+        present: list[dict[str, Any]] = []
+        absent: list[dict[str, Any]] = []
+        for place in self._places.values():
+            (present if place.name in self.names else absent).append(asdict(place))
+        return {"path": path, "tensors": present, "absent": absent}
 
     def close(self) -> None:
         os.close(self._file)
@@ -115,8 +127,12 @@ class StagedWeights:
     A push is `begin`, then `write` and `change`, then `next_digest`, then Engine.load, which promotes. Calls block for
     as long as the memory takes: call them in a thread. Not safe for two pushes at a time.
 
+    Args:
+        tensors: Name and shape of every tensor that a policy may have.
+
     Attributes:
-        num_bytes: Of one copy's tensors.
+        places: Where each of them lies in a copy.
+        num_bytes: Of all of them.
 
     Raises:
         InputError: There is no room for both.
@@ -154,7 +170,10 @@ class StagedWeights:
         return staged
 
     def begin(self, *, changes: bool) -> None:
-        """Start a push: of what changes in `current`, or of every element. What it leaves out shows in the digest."""
+        """Start a push: of what changes in `current`, or of every element of the tensors that it names.
+
+        What it leaves out shows in the digest.
+        """
         if changes:
             self.next.copy_from(self.current)
         else:
@@ -166,6 +185,7 @@ class StagedWeights:
         if len(data) % itemsize:
             raise StagingError(f"weights: {name}: {len(data)} bytes are not whole elements of {itemsize} bytes")
         self._run(name, offset, len(data) // itemsize)[:] = np.frombuffer(data, self._bits)
+        self.next.names.add(name)
 
     def change(self, name: str, offset: int, num_elements: int, packed: Packed) -> None:
         """Apply packed changes to a run of a tensor's elements."""

@@ -34,10 +34,14 @@ class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class SharedPolicy(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One whole policy: a file to map, and name, dtype, shape and byte offset of each tensor in it."""
+    """One whole policy: a file to map, and name, dtype, shape and byte offset of each tensor in it.
+
+    `absent` describes the tensors that the model folder has beside these.
+    """
 
     path: str
     tensors: list[dict[str, Any]]
+    absent: list[dict[str, Any]]
 
 
 class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # type: ignore[misc]
@@ -63,8 +67,9 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
         """Load all tensors of the policy. On any error the model is left ready for a whole new load, not serving."""
         try:
             tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-            self.model.load_weights(_with_head(_mapped_tensors(update_info), tied))
+            self.model.load_weights(_with_head(_mapped_tensors(update_info.path, update_info.tensors), tied))
             _refuse_untouched_layers(self.model)
+            _refuse_missing_tensors(self.model, update_info)
         except BaseException:
             self._abandon()
             raise
@@ -85,11 +90,11 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
         finalize_layerwise_reload(self.model, self.model_config)
 
 
-def _mapped_tensors(policy: SharedPolicy) -> Iterator[tuple[str, torch.Tensor]]:
-    with Path(policy.path).open("rb") as file:
+def _mapped_tensors(path: str, places: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    with Path(path).open("rb") as file:
         # Private: vLLM's loaders may write to what they are given without changing the staged copy.
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    for place in policy.tensors:
+    for place in places:
         dtype, shape = getattr(torch, place["dtype"]), place["shape"]
         flat = torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=place["offset"])
         yield place["name"], flat.reshape(shape)
@@ -125,6 +130,20 @@ def _refuse_untouched_layers(model: torch.nn.Module) -> None:
         has_weights = next(layer.parameters(recurse=False), None) is not None
         if has_weights and info.can_load() and info.load_numel == 0:
             raise RuntimeError(f"weights: the push has no tensor for layer {name}")
+
+
+def _refuse_missing_tensors(model: torch.nn.Module, policy: SharedPolicy) -> None:
+    """RuntimeError for an absent tensor that the model would load: its old values would serve beside new ones.
+
+    The architecture alone knows which tensors of a folder it ignores, so it is offered each of them.
+    """
+    layers = [get_layerwise_info(layer) for layer in model.modules()]
+    load_weights: Any = model.load_weights
+    before = [info.load_numel for info in layers]
+    for name, tensor in _mapped_tensors(policy.path, policy.absent):
+        load_weights([(name, tensor)])
+        if [info.load_numel for info in layers] != before:
+            raise RuntimeError(f"weights: the push has no tensor {name!r}, which this model loads")
 
 
 def register() -> None:

@@ -360,7 +360,7 @@ class Learner:
         )
         log.info("training_done", step=self._version, reason=reason)
         self._service.activity.set("waiting", "coordinator", "the last evaluation")
-        patience_s = self._held_out.patience_s + self._config.generation.push_timeout_s
+        patience_s = self._held_out.patience_s + self.publisher.push_limit_s
         try:
             async with asyncio.timeout(patience_s):
                 while not self._finished.is_set():

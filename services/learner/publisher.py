@@ -2,15 +2,15 @@
 
 Each generator that is behind is pushed what it lacks: changes when it holds the version before, everything otherwise.
 A push that fails or is late concerns that generator alone; one that fails again and again is out until it has caught
-up. consumes: published policies, heartbeats. produces: PushWeights calls, and a call-back when a version is live.
-waits for: a new version, a generator that is behind. Neighbours: targets.py is one generator, frames.py cuts what is
-sent, loop.py publishes.
+up. Pushes that are due together are sent one after another. consumes: published policies, heartbeats. produces:
+PushWeights calls, and a call-back when a version is live. waits for: a new version, a generator that is behind.
+Neighbours: targets.py is one generator, push_queue.py gives turns and time limits, delivery.py makes the call, loop.py
+publishes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections import Counter
@@ -21,15 +21,17 @@ from typing import Any
 import grpc
 import structlog
 
-from gspo_proto.generation_pb2 import DescribeRequest, PushHeader, PushResult, WeightFrame
+from gspo_proto.generation_pb2 import DescribeRequest, PushHeader, PushResult
 from gspo_proto.generation_pb2_grpc import GenerationStub
 from services.common import metrics
 from services.common.errors import InputError
 from services.common.members import members
 from services.common.refusals import heard_by, refused_by
-from services.common.rpc import ADMITTED, open_channel, token_metadata
+from services.common.rpc import open_channel, token_metadata
 from services.common.runtime import Service
+from services.learner.delivery import PushFailedError, deliver, failure_of
 from services.learner.frames import Frames
+from services.learner.push_queue import Kind, PushQueue
 from services.learner.targets import STATES, Target
 from services.learner.weights import Policy
 
@@ -78,6 +80,7 @@ class Publisher:
         self._changes: Frames | None = None
         self._published_at = 0.0
         self._targets: dict[str, Target] = {}
+        self._queue = PushQueue(service.config.generation.push_timeout_s)
         self._woken = asyncio.Event()
         self.live_version, self.live_unix_s = -1, 0.0
 
@@ -98,6 +101,11 @@ class Publisher:
         if all(target.state == "out" for target in self._targets.values()):
             return "every generator is out: " + "; ".join(f"{t.name}: {t.problem}" for t in self._targets.values())
         return ""
+
+    @property
+    def push_limit_s(self) -> float:
+        """Longest that a push of the newest version to a generator without any of it may take."""
+        return self._queue.limit_s("full", self._newest.num_bytes if self._newest else 0)
 
     async def run(self) -> None:
         """Reconcile until cancelled.
@@ -143,34 +151,50 @@ class Publisher:
         newest = self._newest
         if newest is None:
             return
-        if (target.digest, target.version) == (newest.digest, newest.version):
+        if target.serves(newest):
             await self._announce(target, newest, PushResult(), num_bytes=0)
         else:
             target.fall_behind()
             if target.idle:
-                target.pushing = asyncio.create_task(self._push(target, newest))
+                target.pushing = asyncio.create_task(self._push(target))
                 target.pushing.add_done_callback(lambda _: self._woken.set())
 
-    async def _push(self, target: Target, policy: Policy) -> None:
-        base = self._before if self._before and self._before.digest == target.digest else None
-        kind, began = ("delta" if base else "full"), time.monotonic()
-        try:
-            result, num_bytes = await self._send(target, policy, base)
-        except grpc.aio.AioRpcError as error:
-            await self._note_failure(target, policy, base, error)
+    async def _push(self, target: Target) -> None:
+        """Bring a generator to the version that is the newest when its turn has come."""
+        if target.num_failures and (silence := await self._ask(target)):
+            # Before its turn: a generator that does not answer keeps nobody else waiting.
+            target.fail(str(silence))
             return
+        kind: Kind = "delta" if self._base_of(target) else "full"
+        async with self._queue.turn(kind, target) as end_turn:
+            policy, base = self._newest, self._base_of(target)
+            if policy is None or target.serves(policy) or (kind == "delta" and base is None):
+                return  # While it waited, another push became due, or none: the next look begins it.
+            began = time.monotonic()
+            try:
+                result, num_bytes = await self._send(target, kind, policy, base, end_turn)
+            except (grpc.aio.AioRpcError, PushFailedError) as error:
+                await self._note_failure(target, policy, base, error)
+                return
+        push_s = time.monotonic() - began
+        self._queue.took(kind, policy.num_bytes, push_s)
         heard_by(self._service, target.name)
         target.version, target.digest = result.version, result.digest
-        metrics.PUSH_SECONDS.labels(kind).observe(time.monotonic() - began)
+        metrics.PUSH_SECONDS.labels(kind).observe(push_s)
         metrics.PUSH_BYTES.labels(kind).inc(num_bytes)
         await self._announce(target, policy, result, num_bytes)
 
-    async def _send(self, target: Target, policy: Policy, base: Policy | None) -> tuple[PushResult, int]:
+    def _base_of(self, target: Target) -> Policy | None:
+        """The version that a generator holds, where changes to it can be sent."""
+        return self._before if self._before and self._before.digest == target.digest else None
+
+    async def _send(
+        self, target: Target, kind: Kind, policy: Policy, base: Policy | None, on_sent: Callable[[], None]
+    ) -> tuple[PushResult, int]:
         """One call: the header, and once the generator has admitted it, the frames; its answer and their bytes."""
-        call = GenerationStub(target.channel).PushWeights(
-            timeout=self._service.config.generation.push_timeout_s, metadata=self._metadata
-        )
-        return await deliver(call, self._header(policy, base), self._frames(policy, base))
+        limit_s = self._queue.limit_s(kind, policy.num_bytes, target.num_failures)
+        call = GenerationStub(target.channel).PushWeights(timeout=limit_s, metadata=self._metadata)
+        return await deliver(call, self._header(policy, base), self._frames(policy, base), on_sent)
 
     def _header(self, policy: Policy, base: Policy | None) -> PushHeader:
         return PushHeader(
@@ -193,26 +217,27 @@ class Publisher:
         return self._changes
 
     async def _note_failure(
-        self, target: Target, policy: Policy, base: Policy | None, error: grpc.aio.AioRpcError
+        self, target: Target, policy: Policy, base: Policy | None, error: grpc.aio.AioRpcError | PushFailedError
     ) -> None:
         """Ask the generator what it holds: its answer may have been lost, or it is another than we thought."""
-        reason = f"{error.code().name}: {error.details()}"
-        metrics.PUSH_FAILURES.labels(error.code().name.lower()).inc()
-        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        failure = failure_of(error)
+        reason = str(failure)
+        metrics.PUSH_FAILURES.labels(failure.status.name.lower()).inc()
+        if failure.status is grpc.StatusCode.UNAUTHENTICATED:
             refused_by(self._service, target.name)
             target.fail(reason)
             return
         log.warning("push_failed", generator=target.name, version=policy.version, reason=reason)
         await self._ask(target)
-        if target.digest == policy.digest:
+        if target.serves(policy):
             return  # it took the version, and only its answer was lost
         if base and target.digest != base.digest:
             return  # it has lost what the changes are to: a whole push is due at once
         if target.fail(reason):
             log.error("generator_out", generator=target.name, num_failures=target.num_failures, reason=reason)
 
-    async def _ask(self, target: Target) -> None:
-        """Take over what a generator says of itself.
+    async def _ask(self, target: Target) -> PushFailedError | None:
+        """Take over what a generator says of itself; why it says nothing, where it does not answer.
 
         Raises:
             InputError: It obeys another learner.
@@ -224,7 +249,7 @@ class Publisher:
             )
         except grpc.aio.AioRpcError as error:
             log.warning("generator_silent", generator=target.name, status=error.code().name)
-            return
+            return failure_of(error)
         if held.epoch > self._epoch or (held.epoch == self._epoch and held.learner != self._learner):
             raise InputError(
                 "name",
@@ -233,6 +258,7 @@ class Publisher:
                 "Give each run a name of its own, or leave the run to the other learner",
             )
         target.version, target.digest = held.version, held.digest
+        return None
 
     async def _announce(self, target: Target, policy: Policy, result: PushResult, num_bytes: int) -> None:
         """A generator serves a version."""
@@ -248,25 +274,3 @@ class Publisher:
         found = Counter(target.state for target in self._targets.values())
         for state in STATES:
             metrics.GENERATORS.labels(state).set(found[state])
-
-
-async def deliver(call: Any, header: PushHeader, frames: Frames) -> tuple[PushResult, int]:
-    """Send one version over a PushWeights call; the generator's answer, and the bytes of the frames.
-
-    Raises:
-        grpc.aio.AioRpcError: The generator refused it, or the call broke.
-    """
-    num_bytes = 0
-    try:
-        # Raised where the call has ended: its answer says why.
-        with contextlib.suppress(asyncio.InvalidStateError):
-            await call.write(WeightFrame(header=header))
-            # A refusal that met frames on their way would be lost to "Internal error", and metadata come with it too.
-            if ADMITTED in tuple(await call.initial_metadata()):
-                async for frame in frames:
-                    num_bytes += frame.ByteSize()
-                    await call.write(frame)
-                await call.done_writing()
-        return await call, num_bytes
-    finally:
-        call.cancel()

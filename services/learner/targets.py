@@ -13,6 +13,7 @@ from typing import Any, Literal
 import grpc
 
 from services.common.members import Member
+from services.learner.weights import Policy
 
 State = Literal["current", "behind", "out"]
 STATES: tuple[State, ...] = ("current", "behind", "out")
@@ -30,6 +31,7 @@ class Target:
         problem: Why the last push failed.
         num_failures: Pushes that failed since the last that succeeded.
         behind_since_unix_s: When it was first seen without the newest version; None while it has it.
+        waiting: Whether its push waits for others to be sent.
     """
 
     member: Member
@@ -41,11 +43,16 @@ class Target:
     num_failures: int = 0
     not_before: float = 0.0
     behind_since_unix_s: float | None = None
+    waiting: bool = False
 
     @property
     def name(self) -> str:
         """Its name in the run and its address: replicas may share a name."""
         return f"{self.member.name} ({self.member.grpc})"
+
+    def serves(self, policy: Policy) -> bool:
+        """Whether it serves this version."""
+        return (self.version, self.digest) == (policy.version, policy.digest)
 
     @property
     def state(self) -> State:
@@ -86,6 +93,7 @@ class Target:
             "num_failures": self.num_failures,
             "problem": self.problem,
             "since_unix_s": self.behind_since_unix_s,
+            "waiting": self.waiting,
         }
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ Neighbours: test_push.py; tests/integration/generation/test_service.py pushes to
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from gspo_proto import generation_pb2_grpc
-from gspo_proto.generation_pb2 import PushHeader, WeightFrame
+from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
 from services.common.config import Config
 from services.common.members import Member, Registration
-from services.common.rpc import GrpcServer
+from services.common.rpc import ADMITTED, GrpcServer
 from services.common.runtime import Options, Service
-from services.generation.door import SERVICE_NAME, Door
+from services.generation.door import SERVICE_NAME, Context, Door
 from services.generation.engine_api import LoadFailedError, LoadTimes
 from services.generation.staging import StagedWeights
 from services.learner.publisher import Live, Publisher
@@ -48,15 +48,24 @@ class StandInEngine:
 
     Attributes:
         load_s: How long a load takes.
+        may_load: A load stands still, as one that has paused the engine, until it is set.
+        loading: Set while a load is under way.
         refusing: Whether loads fail.
     """
 
     def __init__(self) -> None:
         self.version, self.load_s, self.refusing = 0, 0.0, False
+        self.may_load, self.loading = asyncio.Event(), asyncio.Event()
+        self.may_load.set()
 
     async def load(self, version: int, staged: StagedWeights, *, on_update: str, timeout_s: float) -> LoadTimes:
         begun = staged.next_digest()
-        await asyncio.sleep(self.load_s)
+        self.loading.set()
+        try:
+            await self.may_load.wait()
+            await asyncio.sleep(self.load_s)
+        finally:
+            self.loading.clear()
         assert staged.next_digest() == begun, "the copy was written to while it was being loaded"
         if self.refusing:
             raise LoadFailedError(f"version {version} did not load")
@@ -76,7 +85,13 @@ class IdleWorker:
 
 @dataclass
 class Generator:
-    """One generator; `headers` are of the pushes it has received, `corrupt` changes their frames on the way."""
+    """One generator.
+
+    Attributes:
+        headers: Of the pushes it has received.
+        corrupt: Changes their frames on the way.
+        answer: What it answers to them, if it is to answer without taking them.
+    """
 
     engine: StandInEngine
     staged: StagedWeights
@@ -84,6 +99,7 @@ class Generator:
     address: str = ""
     headers: list[PushHeader] = field(default_factory=list)
     corrupt: Callable[[WeightFrame], WeightFrame] | None = None
+    answer: PushResult | None = None
 
     @property
     def serves(self) -> tuple[int, str]:
@@ -95,7 +111,7 @@ class SpyingDoor(Door):
 
     generator: Generator
 
-    async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: object) -> object:
+    async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Context) -> PushResult:
         async def passed_on() -> AsyncIterator[WeightFrame]:
             async for frame in request_iterator:
                 if frame.HasField("header"):
@@ -104,14 +120,25 @@ class SpyingDoor(Door):
                     frame = self.generator.corrupt(frame)
                 yield frame
 
-        return await super().PushWeights(passed_on(), context)
+        if self.generator.answer is None:
+            return await super().PushWeights(passed_on(), context)
+        await context.send_initial_metadata((ADMITTED,))
+        async for _ in passed_on():
+            continue
+        return self.generator.answer
 
 
 @asynccontextmanager
-async def generator(config: Config, redis_url: str, name: str = "generation-0") -> AsyncIterator[Generator]:
-    """A generator that serves version 0, registered."""
+async def generator(
+    config: Config, redis_url: str, name: str = "generation-0", ignored: Mapping[str, tuple[int, ...]] | None = None
+) -> AsyncIterator[Generator]:
+    """A generator that serves version 0, registered.
+
+    Args:
+        ignored: Further tensors of its model folder, which the learner does not have.
+    """
     service = service_of(name, config, redis_url)
-    engine, staged = StandInEngine(), StagedWeights(SHAPES, "bfloat16")
+    engine, staged = StandInEngine(), StagedWeights({**SHAPES, **(ignored or {})}, "bfloat16")
     for tensor, bits in policy(0).bits.items():
         staged.current.bits(tensor)[:] = bits.reshape(-1)
     door = SpyingDoor(service, engine, staged, None, IdleWorker())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from services.common.weights_changes import pack_changes
@@ -279,6 +281,43 @@ async def test_a_failed_load_leaves_the_old_weights_serving(generator: Generator
     delta = difference(Reference.load(tmp_path / "new"), PROMPTS, await answers(engine, sampling(60)))
     assert delta.std() < 1e-5
     generator.folders.append(tmp_path / "new")
+
+
+async def test_a_push_may_leave_out_what_the_engine_ignores_and_nothing_else(
+    generator: Generator, tmp_path: Path
+) -> None:
+    engine, version = generator.engine, generator.engine.version
+    plain = make_tiny_model(tmp_path / "plain", seed=10 + version, scale=4.0)
+    folder = shutil.copytree(plain, tmp_path / "with_more")
+    # Checkpoints of older models have it; every architecture passes it over.
+    ignored = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({ignored: torch.zeros(4)}, folder / "more.safetensors")
+    staged = StagedWeights.from_folder(folder, "float32")
+    bits = {name: staged.current.bits(name).copy() for name in staged.places}
+
+    def pushed_without(*names: str) -> StagedWeights:
+        staged.begin(changes=False)
+        for name in bits.keys() - set(names):
+            staged.write(name, 0, bits[name].tobytes())
+        return staged
+
+    digest_of_all = staged.digest()
+    await engine.load(version + 1, pushed_without(ignored), on_update="recompute", timeout_s=60)
+    whole = StagedWeights.from_folder(plain, "float32")
+    assert staged.digest() == whole.digest() != digest_of_all
+    delta = difference(Reference.load(plain), PROMPTS, await answers(engine, sampling(60)))
+    assert delta.std() < 1e-5
+
+    needed = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(LoadFailedError, match=f"the push has no tensor '{needed}', which this model loads"):
+        await engine.load(version + 2, pushed_without(ignored, needed), on_update="recompute", timeout_s=60)
+    assert (engine.version, staged.digest()) == (version + 1, whole.digest())
+    await engine.load(version + 2, push(generator.staged, plain), on_update="recompute", timeout_s=60)
+    delta = difference(Reference.load(plain), PROMPTS, await answers(engine, sampling(60)))
+    assert delta.std() < 1e-5
+    generator.folders.append(plain)
+    whole.close()
+    staged.close()
 
 
 def with_short_shape(update_info: dict[str, Any], name: str) -> dict[str, Any]:

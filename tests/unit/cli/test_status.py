@@ -23,7 +23,7 @@ from tests.unit.cli.step_logs import WHY, write_log
 
 def learner(**generator: object) -> Member:
     current = {"name": "generation-0 (a:1)", "state": "current", "version": 7, "num_failures": 0, "problem": ""}
-    current |= {"since_unix_s": None}
+    current |= {"since_unix_s": None, "waiting": False}
     activity = {"kind": "busy", "what": "training", "detail": "step 8", "since_unix_s": time.time()}
     facts = {"generators": [current, current | generator]}
     return Member("learner", "learner-0", beat_unix_s=time.time(), activity=activity, facts=facts)
@@ -96,8 +96,9 @@ def test_one_that_is_only_being_pushed_to_is_not_worth_a_line() -> None:
 
 def test_a_push_that_takes_long_is_worth_one() -> None:
     behind = {"name": "generation-0 (b:1)", "state": "behind", "problem": "", "since_unix_s": time.time() - 7}
-    expected = "generation-0 (b:1) is behind for 7 s, serving version 7: the push to it is under way"
-    assert in_trouble([learner(**behind)]) == [expected]
+    expected = "generation-0 (b:1) is behind for 7 s, serving version 7: the push to it is "
+    assert in_trouble([learner(**behind)]) == [expected + "under way"]
+    assert in_trouble([learner(**behind, waiting=True)]) == [expected + "waiting for another push"]
 
 
 def test_departure_and_return_are_told_once_each_while_a_run_is_watched() -> None:

@@ -26,6 +26,7 @@ def test_three_failures_in_a_row_put_it_out_and_one_success_brings_it_back(targe
         "version": 0,
         "num_failures": 4,
         "problem": "failure 4",
+        "waiting": False,
         "since_unix_s": 0,
     }
     assert target.catch_up()
