@@ -359,7 +359,7 @@ async def test_a_run_that_fails_before_the_learner_is_ready_ends(
     assert await coordinator.exit_code() == 0
 
 
-async def test_sigterm_ends_the_wait_for_a_learner(
+async def test_sigterm_ends_the_wait_for_a_learner_in_which_nothing_is_issued(
     redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, until: Until
 ) -> None:
     process = coordinator.start(configure())
@@ -369,6 +369,7 @@ async def test_sigterm_ends_the_wait_for_a_learner(
         return bool(found) and found[0].activity["what"] == "learner"
 
     await until(waits, "the coordinator to wait for a learner")
+    assert await redis.exists(keys.prompts, keys.eval_prompts, keys.open) == 0
     process.terminate()
     assert await coordinator.exit_code() == 0
     assert await heard(redis, keys, "finished") == []

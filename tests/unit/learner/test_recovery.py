@@ -120,6 +120,31 @@ def test_one_changed_bit_makes_it_take_the_checkpoint_before(config: Config, sco
         assert "bytes with SHA-256" in notice
 
 
+def test_a_second_resume_of_the_same_checkpoint_repeats_the_first_and_what_came_after(config: Config, scored) -> None:
+    with RunDir(config.run_dir) as run:
+        train_run(config, run, scored, steps=3, checkpoints=(1,))
+        files = contents(run.checkpoints.path(1))
+    with RunDir(config.run_dir) as run:
+        first = recovered(config, run)
+        rows = [replace(row_from_scored(scored(4)), step=4)]
+        run.write_step(4, rows)
+        first.trainer.train(4, rows)
+        record_version(run, 4, first.trainer, configured_hyperparameters(config, 4))
+        recorded = run.versions()
+    # It died before its next checkpoint.
+    with RunDir(config.run_dir) as run:
+        second = recovered(config, run)
+        assert (second.step, list(second.trainer.known)) == (4, [2, 3, 4])
+        assert policy_from(4, second.trainer.policy()).digest == recorded[4].digest
+        assert run.versions() == recorded
+        assert contents(run.checkpoints.path(1)) == files
+        assert run.settlements.ranges() == [(1, 4)]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
 def test_without_an_earlier_checkpoint_the_whole_log_is_replayed(config: Config, scored) -> None:
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=3, checkpoints=(2,))

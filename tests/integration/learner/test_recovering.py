@@ -1,0 +1,88 @@
+"""A learner that still recovers: nobody can call it, nothing is pushed and no rollout is taken before it is done.
+
+Real learner, Redis, gRPC and generators' servicers; the training step is simulated, so that a test can stop it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from benchmarks.simulated.maker import SimulatedMaker
+from benchmarks.simulated.settings import Settings
+from gspo_proto.rollout_pb2 import Scored
+from services.common.config import Config
+from services.common.keys import Keys
+from services.common.members import Member, members
+from services.learner.life import live
+from services.learner.making import Hyperparameters, Trained
+from services.learner.rows import Row, row_from_scored
+from services.learner.rundir import RunDir
+from tests.integration.learner.feeder import NUM_ROLLOUTS, Feeder, run_of, scored
+from tests.integration.push_peers import generator, service_of
+
+pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
+
+
+class StoppedMaker(SimulatedMaker):
+    """Its first step, which is a replay, goes on only when the test says so."""
+
+    def __init__(self, config: Config, folder: Path, run_dir: Path) -> None:
+        super().__init__(config, folder, run_dir, Settings(time_scale=0))
+        self.replaying, self.may_go_on = threading.Event(), threading.Event()
+
+    def train(
+        self,
+        step: int,
+        rows: Sequence[Row],
+        known: Collection[int] = (),
+        hyperparameters: Hyperparameters | None = None,
+    ) -> Trained:
+        self.replaying.set()
+        assert self.may_go_on.wait(30.0)
+        return super().train(step, rows, known, hyperparameters)
+
+
+def rows_of(groups: range, step: int) -> list[Row]:
+    found = [Scored.FromString(scored(group, number, 0)) for group in groups for number in range(NUM_ROLLOUTS)]
+    return [replace(row_from_scored(one.rollout), step=step) for one in found]
+
+
+async def test_nobody_is_let_in_before_the_replay_is_done(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_of(tmp_path)
+    with RunDir(config.run_dir) as run_dir:
+        run_dir.write_step(1, rows_of(range(4), 1))
+    model = Path(config.model.path)
+    maker = StoppedMaker(config, model, config.run_dir)
+    feeder, service = Feeder(redis, keys), service_of("learner-0", config, redis_url)
+
+    async def learner() -> Member:
+        (found,) = await members(redis, keys, "learner")
+        return found
+
+    async with generator(config, redis_url) as serving:
+        await feeder.feed(range(4, 8), 0)
+        running = asyncio.create_task(live(service, lambda *_: maker))
+        assert await asyncio.to_thread(maker.replaying.wait, 30.0)
+        assert (service.activity.what, (await learner()).grpc) == ("replaying", "")
+        assert service.problems
+        assert [group["consumers"] for group in await redis.xinfo_groups(keys.scored)] == [0], "a rollout was taken"
+        assert serving.headers == []
+
+        maker.may_go_on.set()
+        # What waited is trained now, and what is pushed first is the replayed version and no earlier one.
+        await feeder.event("step_done")
+        while not serving.headers:
+            await asyncio.sleep(0.01)
+        assert serving.headers[0].version >= 1
+        assert (await learner()).grpc
+        service.stopping.set()
+        await running

@@ -1,0 +1,40 @@
+"""Where the order of prompts goes on after a resume: behind every group that ended, however it ended.
+
+The learner's log is read anew, and the coordinator's slots take over what it says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.coordinator.slots import OpenGroup, Slots
+from services.learner.rows import row_from_scored
+from services.learner.rundir import RunDir
+from services.learner.settlement import SettledGroup, Settlement
+
+OPEN = OpenGroup(attempt=1, issued_unix_s=0.0, deadline_unix_s=100.0, min_version=0)
+
+
+@pytest.mark.parametrize(
+    ("still_open", "expected"),
+    # Groups 0 and 3 were trained, 1, 2 and 5 dropped; 4 is open, or was lost with Redis.
+    [([4], [6, 7, 8]), ([], [4, 6, 7])],
+)
+def test_dropped_prompts_hold_nothing_back_and_are_not_asked_again(
+    tmp_path: Path, scored, still_open: list[int], expected: list[int]
+) -> None:
+    with RunDir(tmp_path) as run:
+        run.write_step(1, [replace(row_from_scored(scored(group)), step=1) for group in (0, 3)])
+        run.settle([SettledGroup(1, Settlement.FILTERED, "all rewards equal")])
+        run.settle([SettledGroup(2, Settlement.FAILED, "given up"), SettledGroup(5, Settlement.STALE, "too old")])
+    slots = Slots(6, 2)
+    for group in still_open:
+        slots.issue(group, OPEN)
+    with RunDir(tmp_path) as resumed:
+        account = resumed.settlements
+        assert slots.reconcile(account.ranges(), 1, -1, account.counts()) == []
+    assert slots.upcoming(3) == expected
+    assert slots.num_issued == 5 + len(still_open)
