@@ -10,7 +10,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 # $(call need,PROGRAM,WHAT,PACKAGE): tools that not every machine has; their tests are in a folder of their own.
 need = @command -v $(1) >/dev/null || { echo "not tested: $(2); $(1) is missing (Debian: apt-get install $(3))" >&2; exit 3; }
 
-.PHONY: help setup demo test test-quick test-long gpu-test compose-test lint bench chaos proto lock clean
+.PHONY: help setup demo test test-quick test-long gpu-test compose-test browser-test lint bench chaos proto lock clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -35,6 +35,10 @@ gpu-test: $(if $(GSPO_PYTHON),,setup) ## What only a GPU can show: rows of docs/
 
 compose-test: setup ## docker-compose.yml with a Docker engine: build, run, scale, kill (Error 3: no engine, not tested)
 	$(BIN)/python -m tests.compose.drive
+
+browser-test: setup ## The HTTP APIs against pages of other sites (Error 3: no Chromium, not tested)
+	$(call need,chromium,pages of other sites,chromium)
+	$(BIN)/python -m pytest tests/browser/pages.py
 
 lint: setup ## ruff and mypy strict
 	$(BIN)/ruff check .
