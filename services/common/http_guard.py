@@ -27,6 +27,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
 # Bodies of all requests of one service that are in memory at a time.
 MAX_HELD_BYTES = 64 * 2**20
+MAX_BRACKETS = 100_000
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _CHANGING = ("POST", "PUT", "PATCH")
 
@@ -128,6 +129,7 @@ class BoundedBodies:
                 refusal = self._refusal(len(body))
                 if not message.get("more_body", False):
                     break
+            refusal = refusal or _too_nested(body)
             if refusal is not None:
                 await reply(send, refusal.status, {"detail": refusal.detail, "problems": []})
                 return
@@ -141,6 +143,13 @@ class BoundedBodies:
         if self._held_bytes > MAX_HELD_BYTES:
             return _Refusal(503, "bodies", "too many large requests at a time; come back in a moment")
         return None
+
+
+def _too_nested(body: bytearray) -> _Refusal | None:
+    """Few bytes can be many lists, and reading those as JSON holds every other request up."""
+    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
+        return _Refusal(413, "body", f"the body has more than {MAX_BRACKETS} opening brackets")
+    return None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

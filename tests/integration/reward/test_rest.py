@@ -274,6 +274,8 @@ async def test_a_body_that_is_too_large_or_of_another_form_is_refused(redis: Red
     async with open_desk(tmp_path, redis) as (client, _, _):
         huge = await client.post("", json={"name": "a", "source": "#" * (5 * 2**20)})
         assert (huge.status_code, "bytes" in huge.json()["detail"]) == (413, True)
+        nested = await client.post("/r/try", json={"rows": [{"completion": "4", "more": [[]] * 100_000}]})
+        assert (nested.status_code, "opening brackets" in nested.json()["detail"]) == (413, True)
         long = await client.post("", json={"name": "a", "source": "#" * (300 * 2**10)})
         assert (long.status_code, long.json()["problems"][0]["field"]) == (422, "source")
         other = await client.post("", content="x", headers={"content-type": "text/plain"})

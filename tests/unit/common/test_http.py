@@ -169,6 +169,28 @@ async def test_a_body_that_is_too_large_is_refused_unread(port: int) -> None:
         writer.close()
 
 
+async def test_bodies_of_callers_that_are_refused_are_not_kept() -> None:
+    async def refuses(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await reply(send, 401, {})
+
+    size = 4 * 2**20
+    head = f"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    held = []
+    async for port in serve(refuses):
+        for _ in range(50):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head.encode())
+            for _ in range(15):  # all of it but the end
+                writer.write(b"a" * (size // 16))
+                await writer.drain()
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 401")
+            held.append(writer)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 48 * 2**10, "200 MiB were sent"
+        for writer in held:
+            writer.close()
+
+
 async def test_many_bodies_at_a_time_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.common.http_guard.MAX_HELD_BYTES", 2**20)
     full, free = asyncio.Event(), asyncio.Event()
