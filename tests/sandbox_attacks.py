@@ -43,7 +43,11 @@ GOOD = "def values(): return [1.0, 2.0]"
 
 @dataclass(frozen=True)
 class Attack:
-    """One way to misbehave: the body of a function, and the kind of failure it must be; None: it may return."""
+    """One way to misbehave: the body of a function, and the kind of failure it must be; None: it may return.
+
+    Attributes:
+        kind: One or more, with ` or ` between them.
+    """
 
     name: str
     body: str
@@ -64,6 +68,19 @@ def system(number, *arguments):
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
+def forge(**reply):
+    # Answers the harness's own question, whose id is found in its frames.
+    frame = sys._getframe()
+    while "question" not in frame.f_locals or "id" not in frame.f_locals["question"]:
+        frame = frame.f_back
+    os.write(3, sys.modules["inside.frames"].frame(reply | {"id": frame.f_locals["question"]["id"]}))
+def grow(hide):
+    # Writes files without end, each out of sight at once.
+    for n in itertools.count():
+        fd = os.open(str(n), os.O_CREAT | os.O_RDWR)
+        os.write(fd, bytes(2**22))
+        hide(str(n), fd)
+        time.sleep(0.01)
 """
 
 TIME = [
@@ -101,6 +118,29 @@ SIZE = [
         "output_too_large",
     ),
     Attack(
+        "removed files that are mapped alone",
+        "libc.mmap.argtypes = [ctypes.c_void_p] + [ctypes.c_size_t] * 5\n"
+        "def hide(name, fd):\n    os.unlink(name)\n    libc.mmap(None, 4096, 1, 1, fd, 0)\n    os.close(fd)\n"
+        "grow(hide)",
+        "output_too_large",
+    ),
+    Attack(
+        "removed files of a thread whose process seems dead",
+        "threading.Thread(target=grow, args=(lambda name, fd: os.unlink(name),)).start()\nlibc.syscall(60, 0)",
+        "output_too_large or crash",  # where its scratch is full, the last thread ends, and with it the process
+    ),
+    Attack("a thread with descriptors of its own", "system(56, 0x50B00, 0, 0, 0, 0)", "forbidden"),
+    Attack("descriptors copied", "system(436, 3, 2**32 - 1, 2)", "forbidden"),
+    Attack(
+        "large socket buffers",
+        "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**22)",
+        "forbidden",
+    ),
+    Attack("a large pipe", "import fcntl\nfcntl.fcntl(os.pipe()[1], 1031, 2**20)", "forbidden"),
+    Attack("Landlock rulesets", "system(444, struct.pack('Q', 1), 8, 0)", "forbidden"),
+    Attack("a filter of its own", "system(317, 1, 2, 0)", "forbidden"),
+    Attack("the same by prctl", "system(157, 22, 2, 0, 0, 0)", "forbidden"),
+    Attack(
         "a folder that nobody can list",
         "os.mkdir('d', 0o300)\nfor n in itertools.count():\n    open(f'd/{n}', 'wb').close()\n    time.sleep(0.01)",
         "output_too_large",
@@ -110,7 +150,11 @@ SIZE = [
         "for n in range(1200):\n    os.mkdir('d')\n    os.chdir('d')\ntime.sleep(5)",
         "output_too_large",
     ),
-    Attack("empty files without end", "for n in itertools.count(): open(str(n), 'w').close()", "output_too_large"),
+    Attack(
+        "empty files without end",
+        "for n in itertools.count(): open(str(n), 'w').close()",
+        "output_too_large or timeout",  # on a slow disk so many are not made in time
+    ),
     Attack("100,000 open files", "x = [open('/dev/null') for _ in range(100_000)]", "forbidden"),
     Attack("100,000 pipes", "x = [os.pipe() for _ in range(100_000)]", "forbidden"),
     Attack(
@@ -200,6 +244,20 @@ PROCESSES = [
         "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()",
         "forbidden",
     ),
+    Attack("a lock on a shared file", "import fcntl\nfcntl.flock(open(json.__file__), fcntl.LOCK_EX)", "forbidden"),
+    Attack("urgent bytes", "socket.socketpair()[0].send(b'x', socket.MSG_OOB)", "forbidden"),
+    Attack(
+        "a timer that wakes a stopped process",
+        "system(222, 1, struct.pack('QiiQ40x', 0, signal.SIGCONT, 0, 0), ctypes.byref(ctypes.c_int()))",
+        "forbidden",
+    ),
+    Attack(
+        "a name that is no text",
+        "assert libc.prctl(15, b'\\xff) 1 \\n\\xfe', 0, 0, 0) == 0\ntime.sleep(0.3)",
+        None,
+    ),
+    Attack("last to go where memory ends", "open('/proc/self/oom_score_adj', 'w')", "forbidden"),
+    Attack("first to go where memory ends", "assert open('/proc/self/oom_score_adj').read() == '1000\\n'", None),
     Attack("page faults", "system(323, 0)", "forbidden"),
     Attack("a key in the kernel", "system(248, b'user', b'a', b'b', 1, -2)", "forbidden"),
     Attack("another user", "os.setuid(1)", "forbidden"),
@@ -287,6 +345,12 @@ REPLIES = [
         "frame = b'\\x91' * 100_000\nos.write(3, len(frame).to_bytes(8, 'big') + frame)",
         "forbidden",
     ),
+    Attack("a kind of failure that is no word", "forge(error={'kind': {}, 'type': '', 'text': ''})", "forbidden"),
+    Attack("an error that is none", "forge(error=[1])", "forbidden"),
+    Attack("values that are none", "forge(values=5)", "forbidden"),
+    Attack("a signature for values", "forge(signature={'entry': 5})", "forbidden"),
+    Attack("JSON for values", "forge(values_json='[1, 2]')", "forbidden"),
+    Attack("threads by the word", "forge(values=[1.0, 2.0], threads_left='x')", "forbidden"),
     Attack("half a character", "raise ValueError('\\ud800')", "exception"),
     Attack("half a character as a name", "return [{'\\ud800': 1.0}, 2.0]", None),
     Attack("json changed", "json.dumps = json.JSONEncoder.encode = lambda *a, **k: '{}'", None),
@@ -321,7 +385,7 @@ async def run(level_name: str) -> dict[str, Any]:
             facts |= {"FILE": str(target), "FOLDER": folder, "HOME": str(Path.home())}
             known = "".join(f"{name} = {value!r}\n" for name, value in facts.items())
             await asyncio.gather(patient.load(), short.load())
-            supervisors = [sandbox._crew._supervisor for sandbox in (patient, short)]
+            supervisors = [sandbox._pool._supervisor for sandbox in (patient, short)]
             free = asyncio.Semaphore(AT_ONCE)
 
             async def suffer(attack: Attack) -> None:
@@ -330,7 +394,7 @@ async def run(level_name: str) -> dict[str, Any]:
                     outcomes[attack.name] = await _beside_a_bystander(sandbox, known + attack.source)
 
             await asyncio.gather(*(suffer(attack) for attack in ALL))
-            alive = [sandbox._crew._supervisor for sandbox in (patient, short)]
+            alive = [sandbox._pool._supervisor for sandbox in (patient, short)]
             outcomes["supervisors_live"] = alive == supervisors and all(one and one.alive for one in alive)
             for listener in (tcp, unix):
                 listener.setblocking(False)

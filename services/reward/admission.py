@@ -7,19 +7,23 @@ source_check.py reads the source, trials.py runs the cases, registry.py keeps wh
 
 from __future__ import annotations
 
-import ast
 import asyncio
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 
+from services.reward.callers import ANONYMOUS
 from services.reward.calls import CallFailed
 from services.reward.library import Function, Library, source_of
 from services.reward.registered import Content, StoredSignature
-from services.reward.source_check import MAX_PROBLEMS, Problem, RefusedError, check_source, place_of
+from services.reward.source_check import MAX_PROBLEMS, Outline, Problem, RefusedError, check_imports
 from services.reward.submission import Submission, TestCase
 from services.reward.trials import Failed, Trial, try_actions, try_rows
 
-# Each is a process that imports what the function needs; more at a time would take the cores from scoring.
-NUM_AT_A_TIME = 2
+# Each is a process that imports what the function needs; many at a time would take the cores from scoring. A caller
+# has one of them, so that nobody's hanging submissions hold up another's; without tokens callers cannot be told apart.
+NUM_AT_A_TIME = 6
+# Much shorter than what a run's own functions have: packages are imported before.
+LOAD_TIMEOUT_S = 10.0
 # All test cases of a submission together; whoever submits waits for the answer.
 TESTS_TIMEOUT_S = 120.0
 _ENTRIES = {"reward": ("reward", "compute_score", "reward_func"), "environment": ("reset", "step")}
@@ -36,18 +40,17 @@ class Admission:
     def __init__(self, library: Library, allowed_packages: Collection[str]) -> None:
         self._library, self._allowed = library, tuple(allowed_packages)
         self._free = asyncio.Semaphore(NUM_AT_A_TIME)
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._running: dict[tuple[str, str], asyncio.Task[Content]] = {}
 
-    async def admit(self, submission: Submission) -> Content:
-        """The content that may be kept.
+    async def admit(self, submission: Submission, who: str = ANONYMOUS.name) -> Content:
+        """The content that may be kept; `who` hands it in.
 
         Raises:
             RefusedError: It may not; with every reason found.
         """
         if problems := list(_unfit_inputs(submission)):
             raise RefusedError(problems[:MAX_PROBLEMS])
-        # Not in a thread: two at a time of CPython 3.11's ast.parse count their depth together, and one fails.
-        tree = check_source(submission.source, self._allowed)
         content = Content(
             version=submission.version,
             kind=submission.kind,
@@ -59,17 +62,21 @@ class Admission:
         # Whoever submits the same meanwhile waits for the same answer.
         key = (content.version, content.model_dump_json(include={"tests"}))
         if key not in self._running:
-            self._running[key] = asyncio.create_task(self._run(submission, content, tree))
+            self._running[key] = asyncio.create_task(self._run(submission, content, who))
             self._running[key].add_done_callback(lambda _: self._running.pop(key, None))
         return await asyncio.shield(self._running[key])
 
-    async def _run(self, submission: Submission, content: Content, tree: ast.Module) -> Content:
-        async with self._free:
-            return await self._run_now(submission, content, tree)
+    async def _run(self, submission: Submission, content: Content, who: str) -> Content:
+        turn = asyncio.Lock() if who == ANONYMOUS.name else self._turns[who]
+        async with turn, self._free:
+            outline = await self._library.source_reader.read(submission.source)
+            check_imports(outline, self._allowed)
+            return await self._run_now(submission, content, outline)
 
-    async def _run_now(self, submission: Submission, content: Content, tree: ast.Module) -> Content:
+    async def _run_now(self, submission: Submission, content: Content, outline: Outline) -> Content:
         source = source_of(submission.name, content)
-        sandbox = self._library.sandbox(source.code, self._library.limits_of(content))
+        limits = self._library.limits_of(content)
+        sandbox = self._library.sandbox(source.code, limits, load_timeout_s=LOAD_TIMEOUT_S)
         try:
             signature = await sandbox.load()
             async with asyncio.timeout(TESTS_TIMEOUT_S):
@@ -78,7 +85,7 @@ class Admission:
             text = f"tests: all of them together took longer than {TESTS_TIMEOUT_S:g} s"
             raise RefusedError([Problem("test", text)]) from error
         except CallFailed as error:
-            raise RefusedError([_load_problem(error, tree, submission)]) from error
+            raise RefusedError([_load_problem(error, outline, submission)]) from error
         finally:
             await sandbox.close()
         if problems:
@@ -110,15 +117,15 @@ def _unfit_inputs(submission: Submission) -> Iterator[Problem]:
             yield Problem("field", f"{field}: is missing or no text; it is the answer that is scored", field=field)
 
 
-def _load_problem(error: CallFailed, tree: ast.Module, submission: Submission) -> Problem:
+def _load_problem(error: CallFailed, outline: Outline, submission: Submission) -> Problem:
     names = (submission.entry,) if submission.entry else _ENTRIES[submission.kind]
-    line, column = place_of(tree, names)
+    line, column = outline.place_of(names)
     rule = "signature" if error.error_type == "Unfit" else "load"
     if error.line is not None:
         line, column = error.line, 1
     text = f"line {line}, column {column}: {error}"
     if error.kind == "memory":
-        text += ". Raise limits.memory_mb, or reward.memory_mb for all"
+        text += ". Raise limits.memory_mb, which reward.memory_mb bounds"
     return Problem(rule, text, line, column, error.traceback, error.output)
 
 

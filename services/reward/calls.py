@@ -1,6 +1,7 @@
 """What crosses the sandbox's wall: the code that is loaded, a call, its answer, and the ways in which a call fails.
 
-Types alone. Neighbours: sandbox.py runs code; everything of the reward service that needs user code run calls it.
+Types, and the line between a call and everything else. Neighbours: sandbox.py runs code; everything of the reward
+service that needs user code run calls it.
 
 A question is one of
   {"arguments": {...}}                       one call of a reward function for a whole batch
@@ -10,9 +11,13 @@ A question is one of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+import structlog
 
 if TYPE_CHECKING:
     from services.reward.functions import Signature
@@ -28,6 +33,7 @@ Question = dict[str, Any]
 # exception          it raised
 FailureKind = Literal["timeout", "memory", "crash", "forbidden", "output_too_large", "invalid_return", "exception"]
 FAILURE_KINDS: frozenset[str] = frozenset(get_args(FailureKind))
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,40 @@ class CallFailed(Exception):  # noqa: N818 - it carries a kind
         super().__init__(text)
         self.kind, self.error_type, self.traceback, self.output = kind, error_type, traceback, output
         self.loading, self.line = loading, line
+
+
+def values_of(answer: Answer, num_completions: int) -> list[Any]:
+    """The values of a batch, one for each completion.
+
+    Raises:
+        CallFailed: There are more or fewer, or something else.
+    """
+    values = answer.values
+    if not isinstance(values, list) or len(values) != num_completions:
+        got = len(values) if isinstance(values, list) else "other"
+        text = f"returned {got} values for {num_completions} completions"
+        raise CallFailed("invalid_return", text, error_type="InvalidReturn", output=answer.output)
+    return values
+
+
+@contextmanager
+def failing_only_the_call(name: str) -> Iterator[None]:
+    """Turn whatever the block raises into a failure of a call of function `name`, and log it.
+
+    One function's answers, which may be anything, must not end what serves the others.
+
+    Raises:
+        CallFailed: The block raised something.
+    """
+    try:
+        yield
+    except CallFailed:
+        raise
+    except Exception as error:
+        log.exception("call_raised", function=name)
+        raise CallFailed(
+            "exception", f"its answer could not be taken: {type(error).__name__}: {error}"[:500]
+        ) from error
 
 
 class Callee(Protocol):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.reward.calls import Callee, CallFailed
+from services.reward.functions import NOT_ASKED
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ async def reset(callee: Callee, task_json: str, *, session: str | None) -> Turn:
     arguments = {"task": _read(task_json, "the task")}
     found = await callee.call({"function": "reset", "arguments": arguments}, session=session)
     state, observation = _fields(found.values, 2, "reset returned {}, not (state, observation)")
-    return Turn(json.dumps(state), _observation(observation), 0.0, done=False, output=found.output)
+    return Turn(_dump(state), _observation(observation), 0.0, done=False, output=found.output)
 
 
 async def step(callee: Callee, state_json: str, action: str, calls_json: str = "", *, session: str | None) -> Turn:
@@ -53,18 +54,37 @@ async def step(callee: Callee, state_json: str, action: str, calls_json: str = "
     state, observation, reward, done = _fields(
         found.values, 4, "step returned {}, not (state, observation, reward, done)"
     )
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise _invalid(f"step returned a reward that is no finite number: {json.dumps(reward)[:100]}")
+    number = _finite(reward)
+    if number is None:
+        raise _invalid(f"step returned a reward that is no finite number: {_dump(reward)[:100]}")
     if not isinstance(done, bool):
-        raise _invalid(f"step returned a done that is neither true nor false: {json.dumps(done)[:100]}")
-    return Turn(json.dumps(state), _observation(observation), float(reward), done, found.output)
+        raise _invalid(f"step returned a done that is neither true nor false: {_dump(done)[:100]}")
+    return Turn(_dump(state), _observation(observation), number, done, found.output)
 
 
 def _read(text: str, what: str) -> Any:
     try:
         return json.loads(text or "null")
     except (ValueError, RecursionError) as error:
-        raise CallFailed("exception", f"{what} is not JSON: {error}", error_type="Unaskable") from error
+        raise CallFailed("exception", f"{what} is not JSON: {error}", error_type=NOT_ASKED) from error
+
+
+def _dump(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError as error:
+        raise _invalid("it returned a value that is nested too deeply") from error
+
+
+def _finite(value: Any) -> float | None:
+    """A finite number as a float; None for anything else, also for an integer beyond every float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _fields(values: Any, count: int, otherwise: str) -> list[Any]:
@@ -82,7 +102,7 @@ def _observation(value: Any) -> str:
     )
     if not isinstance(value, str) and not messages:
         raise _invalid("the observation is neither text nor a list of messages with role and content")
-    return json.dumps(value)
+    return _dump(value)
 
 
 def _invalid(text: str) -> CallFailed:

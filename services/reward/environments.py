@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 
 from services.common import metrics
 from services.reward import environment
-from services.reward.calls import CallFailed
+from services.reward.calls import CallFailed, failing_only_the_call
 from services.reward.environment import Turn
 from services.reward.library import Function
 from services.reward.usage import UsageCounter
@@ -49,7 +49,8 @@ class Environments:
         source, started, result = function.source, time.perf_counter(), "ok"
         function.calls_under_way += 1
         try:
-            return await asked
+            with failing_only_the_call(source.name):
+                return await asked
         except CallFailed as error:
             result = error.kind
             if self._usage is not None:

@@ -38,7 +38,8 @@ from typing import Any, Literal
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout
 from services.common.errors import InputError, nearest
 from services.common.reward_config import RewardConfig, RewardFunction
-from services.reward.calls import Code, CodeKind
+from services.reward.calls import CallFailed, Code, CodeKind
+from services.reward.replies import SignatureReply
 from services.reward.submission import version_of
 
 TRL_GIVEN = ("prompts", "completions", "completion_ids", "outcomes", "stops", "truncated")
@@ -46,12 +47,16 @@ OPENRLHF_GIVEN = ("queries", "prompts", "labels")
 VERL_GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
 GIVEN = {"trl": TRL_GIVEN, "verl": VERL_GIVEN, "openrlhf": OPENRLHF_GIVEN, "environment": ()}
 BUILTINS = Path(__file__).parent / "builtins"
+NOT_ASKED = "Unaskable"
 _FILES = {"code_tests": "code_runner.py"}
 GROUND_TRUTH_RULE = "column ground_truth, else reward_model.ground_truth, else column answer"
 
 
-class Unaskable(Exception):  # noqa: N818 - a fact about the rollout
+class Unaskable(CallFailed):
     """A function cannot be asked about a rollout."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("exception", text, error_type=NOT_ASKED)
 
 
 class MissingColumn(Unaskable):
@@ -100,11 +105,9 @@ class Signature:
     takes_any: bool
 
     @classmethod
-    def from_answer(cls, told: dict[str, Any]) -> Signature:
-        """Read the answer of inside/recognise.py."""
-        return cls(
-            told["entry"], told["convention"], frozenset(told["takes"]), tuple(told["required"]), told["takes_any"]
-        )
+    def from_reply(cls, told: SignatureReply) -> Signature:
+        """What a worker told, in the form that was checked."""
+        return cls(told.entry, told.convention, frozenset(told.takes), tuple(told.required), told.takes_any)
 
     def missing(self, columns: Collection[str]) -> list[str]:
         """Columns that the function cannot do without and that `columns` lacks."""
@@ -172,7 +175,7 @@ def read_python(path: Path, key: str) -> tuple[bytes, str]:
     except SyntaxError as error:
         where = f"{path}, line {error.lineno}, column {error.offset}" if error.lineno else str(path)
         raise InputError(key, f"{where}: {error.msg}", "Mend that line") from error
-    except ValueError as error:  # bytes that are no text
+    except (ValueError, LookupError) as error:  # bytes that are no text, or in an encoding that is none
         raise InputError(key, f"{path} is not Python text: {error}", "Give a Python file") from error
     return data, text
 

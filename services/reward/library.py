@@ -18,7 +18,7 @@ from pathlib import Path
 from services.common.environment_config import EnvironmentConfig
 from services.common.errors import InputError, nearest
 from services.common.reward_config import RewardConfig, RewardFunction
-from services.reward.calls import Callee, CallFailed, Code, Limits
+from services.reward.calls import Callee, CallFailed, Code, Limits, failing_only_the_call
 from services.reward.classifier import Classifier, read_classifier
 from services.reward.code_tests import CodeTests
 from services.reward.configured_environment import ENVIRONMENT_KEY, open_environment
@@ -30,6 +30,7 @@ from services.reward.registry import Registry
 from services.reward.registry_copy import RegistryCopy
 from services.reward.remote import Remote, read_remote
 from services.reward.sandbox import Sandbox
+from services.reward.source_check import SourceReader
 from services.reward.submission import Kind
 from services.reward.submission import Limits as AskedLimits
 from services.reward.usage import UsageCounter
@@ -85,6 +86,7 @@ class Library:
         self.configured = {function.source.name: function for function in configured}
         self.usage = usage
         self._limits, self._registry = limits, registry
+        self.source_reader = SourceReader(self.sandbox)
         self._loaded: OrderedDict[tuple[str, str], Function] = OrderedDict()
         self._loading: dict[tuple[str, str], asyncio.Task[Function]] = {}
 
@@ -141,15 +143,17 @@ class Library:
         source = source_of(name, content)
         function = Function(source, self.sandbox(source.code, self.limits_of(content)))
         try:
-            await function.callee.load()
+            with failing_only_the_call(name):
+                await function.callee.load()
         except CallFailed:
             await function.callee.close()
             raise
         return function
 
-    def sandbox(self, code: Code, limits: Limits) -> Sandbox:
+    def sandbox(self, code: Code, limits: Limits, *, load_timeout_s: float | None = None) -> Sandbox:
         """Where a submitted or registered function runs."""
-        return Sandbox(code, limits, self.containment.level, num_workers=self._num_workers)
+        level, num_workers = self.containment.level, self._num_workers
+        return Sandbox(code, limits, level, num_workers=num_workers, load_timeout_s=load_timeout_s)
 
     def limits_of(self, content: Content) -> Limits:
         """What one call of a version may take."""
@@ -187,7 +191,7 @@ class Library:
             task.cancel()
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
         functions = [*self.configured.values(), *self._loaded.values()]
-        await asyncio.gather(*(function.callee.close() for function in functions))
+        await asyncio.gather(self.source_reader.close(), *(function.callee.close() for function in functions))
 
 
 def source_of(name: str, content: Content) -> Source:

@@ -21,8 +21,8 @@ from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score, ScorePart
 from services.common import metrics
 from services.common.environment_config import ENVIRONMENT_PART, EnvironmentConfig
 from services.common.reward_config import RewardConfig
-from services.reward.calls import CallFailed
-from services.reward.functions import Unaskable, arguments_for
+from services.reward.calls import CallFailed, failing_only_the_call, values_of
+from services.reward.functions import NOT_ASKED, arguments_for
 from services.reward.library import Function, Library, UnknownFunctionError, open_library
 from services.reward.registry import Registry
 from services.reward.registry_copy import RegistryCopy
@@ -146,29 +146,26 @@ class Scorer:
         Raises:
             CallFailed: There is not a value for each rollout.
         """
-        callee, started, result = function.callee, time.perf_counter(), "ok"
+        started, result = time.perf_counter(), "ok"
         try:
-            question = arguments_for(callee.signature, batch, function.source.args)
-            raw = (await callee.call(question, session=session)).values
-            if not isinstance(raw, list) or len(raw) != len(batch):
-                got = len(raw) if isinstance(raw, list) else "other"
-                text = f"returned {got} values for {len(batch)} completions"
-                raise CallFailed("invalid_return", text, error_type="InvalidReturn")
-        except Unaskable as error:
-            result = "not_asked"
-            self._count_failure(function, result, str(error))
-            raise CallFailed("exception", str(error), error_type="Unaskable") from error
+            with failing_only_the_call(function.source.name):
+                values = await self._ask(function, batch, session)
         except CallFailed as error:
-            result = error.kind
-            self._count_failure(function, error.kind, str(error), error.traceback, error.output)
+            result = "not_asked" if error.error_type == NOT_ASKED else error.kind
+            self._count_failure(function, result, str(error), error.traceback, error.output)
             raise
         finally:
             self._count(function, len(batch), started, result)
-        values = [read_value(value, callee.signature.convention) for value in raw]
         for value in values:
             if isinstance(value, Failure):
                 self._count_failure(function, value.kind, value.reason, value.traceback)
         return values
+
+    async def _ask(self, function: Function, batch: list[Rollout], session: str) -> list[Value | Failure]:
+        signature = function.callee.signature
+        question = arguments_for(signature, batch, function.source.args)
+        raw = values_of(await function.callee.call(question, session=session), len(batch))
+        return [read_value(value, signature.convention) for value in raw]
 
     def _count(self, function: Function, num_answers: int, started: float, result: str) -> None:
         seconds, source = time.perf_counter() - started, function.source

@@ -1,20 +1,29 @@
-"""Reading a submitted source without running it: does it compile, what does it import, where is its function.
+"""A submitted source before it is run: does it compile, what does it import, where is its function.
 
 An import that is put together at run time is not seen here; the sandbox bounds what it can do. Neighbours:
-submission.py, admission.py.
+inside/read_source.py reads it in the sandbox, admission.py asks.
 """
 
 from __future__ import annotations
 
-import ast
+import hashlib
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import msgspec
+
+from services.reward.calls import Callee, CallFailed, Code, Limits
+from services.reward.inside import read_source
+from services.reward.values import MAX_NAME_CHARS
 
 MAX_PROBLEMS = 20
+# 256 KiB of ordinary source need less than a third of it.
+READ_LIMITS = Limits(timeout_s=20.0, memory_mb=512, cpu_s=5.0)
 
 
 @dataclass(frozen=True)
@@ -47,51 +56,71 @@ class RefusedError(Exception):
         self.problems = list(problems)
 
 
-def check_source(source: str, allowed_packages: Collection[str]) -> ast.Module:
-    """The parsed source.
+class Outline(msgspec.Struct, frozen=True):
+    """What inside/read_source.py saw of a source; each item is a name with its line and column, from 1.
+
+    Attributes:
+        wrong: Why it cannot be compiled, with line and column; None where it can.
+    """
+
+    wrong: tuple[str, int, int] | None = None
+    imports: list[tuple[str, int, int]] = []
+    defined: list[tuple[str, int, int]] = []
+
+    def place_of(self, names: Sequence[str]) -> tuple[int, int]:
+        """Line and column of the first definition that has one of `names`, else of the first public one, else 1, 1."""
+        named = [one for one in self.defined if one[0] in names] or [one for one in self.defined if one[0][:1] != "_"]
+        return named[0][1:] if named else (1, 1)
+
+
+class SourceReader:
+    """Reads sources in the sandbox, within limits of its own: their compilation may take any time and memory.
+
+    Args:
+        new_sandbox: Makes the sandbox; nothing is started before the first source is read.
+    """
+
+    def __init__(self, new_sandbox: Callable[[Code, Limits], Callee]) -> None:
+        text = Path(read_source.__file__).read_text(encoding="utf-8")
+        version = hashlib.sha256(text.encode()).hexdigest()
+        code = Code("read_source", text, version, "read_source.py", kind="environment")
+        self._sandbox = new_sandbox(code, READ_LIMITS)
+
+    async def read(self, source: str) -> Outline:
+        """What a source holds.
+
+        Raises:
+            RefusedError: It cannot be compiled, or not within the limits.
+        """
+        try:
+            question = {"function": "reset", "arguments": {"task": {"source": source}}}
+            answer = await self._sandbox.call(question, session=None)
+            outline = msgspec.convert(answer.values[0], Outline)
+        except CallFailed as error:
+            raise RefusedError([Problem("syntax", f"the source cannot be compiled: {error}", 1, 1)]) from error
+        if outline.wrong is not None:
+            raise RefusedError([Problem("syntax", *outline.wrong)])
+        return outline
+
+    async def close(self) -> None:
+        """End its processes."""
+        await self._sandbox.close()
+
+
+def check_imports(outline: Outline, allowed_packages: Collection[str]) -> None:
+    """Check that a source imports the standard library and what is allowed.
 
     Raises:
-        RefusedError: It does not compile, or imports what is not allowed; with line and column of each place.
+        RefusedError: It imports something else; with line and column of each place.
     """
-    tree = _parse(source)
-    problems = []
-    for node, module in _imports(tree):
-        if problem := _import_problem(node, module, allowed_packages):
-            problems.append(problem)
-    if problems:
+    found = [_import_problem(*place, allowed_packages) for place in outline.imports]
+    if problems := [problem for problem in found if problem]:
         raise RefusedError(problems[:MAX_PROBLEMS])
-    return tree
 
 
-def _parse(source: str) -> ast.Module:
-    try:
-        tree = ast.parse(source)
-        compile(tree, "submission", "exec", dont_inherit=True)
-    except SyntaxError as error:
-        line, column = error.lineno or 1, max(error.offset or 1, 1)
-        raise RefusedError([Problem("syntax", f"line {line}, column {column}: {error.msg}", line, column)]) from error
-    except (ValueError, RecursionError, MemoryError, OverflowError) as error:
-        text = str(error) or type(error).__name__
-        raise RefusedError([Problem("syntax", f"the source cannot be compiled: {text}", 1, 1)]) from error
-    return tree
-
-
-def _imports(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
-    """Every import with the full name of its module; a relative one starts with a dot."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node, "." * node.level + (node.module or "")
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if name in ("__import__", "import_module") and isinstance(node.args[0].value, str):
-                yield node, node.args[0].value
-
-
-def _import_problem(node: ast.stmt | ast.expr, module: str, allowed_packages: Collection[str]) -> Problem | None:
+def _import_problem(module: str, line: int, column: int, allowed_packages: Collection[str]) -> Problem | None:
     top = module.split(".")[0]
-    place = f"line {node.lineno}, column {node.col_offset + 1}"
+    place = f"line {line}, column {column}"
     if module.startswith("."):
         text = f"{place}: imports '{module}' from beside it, and a submission is one file. Put it into the source"
     elif top in sys.stdlib_module_names or top in importable(tuple(sorted(allowed_packages))):
@@ -99,10 +128,10 @@ def _import_problem(node: ast.stmt | ast.expr, module: str, allowed_packages: Co
     else:
         allowed = ", ".join(sorted(allowed_packages)) or "none"
         text = (
-            f"{place}: imports '{top}', which is neither in the standard library nor among reward.allowed_packages "
-            f"({allowed}). Do without it, or have it added there"
+            f"{place}: imports '{top[:MAX_NAME_CHARS]}', which is neither in the standard library nor among "
+            f"reward.allowed_packages ({allowed}). Do without it, or have it added there"
         )
-    return Problem("import", text, node.lineno, node.col_offset + 1)
+    return Problem("import", text, line, column)
 
 
 @cache
@@ -119,10 +148,3 @@ def importable(packages: tuple[str, ...]) -> frozenset[str]:
 
 def _normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
-
-
-def place_of(tree: ast.Module, names: Sequence[str]) -> tuple[int, int]:
-    """Line and column of the first definition that has one of `names`, else of the first public function, else 1, 1."""
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-    named = [node for node in found if node.name in names] or [n for n in found if not n.name.startswith("_")]
-    return (named[0].lineno, named[0].col_offset + 1) if named else (1, 1)

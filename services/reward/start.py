@@ -27,8 +27,8 @@ LevelName = Literal["bubblewrap", "landlock", "rlimits"]
 LEVEL_NAMES: tuple[LevelName, ...] = ("rlimits", "landlock", "bubblewrap")
 FILE_BYTES = 64 * 2**20
 SCRATCH_BYTES = 64 * 2**20
-# The scratch folders of all workers of one sandbox together, where they lie in memory.
-ALL_SCRATCH_BYTES = 4 * SCRATCH_BYTES
+# Workers that are being ended while others start in their place need scratch of their own.
+_MORE_SLOTS = 2
 NUM_FILES = 256
 MAX_THREADS = 128
 # Tasks of one user: those of all workers. Where the user is also the service's, its own are many and change.
@@ -85,13 +85,16 @@ class Started:
             scratch_folders.remove(self.scratch)
 
 
-async def start_supervisor(level: Level, reads: Sequence[Path], packages: Sequence[str]) -> Started:
+async def start_supervisor(
+    level: Level, reads: Sequence[Path], packages: Sequence[str], *, num_workers: int
+) -> Started:
     """Start one.
 
     Args:
         level: How.
         reads: What the user's code may read beside Python and the installed packages.
         packages: What is imported before user code runs.
+        num_workers: At most so many at a time; where scratch lies in memory, each has a file system of its own.
     """
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     here.setblocking(False)
@@ -103,6 +106,7 @@ async def start_supervisor(level: Level, reads: Sequence[Path], packages: Sequen
         scratch.chmod(0o1777)
     places = [*python_places(), *reads]
     shared_user = not wrapped and uid == 0
+    num_slots = num_workers + _MORE_SLOTS if wrapped else 0
     task = {
         "scratch": str(scratch or _SCRATCH_INSIDE),
         "reads": [str(path) for path in (*map(Path, _SYSTEM + _ETC + _FACTS), *places)],
@@ -113,11 +117,12 @@ async def start_supervisor(level: Level, reads: Sequence[Path], packages: Sequen
         "num_tasks": _TASKS_OF_SHARED_USER if shared_user else _TASKS_OF_OWN_USER,
         "file_bytes": FILE_BYTES,
         "packages": list(packages),
+        "num_slots": num_slots,
         "filter": bool(level.filter),
     }
     program = _PROGRAM.format(folder=str(_INSIDE.parent), paths=_site_folders())
     python = [sys.executable, "-I", "-X", "utf8", "-c", program]
-    command = [*(_bubblewrap(places, uid) if wrapped else []), *python, str(there.fileno())]
+    command = [*(_bubblewrap(places, uid, num_slots) if wrapped else []), *python, str(there.fileno())]
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -157,10 +162,10 @@ def _site_folders() -> list[str]:
 
 
 def _make_scratch() -> Path:
-    return Path(tempfile.mkdtemp(prefix="gspo-scratch-"))
+    return Path(tempfile.mkdtemp(prefix="gspo-scratch-")).resolve()  # as the kernel names it in lists of maps
 
 
-def _bubblewrap(places: Sequence[Path], uid: int) -> list[str]:
+def _bubblewrap(places: Sequence[Path], uid: int, num_slots: int) -> list[str]:
     """The command line before the program: new namespaces, a file system of what is named, no capabilities.
 
     As root the supervisor takes a user of its own and a user namespace by itself: bubblewrap's own maps to root.
@@ -180,7 +185,8 @@ def _bubblewrap(places: Sequence[Path], uid: int) -> list[str]:
         elif path.is_dir():
             words += ["--ro-bind", name, name]
     words += ["--proc", "/proc", "--dev", "/dev"]
-    words += ["--size", str(ALL_SCRATCH_BYTES), "--perms", "1777", "--tmpfs", _SCRATCH_INSIDE]
+    for folder in (_SCRATCH_INSIDE, *(f"{_SCRATCH_INSIDE}/{slot}" for slot in range(num_slots))):
+        words += ["--size", str(SCRATCH_BYTES), "--perms", "1777", "--tmpfs", folder]
     for path in (*map(Path, (*_ETC, *_SHOWN)), *places):
         if not any(path.is_relative_to(name) for name in _SYSTEM):
             for parent in reversed(path.parents[:-1]):  # by itself bubblewrap makes them for root alone

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -59,29 +60,35 @@ class SupervisorLink:
         self._started, self._control = started, started.control
         self._ends: dict[int, asyncio.Future[int | None]] = {}
         self._looks: dict[int, asyncio.Future[Look | None]] = {}
+        self._tickets = count(1)
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._hear)
 
     @classmethod
-    async def start(cls, level: Level, reads: Sequence[Path], packages: Sequence[str]) -> SupervisorLink:
+    async def start(
+        cls, level: Level, reads: Sequence[Path], packages: Sequence[str], *, num_workers: int
+    ) -> SupervisorLink:
         """Start a supervisor and wait until it takes orders; packages whose import fails there are left to the workers.
 
         Raises:
             CannotStart: It did not come up.
         """
-        link = await cls._start(level, reads, packages)
+        link = await cls._start(level, reads, packages, num_workers)
         while failed := link.told["failed_imports"]:
             # A failed import leaves half-made modules behind, which the user's own import would meet.
             log.warning("preload_failed", reasons=failed, detail="the function's own processes import these themselves")
             await link.close()
             packages = [name for name in packages if name not in failed]
-            link = await cls._start(level, reads, packages)
+            link = await cls._start(level, reads, packages, num_workers)
         return link
 
     @classmethod
-    async def _start(cls, level: Level, reads: Sequence[Path], packages: Sequence[str]) -> SupervisorLink:
+    async def _start(
+        cls, level: Level, reads: Sequence[Path], packages: Sequence[str], num_workers: int
+    ) -> SupervisorLink:
         try:
-            link = cls(await start_supervisor(level, reads, packages))
+            link = cls(await start_supervisor(level, reads, packages, num_workers=num_workers))
         except OSError as error:
             raise CannotStart(str(error)) from error
         try:
@@ -123,18 +130,23 @@ class SupervisorLink:
             os.close(write_end)
         return await WorkerLink.open(number, here, read_end)
 
-    async def look(self, number: int) -> Look | None:
-        """What a worker has used so far; None where it is gone."""
-        future = self._looks.get(number)
-        if future is None:
-            future = self._looks[number] = asyncio.get_running_loop().create_future()
-            try:
-                self._send({"op": "look", "id": number})
-            except ConnectionError:
-                del self._looks[number]
-                return None
-        done, _ = await asyncio.wait({future}, timeout=END_TIMEOUT_S)
-        return future.result() if done else None
+    async def look(self, number: int, *, stop: bool = False) -> Look | None:
+        """What a worker has used so far, after stopping it where asked; None where it is gone."""
+        ticket, future = next(self._tickets), asyncio.get_running_loop().create_future()
+        self._looks[ticket] = future
+        try:
+            self._send({"op": "stop" if stop else "look", "id": number, "ticket": ticket})
+            done, _ = await asyncio.wait({future}, timeout=END_TIMEOUT_S)
+            return future.result() if done else None
+        except ConnectionError:
+            return None
+        finally:
+            self._looks.pop(ticket, None)
+
+    def resume(self, number: int) -> None:
+        """Let a stopped worker go on."""
+        with contextlib.suppress(ConnectionError):
+            self._send({"op": "resume", "id": number})
 
     async def wait_end(self, number: int, timeout_s: float) -> int | None:
         """Exit code of a worker, negative for a signal; None where it lives on, or nobody can tell."""
@@ -168,9 +180,32 @@ class SupervisorLink:
         self._started.remove()
 
     def _send(self, order: dict[str, Any], *descriptors: int) -> None:
+        """Send an order, or keep it until the supervisor has read those before it."""
         if not self.alive:
             raise ConnectionResetError("the supervisor is gone")
-        socket.send_fds(self._control, [json.dumps(order).encode()], descriptors)
+        data = json.dumps(order).encode()
+        if not self._unsent and self._was_sent(data, descriptors):
+            return
+        self._unsent.append((data, [os.dup(fd) for fd in descriptors]))  # the caller closes its own
+        asyncio.get_running_loop().add_writer(self._control.fileno(), self._send_kept)
+
+    def _was_sent(self, data: bytes, descriptors: Sequence[int]) -> bool:
+        try:
+            socket.send_fds(self._control, [data], descriptors)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _send_kept(self) -> None:
+        try:
+            while self._unsent and self._was_sent(*self._unsent[0]):
+                for fd in self._unsent.popleft()[1]:
+                    os.close(fd)
+        except ConnectionError:
+            self._hang_up()
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().remove_writer(self._control.fileno())
 
     def _hear(self) -> None:
         try:
@@ -188,7 +223,7 @@ class SupervisorLink:
             if not self._ready.done():
                 self._ready.set_result(None)
         elif "look" in told:
-            future = self._looks.pop(told["id"], None)
+            future = self._looks.get(told["ticket"])
             if future and not future.done():
                 future.set_result(Look(**told["look"]) if told["look"] else None)
         elif (ended := self._ends.get(told["id"])) and not ended.done():
@@ -198,7 +233,11 @@ class SupervisorLink:
         if not self.alive:
             return
         asyncio.get_running_loop().remove_reader(self._control.fileno())
+        asyncio.get_running_loop().remove_writer(self._control.fileno())
         self._control.close()
+        for fd in [fd for _, descriptors in self._unsent for fd in descriptors]:
+            os.close(fd)
+        self._unsent.clear()
         unanswered: list[asyncio.Future[Any]] = [*self._ends.values(), *self._looks.values()]
         for future in unanswered:
             if not future.done():

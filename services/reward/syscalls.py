@@ -2,8 +2,9 @@
 
 A call of ALLOWED works; one of REFUSED fails with EPERM, which reaches people as `forbidden`; any other, also one that
 a later kernel brings, fails with ENOSYS, as if the kernel did not have it. No process is made and no program started:
-what user code is, is one process with threads. No socket is opened; a connected pair of stream sockets is, because
-event loops wake themselves with one. Refused is also what Landlock leaves open to the owner of a file by its path
+what user code is, is one process with threads, which share their descriptors. No socket is opened; a connected pair of
+stream sockets is, because event loops wake themselves with one. A timer sends SIGALRM, SIGVTALRM or SIGPROF alone:
+none can wake a process that is stopped. Refused is also what Landlock leaves open to the owner of a file by its path
 alone: mode, times, attributes, watching, and on older kernels its length.
 Neighbours: levels.py asks for the filter, inside/confine.py loads it.
 """
@@ -23,35 +24,38 @@ _DUP_CLOEXEC, _SET_PIPE, _GET_PIPE = 1030, 1031, 1032
 # fails with ENOSYS. A worker ends with its supervisor (prctl 1) and can be looked at by it (4), and must not be able to
 # wish otherwise; the owner of a file (fcntl 8 and 15, ioctl 0x8901 and 0x8902) is sent a signal, of any number (10).
 _BY_COMMAND: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...] = (
-    ("prctl", 0, (2, 3, 7, 15, 16, 21, 22, 23, 29, 30, 36, 37, 38, 39, 40, 41, 42, 47, 0x53564D41), (1, 4)),
-    ("fcntl", 1, (*range(8), 9, 11, 16, 36, 37, 38, _DUP_CLOEXEC, _SET_PIPE, _GET_PIPE, 1034), (8, 10, 15, 1026)),
+    ("prctl", 0, (2, 3, 7, 15, 16, 21, 23, 29, 30, 36, 37, 38, 39, 40, 41, 42, 47), (1, 4, 22, 0x53564D41)),
+    ("fcntl", 1, (*range(8), 9, 11, 16, 36, 37, 38, _DUP_CLOEXEC, _GET_PIPE, 1034), (8, 10, 15, 1026, _SET_PIPE)),
     ("ioctl", 1, (_TERMINAL, _WINDOW, _READABLE, _NOT_BLOCKING, _INHERIT, _CLOEXEC), (0x8901, 0x8902)),
 )
-_THREAD = 0x00010000  # CLONE_THREAD
+# CLONE_THREAD, CLONE_FS, CLONE_FILES: a thread, without descriptors or a working directory of its own.
+_FLAGS_OF_A_THREAD = (0x00010000, 0x00000200, 0x00000400)
+_THREAD = sum(_FLAGS_OF_A_THREAD)
+_UNSHARE_FILES = 2  # of close_range
+_OUT_OF_BAND = 1  # MSG_OOB
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET, NEWTIME
 _SOCKET_TYPE = 0xF  # without SOCK_CLOEXEC and SOCK_NONBLOCK
 
 ALLOWED = """
-    read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek close close_range dup dup2 dup3
+    read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek close dup dup2 dup3
     pipe pipe2 fsync fdatasync ftruncate fallocate fadvise64 readahead sync_file_range sendfile
     copy_file_range
     open openat openat2 creat access faccessat faccessat2 stat lstat fstat newfstatat statx statfs fstatfs
     getdents getdents64 getcwd chdir fchdir readlink readlinkat mkdir mkdirat rmdir unlink unlinkat rename renameat
-    renameat2 link linkat symlink symlinkat umask flock
+    renameat2 link linkat symlink symlinkat umask
     mmap munmap mremap mprotect madvise msync mincore brk mlock mlock2 munlock mlockall munlockall membarrier
     get_mempolicy set_mempolicy pkey_alloc pkey_free pkey_mprotect cachestat
     poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2
     eventfd eventfd2 timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4
-    recvfrom sendto recvmsg recvmmsg shutdown getsockname getpeername getsockopt setsockopt
+    recvfrom recvmsg recvmmsg shutdown getsockname getpeername getsockopt
     rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack pause
-    restart_syscall alarm getitimer setitimer timer_create timer_settime timer_gettime timer_getoverrun timer_delete
+    restart_syscall alarm getitimer setitimer
     nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time times
     futex futex_waitv set_robust_list get_robust_list set_tid_address rseq arch_prctl
     exit exit_group wait4 waitid sched_yield sched_getaffinity sched_getparam sched_getscheduler
     sched_get_priority_max sched_get_priority_min sched_rr_get_interval getcpu getpriority
     getpid gettid getppid getpgid getpgrp getsid getuid geteuid getgid getegid getgroups getresuid getresgid
     getrlimit getrusage sysinfo uname getrandom capget
-    landlock_create_ruleset landlock_add_rule landlock_restrict_self seccomp
 """
 SIGNALS = "kill tkill tgkill"
 REFUSED = """
@@ -74,6 +78,8 @@ REFUSED = """
     init_module finit_module delete_module kexec_load kexec_file_load reboot swapon swapoff acct quotactl quotactl_fd
     settimeofday clock_settime clock_adjtime adjtimex sethostname setdomainname syslog vhangup iopl ioperm
     lookup_dcookie nfsservctl
+    setsockopt flock timer_create timer_settime timer_gettime timer_getoverrun timer_delete
+    landlock_create_ruleset landlock_add_rule landlock_restrict_self seccomp
 """
 
 
@@ -111,7 +117,12 @@ def _compile(seccomp: Any, signals: bool) -> bytes:
         made.add_rule(refuse, name)
     # A thread, but no process and no namespace. clone3 hides its flags behind a pointer: ENOSYS makes glibc take clone.
     made.add_rule(allow, "clone", arg(0, masked, _THREAD | _NEW_NAMESPACES, _THREAD))
-    made.add_rule(refuse, "clone", arg(0, masked, _THREAD, 0))
+    for flag in _FLAGS_OF_A_THREAD:
+        made.add_rule(refuse, "clone", arg(0, masked, flag, 0))
+    made.add_rule(allow, "close_range", arg(2, masked, _UNSHARE_FILES, 0))
+    made.add_rule(refuse, "close_range", arg(2, masked, _UNSHARE_FILES, _UNSHARE_FILES))
+    made.add_rule(allow, "sendto", arg(3, masked, _OUT_OF_BAND, 0))
+    made.add_rule(refuse, "sendto", arg(3, masked, _OUT_OF_BAND, _OUT_OF_BAND))
     stream = arg(1, masked, _SOCKET_TYPE, socket.SOCK_STREAM)
     made.add_rule(allow, "socketpair", arg(0, equal, socket.AF_UNIX), stream)
     for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):  # these could send to any address

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
-from services.reward.calls import CallFailed
+from services.reward.calls import CallFailed, failing_only_the_call, values_of
 from services.reward.environment import Turn
 from services.reward.environments import Environments
-from services.reward.functions import Unaskable, arguments_for
+from services.reward.functions import arguments_for
 from services.reward.library import Function
 from services.reward.values import Failure, Value, read_value
 
@@ -60,14 +60,12 @@ async def try_rows(function: Function, rows: Sequence[dict[str, Any]]) -> Trial:
     batch = [rollout_of(row) for row in rows]
     function.calls_under_way += 1
     try:
-        question = arguments_for(callee.signature, batch, function.source.args)
-        answer = await callee.call(question, session=None)
-        trial.output = answer.output
-        if len(answer.values) != len(rows):
-            raise CallFailed("invalid_return", f"returned {len(answer.values)} values for {len(rows)} completions")
-        trial.results = [_result(raw, callee.signature.convention) for raw in answer.values]
-    except Unaskable as error:
-        trial.results = [Failed("exception", str(error))] * len(rows)
+        with failing_only_the_call(function.source.name):
+            question = arguments_for(callee.signature, batch, function.source.args)
+            answer = await callee.call(question, session=None)
+            trial.output = answer.output
+            raw = values_of(answer, len(rows))
+            trial.results = [_result(value, callee.signature.convention) for value in raw]
     except CallFailed as error:
         trial.output = error.output or trial.output
         trial.results = [Failed(error.kind, str(error), error.traceback)] * len(rows)

@@ -15,6 +15,7 @@ from services.reward.calls import FAILURE_KINDS, FailureKind
 
 # Each part is a column of logs and pages.
 MAX_PARTS, MAX_NAME_CHARS = 64, 100
+MAX_REASON_CHARS, MAX_TRACEBACK_CHARS = 2000, 4000
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,19 @@ def read_value(raw: Any, convention: str) -> Value | Failure:
     if unfit := _unfit_names(raw["parts"]):
         return _invalid(unfit)
     parts = {name: _number(part) for name, part in raw["parts"].items()}
-    if convention in ("verl", "openrlhf"):
-        return _verl_value(parts)
+    return _verl_value(parts) if convention in ("verl", "openrlhf") else _sum_of(parts)
+
+
+def _sum_of(parts: dict[str, float | Failure]) -> Value | Failure:
     numbers = {}
     for name, part in parts.items():
         if isinstance(part, Failure):
             return _invalid(f"part '{name}': {part.reason}")
         numbers[name] = part
-    return Value(sum(numbers.values()), parts=numbers) if numbers else _invalid("returned no parts")
+    if not numbers:
+        return _invalid("returned no parts")
+    total = sum(numbers.values())
+    return Value(total, parts=numbers) if math.isfinite(total) else _invalid("the sum of its parts is not finite")
 
 
 def _unfit_names(parts: Collection[Any]) -> str | None:
@@ -71,7 +77,8 @@ def _unfit_names(parts: Collection[Any]) -> str | None:
         return f"returned {len(parts)} parts, and at most {MAX_PARTS} are taken"
     for name in parts:
         if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME_CHARS):
-            return f"returned a part named {str(name)[:MAX_NAME_CHARS]!r}: a name has 1 to 100 printable characters"
+            shown = repr(name[:MAX_NAME_CHARS]) if isinstance(name, str) else type(name).__name__
+            return f"returned a part named {shown}: a name has 1 to 100 printable characters"
     return None
 
 
@@ -82,6 +89,15 @@ def whole_text(value: Any) -> Any:
         RecursionError: It is too deep.
     """
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+
+
+def plain_json(text: str) -> Any:
+    """The value of a JSON text, of finite numbers and whole text alone.
+
+    Raises:
+        ValueError, RecursionError: It is none, or too deep.
+    """
+    return json.loads(json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False).encode(errors="replace"))
 
 
 def _invalid(reason: str) -> Failure:
@@ -101,8 +117,9 @@ def _number(raw: Any) -> float | Failure:
         return raw
     if raw is None or isinstance(raw, float):
         return _invalid(f"returned {raw if raw is None else _not_finite(raw)}")
-    was = raw.get("type", "dict") if isinstance(raw, dict) else type(raw).__name__
-    return _invalid(f"returned {str(was)[:100]} where a number belongs")
+    was = raw.get("type") if isinstance(raw, dict) else None
+    named = was[:MAX_NAME_CHARS] if isinstance(was, str) else type(raw).__name__
+    return _invalid(f"returned {named} where a number belongs")
 
 
 def _not_finite(raw: float) -> str:
@@ -110,17 +127,22 @@ def _not_finite(raw: float) -> str:
 
 
 def failure_of(told: dict[str, Any]) -> Failure:
-    """An exception of the user's code, in one line with its place in the file."""
+    """An exception of the user's code, in one line with its place in the file; parts of a wrong type are left out."""
     kind: Any = told.get("kind")
-    traceback = value if isinstance(value := told.get("traceback"), str) else ""
-    return Failure(describe(told), kind if kind in FAILURE_KINDS else "exception", traceback)
+    known = isinstance(kind, str) and kind in FAILURE_KINDS
+    return Failure(describe(told), kind if known else "exception", _text(told, "traceback")[-MAX_TRACEBACK_CHARS:])
 
 
 def describe(told: dict[str, Any]) -> str:
-    """The line alone; parts of the wrong type are left out."""
-    text, place = (value if isinstance(value := told.get(name), str) else "" for name in ("text", "place"))
+    """The line alone."""
+    text, place = _text(told, "text")[:MAX_REASON_CHARS], _text(told, "place")[:MAX_NAME_CHARS]
     if not text:
         return "failed without a word"
-    if told.get("type") in ("Unfit", "InvalidReturn", ""):
+    if _text(told, "type") in ("Unfit", "InvalidReturn", ""):
         return text
     return f"raised {text}" + (f" ({place})" if place else "")
+
+
+def _text(told: dict[str, Any], name: str) -> str:
+    value = told.get(name)
+    return value if isinstance(value, str) else ""

@@ -1,90 +1,66 @@
-"""The service's end of one worker: a question goes out, an answer comes back, and so does what was printed.
+"""The service's end of one worker: a question goes out, its answer comes back, and so does what was printed.
 
-What comes from a worker is checked for its form alone: a frame in time, of a bearable size, JSON, under the question's
-id. sandbox.py judges the rest. Neighbours: inside/worker.py is the other end, supervisor_link.py makes workers.
+What comes from a worker is checked for its form alone: a frame in time, of a bearable size, a reply, under the
+question's id. sandbox.py judges the rest. Neighbours: inside/worker.py is the other end, supervisor_link.py makes
+workers, replies.py has the form.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import secrets
 import socket
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from services.reward.calls import CallFailed, FailureKind
-from services.reward.inside.frames import HEAD_BYTES, NoFrame, body_size, frame, is_msgpack, read
-from services.reward.values import whole_text
+from services.reward.inside.frames import HEAD_BYTES, NoFrame, body_size, frame
+from services.reward.replies import Reply, read_reply
 
 MAX_ANSWER_BYTES = 4 * 2**20
 MAX_OUTPUT_BYTES = 4 * 2**20
 OUTPUT_KEPT_BYTES = 16384
 _CHUNK = 65536
-# So many questions may be in a worker's channel: behind quick ones others wait there, so that neither end stands still
-# between two calls. A call is not to wait longer than this time for those before it, by what the last one took.
-MAX_QUESTIONS, MAX_WAIT_S = 8, 0.005
-_MARK_CHARS, _MARKS_AT_A_TIME = 16, 64
+_ID_BYTES = 8
 # A call that takes longer is looked at, first after this time and then again and again.
 FIRST_LOOK_S, LOOK_S = 0.05, 0.1
-# One that never rests is looked at all the same, however quick its calls are.
-BUSY_LOOK_S = 0.25
+_WROTE = "its process wrote into the channel of results"
 
 
 class WorkerGone(Exception):  # noqa: N818 - a fact about a process
     """The worker closed its channel without an answer."""
 
 
-class Spoiled(Exception):  # noqa: N818 - a fact about another call
-    """Another call made this worker useless: it wrote into the channel, or it was ended with it. Ask elsewhere."""
-
-
-def _new_marks() -> Iterator[str]:
-    """Marks that nobody can guess; the kernel is asked for many at a time."""
-    while True:
-        drawn = secrets.token_hex(_MARK_CHARS // 2 * _MARKS_AT_A_TIME)
-        yield from (drawn[start : start + _MARK_CHARS] for start in range(0, len(drawn), _MARK_CHARS))
-
-
-@dataclass
-class _Call:
-    """A question under way."""
-
-    mark: str
-    timeout_s: float
-    answer: asyncio.Future[dict[str, Any]]
-
-
-_marks = _new_marks()
+class Spoiled(Exception):  # noqa: N818 - a fact about an earlier call
+    """An earlier call made this worker useless: it wrote into the channel. Ask another one."""
 
 
 class WorkerLink(asyncio.Protocol):
-    """One worker. It answers one question after another; further ones may wait in its channel meanwhile.
+    """One worker. It answers one question at a time.
 
     Attributes:
         number: Its number with the supervisor.
         spoiled: Whether it is to answer no further call.
         used_s: Processor time it had used before the call under way, where the caller asked.
-        on_slow: Called with a call's mark while it takes long, again and again, and now and then while calls follow
-            each other.
+        session: Whom it has served; None: nobody.
+        stopped: Whether the supervisor was told to stop it.
+        inspected: Loop time at which it was last looked at while stopped.
+        idle_since: Loop time at which it was last given back.
     """
 
     def __init__(self, number: int, output: int) -> None:
-        self.number, self.spoiled = number, False
+        self.number, self.spoiled, self.used_s = number, False, 0.0
+        self.session: str | None = None
+        self.stopped, self.idle_since = False, 0.0
+        self.inspected = asyncio.get_running_loop().time()
         self._output_fd = output
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
-        self._calls: deque[_Call] = deque()
-        self._unsent: list[bytes] = []
+        self._id, self._last_id = "", ""
+        self._reply: asyncio.Future[Reply] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._began, self._deadline, self._last_s = 0.0, 0.0, math.inf
-        self.on_slow: Callable[[str], None] | None = None
-        self._looked, self._last_mark = asyncio.get_running_loop().time(), ""
-        self.used_s = 0.0
         self._tail, self._num_printed = b"", 0
 
     @classmethod
@@ -98,50 +74,57 @@ class WorkerLink(asyncio.Protocol):
         loop.add_reader(output, link._read_output)
         return link
 
-    async def ask(self, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a question and wait for its answer; its time begins when those before it are answered.
+    async def ask(self, question: dict[str, Any], timeout_s: float, on_slow: Callable[[], None] | None = None) -> Reply:
+        """Send a question and wait for its answer.
+
+        Args:
+            on_slow: Called again and again while the answer takes long.
 
         Raises:
             CallFailed: timeout, output_too_large, forbidden (a frame that is no answer), or what `fail` was given.
             WorkerGone: The process ended.
             Spoiled: The worker cannot be used any more, and not because of this question.
         """
-        if self._transport is None or (self._buffer and not self._calls):  # what is there was said before it was asked
+        if self._transport is None or self._buffer:  # what is there was said before it was asked
             raise Spoiled
         loop = asyncio.get_running_loop()
-        call = _Call(next(_marks), timeout_s, loop.create_future())
-        asked = frame(question | {"id": call.mark})
-        self._calls.append(call)
-        if len(self._calls) == 1:
-            self._begin(call)
-            self._transport.write(asked)
-        else:  # it has to wait anyway: those that come at the same time are sent together
-            if not self._unsent:
-                loop.call_soon(self._send)
-            self._unsent.append(asked)
+        question_id = secrets.token_hex(_ID_BYTES)
+        asked = frame(question | {"id": question_id})
+        self._id, self._reply = question_id, loop.create_future()
+        self._tail, self._num_printed = b"", 0
+        self._transport.write(asked)
+        deadline = loop.time() + timeout_s
+        self._timer = loop.call_at(min(loop.time() + FIRST_LOOK_S, deadline), self._tick, deadline, timeout_s, on_slow)
         try:
-            return await call.answer
+            return await self._reply
+        except BaseException:  # its answer could still come, and would be taken for the next one's
+            self.spoiled = True
+            raise
         finally:
-            if call in self._calls:  # it was given up, and its answer would come for the next one
-                self.spoiled = True
+            if self._timer:
+                self._timer.cancel()
+            self._last_id, self._reply = self._id, None
+
+    def _tick(self, deadline: float, timeout_s: float, on_slow: Callable[[], None] | None) -> None:
+        """The call under way is slow, or late."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if now >= deadline:
+            self.fail("timeout", f"took longer than {timeout_s:g} s and was killed")
+            return
+        if on_slow:
+            on_slow()
+        self._timer = loop.call_at(min(now + LOOK_S, deadline), self._tick, deadline, timeout_s, on_slow)
 
     @property
     def alive(self) -> bool:
         """Whether its channel is open."""
         return self._transport is not None
 
-    def takes_another(self, num_calls: int) -> bool:
-        """Whether one more question may wait in its channel behind those of `num_calls`: few, and quick ones."""
-        quick = num_calls < MAX_QUESTIONS and num_calls * self._last_s < MAX_WAIT_S
-        return quick and self.alive and not self.spoiled
-
-    def fail(self, kind: FailureKind, text: str, mark: str | None = None) -> None:
-        """End the call under way with a failure; with a mark, only if it is that call."""
-        if mark is not None and not (self._calls and self._calls[0].mark == mark):
-            return
-        error = CallFailed(kind, text)
-        error.output = self._tail.decode(errors="replace")
-        self._end(error)
+    @property
+    def asked(self) -> str:
+        """The question that it is answering; empty where there is none."""
+        return self._id if self._reply else ""
 
     @property
     def output(self) -> str:
@@ -149,9 +132,13 @@ class WorkerLink(asyncio.Protocol):
         self._read_output()
         return self._tail.decode(errors="replace")
 
+    def fail(self, kind: FailureKind, text: str) -> None:
+        """End the call under way with a failure."""
+        self._end(CallFailed(kind, text, output=self._tail.decode(errors="replace")))
+
     def close(self) -> None:
-        """Close the channel and the output; questions that wait are to be asked elsewhere."""
-        self._end(Spoiled())
+        """Close the channel and the output."""
+        self._end(WorkerGone())
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -171,96 +158,54 @@ class WorkerLink(asyncio.Protocol):
         self._transport = None
         self._end(WorkerGone())
 
-    def _send(self) -> None:
-        asked, self._unsent = b"".join(self._unsent), []
-        if self._transport is not None:
-            self._transport.write(asked)
-
-    def _begin(self, call: _Call) -> None:
-        loop = asyncio.get_running_loop()
-        self._began = loop.time()
-        self._deadline = self._began + call.timeout_s
-        if self._timer is None:  # one timer serves many quick calls
-            self._timer = loop.call_later(min(FIRST_LOOK_S, call.timeout_s), self._tick)
-        self._tail, self._num_printed = b"", 0
-
     def data_received(self, data: bytes) -> None:
         """Called by the loop."""
         self._buffer += data
-        self._read_frame()
+        if self._reply is None:
+            self.spoiled = True
+            if self._transport:
+                self._transport.pause_reading()
+        elif len(self._buffer) >= HEAD_BYTES:
+            self._read_frame()
 
     def _read_frame(self) -> None:
-        if len(self._buffer) < HEAD_BYTES:
-            return
         size = body_size(self._buffer)
         if size > MAX_ANSWER_BYTES:
             # A size beyond any memory is no answer that grew too large but something else in the channel.
-            kind: FailureKind = "output_too_large" if size < 2**40 else "forbidden"
-            text = f"its answer has {size} bytes, and at most {MAX_ANSWER_BYTES} are read"
-            self.fail(kind, text if kind == "output_too_large" else "its process wrote into the channel of results")
+            if size < 2**40:
+                text = f"its answer has {size} bytes, and at most {MAX_ANSWER_BYTES} are read"
+                self.fail("output_too_large", text)
+            else:
+                self.fail("forbidden", _WROTE)
             return
-        if not self._calls and len(self._buffer) > MAX_ANSWER_BYTES + HEAD_BYTES and self._transport:
-            self._transport.pause_reading()
-        if not self._calls or len(self._buffer) < HEAD_BYTES + size:
+        end = HEAD_BYTES + size
+        if len(self._buffer) < end:
             return
-        head, body = self._buffer[:HEAD_BYTES], bytes(self._buffer[HEAD_BYTES : HEAD_BYTES + size])
-        del self._buffer[: HEAD_BYTES + size]
+        head, body = self._buffer[:HEAD_BYTES], bytes(self._buffer[HEAD_BYTES:end])
+        del self._buffer[:end]
         try:
-            answer = read(head, body)
-            answer = answer if is_msgpack(head) else whole_text(answer)
-        except (NoFrame, RecursionError):
-            answer = None
-        self._take(answer)
-
-    def _take(self, answer: Any) -> None:
-        mark = answer.get("id") if isinstance(answer, dict) else None
-        call = self._calls[0]
-        if mark == call.mark:
-            self._finish(call, answer)
-        elif mark is not None and mark == self._last_mark:
+            reply = read_reply(head, body)
+        except NoFrame:
+            self.fail("forbidden", _WROTE)
+            return
+        if reply.id == self._id:
+            self._take(reply)
+        elif reply.id == self._last_id:
             self._end(Spoiled())
         else:
-            self.fail("forbidden", "its process wrote into the channel of results")
+            self.fail("forbidden", _WROTE)
 
-    def _finish(self, call: _Call, answer: dict[str, Any]) -> None:
-        self._read_output()
-        answer["output"] = self._tail.decode(errors="replace")
-        self._calls.popleft()
-        self._last_mark, self._last_s = call.mark, asyncio.get_running_loop().time() - self._began
-        if not call.answer.done():
-            call.answer.set_result(answer)
-        if answer.get("threads_left"):  # none of them may go on in a call that waits behind
-            self._end(Spoiled())
-        elif self._calls:
-            self._begin(self._calls[0])
-            self._read_frame()
-
-    def _tick(self) -> None:
-        """The call under way is late, or slow, or neither."""
-        loop = asyncio.get_running_loop()
-        self._timer, now = None, loop.time()
-        if not self._calls:
-            return
-        call = self._calls[0]
-        if now >= self._deadline:
-            self.fail("timeout", f"took longer than {call.timeout_s:g} s and was killed")
-            return
-        if self.on_slow and (now - self._began >= FIRST_LOOK_S / 2 or now - self._looked >= BUSY_LOOK_S):
-            self._looked = now
-            self.on_slow(call.mark)
-        self._timer = loop.call_at(min(now + LOOK_S, self._deadline), self._tick)
+    def _take(self, reply: Reply) -> None:
+        reply.output = self.output
+        if reply.threads_left:  # none of them may go on in the next call
+            self.spoiled = True
+        if self._reply and not self._reply.done():
+            self._reply.set_result(reply)
 
     def _end(self, error: Exception) -> None:
-        """End the call under way with an error; those that wait are to be asked elsewhere."""
         self.spoiled = True
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
-        while self._calls:
-            call = self._calls.popleft()
-            if not call.answer.done():
-                call.answer.set_exception(error)
-            error = Spoiled()
+        if self._reply and not self._reply.done():
+            self._reply.set_exception(error)
 
     def _read_output(self) -> None:
         if self._output_fd < 0:

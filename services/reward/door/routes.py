@@ -129,7 +129,7 @@ class _Calls:
             raise RefuseError(422, problems[0].text, problems)
         await self._registry.check_room(submission)
         content = await self._known(submission.version) if not submission.tests else None
-        content = content or await self._desk.admission.admit(submission)
+        content = content or await self._desk.admission.admit(submission, _who(request))
         name, new = await self._registry.submit(submission, content, who=_who(request))
         view = version_view(name, content.version, content)
         return Submitted(**view.model_dump(), new=new)

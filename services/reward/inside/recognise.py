@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+MAX_PARAMETERS, MAX_NAME_CHARS = 100, 100
 # The names that a file may use without telling `entry`.
 TRL_NAME, VERL_NAME, OPENRLHF_NAME = "reward", "compute_score", "reward_func"
 # By these parameters a function is recognised; see functions.py for what each one is given.
@@ -93,6 +94,10 @@ def describe_signature(name: str, function: Callable[..., Any]) -> dict[str, Any
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes = {p.name for p in by_name}
     takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    if len(takes) > MAX_PARAMETERS or any(len(text) > MAX_NAME_CHARS for text in (name, *takes)):
+        raise Unfit(
+            f"takes more than {MAX_PARAMETERS} parameters, or a name is longer than {MAX_NAME_CHARS} characters"
+        )
     if any(p.kind == p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
         raise Unfit(f"defines {name}{signature}, whose positional-only parameters cannot be given by name")
     if takes >= VERL_PARAMETERS:

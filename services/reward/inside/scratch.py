@@ -17,14 +17,19 @@ from pathlib import Path
 _ENTRY_BYTES = 4096
 # A folder that cannot be looked into, or takes long to get to, may hold anything.
 HIDDEN_BYTES = 2**62
+# The largest that a file may be, and as much as all of a worker's may have.
+UNSEEN_BYTES = 64 * 2**20
 _LONGEST_PATH = 1024
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def size(folder: Path) -> int:
-    """Bytes on disk below a folder, and _ENTRY_BYTES for each entry; links are not followed."""
+    """Bytes on disk below a folder, and _ENTRY_BYTES for each entry; links are not followed.
+
+    Counting ends above UNSEEN_BYTES: that is too much already, and there may be millions of entries.
+    """
     total, folders = 0, [str(folder)]
-    while folders:
+    while folders and total <= UNSEEN_BYTES:
         if len(path := folders.pop()) > _LONGEST_PATH:
             return HIDDEN_BYTES
         try:
@@ -34,6 +39,8 @@ def size(folder: Path) -> int:
                         total += _ENTRY_BYTES + entry.stat(follow_symlinks=False).st_blocks * 512
                         if entry.is_dir(follow_symlinks=False):
                             folders.append(entry.path)
+                    if total > UNSEEN_BYTES:
+                        break
         except (FileNotFoundError, NotADirectoryError):  # gone meanwhile
             continue
         except OSError:
@@ -41,16 +48,46 @@ def size(folder: Path) -> int:
     return total
 
 
-def nameless_size(pid: int) -> int:
-    """Bytes on disk of files that a process holds open and no folder has any more."""
-    total = 0
-    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
-        for entry in entries:
+def nameless_size(pid: int, folder: Path) -> int:
+    """Bytes on disk of files that a process holds and no folder has any more.
+
+    Args:
+        folder: What the process may write to: removed files elsewhere, such as replaced libraries, are not its own.
+    """
+    held: dict[tuple[int, int], int] = {}
+    for task in _entries(f"/proc/{pid}/task"):  # each may have a table of its own
+        for entry in _entries(f"{task.path}/fd"):
             with suppress(OSError):
                 found = entry.stat()
                 if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
-                    total += found.st_blocks * 512
-    return total
+                    held[found.st_dev, found.st_ino] = found.st_blocks * 512
+    # The size of one that is mapped alone cannot be seen from outside: it counts as the largest there can be.
+    for key in _removed_maps(pid, folder) - held.keys():
+        held[key] = UNSEEN_BYTES
+    return sum(held.values())
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError:  # gone meanwhile
+        return []
+
+
+def _removed_maps(pid: int, folder: Path) -> set[tuple[int, int]]:
+    """Device and number of removed files of a folder that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
+    except OSError:
+        return set()
+    found = set()
+    for line in lines:  # addresses, rights, offset, device, number, path
+        fields = line.split(None, 5)
+        if len(fields) == 6 and fields[5].startswith(bytes(folder)) and fields[5].endswith(b" (deleted)"):
+            major, _, minor = fields[3].partition(b":")
+            found.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
+    return found
 
 
 def remove(folder: Path) -> None:

@@ -2,7 +2,9 @@
 
 It takes orders on a socket of packets, one JSON object each, from the reward service alone, and decides nothing:
   {"op": "start", "id": N, "memory": BYTES} with two descriptors, the worker's channel and its output
-  {"op": "look", "id": N}    answered by {"id": N, "look": {"cpu_s", "num_threads", "scratch_bytes"}}
+  {"op": "look", "id": N, "ticket": T}    answered by {"ticket": T, "look": {"cpu_s", "num_threads", "scratch_bytes"}}
+  {"op": "stop", "id": N, "ticket": T}    stops the worker, then as `look`
+  {"op": "resume", "id": N}
   {"op": "kill", "id": N}
 A worker's end is told by {"id": N, "ended": WAIT STATUS}. When the socket closes, everything ends.
 Started as a program by services/reward/start.py with its task as JSON in the first packet.
@@ -11,6 +13,7 @@ Neighbours: confine.py, scratch.py, worker.py.
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import json
@@ -31,6 +34,7 @@ PACKET_BYTES = 65536
 # A worker's descriptors: standard input, output, error, and its channel.
 _CHANNEL_FD = 3
 _REASON_CHARS = 500
+_NICE = 10
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -46,14 +50,19 @@ class Supervisor:
 
     Args:
         task: What start.py asks for: scratch, reads, devices, uid, user_namespace, num_files, num_tasks, file_bytes,
-            packages, and the filter's length, whose bytes are the next packet.
+            packages, num_slots (file systems of limited size in scratch, one for each worker; 0: there are none), and
+            whether there is a filter, whose bytes are the next packet.
     """
 
     def __init__(self, control: socket.socket, task: dict[str, Any]) -> None:
         self._control, self._task = control, task
         self._program = control.recv(PACKET_BYTES) if task["filter"] else b""
         self._pids: dict[int, int] = {}
-        self._preload_folder = Path(task["scratch"]) / "preload"
+        self._folders: dict[int, Path] = {}
+        self._removers: dict[int, Path] = {}
+        self._scratch = Path(task["scratch"])
+        self._free_slots = [self._scratch / str(slot) for slot in range(task["num_slots"])]
+        self._preload_folder = self._scratch / "preload"
         self._reads = [Path(path) for path in task["reads"]]
         # Packages may remember the temporary folder of their import: workers read it, and write in their own.
         readable = [*self._reads, self._preload_folder]
@@ -80,10 +89,10 @@ class Supervisor:
                 break
         for number in list(self._pids):
             self._kill(number)
-        for pid in self._pids.values():
+        for pid in (*self._pids.values(), *self._removers):
             os.waitpid(pid, 0)
         # The service does so too, unless it was killed.
-        scratch.remove(Path(self._task["scratch"]))
+        scratch.remove(self._scratch)
 
     def _confine(self) -> dict[str, Any]:
         """Become the sandbox's user; what could be had is told."""
@@ -111,17 +120,21 @@ class Supervisor:
                 self._start(number, order["memory"], given)
             case "kill":
                 self._kill(number)
-            case "look":
-                self._tell({"id": number, "look": self._look(number)})
+            case "look" | "stop" as op:
+                if op == "stop":
+                    self._signal(number, signal.SIGSTOP)
+                self._tell({"ticket": order["ticket"], "look": self._look(number)})
+            case "resume":
+                self._signal(number, signal.SIGCONT)
         return True
 
     def _start(self, number: int, memory: int, given: list[int]) -> None:
-        folder = self._scratch(number)
-        folder.mkdir(mode=0o700)
         parent = os.getpid()
         try:
+            folder = self._folders[number] = self._new_folder()
             pid = os.fork()
         except OSError as error:
+            self._remove_folder(number)
             self._tell({"id": number, "ended": 0, "why": f"no process can be made: {error.strerror}"})
             return
         finally:
@@ -143,6 +156,7 @@ class Supervisor:
             os.chdir(folder)
             _use_as_temporary(folder)
             confine.show()
+            confine.be_first_to_go()
             self._rules.apply(folder)
             task = self._task
             confine.limit(confine.Bounds(memory, task["file_bytes"], task["num_files"], task["num_tasks"]))
@@ -155,38 +169,92 @@ class Supervisor:
             os._exit(1)
         os._exit(0)
 
+    def _new_folder(self) -> Path:
+        """A worker's scratch, under a name that no other worker can guess: some can ask what is at a path."""
+        while self._task["num_slots"] and not self._free_slots:
+            if not self._removers:
+                raise OSError(errno.EAGAIN, "every slot for scratch is taken")
+            self._end_remover(*os.waitpid(next(iter(self._removers)), 0))
+        place = self._free_slots.pop() if self._free_slots else self._scratch
+        folder = place / os.urandom(16).hex()
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def _remove_folder(self, number: int) -> None:
+        """Remove a worker's scratch; where there is much in it, beside the orders that come meanwhile."""
+        folder = self._folders.pop(number, None)
+        if folder is None:
+            return
+        with suppress(OSError):
+            folder.rmdir()
+        pid = _fork_remover(self._control, folder) if folder.exists() else 0
+        self._removers[pid] = folder
+        if not pid:
+            self._end_remover(pid)
+
+    def _end_remover(self, pid: int, _status: int = 0) -> None:
+        folder = self._removers.pop(pid)
+        if self._task["num_slots"]:
+            self._free_slots.append(folder.parent)
+
     def _kill(self, number: int) -> None:
-        if pid := self._pids.get(number):
+        if number in self._pids:
             with suppress(ProcessLookupError):  # before it has a group of its own it is killed alone
-                os.killpg(pid, signal.SIGKILL)
-            os.kill(pid, signal.SIGKILL)
+                os.killpg(self._pids[number], signal.SIGKILL)
+            self._signal(number, signal.SIGKILL)
+
+    def _signal(self, number: int, which: signal.Signals) -> None:
+        """All threads of a worker; only this process reaps it, so its id is nobody else's."""
+        if number in self._pids:
+            os.kill(self._pids[number], which)
 
     def _reap(self) -> None:
+        for pid in list(self._removers):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                self._end_remover(pid)
         for number, pid in list(self._pids.items()):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 del self._pids[number]
                 self._tell({"id": number, "ended": status})  # the next order waits here, its caller need not
-                scratch.remove(self._scratch(number))
+                self._remove_folder(number)
 
     def _look(self, number: int) -> dict[str, Any] | None:
-        """What a worker has used; None where it is gone."""
+        """What a worker has used; None where it is gone. It may be named by any bytes, and may hide its files."""
         try:
             pid = self._pids[number]
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except (KeyError, OSError):
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            # The fields of stat after the name: 11 and 12 are the ticks in user and kernel mode, 17 the threads.
+            cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+            folder = self._folders[number]
+            held = scratch.size(folder) + scratch.nameless_size(pid, folder)
+            return {"cpu_s": cpu_s, "num_threads": int(fields[17]), "scratch_bytes": held}
+        except (KeyError, OSError, ValueError, IndexError):
             return None
-        # The fields of stat after the name: 11 and 12 are the ticks in user and kernel mode, 17 the threads.
-        cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-        held = scratch.size(self._scratch(number)) + scratch.nameless_size(pid)
-        return {"cpu_s": cpu_s, "num_threads": int(fields[17]), "scratch_bytes": held}
-
-    def _scratch(self, number: int) -> Path:
-        return Path(self._task["scratch"]) / str(number)
 
     def _tell(self, what: dict[str, Any]) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
             self._control.send(json.dumps(what).encode())
+
+
+def _fork_remover(control: socket.socket, folder: Path) -> int:
+    """A process that removes a folder and ends; 0 where there can be none, and it is removed already."""
+    parent = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError:
+        scratch.remove(folder)
+        return 0
+    if pid == 0:
+        try:
+            confine.die_with_parent(parent)
+            signal.set_wakeup_fd(-1)
+            control.close()
+            os.nice(_NICE)
+            scratch.remove(folder)
+        finally:
+            os._exit(0)
+    return pid
 
 
 def _take_descriptors(channel: int, output: int) -> socket.socket:

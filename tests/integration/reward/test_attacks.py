@@ -64,7 +64,7 @@ def contained(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.mark.parametrize("attack", ALL, ids=lambda attack: attack.name)
 def test_an_attack_fails_its_caller_alone(contained: dict[str, Any], attack: Attack) -> None:
     outcome = contained[attack.name]
-    assert outcome["kind"] == attack.kind, outcome["text"]
+    assert str(outcome["kind"]) in str(attack.kind).split(" or "), outcome["text"]
     assert (outcome["beside"], outcome["after"]) == ([1.0, 2.0], [1.0, 2.0])
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, OUTCOME_STOP_STRING, OUTCOME_TRUNCATED, Prompt, Rollout
@@ -23,6 +24,7 @@ from services.reward.functions import (
 )
 from services.reward.inside.recognise import Unfit, find_function
 from services.reward.inside.worker import load_module
+from services.reward.replies import SignatureReply
 
 
 def find(source: str, entry: str | None = None) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def find(source: str, entry: str | None = None) -> dict[str, Any]:
 
 
 def signature(source: str, entry: str | None = None) -> Signature:
-    return Signature.from_answer(find(source, entry))
+    return Signature.from_reply(msgspec.convert(find(source, entry), SignatureReply))
 
 
 def rollout(text: str = "4", *, messages: list[dict[str, str]] | None = None, **columns: Any) -> Rollout:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from pydantic import ValidationError
 
@@ -13,7 +14,9 @@ from services.common.errors import InputError
 from services.common.reward_config import RewardFunction
 from services.reward.callers import Caller, Callers, RateLimit, read_tokens
 from services.reward.code_tests import UnreadableTestError, code_of, read_tests, same
-from services.reward.source_check import RefusedError, check_source, place_of
+from services.reward.imports import Importable, packages_to_share
+from services.reward.inside import read_source
+from services.reward.source_check import Outline, Problem, RefusedError, check_imports
 from services.reward.submission import Limits, Submission, version_of
 from services.reward.usage import bucket_of, percentiles
 
@@ -53,24 +56,40 @@ def test_a_version_is_the_hash_of_what_decides_the_value() -> None:
 )
 def test_a_source_is_refused_with_its_place(source: str, line: int, column: int, said: str) -> None:
     with pytest.raises(RefusedError) as refused:
-        check_source(source, ALLOWED)
+        check_imports(outline_of(source), ALLOWED)
     (problem,) = refused.value.problems
     assert (problem.line, problem.column) == (line, column)
     assert said in problem.text
 
 
+def outline_of(source: str) -> Outline:
+    """As SourceReader does, without a sandbox."""
+    outline = msgspec.convert(json.loads(json.dumps(read_source.reset({"source": source})[0])), Outline)
+    if outline.wrong:
+        raise RefusedError([Problem("syntax", *outline.wrong)])
+    return outline
+
+
 def test_every_forbidden_import_is_named_at_once() -> None:
     with pytest.raises(RefusedError) as refused:
-        check_source("import requests\nimport json\nimport flask", ALLOWED)
+        check_imports(outline_of("import requests\nimport json\nimport flask"), ALLOWED)
     assert [problem.line for problem in refused.value.problems] == [1, 3]
 
 
-def test_what_is_allowed_is_parsed() -> None:
-    tree = check_source(
-        "import json, math_verify\nfrom numpy.linalg import norm\n\ndef reward(completions): ...", ALLOWED
+def test_what_is_allowed_is_read() -> None:
+    outline = outline_of("import json, math_verify\nfrom numpy.linalg import norm\n\ndef reward(completions): ...")
+    check_imports(outline, ALLOWED)
+    assert outline.place_of(("reward",)) == outline.place_of(("other",)) == (4, 1)
+    assert outline_of("x = 1").place_of(("reward",)) == (1, 1)
+
+
+def test_packages_are_seen_without_parsing() -> None:
+    text = (
+        "import torch\nfrom numpy.linalg import norm\nimport sympy as s, os\n"
+        "def f(:\n    import scipy\nfrom . import regex\nmy import torch\n" + "(" * 10**5
     )
-    assert place_of(tree, ("reward",)) == (4, 1)
-    assert place_of(tree, ("other",)) == (4, 1)
+    assert packages_to_share(text, Importable(())) == ["torch", "numpy.linalg", "sympy", "scipy"]
+    assert "torch" not in packages_to_share(text, Importable((Path("/nowhere/torch.py"),)))
 
 
 def test_tokens_are_read_line_by_line(tmp_path: Path) -> None:

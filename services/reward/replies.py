@@ -1,0 +1,73 @@
+"""What a worker says, by strict types: its word is the user's, so nothing of it is used that is not checked here.
+
+Neighbours: worker_link.py reads frames, sandbox.py judges replies, inside/worker.py makes honest ones.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from services.reward.inside.frames import NoFrame, is_msgpack, read
+from services.reward.inside.recognise import MAX_NAME_CHARS, MAX_PARAMETERS
+from services.reward.values import whole_text
+
+_Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
+_Names = Annotated[list[_Name], msgspec.Meta(max_length=MAX_PARAMETERS)]
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """An exception of the user's code, as inside/results.py describes it."""
+
+    kind: str
+    type: str
+    text: str
+    place: str = ""
+    traceback: str = ""
+    line: Any = None
+
+
+class SignatureReply(msgspec.Struct, frozen=True):
+    """What a loaded function takes, as inside/recognise.py describes it."""
+
+    entry: _Name
+    convention: Literal["trl", "verl", "openrlhf", "environment"]
+    takes: _Names
+    required: _Names
+    takes_any: bool
+
+    def __post_init__(self) -> None:
+        if not all(name.isidentifier() for name in (*self.takes, *self.required)):
+            raise ValueError("a parameter's name is no identifier")
+        if self.entry and not self.entry.isidentifier():
+            raise ValueError("the function's name is no identifier")
+
+
+class Reply(msgspec.Struct):
+    """An answer to the question `id`; one of values, values_json, signature and error is there, or none.
+
+    Attributes:
+        output: What was printed; the service sets it.
+    """
+
+    id: str
+    values: list[Any] | None = None
+    values_json: str | None = None
+    signature: SignatureReply | None = None
+    error: ErrorReply | None = None
+    threads_left: int = 0
+    output: str = ""
+
+
+def read_reply(head: bytes | bytearray, body: bytes) -> Reply:
+    """The reply in a frame; text in it is whole.
+
+    Raises:
+        NoFrame: There is none.
+    """
+    try:
+        value = read(head, body)
+        return msgspec.convert(value if is_msgpack(head) else whole_text(value), Reply)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise NoFrame(str(error)) from error

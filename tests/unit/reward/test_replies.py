@@ -1,0 +1,143 @@
+"""Any bytes of a worker are a reply of the right types, or none; whatever is in it is a value or a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gspo_proto.rollout_pb2 import Score, ScorePart
+from services.reward import environment
+from services.reward.calls import Answer, CallFailed, values_of
+from services.reward.functions import Signature
+from services.reward.inside.frames import HEAD_BYTES, NoFrame, body_size, frame, read
+from services.reward.replies import Reply, SignatureReply, read_reply
+from services.reward.sandbox import _failure, _values
+from services.reward.values import Failure, read_value
+
+EXAMPLES = settings(max_examples=60, deadline=None)
+TEXTS = st.text(st.characters(), max_size=8)  # halves of surrogate pairs too
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS
+FINITE = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
+JSONS = st.recursive(FINITE, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3))
+ANY = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SCALARS, inner, max_size=3))
+NAMES = st.sampled_from(
+    ["id", "values", "values_json", "signature", "error", "threads_left", "kind", "type", "text", "parts", "line"]
+)
+REPLIES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=5))
+
+
+def use(reply: Reply) -> None:
+    """All that the service does with a reply, up to the messages that leave it."""
+    for question in ({"arguments": {}}, {"function": "step"}):
+        try:
+            values = _values(reply, question)
+        except CallFailed:
+            continue
+        json.dumps(values, allow_nan=True, default=str)
+        for convention in ("trl", "verl"):
+            for value in values if isinstance(values, list) else []:
+                check_value(read_value(value, convention))
+    if reply.error is not None:
+        failure = _failure(reply)
+        Score(failure=str(failure), failure_kind=failure.kind)
+    if reply.signature is not None:
+        Signature.from_reply(reply.signature)
+
+
+def check_value(found: Any) -> None:
+    if isinstance(found, Failure):
+        Score(failure=found.reason, failure_kind=found.kind)
+    else:
+        Score(reward=found.reward, parts=[ScorePart(name=name, value=part) for name, part in found.parts.items()])
+
+
+@EXAMPLES
+@given(st.binary(max_size=64))
+@example(b"\xdd\xff\xff\xff\xff")
+@example(b"\x81\xa2id\xa3\xed\xa0\x80")
+@example(b"\x91" * 5000)
+def test_any_bytes_are_a_reply_or_no_frame(body: bytes) -> None:
+    for kind in (0, 1, 2):
+        head = bytes([kind]) + len(body).to_bytes(HEAD_BYTES - 1, "big")
+        try:
+            use(read_reply(head, body))
+        except NoFrame:
+            continue
+
+
+@EXAMPLES
+@given(REPLIES | st.dictionaries(NAMES, ANY, max_size=4))
+@example({"id": "a", "error": {"kind": {}}})
+@example({"id": "a", "values": [{"error": {"kind": []}}, {"parts": {(): 1.0}}, {"type": [[]]}, 10**400]})
+@example({"id": "a", "values": [{"parts": {"a": 1e308, "b": 1e308}}]})
+@example({"id": "a", "values_json": '[{}, "\\ud800", 1, false]'})
+@example({"id": "a", "values_json": "[1e999]"})
+@example({"id": "a", "values_json": "[" * 10**5})
+def test_any_value_is_a_reply_that_can_be_used_or_no_frame(value: Any) -> None:
+    try:
+        sent = frame(value)
+    except (TypeError, ValueError, RecursionError):
+        return
+    try:
+        use(read_reply(sent[:HEAD_BYTES], sent[HEAD_BYTES:]))
+    except NoFrame:
+        return
+
+
+@EXAMPLES
+@given(st.dictionaries(TEXTS, JSONS, max_size=3))
+def test_a_question_arrives_as_it_was_sent(question: dict[str, Any]) -> None:
+    sent = frame(question)
+    assert body_size(sent) == len(sent) - HEAD_BYTES
+    assert read(sent[:HEAD_BYTES], sent[HEAD_BYTES:]) == question
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"entry": 5},
+        {"entry": "x" * 101},
+        {"entry": "\x1b[31m"},
+        {"convention": "nosuch"},
+        {"convention": ["trl"]},
+        {"takes": "abc"},
+        {"takes": ["a"] * 101},
+        {"takes": ["a b"]},
+        {"required": [1]},
+        {"takes_any": 1},
+    ],
+)
+def test_a_signature_is_of_the_known_form(change: dict[str, Any]) -> None:
+    good = {"entry": "r", "convention": "trl", "takes": ["completions"], "required": [], "takes_any": True}
+    assert msgspec.convert(good, SignatureReply).entry == "r"
+    sent = frame({"id": "a", "signature": good | change})
+    with pytest.raises(NoFrame):
+        read_reply(sent[:HEAD_BYTES], sent[HEAD_BYTES:])
+
+
+class Says:
+    """A callee that gives what it is told to."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    async def call(self, question: Any, *, session: str | None = "") -> Answer:
+        return Answer(self.values, "", 0.0)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[{}, "x", 10**400, False], [{}, "x", 1e308 * 10, False], [{}, {}, 1.0, False], [{}, "x", 1.0, None], [], None, 5],
+)
+def test_a_step_of_other_values_fails_by_name(values: Any) -> None:
+    with pytest.raises(CallFailed) as failed:
+        asyncio.run(environment.step(Says(values), "{}", "a", session=None))  # type: ignore[arg-type]
+    assert failed.value.kind == "invalid_return"
+    with pytest.raises(CallFailed):
+        values_of(Answer(values, "", 0.0), 3)
