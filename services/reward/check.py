@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +24,7 @@ from services.common.errors import InputError, nearest
 from services.common.reward_config import RewardFunction
 from services.common.trust import redis_arguments
 from services.reward.callers import read_tokens
-from services.reward.calls import CallFailed
+from services.reward.calls import CallFailed, values_of
 from services.reward.environment_check import try_environment
 from services.reward.first_rows import prompt_of, read_first_rows
 from services.reward.functions import arguments_for, check_columns
@@ -101,21 +102,40 @@ async def _try(function: Function, wanted: RewardFunction, where: str, trials: l
     callee = function.callee
     name = f"{callee.signature.entry} of {function.source.path}"
     try:
-        raw = (await callee.call(arguments_for(callee.signature, trials, function.source.args))).values
+        answer = await callee.call(arguments_for(callee.signature, trials, function.source.args))
+        raw = values_of(answer, len(trials))
     except CallFailed as error:
         if error.error_type in NEVER_THE_ANSWER:
-            raise InputError(where, f"{name} {error}", "Mend the function") from error
+            wrong_return = error.error_type == "InvalidReturn"
+            fix = "Return a list with one number for each completion" if wrong_return else "Mend the function"
+            raise InputError(where, f"{name} {error}", fix) from error
         _warn(f"{where}: {name}, tried on a made-up answer, {error}")
         return
-    if len(raw) != len(trials):
-        raise InputError(
-            where,
-            f"{name} returned {len(raw)} values for {len(trials)} completions",
-            "Return a list with one number for each completion",
-        )
+    _check_finite(raw, where, name)
     for value in raw:
         _check_value(value, where, name)
         _check_parts(value, wanted, where, name)
+
+
+def _check_finite(raw: list[Any], where: str, name: str) -> None:
+    """Refuse NaN or infinity for every made-up answer: it comes for any answer. For one, that answer may be why."""
+    found = [shown for value in raw if (shown := _not_finite(value))]
+    if len(found) == len(raw):
+        raise InputError(
+            where,
+            f"{name}, tried on {len(raw)} made-up answers ('{TRIAL_TEXT}'), returned {found[0]} for each",
+            "Return finite numbers, and raise an exception where an answer cannot be judged",
+        )
+    for shown in found:
+        _warn(f"{where}: {name}, tried on a made-up answer, returned {shown}")
+
+
+def _not_finite(value: Any) -> str:
+    """NaN or infinity as shown to people, with the name of its part; empty for anything else."""
+    if isinstance(value, dict) and isinstance(value.get("parts"), dict):
+        named = ((part, _not_finite(number)) for part, number in value["parts"].items())
+        return next((f"{shown} as '{part}'" for part, shown in named if shown), "")
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else ""
 
 
 def _check_value(value: Any, where: str, name: str) -> None:

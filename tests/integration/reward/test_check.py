@@ -56,6 +56,11 @@ def test_a_good_function_passes(tmp_path: Path, capfd: pytest.CaptureFixture[str
         ("def reward(completions): pass", "returned None where a list of numbers belongs"),
         ("def reward(completions): return ['1'] * 2", "returned str where a number belongs"),
         ("def reward(completions): return [{'a': '1'}] * 2", "returned str where a number belongs"),
+        (
+            "def reward(completions): return [float('nan')] * 2",
+            r"2 made-up answers \('42'\), returned nan for each. Return",
+        ),
+        ("def reward(completions): return [{'a': 1e400}] * 2", "returned inf as 'a' for each"),
         ("def reward(completions): return scores", "raised NameError: name 'scores' is not defined"),
         ("def reward(completions): import no_such_module", "raised ModuleNotFoundError"),
         ("def compute_score(solution_str, ground_truth): return truth", "raised NameError"),
@@ -78,6 +83,7 @@ def test_a_file_that_hangs_at_its_import_is_ended_soon(tmp_path: Path, monkeypat
     ("source", "why"),
     [
         ("def reward(completions): raise ValueError('no boxed answer')", "raised ValueError: no boxed answer"),
+        ("def reward(completions): return [1.0, float('nan')]", "returned nan"),
         ("import time\ndef reward(completions): time.sleep(60)", "took longer than 2 s"),
         ("def compute_score(solution_str, ground_truth): raise KeyError('x')", "raised KeyError: 'x'"),
     ],
@@ -92,7 +98,9 @@ def test_what_a_made_up_answer_may_cause_is_a_warning(
 def test_verl_needs_a_right_answer(tmp_path: Path) -> None:
     data = rows(tmp_path / "d.jsonl", {"prompt": "2+2=", "truth": "4"})
     source = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0"
-    with pytest.raises(InputError, match=r"data.prompts: has no right answer.*reward_model.ground_truth.*'truth'"):
+    with pytest.raises(
+        InputError, match=r"data.prompts: has no right answer.*reward_model.ground_truth.*Known are: truth"
+    ):
         check(run_with(tmp_path, source, data={"prompts": str(data)}))
     rows(data, {"prompt": "2+2=", "reward_model": {"ground_truth": "4"}})
     check(run_with(tmp_path, source, data={"prompts": str(data)}))

@@ -202,17 +202,17 @@ async def test_a_good_submission_is_admitted_beside_hanging_ones(
 async def test_a_caller_has_one_slot(redis: Redis, tmp_path: Path) -> None:
     async with open_desk(tmp_path, redis) as (_, scorer, _):
         admitting = admission.Admission(scorer.library, ())
-        under_way = 0
+        under_way, most, four = 0, dict[str, int](), asyncio.Barrier(4)
 
         async def run_now(submission: Submission, *_: object) -> Any:
             nonlocal under_way
             under_way += 1
             most[submission.name] = max(most.get(submission.name, 0), under_way)
-            await asyncio.sleep(0.05)
+            if submission.name == "all":
+                await asyncio.wait_for(four.wait(), 30)
             under_way -= 1
 
         admitting._run_now = run_now  # type: ignore[method-assign]
-        most: dict[str, int] = {}
         for name, callers in (("ann", ["ann"] * 3), ("all", ["ann", "bob", "anonymous", "anonymous"])):
             handed_in = [Submission(name=name, source=f"x = {name!r}, {index}") for index in range(len(callers))]
             await asyncio.gather(*(admitting.admit(*one) for one in zip(handed_in, callers, strict=True)))

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,7 +145,8 @@ async def test_one_full_scratch_leaves_the_others_theirs(level: Any) -> None:
     )
     async with sandbox_of(text, level, num_workers=4) as sandbox:
         for number in range(3):
-            await ask(sandbox, "fill", session=f"full{number}")
+            with suppress(CallFailed):  # at the level landlock, if it is looked at while it fills
+                await ask(sandbox, "fill", session=f"full{number}")
         assert (await ask(sandbox, "x", session="other")).values == [1.0]
 
 

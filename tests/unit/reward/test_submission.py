@@ -123,9 +123,9 @@ def test_a_wrong_tokens_file_is_refused_and_no_token_is_shown(tmp_path: Path, li
 
 def test_a_caller_has_so_many_calls_a_minute() -> None:
     rate = RateLimit(3)
-    assert [rate.wait_s("ann") for _ in range(3)] == [0.0, 0.0, 0.0]
-    assert 0 < rate.wait_s("ann") <= 20
-    assert rate.wait_s("bob") == 0.0
+    assert [rate.wait_s("ann", "submit") for _ in range(3)] == [0.0, 0.0, 0.0]
+    assert 0 < rate.wait_s("ann", "submit") <= 20
+    assert rate.wait_s("bob", "submit") == 0.0
 
 
 def test_percentiles_are_bounds_of_their_buckets() -> None:
