@@ -1,7 +1,7 @@
 """Whether training fits on the learner's GPUs, beside the generators that share them and nobody else.
 
-It starts no engine. Neighbours: check.py calls it, services/common/gpus.py says which GPUs there are and who shares
-them.
+It starts no engine and imports no torch. Neighbours: check.py and trainer.py call it, services/common/gpus.py says
+which GPUs there are and who shares them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from services.common.errors import InputError
 from services.common.gpus import DEFAULT_SHARE, SHARE_ARGUMENT, Gpu
 
 _GIB = 1 << 30
+# What CUDA itself holds in a process, beside what is allocated there.
+_CONTEXT_BYTES = 1 << 30
+_LEAST_FRACTION = 0.01
 _LESS = "Less is needed with zero_stage: 3 on more learner.ranks, with learner.offload, or learner.lora.rank"
 
 
@@ -27,12 +30,26 @@ def check_gpu_memory(config: Config, training_bytes: int, gpus: Sequence[Gpu], n
     Raises:
         InputError: It does not fit; names the share that would.
     """
-    given = config.generation.engine.get(SHARE_ARGUMENT)
-    share = float(given) if isinstance(given, (int, float)) else DEFAULT_SHARE
+    share = _share(config)
     for gpu, sharing in zip(gpus, num_generators, strict=True):
         total = gpu.total_bytes
         if total is not None and training_bytes > total * (1 - share * sharing):
             raise _does_not_fit(config, training_bytes, gpu.name, total, share, sharing)
+
+
+def own_fraction(config: Config, gpu: Gpu, num_generators: int) -> float | None:
+    """The part of its GPU that a rank may allocate, so that a generator that starts again finds its share free.
+
+    None where the rank has the GPU to itself, or its size is not known.
+    """
+    if not num_generators or gpu.total_bytes is None:
+        return None
+    return max(_LEAST_FRACTION, 1 - _share(config) * num_generators - _CONTEXT_BYTES / gpu.total_bytes)
+
+
+def _share(config: Config) -> float:
+    given = config.generation.engine.get(SHARE_ARGUMENT)
+    return float(given) if isinstance(given, (int, float)) else DEFAULT_SHARE
 
 
 def _does_not_fit(config: Config, needed: int, name: str, total: int, share: float, sharing: int) -> InputError:

@@ -21,10 +21,12 @@ from torch import Tensor, distributed
 from gspo_core.stats import merge
 from services.common.config import Config
 from services.common.errors import InputError
+from services.common.gpus import generators_on, visible_gpus
 from services.learner.batch import StepBatch
 from services.learner.durable import fsync
 from services.learner.engine_config import engine_config, reference_config
 from services.learner.export import export_model
+from services.learner.gpu_memory import own_fraction
 from services.learner.making import Hyperparameters, Trained
 from services.learner.named_weights import checkpoint_tensors
 from services.learner.policy_model import can_be_packed, load_policy_model, load_reference_model
@@ -57,7 +59,7 @@ class Trainer:
         self._config, self._folder = config, model_folder
         self._threads = config.learner.threads or cores_of_a_rank(num_local_ranks())
         torch.set_num_threads(self._threads)
-        self._device = _join(config.learner.rank_timeout_s)
+        self._device = _join(config)
         self._rank, self._num_ranks = distributed.get_rank(), distributed.get_world_size()
         self._model = load_policy_model(model_folder, config).to(self._device)
         packing = config.learner.packing and can_be_packed(self._model.causal_lm)
@@ -205,7 +207,7 @@ class Trainer:
             yield
 
 
-def _join(timeout_s: float) -> torch.device:
+def _join(config: Config) -> torch.device:
     """Join the other ranks; returns the device of this one."""
     accelerator = get_accelerator()
     # It serves inference alone. To build it takes a compiler and a minute; and a process that is killed while it
@@ -213,5 +215,17 @@ def _join(timeout_s: float) -> torch.device:
     deepspeed.ops.__compatible_ops__ = {_SHARED_MEMORY_OP: False}
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))  # DeepSpeed asks the environment, not the group
     accelerator.set_device(local_rank)
-    join(accelerator.communication_backend_name(), timeout_s)
+    if accelerator.device_name() == "cuda":
+        _leave_room(config, local_rank)
+    join(accelerator.communication_backend_name(), config.learner.rank_timeout_s)
     return torch.device(accelerator.current_device_name())
+
+
+def _leave_room(config: Config, local_rank: int) -> None:
+    """Keep off the generators' share of this rank's GPU: torch would hold on to what it has freed."""
+    gpus = visible_gpus()
+    if local_rank >= len(gpus):
+        return  # nvidia-smi does not answer
+    fraction = own_fraction(config, gpus[local_rank], generators_on(gpus)[local_rank])
+    if fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(fraction, local_rank)

@@ -19,10 +19,11 @@ from services.common.errors import InputError
 from services.common.gpus import Gpu
 from services.common.model_files import read_model_files
 from services.common.training_memory import num_trained, training_bytes
+from services.learner import trainer
 from services.learner.check import check
 from services.learner.deepspeed_keys import _ALLOWED, _REFUSED, _ZERO
 from services.learner.engine_config import _OURS, engine_config
-from services.learner.gpu_memory import check_gpu_memory
+from services.learner.gpu_memory import check_gpu_memory, own_fraction
 from tests.gpu_machine import be_on_gpu_machine
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.training_rows import make_config
@@ -191,6 +192,22 @@ def test_only_who_shares_a_gpu_is_counted(folder: Path) -> None:
             "learner.zero_stage: training, or loading the model for it, takes 81.0 GiB on each GPU, and GPU"
         )
     check_gpu_memory(make_config(folder), 81 << 30, [Gpu("MIG-1")], [0])  # of a size that is not known
+
+
+def test_a_shared_gpu_is_left_to_generators_that_start_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(folder, generation={"engine": {"gpu_memory_utilization": 0.5}})
+    limits: list[tuple[float, int]] = []
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *given: limits.append(given))
+    be_on_gpu_machine(monkeypatch, tmp_path / "machine", 2, gib=80)
+    trainer._leave_room(config, 1)
+    assert limits == []  # its own
+    monkeypatch.setenv("GSPO_GENERATORS_PER_GPU", "0,1")
+    for rank in (0, 1, 2):
+        trainer._leave_room(config, rank)
+    assert limits == [(pytest.approx(1 - 0.5 - 1 / 80), 1)]
+    assert own_fraction(config, Gpu("0", total_bytes=80 << 30), 2) == 0.01
 
 
 def empty_model(folder: Path, num_parameters: float) -> Path:
