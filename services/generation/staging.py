@@ -97,8 +97,8 @@ class PolicyCopy:
         np.frombuffer(self._map, np.uint8)[:] = np.frombuffer(other._map, np.uint8)
 
     def digest(self) -> str:
-        found = (place for place in self._places.values() if place.name in self.names)
-        return policy_digest((place.name, place.dtype, place.shape, self.bits(place.name)) for place in found)
+        places = (place for place in self._places.values() if place.name in self.names)
+        return policy_digest((place.name, place.dtype, place.shape, self.bits(place.name)) for place in places)
 
     def update_info(self) -> dict[str, Any]:
         """What vLLM's processes need to read this copy: weights.SharedPolicy's fields."""

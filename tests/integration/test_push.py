@@ -236,11 +236,17 @@ async def test_a_push_that_stalls_ends_at_the_generator_too(redis: Redis, redis_
         yield header_of(policy(1), epoch=1, learner="a")
         await asyncio.sleep(20.0)
 
+    async def admitted() -> None:
+        pass
+
     async with generator(config, redis_url) as only:
         with pytest.raises(grpc.aio.AioRpcError) as late:
             await sent_to(only.address, stalling(), timeout_s=0.3)
         assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         assert only.serves == (0, policy(0).digest)
+        # By itself, too: a learner that stands still cancels nothing.
+        with pytest.raises(Refused, match="was not here by the deadline of the call; nothing was loaded"):
+            await only.door._receiver.receive(stalling(), admitted, 0.1)
         # It is free for the next one at once.
         async with learner(config, redis_url, epoch=2) as learning:
             learning.publisher.publish(policy(1))
@@ -257,8 +263,8 @@ async def test_an_answer_that_names_other_weights_makes_nothing_live(
         for wrong in (PushResult(version=1, digest=policy(2).digest), PushResult(version=0, digest=policy(1).digest)):
             only.answer = wrong
             learning.publisher.publish(policy(1))
-            told = f"the generator answers that it serves version {wrong.version} with digest {wrong.digest[:12]}"
-            await learning.until(lambda told=told: told in learning.publisher.trouble())
+            reason = f"the generator answers that it serves version {wrong.version} with digest {wrong.digest[:12]}"
+            await learning.until(lambda reason=reason: reason in learning.publisher.trouble())
             assert learning.live == []
             assert only.serves == (0, policy(0).digest)
         only.answer = None
@@ -280,7 +286,7 @@ async def test_whole_pushes_that_are_due_together_come_through(
         monkeypatch.setattr(TimeLimit, "seconds", lambda *_: deadline_s)
         failed = num_failures()
         six = [await running.enter_async_context(generator(config, redis_url)) for _ in range(6)]
-        await learning.until(lambda: sum(one["waiting"] for one in learning.publisher.describe()) == 5)
+        await learning.until(lambda: sum(target["waiting"] for target in learning.publisher.describe()) == 5)
         await learning.until(lambda: serve(six, policy(3)), 20.0)
         assert num_failures() == failed
 
@@ -324,13 +330,15 @@ async def test_a_tensor_that_the_generator_does_not_have_is_refused_by_name(
     config = run_config(tmp_path, make_run)
     bits = policy(1).bits
     async with generator(config, redis_url) as only, learner(config, redis_url) as learning:
-        for other, told in (
+        for tensors, reason in (
             ({"a": bits["a"], "c": bits["b"]}, "no tensor 'c' in this model"),
             ({"a": bits["a"], "b": bits["b"][:9]}, "with 2 of 2 tensors; nothing was loaded"),
             ({**bits, "c": bits["b"]}, "the push has 3 tensors"),
         ):
-            learning.publisher.publish(Policy(1, policy(1).digest, "bfloat16", other))
-            await learning.until(lambda told=told: any(told in one["problem"] for one in learning.publisher.describe()))
+            learning.publisher.publish(Policy(1, policy(1).digest, "bfloat16", tensors))
+            await learning.until(
+                lambda reason=reason: any(reason in target["problem"] for target in learning.publisher.describe())
+            )
         assert only.serves == (0, policy(0).digest)
 
 

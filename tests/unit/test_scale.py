@@ -28,12 +28,12 @@ def cases(part: str, **of: str) -> list[dict[str, Any]]:
 def pushes(key: str, rate: float | None) -> float:
     """The median of the pushes of changes at a learning rate, or of whole policies."""
     (service,) = cases("push", kind="service")
-    found = [
+    selected = [
         push
         for push in service["pushes"]
         if (push["rate"] == rate and push["version"] if rate else not push["version"])
     ]
-    return middle([push[key] for push in found])
+    return middle([push[key] for push in selected])
 
 
 def test_the_table_has_what_was_measured() -> None:

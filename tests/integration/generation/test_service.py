@@ -44,8 +44,8 @@ from services.common.members import Member, members, wait_for_member
 from services.common.rpc import open_channel
 from services.common.runtime import connect_redis
 from services.common.streams import DONE, append, create_consumer_groups
+from services.learner.delivery import deliver
 from services.learner.frames import Frames
-from services.learner.publisher import deliver
 from services.learner.weights import Policy, policy_from
 from tests.integration.generation.test_engine import Reference
 from tests.service_process import assert_on_loopback_alone, make_run, registered, service_process, wait_exit

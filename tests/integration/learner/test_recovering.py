@@ -50,8 +50,8 @@ class StoppedMaker(SimulatedMaker):
 
 
 def rows_of(groups: range, step: int) -> list[Row]:
-    found = [Scored.FromString(scored(group, number, 0)) for group in groups for number in range(NUM_ROLLOUTS)]
-    return [replace(row_from_scored(one.rollout), step=step) for one in found]
+    entries = [Scored.FromString(scored(group, number, 0)) for group in groups for number in range(NUM_ROLLOUTS)]
+    return [replace(row_from_scored(entry.rollout), step=step) for entry in entries]
 
 
 async def test_nobody_is_let_in_before_the_replay_is_done(
@@ -65,8 +65,8 @@ async def test_nobody_is_let_in_before_the_replay_is_done(
     feeder, service = Feeder(redis, keys), service_of("learner-0", config, redis_url)
 
     async def learner() -> Member:
-        (found,) = await members(redis, keys, "learner")
-        return found
+        (member,) = await members(redis, keys, "learner")
+        return member
 
     async with generator(config, redis_url) as serving:
         await feeder.feed(range(4, 8), 0)
