@@ -23,15 +23,17 @@ from services.cli.rundir import config_file_of
 from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.errors import InputError
-from services.common.gpus import visible_gpus
+from services.common.gpus import Gpu, visible_gpus
 from services.common.keys import GENERATION, LEARNER, SERVICES
 from services.common.model_files import ModelFiles, read_model_files
 from services.common.reward_config import RewardConfig
-from services.common.training_memory import kept_bytes, num_trained, training_bytes
+from services.common.training_memory import host_bytes, kept_bytes, num_trained, training_bytes
 
 _STYLES = {"OK": "green", "warning": "yellow", "problem": "bold red"}
 # Policies that the learner keeps to push: the newest, and the one before for changes to it.
 _PUBLISHED = 2
+# And those in a generator's own memory where its engine is on a GPU: the one that serves and the next one.
+_STAGED = 2
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -76,7 +78,7 @@ def _run(config: Config, config_file: Path) -> Iterator[Finding]:
     yield findings.cores()
     yield findings.gpu()
     yield model
-    yield findings.memory(_memory_gib(config, files))
+    yield findings.memory(_memory_gib(config, files, on_gpus=bool(_gpus())))
     yield findings.disk(config.run.directory, _disk_gib(config, files))
     yield findings.shared_memory(_staged_gib(config, files))
     yield findings.compiler()
@@ -100,19 +102,29 @@ def _model(config: Config) -> tuple[Finding, ModelFiles | None]:
     return Finding("model", "OK", f"{folder}: {files.num_parameters:,} parameters"), files
 
 
-def _memory_gib(config: Config, files: ModelFiles | None) -> float | None:
+def _gpus() -> list[Gpu]:
+    """Those of this machine; none where their choice is wrong, which is said of their placement."""
+    try:
+        return visible_gpus()
+    except InputError:
+        return []
+
+
+def _memory_gib(config: Config, files: ModelFiles | None, *, on_gpus: bool = False) -> float | None:
     """Every rank of the learner that is started here, what it keeps to push, and every generator's weights and cache.
 
-    All of it is taken to be in this machine's memory: what a GPU holds is not needed here.
+    What GPUs hold is not needed here, but each generator keeps two copies of the policy for it.
     """
     if files is None:
         return None
     ranks = max(1, config.learner.ranks)
-    training = sum(training_bytes(config, files, ranks)) * ranks + kept_bytes(config, files)
+    a_rank = host_bytes(files, training_bytes(config, files, ranks), on_gpu=on_gpus)
+    training = a_rank * ranks + kept_bytes(config, files)
     policy = files.num_parameters * _DTYPE_BYTES[config.generation.dtype]
     generation = config.generation
-    weights = training + policy * (_PUBLISHED + generation.replicas)
-    return findings.PROCESSES_GIB + weights / GIB + generation.kv_cache_gb * generation.replicas
+    cache_gib = 0.0 if on_gpus else generation.kv_cache_gb
+    weights = training + policy * (_PUBLISHED + generation.replicas * (_STAGED if on_gpus else 1))
+    return findings.PROCESSES_GIB + weights / GIB + cache_gib * generation.replicas
 
 
 def _staged_gib(config: Config, files: ModelFiles | None) -> float | None:

@@ -33,6 +33,15 @@ def training_bytes(config: Config, files: ModelFiles, ranks: int) -> tuple[float
     return weights + gradients + states + reference - offloaded, offloaded
 
 
+def host_bytes(files: ModelFiles, training: tuple[float, float], *, on_gpu: bool) -> float:
+    """Bytes of the machine's own memory that a rank takes for what `training_bytes` says of it.
+
+    On a GPU that is what is offloaded, and at the start the whole policy: it is loaded there before it moves.
+    """
+    on_device, on_host = training
+    return max(on_host, FLOAT32_BYTES * files.num_parameters) if on_gpu else on_device + on_host
+
+
 def kept_bytes(config: Config, files: ModelFiles) -> int:
     """What the first rank keeps in host memory with a lag: one earlier version of what is trained."""
     return FLOAT32_BYTES * num_trained(config.learner.lora, files) if config.staleness.max_lag else 0

@@ -26,7 +26,7 @@ from services.common.model_files import (
     read_model_files,
 )
 from services.common.model_folder import model_folder
-from services.common.training_memory import FLOAT32_BYTES, kept_bytes, layers_of, training_bytes
+from services.common.training_memory import FLOAT32_BYTES, host_bytes, kept_bytes, layers_of, training_bytes
 from services.learner.engine_config import engine_config
 from services.learner.gpu_memory import check_gpu_memory
 from services.learner.ranks import is_launched, num_local_ranks, num_ranks
@@ -220,14 +220,15 @@ def _check_memory(config: Config, files: ModelFiles) -> None:
         # Every rank loads the whole policy before ZeRO 3 spreads it.
         most = max(on_device, FLOAT32_BYTES * files.num_parameters)
         check_gpu_memory(config, int(most), gpus, generators_on(gpus))
-        return
-    needed = (on_device + on_host) * ranks_here + kept_bytes(config, files)
+    a_rank = host_bytes(files, (on_device, on_host), on_gpu=bool(gpus))
+    needed = a_rank * ranks_here + kept_bytes(config, files)
     available = free_memory()
     if needed > available:
         raise InputError(
             "model.path",
-            f"training {files.num_parameters / 1e6:,.0f} M parameters takes {needed / _GIB:.1f} GiB for weights, "
-            f"gradients and optimizer{', and the reference' if config.algorithm.needs_reference else ''}"
+            f"training {files.num_parameters / 1e6:,.0f} M parameters takes {needed / _GIB:.1f} GiB of this machine's "
+            f"memory for {'loading and keeping weights' if gpus else 'weights, gradients and optimizer'}"
+            f"{', and the reference' if config.algorithm.needs_reference and not gpus else ''}"
             f"{f', on {ranks_here} ranks' if ranks_here > 1 else ''}; "
             f"{available / _GIB:.1f} GiB are available",
             "Use a smaller model or a machine with more memory",

@@ -454,8 +454,14 @@ def test_doctor_knows_ranks_and_zero_stage(
     sections = {"staleness": {"max_lag": 0}, "generation": {}, **keys}
     sections["generation"] = {"kv_cache_gb": 1e-3, **sections["generation"]}
     files = ModelFiles({}, 1 << 30, None, None, {"q_proj": [8, 8]})
-    found = _memory_gib(parse_config({**given, **sections}, tmp_path), files)
-    assert found == pytest.approx(findings.PROCESSES_GIB + gib, rel=1e-3)
+    config = parse_config({**given, **sections}, tmp_path)
+    assert _memory_gib(config, files) == pytest.approx(findings.PROCESSES_GIB + gib, rel=1e-3)
+    # On GPUs: every rank loads 4 bytes a parameter, and a generator holds two copies beside the learner's.
+    learner = config.learner
+    on_gpus = (
+        4 * max(1, learner.ranks) + (4 if config.staleness.max_lag else 0) + 4 * (2 + 2 * config.generation.replicas)
+    )
+    assert _memory_gib(config, files, on_gpus=True) == pytest.approx(findings.PROCESSES_GIB + on_gpus, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,7 @@ def test_a_learner_with_gpus_of_its_own_has_all_of_them(
 ) -> None:
     be_on_gpu_machine(monkeypatch, tmp_path / "machine", num_gpus)
     monkeypatch.setattr("services.learner.check.shared_memory", lambda: 16 << 30)
+    monkeypatch.setattr("services.learner.check.free_memory", lambda: 512 << 30)
     empty_model(folder, parameters)
     if fits:
         check(make_config(folder, learner=learner))
@@ -284,6 +285,19 @@ def test_memory_of_a_parameter_by_stage_and_offload(
     files = read_model_files(folder, allow_pickle=False)
     found = training_bytes(make_config(folder, learner=learner), files, learner.get("ranks", 1))
     assert tuple(part / files.num_parameters for part in found) == pytest.approx(expected)
+
+
+def test_every_rank_loads_the_model_into_the_machines_own_memory(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_on_gpu_machine(monkeypatch, tmp_path / "machine", 8)
+    monkeypatch.setattr("services.learner.check.shared_memory", lambda: 16 << 30)
+    empty_model(folder, 7e9)
+    sections = {"learner": {"ranks": 8, "zero_stage": 3}, "staleness": {"max_lag": 0}}
+    monkeypatch.setattr("services.learner.check.free_memory", lambda: 8 * 28e9 - 1)
+    assert "7,000 M parameters takes 208.6 GiB of this machine's memory for loading" in refused(folder, **sections).rule
+    monkeypatch.setattr("services.learner.check.free_memory", lambda: 8 * 28e9)
+    check(make_config(folder, **sections))
 
 
 def test_too_little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
