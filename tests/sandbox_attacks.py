@@ -29,6 +29,7 @@ LIMITS = Limits(timeout_s=20.0, memory_mb=256)
 SHORT = Limits(timeout_s=0.5, memory_mb=256)
 # So many attacks side by side, each with its bystander.
 AT_ONCE = 4
+BENIGN_EVERY_S = 0.25
 NO_NAMESPACE = 77  # exit code: root cannot become a plain user
 SECRET = "the service's secret"
 # Runs what it is given, so that one warm sandbox serves all attacks.
@@ -370,6 +371,7 @@ async def run(level_name: str) -> dict[str, Any]:
     code = Code("attacks", RUNNER, "0" * 64, "runner.py")
     num_workers = 2 * AT_ONCE + 1
     patient, short = (Sandbox(code, limits, found.level, num_workers=num_workers) for limits in (LIMITS, SHORT))
+    benign = Sandbox(code, LIMITS, found.level)
     outcomes: dict[str, Any] = {"parts": found.parts}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
@@ -384,7 +386,7 @@ async def run(level_name: str) -> dict[str, Any]:
             facts = {"PID": os.getpid(), "PORT": port, "UNIX": str(Path(folder) / "socket"), "SECRET": SECRET}
             facts |= {"FILE": str(target), "FOLDER": folder, "HOME": str(Path.home())}
             known = "".join(f"{name} = {value!r}\n" for name, value in facts.items())
-            await asyncio.gather(patient.load(), short.load())
+            await asyncio.gather(patient.load(), short.load(), benign.load())
             supervisors = [sandbox._pool._supervisor for sandbox in (patient, short)]
             free = asyncio.Semaphore(AT_ONCE)
 
@@ -393,14 +395,17 @@ async def run(level_name: str) -> dict[str, Any]:
                 async with free:
                     outcomes[attack.name] = await _beside_a_bystander(sandbox, known + attack.source)
 
+            calling = asyncio.create_task(_call_on(benign))
             await asyncio.gather(*(suffer(attack) for attack in ALL))
+            calling.cancel()
+            outcomes["benign_s"] = await calling
             alive = [sandbox._pool._supervisor for sandbox in (patient, short)]
             outcomes["supervisors_live"] = alive == supervisors and all(one and one.alive for one in alive)
             for listener in (tcp, unix):
                 listener.setblocking(False)
             outcomes["reached"] = [name for name, one in (("tcp", tcp), ("unix", unix)) if _was_reached(one)]
         outcomes["file"] = target.read_text()
-    await asyncio.gather(patient.close(), short.close())
+    await asyncio.gather(patient.close(), short.close(), benign.close())
     return outcomes
 
 
@@ -410,6 +415,19 @@ def _was_reached(listener: socket.socket) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+async def _call_on(sandbox: Sandbox) -> list[float]:
+    """Seconds of a call now and then of another function, until this task is cancelled."""
+    seconds = []
+    try:
+        while True:
+            outcome = await _outcome(sandbox, GOOD, "benign")
+            assert outcome.values == [1.0, 2.0], outcome
+            seconds.append(outcome.seconds)
+            await asyncio.sleep(BENIGN_EVERY_S)
+    except asyncio.CancelledError:
+        return seconds
 
 
 async def _beside_a_bystander(sandbox: Sandbox, text: str) -> dict[str, Any]:

@@ -76,6 +76,11 @@ def test_no_attack_ended_its_supervisor(contained: dict[str, Any]) -> None:
     assert contained["supervisors_live"]
 
 
+def test_a_call_of_another_function_is_answered_at_once_all_the_while(contained: dict[str, Any]) -> None:
+    assert len(contained["benign_s"]) >= 5
+    assert max(contained["benign_s"]) < 0.5
+
+
 def test_a_level_is_made_of_what_its_name_says(contained: dict[str, Any], request: pytest.FixtureRequest) -> None:
     parts = set(contained["parts"])
     assert {"seccomp", "rlimits"} < parts

@@ -90,48 +90,47 @@ async def _look_back(client: Any, one: str, two: str) -> None:
     assert listed == {"r": "configured", "exact": "registered"}
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "rule", "place", "said"),
-    [
-        ({"source": "x = 1\ndef reward(completions:\n"}, 422, "syntax", (2, 11), "'(' was never closed"),
-        ({"source": "import os\nimport requests\n" + SOURCE}, 422, "import", (2, 1), "imports 'requests'"),
-        ({"source": SOURCE + "  import torch.nn\n"}, 422, "syntax", (3, None), "unindent"),
-        ({"source": SOURCE + "def f():\n  import torch.nn\n"}, 422, "import", (4, 3), "imports 'torch'"),
-        ({"source": "def score(a): ...\n"}, 422, "signature", (1, 1), "holds no reward function"),
-        ({"source": SOURCE + "1 / 0\n"}, 422, "load", (3, 1), "ZeroDivisionError"),
-        ({"source": SOURCE, "entry": "other"}, 422, "signature", (1, 1), "has no function 'other'"),
-        ({"tests": [{**CASE, "expected": 0.5}]}, 422, "test", (None, None), "tests.0: gave 1, and 0.5 is expected"),
-        ({"tests": [{"input": {"completion": "4"}, "expected": 1}]}, 422, "test", (None, None), "needs the column"),
-        (
-            {"tests": [{"input": {"completions": "4"}, "expected": 0}]},
-            422,
-            "field",
-            (None, None),
-            "is missing or no text",
-        ),
-        ({"source": "x = bytearray(2**33)\n" + SOURCE}, 422, "load", (1, 1), "Raise limits.memory_mb"),
-        ({"tests": [{"input": {"a": float("nan")}, "expected": 1}]}, 422, "field", (None, None), "JSON"),
-        ({"limits": {"timeout_s": 0}}, 422, "field", (None, None), "limits.timeout_s"),
-        ({"limits": {"timeout": 1}}, 422, "field", (None, None), "limits.timeout: is no field of this call"),
-        ({"name": "../etc"}, 422, "field", (None, None), "name"),
-        ({"kind": "environment"}, 422, "signature", (None, None), "reset"),
-        ({"name": "r"}, 409, None, None, "the run's configuration has a function 'r'"),
-    ],
-)
-async def test_what_is_refused_and_where(
-    redis: Redis, tmp_path: Path, change: dict[str, Any], status: int, rule: str | None, place: Any, said: str
-) -> None:
+# What is changed in a good submission: status, rule, line and column, and what is said.
+REFUSED: list[tuple[dict[str, Any], int, str | None, Any, str]] = [
+    ({"source": "x = 1\ndef reward(completions:\n"}, 422, "syntax", (2, 11), "'(' was never closed"),
+    ({"source": "import os\nimport requests\n" + SOURCE}, 422, "import", (2, 1), "imports 'requests'"),
+    ({"source": SOURCE + "  import torch.nn\n"}, 422, "syntax", (3, None), "unindent"),
+    ({"source": SOURCE + "def f():\n  import torch.nn\n"}, 422, "import", (4, 3), "imports 'torch'"),
+    ({"source": "def score(a): ...\n"}, 422, "signature", (1, 1), "holds no reward function"),
+    ({"source": SOURCE + "1 / 0\n"}, 422, "load", (3, 1), "ZeroDivisionError"),
+    ({"source": SOURCE, "entry": "other"}, 422, "signature", (1, 1), "has no function 'other'"),
+    ({"tests": [{**CASE, "expected": 0.5}]}, 422, "test", (None, None), "tests.0: gave 1, and 0.5 is expected"),
+    ({"tests": [{"input": {"completion": "4"}, "expected": 1}]}, 422, "test", (None, None), "needs the column"),
+    (
+        {"tests": [{"input": {"completions": "4"}, "expected": 0}]},
+        422,
+        "field",
+        (None, None),
+        "is missing or no text",
+    ),
+    ({"source": "x = bytearray(2**33)\n" + SOURCE}, 422, "load", (1, 1), "Raise limits.memory_mb"),
+    ({"tests": [{"input": {"a": float("nan")}, "expected": 1}]}, 422, "field", (None, None), "JSON"),
+    ({"limits": {"timeout_s": 0}}, 422, "field", (None, None), "limits.timeout_s"),
+    ({"limits": {"timeout": 1}}, 422, "field", (None, None), "limits.timeout: is no field of this call"),
+    ({"name": "../etc"}, 422, "field", (None, None), "name"),
+    ({"kind": "environment"}, 422, "signature", (None, None), "reset"),
+    ({"name": "r"}, 409, None, None, "the run's configuration has a function 'r'"),
+]
+
+
+async def test_what_is_refused_and_where(redis: Redis, tmp_path: Path) -> None:
     async with open_desk(tmp_path, redis) as (client, _, registry):
-        body = json.dumps({"name": "exact", "source": SOURCE, **change})
-        reply = await client.post("", content=body, headers={"content-type": "application/json"})
-        told = reply.json()
-        assert (reply.status_code, said in told["detail"]) == (status, True), told
-        if rule is not None:
-            (problem,) = told["problems"]
-            assert problem["rule"] == rule
-            assert "inside" not in problem["traceback"], "it is the function's own"
-            found = (problem["line"], problem["column"])
-            assert all(wanted in (None, given) for wanted, given in zip(place, found, strict=True))
+        for change, status, rule, place, said in REFUSED:
+            body = json.dumps({"name": "exact", "source": SOURCE, **change})
+            reply = await client.post("", content=body, headers={"content-type": "application/json"})
+            told = reply.json()
+            assert (reply.status_code, said in told["detail"]) == (status, True), (change, told)
+            if rule is not None:
+                (problem,) = told["problems"]
+                assert problem["rule"] == rule, change
+                assert "inside" not in problem["traceback"], "it is the function's own"
+                found = (problem["line"], problem["column"])
+                assert all(wanted in (None, given) for wanted, given in zip(place, found, strict=True)), change
         assert await registry.names() == []
 
 
