@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from services.common import http_server
+from services.common import http_connection
 from services.common.http_guard import App, BoundedBodies, Receive, Scope, Send, reply
 from services.common.http_server import HttpServer
 from services.common.services_config import ServicesConfig
@@ -40,8 +40,8 @@ async def port() -> AsyncIterator[int]:
         yield number
 
 
-async def serve(app: App) -> AsyncIterator[int]:
-    server = HttpServer(app, "127.0.0.1", 0, NAMES, takes_forms=True, request_timeout_s=TIMEOUT_S)
+async def serve(app: App, timeout_s: float = 60.0) -> AsyncIterator[int]:
+    server = HttpServer(app, "127.0.0.1", 0, NAMES, takes_forms=True, request_timeout_s=timeout_s)
     task = asyncio.create_task(server.run())
     yield int(server.address.rpartition(":")[2])
     task.cancel()
@@ -151,9 +151,10 @@ async def test_a_header_without_end_is_cut(port: int) -> None:
         b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
     ],
 )
-async def test_a_request_that_never_ends_is_given_up(port: int, part: bytes) -> None:
+async def test_a_request_that_never_ends_is_given_up(part: bytes) -> None:
     started = time.monotonic()
-    assert await send_raw(port, part) == (0, "")
+    async for port in serve(BoundedBodies(ECHO, 2**20), TIMEOUT_S):
+        assert await send_raw(port, part) == (0, "")
     assert time.monotonic() - started >= TIMEOUT_S * 0.9
 
 
@@ -166,6 +167,23 @@ async def test_a_body_that_is_too_large_is_refused_unread(port: int) -> None:
         answer = await reader.readuntil(b"}")
         assert answer.startswith(b"HTTP/1.1 413")
         assert b"the body has more than 1048576 bytes" in answer
+        writer.close()
+
+
+async def test_an_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up = asyncio.Event()
+    monkeypatch.setattr(http_connection, "note_refusal", lambda *_, **__: given_up.set())
+
+    async def tells_much(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await reply(send, 200, {"text": "x" * 2**25})
+
+    async for port in serve(tells_much, TIMEOUT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(20):
+            await given_up.wait()
+            with pytest.raises((ConnectionError, EOFError)):
+                await reader.readexactly(2**25)
         writer.close()
 
 
@@ -221,7 +239,7 @@ async def test_many_bodies_at_a_time_are_not_all_kept(monkeypatch: pytest.Monkey
 
 
 async def test_one_address_does_not_take_every_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS_OF_ONE", 5)
+    monkeypatch.setattr(http_connection, "MAX_CONNECTIONS_OF_ONE", 5)
     held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
     assert await ask(port) == 0
     for _, writer in held:
