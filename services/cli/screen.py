@@ -11,7 +11,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.text import Text
 
-from services.cli.view import Line, View, duration
+from services.cli.view import Line, View
 
 STYLES = {"step": "", "note": "cyan", "warning": "yellow", "error": "bold red"}
 # A line about the start-up that often, where there is no live view.
@@ -48,7 +48,8 @@ class PlainScreen:
     def show(self, view: View) -> None:
         """While services start, say now and then what is waited for."""
         if view.phases.current == "start" and time.monotonic() - self._said > _PATIENCE_S:
-            self.say(Line(f"starting: {waited_for(view)}"))
+            num_ready = len(view.processes) - len(view.waiting_to_start)
+            self.say(Line(f"{num_ready} of {len(view.processes)} services are ready. {waited_for(view)}"))
 
     def close(self) -> None:
         """Nothing to put back."""
@@ -56,9 +57,4 @@ class PlainScreen:
 
 def waited_for(view: View) -> str:
     """Which processes are not ready, what each does, and for how long."""
-    now = time.time()
-    parts = []
-    for process in view.waiting_to_start:
-        _, what, since = process.doing()
-        parts.append(f"{process.name} {process.problem or what} ({duration(now - since)})")
-    return ", ".join(parts) or "nothing"
+    return "; ".join(f"{process.name}: {process.in_words()}" for process in view.waiting_to_start) or "nothing"

@@ -70,10 +70,16 @@ class Process:
     def doing(self) -> tuple[str, str, float]:
         """(busy or waiting, what, since when in unix seconds)."""
         if self.member is None:
-            return "busy", "starting", self.since_unix_s
+            return "busy", "importing its libraries", self.since_unix_s
         activity = self.member.activity
         what = " ".join(str(activity.get(part, "")) for part in ("what", "detail")).strip()
         return str(activity.get("kind", "busy")), what, float(activity.get("since_unix_s", self.since_unix_s))
+
+    def in_words(self) -> str:
+        """'loading the model /m (for 12 s)', 'waiting for the learner ...', or what keeps it from being ready."""
+        kind, what, since_unix_s = self.doing()
+        text = self.problem or (f"waiting for {what}" if kind == "waiting" else what)
+        return f"{text} (for {duration(max(0.0, time.time() - since_unix_s))})"
 
 
 @dataclass

@@ -19,6 +19,7 @@ from services.cli.view import Line, View
 from services.common.events import FROM_START, Events
 from services.common.keys import Keys
 from services.common.members import members
+from services.common.runtime import STARTING
 
 POLL_S = 1.0
 _READY_TIMEOUT_S = 2.0
@@ -69,7 +70,7 @@ class Watcher:
         deadline = time.monotonic() + timeout_s
         while left := self._view.waiting_to_start:
             if time.monotonic() > deadline:
-                why = "; ".join(f"{process.name}: {process.problem or process.doing()[1]}" for process in left)
+                why = "; ".join(f"{process.name}: {process.in_words()}" for process in left)
                 raise TimeoutError(f"not ready after {timeout_s:g} s (run.start_timeout_s): {why}")
             await asyncio.sleep(0.2)
 
@@ -90,9 +91,12 @@ class Watcher:
             reply = await client.get(f"{doors.url(process.member.http, self._view.config)}/readyz")
             process.ready = reply.status_code == httpx.codes.OK
             problems = {} if process.ready else reply.json().get("problems", {})
-            process.problem = "; ".join(str(problem) for problem in problems.values())
+            # That it is starting is no problem, and what it does meanwhile is in its heartbeat.
+            process.problem = "; ".join(str(text) for cause, text in problems.items() if cause != STARTING)
+        except (httpx.TimeoutException, httpx.ConnectError):
+            process.problem = ""  # it imports or loads, and answers nobody meanwhile
         except httpx.HTTPError as error:
-            process.problem = f"/readyz does not answer ({type(error).__name__})"
+            process.problem = f"/readyz cannot be read ({type(error).__name__})"
 
     def _enter_phase(self) -> None:
         view = self._view

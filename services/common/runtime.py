@@ -47,6 +47,8 @@ REDIS_PATIENCE_S = 60
 CANCEL_PATIENCE_S = 5.0
 # Hundreds of rollouts may end at once, each with a write: they wait for a connection instead of failing.
 MAX_CONNECTIONS = 50
+# The cause that keeps a service from being ready until it has started.
+STARTING = "starting"
 REDIS_VARIABLE = "GSPO_REDIS_URL"
 _REDIS_ON_LOOPBACK = "redis://127.0.0.1:6379/0"
 log = structlog.get_logger()
@@ -226,7 +228,7 @@ class Service:
             endpoint=self.config.services.otlp_endpoint,
         )
         self.stopping = asyncio.Event()
-        self.problems: dict[str, str] = {"starting": "the service is starting"}
+        self.problems: dict[str, str] = {STARTING: "the service is starting"}
         self.facts: dict[str, str] = {}
 
     async def run(self, main: Coroutine[Any, Any, None], background: dict[str, Coroutine[Any, Any, Any]]) -> None:

@@ -168,6 +168,7 @@ class Inbox:
     def __init__(self, redis: Redis, keys: Keys, stream: str, *, consumer: str, lease_s: float) -> None:
         self.stream, self.consumer, self.lease_s = stream, consumer, lease_s
         self._redis, self._keys = redis, keys
+        self._was_there = False
         self._group, self._kind = consumer_groups(keys)[stream], entry_kinds(keys)[stream]
         self._finish = redis.register_script(_FINISH)
         self._put_many = redis.register_script(_PUT_MANY)
@@ -201,7 +202,7 @@ class Inbox:
                 self.stream, self._group, self.consumer, min_idle_time=lease_ms, count=count
             )
         except ResponseError as error:
-            _unless_missing(error)
+            self._pass_over_missing(error)
             return []
         found = []
         for entry, fields in entries:
@@ -217,7 +218,7 @@ class Inbox:
         try:
             return set(await self._renew(keys=[self.stream], args=[self._group, self.consumer, *pairs]))
         except ResponseError as error:
-            _unless_missing(error)
+            self._pass_over_missing(error)
             return set()
 
     async def put(self, outputs: Sequence[Output]) -> list[bool]:
@@ -235,7 +236,7 @@ class Inbox:
         try:
             found = await self._put_many(keys=[self.stream, self._keys.partial, *streams], args=args)
         except ResponseError as error:
-            _unless_missing(error)
+            self._pass_over_missing(error)
             return [False] * len(outputs)
         return [bool(kept) for kept in found]
 
@@ -252,7 +253,7 @@ class Inbox:
         try:
             return int(await self._save(keys=[self.stream, self._keys.partial], args=args))
         except ResponseError as error:
-            _unless_missing(error)
+            self._pass_over_missing(error)
             return 0
 
     async def load(self, marks: Sequence[str]) -> list[bytes | None]:
@@ -271,7 +272,7 @@ class Inbox:
         try:
             return bool(await self._give_back(keys=[self.stream, self._keys.open, stream or self.stream], args=args))
         except ResponseError as error:
-            _unless_missing(error)
+            self._pass_over_missing(error)
             return False
 
     async def num_untaken(self) -> int:
@@ -279,7 +280,7 @@ class Inbox:
         try:
             held: Any = await self._redis.xpending(self.stream, self._group)
         except ResponseError as error:
-            _unless_missing(error)
+            self._pass_over_missing(error)
             return 0
         return int(await self._redis.xlen(self.stream)) - int(held["pending"])
 
@@ -296,7 +297,7 @@ class Inbox:
         try:
             return bool(await self._finish(keys=[self.stream, *streams], args=args))
         except ResponseError as error:
-            _unless_missing(error)
+            self._pass_over_missing(error)
             return False
 
     async def bury(self, delivery: Delivery, reason: str, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
@@ -324,7 +325,7 @@ class Inbox:
         try:
             return set(await self._finish_many(keys=[self.stream, stream], args=args))
         except ResponseError as error:
-            _unless_missing(error)
+            self._pass_over_missing(error)
             return set()
 
     async def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
@@ -358,10 +359,21 @@ class Inbox:
                 self._group, self.consumer, {self.stream: position}, count=count, block=block_ms
             )
         except ResponseError as error:
-            _unless_missing(error)
+            self._pass_over_missing(error)
             await create_consumer_groups(self._redis, self._keys)
             return []
+        self._was_there = True
         return reply[0][1] if reply else []
+
+    def _pass_over_missing(self, error: ResponseError) -> None:
+        """Pass over a stream or group that is not there: nobody has made it yet, or Redis was wiped."""
+        if "NOGROUP" not in str(error):
+            raise error
+        if self._was_there:
+            log.warning("stream_missing", detail=str(error), cause="Redis has lost it; it is made again")
+            self._was_there = False
+        else:
+            log.debug("stream_not_made_yet", detail=str(error))
 
 
 def new_consumer(service: str) -> str:
@@ -385,10 +397,3 @@ async def append(redis: Redis, stream: str, payloads: Iterable[bytes]) -> None:
         for payload in payloads:
             pipe.xadd(stream, {FIELD: payload})
         await pipe.execute()
-
-
-def _unless_missing(error: ResponseError) -> None:
-    """Pass over a stream or group that is not there: Redis was wiped, and the coordinator makes it again."""
-    if "NOGROUP" not in str(error):
-        raise error
-    log.warning("stream_missing", detail=str(error), waits_for="the coordinator to make the streams again")

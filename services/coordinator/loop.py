@@ -327,5 +327,5 @@ class Coordinator:
             return "resume", f"issue is paused{because}, {len(slots.open)} groups are open"
         if slots.exhausted:
             return "last groups", f"all {slots.num_issued} groups are issued, {len(slots.open)} are open"
-        trained = f"{slots.num_held} trained into a version that is not live yet"
-        return "slots", f"all {slots.num_slots} taken: {len(slots.open)} open, {trained}"
+        trained = f"{slots.num_held} hold trained groups whose version no generator has yet"
+        return "slots", f"to be free: of {slots.num_slots}, {len(slots.open)} hold open groups and {trained}"

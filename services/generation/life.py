@@ -55,8 +55,11 @@ async def live(service: Service, start_engine: StartEngine) -> None:
         if options.stay:  # nobody has checked before
             await asyncio.to_thread(check, config)
         folder = model_folder(config.model)
-        service.activity.set("busy", "starting vLLM")
+        service.activity.set("busy", "reading the weights")
         staged = await asyncio.to_thread(StagedWeights.from_folder, folder, config.generation.dtype)
+        # Its own processes import, load the model and answer a first request before it returns.
+        service.activity.set("busy", "starting vLLM", "and loading the model into it")
+        await registration.beat()
         engine = await start_engine(config, folder)
         try:
             background = {"heartbeat": _outcome(beating), "end": _until_end(service, events, position)}

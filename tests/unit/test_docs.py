@@ -6,16 +6,24 @@ What it is not: a judge of the prose. Neighbours: README.md, ARCHITECTURE.md, do
 from __future__ import annotations
 
 import re
+import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import yaml
 from typer.main import get_command
 
 from services.cli.commands import app
 from services.cli.keys_table import markdown
-from services.common.algorithm import PRESETS, AlgorithmConfig
+from services.common.algorithm import PRESETS, AlgorithmConfig, fitting_clip
 from services.common.config import Config
 from services.common.config_keys import explain
+from services.common.configfile import parse_config
+from services.learner.rows import SCHEMA
+from services.reward.builtins.math_equivalence import compute_score
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
@@ -25,9 +33,20 @@ GENERATED = "<!-- Below this line: the output of gspo config --markdown -->\n"
 SECTIONS = "|".join(name for name in Config.model_fields if name not in ("name", "seed"))
 
 
+def fenced(document: Path, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+
+
 def quoted(document: Path) -> set[str]:
     """Everything between backticks."""
     return set(re.findall(r"`([^`\n]+)`", document.read_text()))
+
+
+def quoted_in_columns_of_others(document: Path) -> set[str]:
+    """What stands between backticks behind the first column of a table: names of other projects."""
+    rows = [line.partition(" | ")[2] for line in document.read_text().splitlines() if line.startswith("| ")]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)} - {key.name for key in explain()}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.name))
@@ -52,7 +71,8 @@ def test_keys_that_are_named_exist(document: Path) -> None:
     known = {key.name for key in explain()}
     packages = {f"services.{path.name}" for path in (ROOT / "services").iterdir() if path.is_dir()}
     files = {"environment.json"}
-    for name in quoted(document) - packages - files:
+    others = {"migration.md": quoted_in_columns_of_others(document)}.get(document.name, set())
+    for name in quoted(document) - packages - files - others:
         if found := re.fullmatch(rf"((?:{SECTIONS})\.[a-z_]+)(: .*)?", name):
             assert found[1] in known, name
 
@@ -120,3 +140,64 @@ def test_the_architecture_names_every_stream_and_hash() -> None:
     for name in ("prompts", "aside", "rollouts", "scored", "eval_prompts", "eval_rollouts", "eval_scored", "dead",
                  "events", "partial", "open"):  # fmt: skip
         assert f"`{name}`" in text
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/recipes.md"])
+def test_whole_configurations_in_documents_are_valid(document: str, tmp_path: Path) -> None:
+    blocks = [yaml.safe_load(block) for block in fenced(ROOT / document, "yaml")]
+    whole = [block for block in blocks if {"name", "model"} <= block.keys()]
+    assert whole
+    for block in whole:
+        parse_config(block, tmp_path)
+
+
+def test_the_recipe_makes_prompts_and_right_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its script on rows of GSM8K's form, and the reward that it names on an answer to each."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gsm8k").mkdir()
+    solutions = ["Half of 48 is 24, and 48+24 = <<48+24=72>>72.\n#### 72", "It is a lot.\n#### 1,600"]
+    table = pa.table({"question": ["How many?", "How much?"], "answer": solutions})
+    for split in ("train", "test"):
+        pq.write_table(table, tmp_path / "gsm8k" / f"{split}.parquet")
+    (script,) = fenced(ROOT / "docs/recipes.md", "python")
+    (tmp_path / "recipe.py").write_text(script)
+    runpy.run_path(str(tmp_path / "recipe.py"))
+    rows = pq.read_table(tmp_path / "eval.parquet").to_pylist()
+    assert [row["answer"] for row in rows] == ["72", "1600"]
+    assert rows[0]["prompt"][0]["content"].startswith("How many?\nReason step by step")
+    assert [compute_score(r"So \boxed{72}.", row["answer"]) for row in rows] == [1.0, 0.0]
+    assert compute_score(r"\boxed{1600.0}", rows[1]["answer"]) == 1.0
+
+
+def test_keys_of_trl_are_those_of_the_installed_version() -> None:
+    """By its source: to import it takes long, and its arguments are plain annotations."""
+    places = {name: find_spec(name) for name in ("trl", "transformers")}
+    sources = [
+        Path(places["trl"].origin).parent / "trainer" / "grpo_config.py",
+        Path(places["transformers"].origin).parent / "training_args.py",
+    ]
+    known = {name for source in sources for name in re.findall(r"^    (\w+): ", source.read_text(), re.MULTILINE)}
+    # Arguments of the trainer, columns, and values.
+    known |= {"model", "train_dataset", "eval_dataset", "reward_funcs", "peft_config", "prompt"}
+    cells = [line.split("|")[2] for line in (ROOT / "docs/migration.md").read_text().splitlines() if line[:3] == "| `"]
+    named = {name.partition(":")[0] for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    assert len(named) > 30
+    assert named <= known
+
+
+def test_the_columns_of_the_step_log_are_explained_in_their_order() -> None:
+    expected = [
+        (column.name, re.sub("list<item: (.*)>", r"list of \1", str(column.type)) + " or null" * column.nullable)
+        for column in SCHEMA
+    ]
+    rows = [line.split(" | ") for line in (ROOT / "docs/log.md").read_text().splitlines() if line.startswith("| `")]
+    assert [(row[0].strip("| `"), row[1]) for row in rows] == expected
+
+
+def test_the_table_of_clips_is_the_rule() -> None:
+    text = (ROOT / "docs/gspo.md").read_text()
+    section = text.partition("## Which clip for which length")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| \d", line)]
+    assert len(rows) == 7
+    for length, low, high in rows:
+        assert (float(low), float(high)) == fitting_clip(int(length))

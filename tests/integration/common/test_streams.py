@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from gspo_proto.rollout_pb2 import GroupTask, Prompt
 from services.common.keys import Keys
@@ -45,6 +46,19 @@ async def test_finish_writes_the_output_and_removes_the_entry(redis: Redis, keys
     assert await redis.xlen(keys.prompts) == 0
     assert (await redis.xpending(keys.prompts, "generation"))["pending"] == 0
     assert [fields for _, fields in await redis.xrange(keys.rollouts)] == [{b"d": b"out"}]
+
+
+async def test_a_stream_that_is_not_made_yet_is_no_warning_and_one_that_is_lost_is(redis: Redis, keys: Keys) -> None:
+    worker = inbox(redis, keys, "a")
+    await redis.delete(keys.prompts)
+    with capture_logs() as said:
+        assert await worker.take(1, block_s=0) == []
+    assert [(line["event"], line["log_level"]) for line in said] == [("stream_not_made_yet", "debug")]
+    assert await worker.take(1, block_s=0) == []
+    await redis.delete(keys.prompts)
+    with capture_logs() as said:
+        assert await worker.take(1, block_s=0) == []
+    assert [(line["event"], line["log_level"]) for line in said] == [("stream_missing", "warning")]
 
 
 async def test_a_burst_writes_what_is_ours_and_renews_it(redis: Redis, keys: Keys) -> None:

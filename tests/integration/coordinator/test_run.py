@@ -212,7 +212,9 @@ async def test_the_door_shows_pauses_and_stops_the_run(
         assert (state["run"], state["step"], state["version"], state["live_version"]) == ("test", 0, 0, 0)
         assert state["slots"] == {"all": 4, "taken": 4, "free": 0, "trained": 0}
         assert state["groups"] == {"issued": 4, "open": 4}
-        waits = "slots: all 4 taken: 4 open, 0 trained into a version that is not live yet"
+        waits = (
+            "slots: to be free: of 4, 4 hold open groups and 0 hold trained groups whose version no generator has yet"
+        )
         assert state["waits_for"] == waits
         assert {member["service"] for member in state["members"]} == {"coordinator", "learner"}
         assert state["ended"] is None

@@ -157,7 +157,7 @@ def test_the_panel_shows_what_matters(view: View) -> None:
         "waiting for rewards of 3 groups",
         "7 s",
         "reward-0",
-        "starting",
+        "importing its libraries",
     ):
         assert shown in text, shown
 
@@ -173,9 +173,15 @@ def test_a_long_wait_is_highlighted_and_a_short_one_is_not() -> None:
 
 def test_what_the_start_waits_for(view: View) -> None:
     view.processes["reward-0"].ready = True
-    view.processes["learner-0"].problem = "compiling an operator"
-    assert waited_for(view).startswith("learner-0 compiling an operator (")
-    assert "reward-0" not in waited_for(view)
+    learner = view.processes["learner-0"]
+    assert waited_for(view) == "learner-0: importing its libraries (for 0 s)"
+    activity = {"kind": "busy", "what": "loading the model", "detail": "/m", "since_unix_s": time.time() - 12}
+    learner.member = Member("learner", "learner-0", activity=activity)
+    assert waited_for(view) == "learner-0: loading the model /m (for 12 s)"
+    learner.member.activity["kind"] = "waiting"
+    assert waited_for(view) == "learner-0: waiting for loading the model /m (for 12 s)"
+    learner.problem = "learner-0 refuses our token"
+    assert waited_for(view).startswith("learner-0: learner-0 refuses our token (")
 
 
 def test_plain_lines_carry_their_kind() -> None:
