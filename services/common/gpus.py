@@ -59,7 +59,9 @@ def visible_gpus() -> list[Gpu]:
 
 
 def choose_gpus(installed: Sequence[Gpu], chosen: str | None) -> list[Gpu]:
-    """Those of the installed GPUs that a value of CUDA_VISIBLE_DEVICES leaves, in its order and by its names.
+    """Those of the installed GPUs that a value of CUDA_VISIBLE_DEVICES leaves, in its order.
+
+    One that the value names by a UUID keeps that as its name, in full.
 
     As in CUDA, an empty entry or -1 ends the list. https://docs.nvidia.com/cuda/cuda-programming-guide, environment
     variables. CUDA also passes over everything from the first name on that it does not know; here that is an error.
@@ -93,7 +95,9 @@ def _named(entry: str, installed: Sequence[Gpu]) -> Gpu:
     if len(fitting) != 1:
         known = ", ".join(f"{gpu.name} ({gpu.uuid})" for gpu in installed)
         raise InputError(VISIBLE, f"{entry!r} names no GPU of this machine", f"nvidia-smi shows: {known}")
-    return replace(fitting[0], name=entry)
+    (gpu,) = fitting
+    # In full: vLLM asks NVML for it, which knows no short form.
+    return gpu if entry == gpu.name else replace(gpu, name=gpu.uuid)
 
 
 def _installed_gpus() -> list[Gpu]:

@@ -60,5 +60,5 @@ def _config(case: Case, folder: Path) -> Path:
 
 def _sandbox_level() -> str:
     command = [sys.executable, "-m", "services.reward.tell_level"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     return str(json.loads(done.stdout)["level"])

@@ -25,14 +25,14 @@ INSTALLED = [Gpu(str(n), uuid(n), 80 * GIB) for n in range(4)]
         ("0,-1,1", ["0"]),
         ("0,,1", ["0"]),
         (uuid(1), [uuid(1)]),
-        ("GPU-25b2,0", ["GPU-25b2", "0"]),
+        ("GPU-25b2,0", [uuid(2), "0"]),
         ("MIG-5f3,MIG-6a1", ["MIG-5f3", "MIG-6a1"]),
     ],
 )
 def test_what_the_caller_leaves(chosen: str | None, names: list[str]) -> None:
     found = choose_gpus(INSTALLED, chosen)
     assert [gpu.name for gpu in found] == names
-    by_name = {gpu.name: gpu for gpu in INSTALLED} | {uuid(1): INSTALLED[1], "GPU-25b2": INSTALLED[2]}
+    by_name = {gpu.name: gpu for gpu in INSTALLED} | {uuid(1): INSTALLED[1], uuid(2): INSTALLED[2]}
     assert [gpu.total_bytes for gpu in found] == [80 * GIB if name in by_name else None for name in names]
 
 
