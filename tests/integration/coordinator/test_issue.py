@@ -13,7 +13,8 @@ from redis.asyncio import Redis
 
 from gspo_proto.rollout_pb2 import GroupTask, RolloutState, Scored
 from services.common.configfile import read_config
-from services.common.keys import Keys, rollout_id
+from services.common.keys import BY_A_USER, Keys, rollout_id
+from services.common.members import members
 from services.common.streams import FIELD, Inbox, Output, Saved, create_consumer_groups
 from services.common.traces import Traces
 from services.coordinator.group_traces import GroupTraces
@@ -205,7 +206,15 @@ async def test_a_killed_coordinator_misses_no_group_and_repeats_none(
     await learner.live(1)
     await learner.filtered(3)
     await redis.hdel(keys.open, "1")
+    await redis.set(keys.paused, BY_A_USER)
     coordinator.start(run_dir)
+
+    async def paused() -> bool:
+        return any(member.activity["what"] == "resume" for member in await members(redis, keys, "coordinator"))
+
+    await until(paused, "the coordinator to go on in the middle of a pause")
+    assert await open_groups(redis, keys) == {}
+    await redis.delete(keys.paused)
 
     async def refilled() -> bool:
         return list(await open_groups(redis, keys)) == [1, 4, 5, 6]
