@@ -32,6 +32,7 @@ from services.reward.library import Function
 from services.reward.registry import Registry
 from services.reward.registry_copy import RegistryCopy
 from services.reward.scorer import open_scorer
+from services.reward.values import describe
 
 NUM_TRIALS = 2
 TRIAL_TEXT = "42"
@@ -140,23 +141,25 @@ def _not_finite(value: Any) -> str:
 
 def _check_value(value: Any, where: str, name: str) -> None:
     """A number, None, or a dict of them; an exception of one row is only reported."""
-    if isinstance(value, dict) and "error" in value:
-        error = value["error"]
-        if error["type"] in NEVER_THE_ANSWER:
-            raise InputError(where, f"{name} raised {error['text']}", "Mend the function")
-        _warn(f"{where}: {name}, tried on a made-up answer, raised {error['text']}")
-    elif isinstance(value, dict) and "parts" in value:
-        for part in value["parts"].values():
+    if not isinstance(value, dict):
+        return
+    if isinstance(error := value.get("error"), dict):
+        said = describe(error)
+        if error.get("type") in NEVER_THE_ANSWER:
+            raise InputError(where, f"{name} {said}", "Mend the function")
+        _warn(f"{where}: {name}, tried on a made-up answer, {said}")
+    elif isinstance(parts := value.get("parts"), dict):
+        for part in parts.values():
             _check_value(part, where, name)
-    elif isinstance(value, dict):
-        raise InputError(where, f"{name} returned {value['type']} where a number belongs", "Return numbers")
+    else:
+        raise InputError(where, f"{name} returned {value.get('type')} where a number belongs", "Return numbers")
 
 
 def _check_parts(value: Any, wanted: RewardFunction, where: str, name: str) -> None:
     """Every part that has a weight is there; a value that failed tells nothing."""
     parts = value.get("parts") if isinstance(value, dict) else {}
     for part in wanted.part_weights:
-        if parts is not None and part not in parts:
+        if isinstance(parts, dict) and part not in parts:
             rule = f"is no part of what {name} returned"
             raise InputError(f"{where}.part_weights.{part}", rule, nearest(part, parts) if parts else "Leave it out")
 

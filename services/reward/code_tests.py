@@ -103,8 +103,12 @@ class CodeTests:
         results = answer.values[0] if isinstance(answer.values, list) and answer.values else []
         if not isinstance(results, list) or len(results) != len(wanted):
             return 0.0  # the answer's code reached the runner and broke it
-        passed = [test.passed(result) for test, result in zip(wanted, results, strict=True) if isinstance(result, dict)]
-        share = sum(passed) / len(wanted)
+        pairs = zip(wanted, results, strict=True)
+        try:
+            num_passed = sum(test.passed(result) for test, result in pairs if isinstance(result, dict))
+        except RecursionError:
+            return 0.0  # nested deeper than any expected value is
+        share = num_passed / len(wanted)
         return share if partial else float(share == 1.0)
 
     async def close(self) -> None:

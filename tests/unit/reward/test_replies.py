@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gspo_proto.rollout_pb2 import Score, ScorePart
@@ -20,7 +20,6 @@ from services.reward.replies import Reply, SignatureReply, read_reply
 from services.reward.sandbox import _failure, _values
 from services.reward.values import Failure, read_value
 
-EXAMPLES = settings(max_examples=60, deadline=None)
 TEXTS = st.text(st.characters(), max_size=8)  # halves of surrogate pairs too
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS
 FINITE = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
@@ -57,7 +56,6 @@ def check_value(found: Any) -> None:
         Score(reward=found.reward, parts=[ScorePart(name=name, value=part) for name, part in found.parts.items()])
 
 
-@EXAMPLES
 @given(st.binary(max_size=64))
 @example(b"\xdd\xff\xff\xff\xff")
 @example(b"\x81\xa2id\xa3\xed\xa0\x80")
@@ -71,7 +69,6 @@ def test_any_bytes_are_a_reply_or_no_frame(body: bytes) -> None:
             continue
 
 
-@EXAMPLES
 @given(REPLIES | st.dictionaries(NAMES, ANY, max_size=4))
 @example({"id": "a", "error": {"kind": {}}})
 @example({"id": "a", "values": [{"error": {"kind": []}}, {"parts": {(): 1.0}}, {"type": [[]]}, 10**400]})
@@ -90,7 +87,6 @@ def test_any_value_is_a_reply_that_can_be_used_or_no_frame(value: Any) -> None:
         return
 
 
-@EXAMPLES
 @given(st.dictionaries(TEXTS, JSONS, max_size=3))
 def test_a_question_arrives_as_it_was_sent(question: dict[str, Any]) -> None:
     sent = frame(question)
