@@ -170,7 +170,8 @@ def _checks(config: Config, config_file: Path) -> Iterator[Finding]:
         yield Finding("GPU placement", "problem", f"{error.where}: {error.rule}", error.fix)
         placement = None
     if placement and placement.placed:
-        yield Finding("GPU placement", "OK", placement.table())
+        idle = "More generators (generation.replicas) or ranks (learner.ranks) would use the rest"
+        yield Finding("GPU placement", "OK", placement.table(), idle if placement.free else "")
     # An engine without its place would be checked against GPUs that it does not get.
     checked = [service for service in SERVICES if placement or service not in (GENERATION, LEARNER)]
     yield from merged([_check(service, config_file, placement or NO_GPUS) for service in checked])

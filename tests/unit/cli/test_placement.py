@@ -140,6 +140,10 @@ def test_doctor_shows_the_placement_and_checks_each_service_with_it(
     first, *_ = doctor._checks(run_of(tmp_path), tmp_path)
     assert (first.level, "learner-0     1    nobody" in first.text) == ("OK", True)
     assert seen == {"coordinator": None, "generation": "0", "reward": None, "learner": "1"}
+    assert first.advice == ""
+    be_on_gpu_machine(monkeypatch, tmp_path / "larger", 3)
+    first, *_ = doctor._checks(run_of(tmp_path), tmp_path)
+    assert "nobody        2" in first.text and "generation.replicas" in first.advice
     seen.clear()
     first, *_ = doctor._checks(run_of(tmp_path, tensor=4), tmp_path)
     assert (first.level, "generation-0 wants 4 GPUs" in first.text) == ("problem", True)
