@@ -27,7 +27,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
 # Bodies of all requests of one service that are in memory at a time.
 MAX_HELD_BYTES = 64 * 2**20
-MAX_BRACKETS = 100_000
+MAX_BRACKETS = 30_000
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _CHANGING = ("POST", "PUT", "PATCH")
 

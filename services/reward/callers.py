@@ -125,12 +125,17 @@ class RateLimit:
         self._per_minute = per_minute
         self._left: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
 
-    def wait_s(self, caller: str, kind: str) -> float:
-        """Count one call: 0 where it may go on, else the seconds until it might."""
+    def wait_s(self, caller: str, kind: str, cost: float = 1.0) -> float:
+        """Count one call: 0 where it may go on, else the seconds until it might.
+
+        Args:
+            cost: How many calls it counts as.
+        """
         now, full = time.monotonic(), float(self._per_minute)
+        cost = min(cost, full)
         left, since = self._left.pop((caller, kind), (full, now))
         left = min(full, left + (now - since) * full / 60)
-        self._left[caller, kind] = (left if left < 1 else left - 1, now)
+        self._left[caller, kind] = (left if left < cost else left - cost, now)
         if len(self._left) > _REMEMBERED:
             self._left.popitem(last=False)
-        return 0.0 if left >= 1 else (1 - left) * 60 / full
+        return 0.0 if left >= cost else (cost - left) * 60 / full

@@ -23,6 +23,8 @@ from services.reward.source_check import MAX_PROBLEMS, RefusedError
 
 # A source of 256 KiB in which every character is escaped, with its test cases.
 MAX_BODY_BYTES = 4 * 2**20
+# A body counts as one more call for each: to read it holds others up as long as a few calls do.
+BYTES_OF_A_CALL = 64 * 2**10
 NO_TOKEN = "a token is missing or wrong: send it as 'Authorization: Bearer TOKEN'"  # noqa: S105 - a message
 # For the description at /docs; `Guard` has looked at the token before.
 BEARER = HTTPBearer(auto_error=False, description="A token of reward.tokens, or the one that the services share")
@@ -86,10 +88,18 @@ class Guard:
             raise RefuseError(403, f"{caller.name} has a token to read; this call needs one to submit")
         # Without tokens, callers differ by their address alone.
         who = caller_of(scope).rpartition(":")[0] if caller is ANONYMOUS else caller.name
-        if wait_s := self._rate.wait_s(who, _kind(scope)):
+        if wait_s := self._rate.wait_s(who, _kind(scope), cost=1 + _num_bytes(scope) // BYTES_OF_A_CALL):
             detail = f"{caller.name} has made more calls of this kind than reward.calls_per_minute; wait {wait_s:.1f} s"
             raise RefuseError(429, detail, headers={"Retry-After": str(int(wait_s) + 1)})
         return caller
+
+
+def _num_bytes(scope: Scope) -> int:
+    """Of the body that is to come; as many as it may have where it does not say."""
+    length = header(scope, b"content-length")
+    if length.isdecimal():
+        return int(length)
+    return MAX_BODY_BYTES if header(scope, b"transfer-encoding") else 0
 
 
 def _kind(scope: Scope) -> str:

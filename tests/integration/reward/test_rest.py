@@ -269,11 +269,17 @@ async def test_the_answer_to_bad_input_is_short(redis: Redis, tmp_path: Path, wr
         assert 1 <= len(reply.json()["problems"]) <= 20
 
 
+async def test_large_bodies_count_as_many_calls(redis: Redis, tmp_path: Path) -> None:
+    async with open_desk(tmp_path, redis, calls_per_minute=10) as (client, _, _):
+        large = {"rows": [{"completion": "4", "answer": "4", "filler": "x" * 500_000}]}
+        assert [(await client.post("/r/try", json=large)).status_code for _ in range(2)] == [200, 429]
+
+
 async def test_a_body_that_is_too_large_or_of_another_form_is_refused(redis: Redis, tmp_path: Path) -> None:
     async with open_desk(tmp_path, redis) as (client, _, _):
         huge = await client.post("", json={"name": "a", "source": "#" * (5 * 2**20)})
         assert (huge.status_code, "bytes" in huge.json()["detail"]) == (413, True)
-        nested = await client.post("/r/try", json={"rows": [{"completion": "4", "more": [[]] * 100_000}]})
+        nested = await client.post("/r/try", json={"rows": [{"completion": "4", "more": [[]] * 30_000}]})
         assert (nested.status_code, "opening brackets" in nested.json()["detail"]) == (413, True)
         long = await client.post("", json={"name": "a", "source": "#" * (300 * 2**10)})
         assert (long.status_code, long.json()["problems"][0]["field"]) == (422, "source")
