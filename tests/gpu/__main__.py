@@ -1,7 +1,7 @@
 """`python -m tests.gpu`: run the parts one after another, each as a process of its own, and keep what they gave.
 
 Exit code 0 where every part passed, 1 where one failed, 3 where something was not run: no GPU, or no time left.
-Neighbours: parts.py names the parts, child.py runs one, records.py keeps results and writes docs/gpu.md.
+Neighbours: parts.py names the parts and runs one, records.py keeps results and writes docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _run_part(part: Part, given: argparse.Namespace, facts: dict[str, str], limi
     began = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.child", json.dumps(options), str(answer)],
+            [sys.executable, "-m", "tests.gpu.parts", json.dumps(options), str(answer)],
             cwd=ROOT,
             env=child_environment(given.folder),
             stdout=out,

@@ -1,11 +1,18 @@
-"""The parts by name: what each shows, what it needs, how long it may take.
+"""The parts by name, and one of them as a process: `python -m tests.gpu.parts OPTIONS_JSON ANSWER_FILE`.
 
-No part runs here. Neighbours: `__main__` chooses, child.py runs.
+Neighbours: `__main__` chooses, starts the process and reads the answer; the part_*.py are what it runs.
 """
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import inspect
+import json
+import sys
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
 _ENGINES = ("torch", "transformers", "vllm")
 _TRAINING = ("torch", "transformers", "deepspeed", "peft")
@@ -40,3 +47,27 @@ _ALL = (
     ),
 )
 PARTS = {part.name: part for part in _ALL}
+# Parts that are another one's code.
+_MODULES = {"graphs": "push"}
+
+
+def main() -> None:
+    """Run the part and write numbers and reason; whatever it raises is the reason."""
+    from tests.gpu.case import Case  # here: whoever only asks for the parts' names needs no torch
+
+    options, answer = json.loads(sys.argv[1]), Path(sys.argv[2])
+    case = Case(options["part"], options["device"], Path(options["folder"]), options["engine"])
+    reason = ""
+    try:
+        module = importlib.import_module(f"tests.gpu.part_{_MODULES.get(case.part, case.part)}")
+        done = module.run(case)
+        if inspect.iscoroutine(done):
+            asyncio.run(done)
+    except Exception as error:  # noqa: BLE001 - whatever ends a part is its result
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {error}"
+    answer.write_text(json.dumps({"numbers": case.numbers, "reason": reason}))
+
+
+if __name__ == "__main__":
+    main()

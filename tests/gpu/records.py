@@ -1,6 +1,6 @@
 """Results of parts: a JSON file of records, and the rows of docs/gpu.md that are made from it.
 
-It runs nothing. Neighbours: `__main__` writes, tests/unit/test_gpu_page.py compares page and file.
+It runs nothing. Neighbours: `__main__` writes, tests/unit/test_gpu_parts.py compares page and file.
 """
 
 from __future__ import annotations
