@@ -20,6 +20,7 @@ HIDDEN_BYTES = 2**62
 # The largest that a file may be, and as much as all of a worker's may have.
 UNSEEN_BYTES = 64 * 2**20
 _LONGEST_PATH = 1024
+_DELETED = b" (deleted)"
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -55,16 +56,21 @@ def nameless_size(pid: int, folder: Path) -> int:
         folder: What the process may write to: removed files elsewhere, such as replaced libraries, are not its own.
     """
     held: dict[tuple[int, int], int] = {}
-    for task in _entries(f"/proc/{pid}/task"):  # each may have a table of its own
-        for entry in _entries(f"{task.path}/fd"):
-            with suppress(OSError):
-                found = entry.stat()
-                if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
-                    held[found.st_dev, found.st_ino] = found.st_blocks * 512
+    for entry in _descriptors(pid):
+        with suppress(OSError):
+            found = entry.stat()
+            if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
+                held[found.st_dev, found.st_ino] = found.st_blocks * 512
     # The size of one that is mapped alone cannot be seen from outside: it counts as the largest there can be.
     for key in _removed_maps(pid, folder) - held.keys():
         held[key] = UNSEEN_BYTES
     return sum(held.values())
+
+
+def _descriptors(pid: int) -> list[os.DirEntry[str]]:
+    """What a process has open. All its threads share one table, and the first of them may have ended."""
+    tables = (_entries(f"{task.path}/fd") for task in _entries(f"/proc/{pid}/task"))
+    return next((entries for entries in tables if entries), [])
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
@@ -78,13 +84,13 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 def _removed_maps(pid: int, folder: Path) -> set[tuple[int, int]]:
     """Device and number of removed files of a folder that a process has mapped."""
     try:
-        lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
+        maps = Path(f"/proc/{pid}/maps").read_bytes()
     except OSError:
         return set()
     found = set()
-    for line in lines:  # addresses, rights, offset, device, number, path
+    for line in maps.splitlines() if _DELETED in maps else ():  # addresses, rights, offset, device, number, path
         fields = line.split(None, 5)
-        if len(fields) == 6 and fields[5].startswith(bytes(folder)) and fields[5].endswith(b" (deleted)"):
+        if len(fields) == 6 and fields[5].startswith(bytes(folder)) and fields[5].endswith(_DELETED):
             major, _, minor = fields[3].partition(b":")
             found.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
     return found

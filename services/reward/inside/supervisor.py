@@ -34,7 +34,7 @@ PACKET_BYTES = 65536
 # A worker's descriptors: standard input, output, error, and its channel.
 _CHANNEL_FD = 3
 _REASON_CHARS = 500
-_NICE = 10
+_NICE, _MAX_REMOVERS = 10, 4
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -187,10 +187,15 @@ class Supervisor:
             return
         with suppress(OSError):
             folder.rmdir()
-        pid = _fork_remover(self._control, folder) if folder.exists() else 0
+        pid = self._start_remover(folder) if folder.exists() else 0
         self._removers[pid] = folder
         if not pid:
             self._end_remover(pid)
+
+    def _start_remover(self, folder: Path) -> int:
+        if len(self._removers) >= _MAX_REMOVERS:  # no more is written than can be removed
+            self._end_remover(*os.waitpid(next(iter(self._removers)), 0))
+        return _fork_remover(self._control, folder)
 
     def _end_remover(self, pid: int, _status: int = 0) -> None:
         folder = self._removers.pop(pid)
