@@ -371,7 +371,8 @@ async def test_sigterm_ends_the_wait_for_a_learner_in_which_nothing_is_issued(
         return bool(found) and found[0].activity["what"] == "learner"
 
     await until(waits, "the coordinator to wait for a learner")
-    assert await redis.exists(keys.prompts, keys.eval_prompts, keys.open) == 0
+    assert [await redis.xlen(stream) for stream in (keys.prompts, keys.eval_prompts)] == [0, 0]
+    assert await redis.hlen(keys.open) == 0
     process.terminate()
     assert await coordinator.exit_code() == 0
     assert await heard(redis, keys, "finished") == []
