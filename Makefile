@@ -10,10 +10,10 @@ export PATH := $(abspath $(BIN)):$(PATH)
 # $(call need,PROGRAM,WHAT,PACKAGE): tools that not every machine has; their tests are in a folder of their own.
 need = @command -v $(1) >/dev/null || { echo "not tested: $(2); $(1) is missing (Debian: apt-get install $(3))" >&2; exit 3; }
 
-.PHONY: help setup demo test test-quick test-long gpu-test compose-test browser-test lint bench chaos proto lock clean
+.PHONY: help setup demo test test-quick test-long test-promises gpu-test compose-test browser-test lint bench chaos proto lock clean
 
 help: ## List the commands
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: ## Make the virtual environment with the locked packages
 	@VENV=$(VENV) deploy/setup.sh
@@ -32,6 +32,9 @@ test-long: setup ## What takes long: chaos with real engines, property tests wit
 
 gpu-test: $(if $(GSPO_PYTHON),,setup) ## What only a GPU can show: rows of docs/gpu.md (Error 3: no GPU, not run; GSPO_PYTHON, GPU_TEST)
 	$(or $(GSPO_PYTHON),$(BIN)/python) -m tests.gpu $(GPU_TEST)
+
+test-promises: setup ## Break what the project promises, one by one, and see that the tests notice (WORDS)
+	$(BIN)/python -m tests.promises.try_promises $(WORDS)
 
 compose-test: setup ## docker-compose.yml with a Docker engine: build, run, scale, kill (Error 3: no engine, not tested)
 	$(BIN)/python -m tests.compose.drive

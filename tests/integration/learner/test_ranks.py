@@ -47,7 +47,7 @@ def of_two_ranks(tmp_path: Path, zero_stage: int) -> Config:
 
 
 @pytest.mark.asyncio(loop_scope="function")
-@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=pytest.mark.long), 3])
 async def test_two_ranks_train_a_run_and_a_killed_one_costs_nothing(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path, zero_stage: int
 ) -> None:
