@@ -1,22 +1,19 @@
 """What is checked before anything starts: each service's own check, and what only the whole run can know.
 
 Ports and Redis are checked here; models, prompts and rewards by the services, as processes at the same time.
-Neighbours: session.py calls it, doctor.py reports the same on a machine.
+Neighbours: first_processes.py runs them, run.py calls it, doctor.py reports the same on a machine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import sys
-from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Mapping
 from pathlib import Path
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from services.cli.first_processes import FirstProcesses
 from services.cli.outcome import RefusedError, RunError
 from services.cli.placement import NO_GPUS, Placement
 from services.cli.processes import describe_exit
@@ -26,7 +23,6 @@ from services.common.errors import EXIT_BAD_INPUT, InputError
 from services.common.keys import Keys
 from services.common.trust import check_trust, redis_arguments, redis_refusal, without_password
 
-CHECK_TIMEOUT_S = 180.0
 # How a service's check begins a line that stops nothing.
 _WARNING = "warning: "
 _CONNECT_S = 5.0
@@ -34,55 +30,38 @@ _CONNECT_S = 5.0
 _OLDEST_REDIS = (6, 2)
 
 
-async def check_services(services: tuple[str, ...], config_file: Path, placement: Placement = NO_GPUS) -> list[str]:
+async def check_services(
+    services: tuple[str, ...],
+    config_file: Path,
+    placement: Placement = NO_GPUS,
+    processes: FirstProcesses | None = None,
+) -> list[str]:
     """Run every service's own check, all at once; what they warn of.
 
     Args:
         placement: Each check sees the GPUs of the service's first process.
+        processes: Where the checks run; elsewhere, they end with their check.
 
     Raises:
         RefusedError: The first service, in the given order, that refuses the configuration.
         RunError: A check broke or took longer than CHECK_TIMEOUT_S.
     """
-    answers = await asyncio.gather(
-        *(_check_service(service, config_file, placement.environment(f"{service}-0")) for service in services)
-    )
-    for service, code, words in answers:
+    first = processes or FirstProcesses(wait=False)
+    try:
+        answers = await asyncio.gather(
+            *(first.check(service, config_file, placement.environment(f"{service}-0")) for service in services)
+        )
+    finally:
+        if processes is None:
+            first.end()
+    for service, (code, words) in zip(services, answers, strict=True):
         if code == EXIT_BAD_INPUT:
             raise RefusedError(_message(words).removeprefix("error: "))
         if code != 0:
             raise RunError(f"the check of {service} broke ({describe_exit(code)}): {_message(words)}")
     return [
-        line.removeprefix(_WARNING)
-        for _, _, words in answers
-        for line in words.splitlines()
-        if line.startswith(_WARNING)
+        line.removeprefix(_WARNING) for _, words in answers for line in words.splitlines() if line.startswith(_WARNING)
     ]
-
-
-def check_command(service: str, config_file: Path) -> tuple[str, ...]:
-    """Command line of a service's own check."""
-    return (sys.executable, "-m", f"services.{service}", "--check", str(config_file))
-
-
-async def _check_service(service: str, config_file: Path, variables: Mapping[str, str]) -> tuple[str, int, str]:
-    process = await asyncio.create_subprocess_exec(
-        *check_command(service, config_file),
-        stdin=DEVNULL,
-        stdout=DEVNULL,
-        stderr=PIPE,
-        env={**os.environ, **variables},
-    )
-    try:
-        async with asyncio.timeout(CHECK_TIMEOUT_S):
-            _, errors = await process.communicate()
-    except TimeoutError as error:
-        raise RunError(f"the check of {service} took longer than {CHECK_TIMEOUT_S:g} s") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return service, process.returncode or 0, errors.decode(errors="replace")
 
 
 def _message(errors: str) -> str:

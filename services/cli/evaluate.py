@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.eval_question import Question, eval_config, named_files
+from services.cli.first_processes import FirstProcesses
 from services.cli.lineup import Job
 from services.cli.outcome import InterruptedRunError, RefusedError, RunError
 from services.cli.run import check_all, open_screen, place_on_gpus, until_interrupted
@@ -63,7 +64,8 @@ def evaluate(question: Question, out: Path | None, *, plain: bool, console: Cons
         _check_writable(out)
     with tempfile.TemporaryDirectory(prefix="gspo-eval-") as folder, in_words_of_the_options():
         config = eval_config(question, Path(folder))
-        measured = asyncio.run(_evaluate(config, console, plain=plain))
+        with FirstProcesses(wait=True) as first:
+            measured = asyncio.run(_evaluate(config, first, console, plain=plain))
     _print(measured, console)
     if out is not None:
         out.write_text(json.dumps(_result(question, measured), indent=2) + "\n")
@@ -104,15 +106,22 @@ def _with_options(text: str) -> str:
     return text
 
 
-async def _evaluate(config: Config, console: Console, *, plain: bool) -> Measured:
+async def _evaluate(config: Config, first: FirstProcesses, console: Console, *, plain: bool) -> Measured:
     phases, interrupts = Phases(), Interrupts()
     interrupts.install()
     plan = Plan(config, config.run_dir, resume=False)
     (plan.run_dir / SERVICES_DIR).mkdir(parents=True)
     prepare(plan)
     placement = place_on_gpus(config, _SERVICES, console)
-    await until_interrupted(check_all(config, _SERVICES, plan.run_dir / CONFIG_NAME, placement), interrupts)
-    job = Job(config, plan.run_dir, services=_SERVICES, coordinator_options=("--evaluate",), placement=placement)
+    await until_interrupted(check_all(config, _SERVICES, plan.run_dir / CONFIG_NAME, placement, first), interrupts)
+    job = Job(
+        config,
+        plan.run_dir,
+        services=_SERVICES,
+        coordinator_options=("--evaluate",),
+        placement=placement,
+        first=first,
+    )
     view = new_view(job, phases)
     screen = interrupts.screen = open_screen(console, plain=plain)
     try:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from services.cli.first_processes import FirstProcesses
 from services.cli.placement import NO_GPUS, Placement
 from services.cli.processes import Program
 from services.common.config import Config
@@ -30,6 +31,7 @@ class Job:
         services: Those that take part, in order.
         coordinator_options: Further words on the coordinator's command line.
         placement: The GPUs of its processes.
+        first: Processes that wait to become the services' first ones.
     """
 
     config: Config
@@ -38,6 +40,7 @@ class Job:
     services: tuple[str, ...] = SERVICES
     coordinator_options: tuple[str, ...] = ()
     placement: Placement = NO_GPUS
+    first: FirstProcesses = field(default_factory=lambda: FirstProcesses(wait=False))
 
     @property
     def leaves_learner(self) -> bool:
@@ -97,7 +100,7 @@ def _service_program(job: Job, name: str, redis_url: str) -> Program:
     command += ["--name", name, "--http-port", str(ports.get(name, 0)), "--grpc-port", "0"]
     if service == "coordinator":
         command += job.coordinator_options
-    program = Program(name, tuple(command), environment=job.placement.environment(name))
+    program = Program(name, tuple(command), environment=job.placement.environment(name), first=job.first.take(name))
     if job.resume:
         return replace(program, command=(*command, "--resume"))
     return replace(program, again=("--resume",))

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.cli.first_processes import FirstProcess
+
 _TAIL_BYTES = 32_768
 _TAIL_LINES = 8
 
@@ -28,12 +30,14 @@ class Program:
     Attributes:
         again: Added to the command when it is started again after a death.
         environment: Variables that it has beside the supervisor's own, at every start.
+        first: A process that has checked the configuration and becomes its first one; None starts a new one.
     """
 
     name: str
     command: tuple[str, ...]
     again: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    first: FirstProcess | None = None
 
 
 class Child:
@@ -66,7 +70,8 @@ class Child:
         command = self.program.command + (self.program.again if again else ())
         with self.log.open("ab") as log:
             self._log_start = log.tell()
-            self._process = await asyncio.create_subprocess_exec(
+            first = None if again or self.program.first is None else self.program.first.begin(command, self.log)
+            self._process = first or await asyncio.create_subprocess_exec(
                 *command, stdin=DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True
             )
         self.started = time.monotonic()

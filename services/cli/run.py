@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from services.cli.checks import check_ports, check_redis, check_services
+from services.cli.first_processes import FirstProcesses
 from services.cli.lineup import Job, process_names
 from services.cli.live import LiveScreen
 from services.cli.outcome import InterruptedRunError
@@ -59,18 +60,21 @@ def run(target: Path, *, resume: bool, plain: bool, console: Console, programs: 
         return 0
     config_file = target / CONFIG_NAME if target.is_dir() else target
     with hold(plan.run_dir):
-        view = asyncio.run(_run(plan, config_file, console, programs, plain=plain))
+        with FirstProcesses(wait=True) as first:
+            view = asyncio.run(_run(plan, config_file, first, console, programs, plain=plain))
         return _conclude(plan, view, console)
 
 
-async def _run(plan: Plan, config_file: Path, console: Console, programs: Programs | None, *, plain: bool) -> View:
+async def _run(
+    plan: Plan, config_file: Path, first: FirstProcesses, console: Console, programs: Programs | None, *, plain: bool
+) -> View:
     phases, interrupts = Phases(), Interrupts()
     interrupts.install()
     console.print("checking configuration, model, prompts and reward ...", style="dim")
     placement = place_on_gpus(plan.config, SERVICES, console)
-    warnings = await until_interrupted(check_all(plan.config, SERVICES, config_file, placement), interrupts)
+    warnings = await until_interrupted(check_all(plan.config, SERVICES, config_file, placement, first), interrupts)
     notes = prepare(plan)
-    job = Job(plan.config, plan.run_dir, plan.resume, placement=placement)
+    job = Job(plan.config, plan.run_dir, plan.resume, placement=placement, first=first)
     view = new_view(job, phases)
     screen = open_screen(console, plain=plain)
     interrupts.screen = screen
@@ -103,14 +107,16 @@ def place_on_gpus(config: Config, services: tuple[str, ...], console: Console) -
     return placement
 
 
-async def check_all(config: Config, services: tuple[str, ...], config_file: Path, placement: Placement) -> list[str]:
+async def check_all(
+    config: Config, services: tuple[str, ...], config_file: Path, placement: Placement, first: FirstProcesses
+) -> list[str]:
     """Everything that can be known before anything is started; what the services warn of."""
     check_ports(config)
     if config.services.redis_url:
         warning = await check_redis(config.services.redis_url, config)
     else:
         warning = check_fits(config, redis_bytes(config), free_memory(), "the memory of the run's Redis")
-    return [*filter(None, [warning]), *await check_services(services, config_file, placement)]
+    return [*filter(None, [warning]), *await check_services(services, config_file, placement, first)]
 
 
 async def until_interrupted(work: Coroutine[Any, Any, T], interrupts: Interrupts) -> T:

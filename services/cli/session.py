@@ -94,7 +94,10 @@ async def run_session(
     view.phases.enter("start")
     services = job.config.services
     async with Supervisor(
-        job.run_dir / SERVICES_DIR, services.max_restarts, lambda text: screen.say(Line(text, "warning"))
+        job.run_dir / SERVICES_DIR,
+        services.max_restarts,
+        lambda text: screen.say(Line(text, "warning")),
+        job.first.mark,
     ) as supervisor:
         interrupts.supervisor = supervisor
         redis, redis_url = await start_redis(job, supervisor)
@@ -103,6 +106,7 @@ async def run_session(
             await watcher.forget_last_session()
             write_supervisor_facts(job.run_dir, redis_url)
             supervisor.start((programs or service_programs)(job, redis_url))
+            job.first.end()  # those that are not of this run
             if job.leaves_learner:
                 screen.say(Line(learner_by_hand(job, redis_url)))
             await _until_over(job, view, screen, interrupts, supervisor, watcher)

@@ -39,11 +39,12 @@ class Supervisor:
         log_dir: Folder of the log files.
         max_restarts: Deaths of one program that are answered by a restart.
         say: Called with a line for the user.
+        mark: Of its processes, which the guard knows them by; a new one by default.
     """
 
-    def __init__(self, log_dir: Path, max_restarts: int, say: Callable[[str], None]) -> None:
+    def __init__(self, log_dir: Path, max_restarts: int, say: Callable[[str], None], mark: str = "") -> None:
         self._log_dir, self._max_restarts, self._say = log_dir, max_restarts, say
-        self._mark = uuid.uuid4().hex
+        self._mark = mark or uuid.uuid4().hex
         self._guard: subprocess.Popen[str] | None = None
         self.children: dict[str, Child] = {}
         self._keepers: set[asyncio.Task[None]] = set()

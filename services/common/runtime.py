@@ -31,6 +31,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.common.activity import Activity
+from services.common.await_start import receive_start, say_checked
 from services.common.config import Config
 from services.common.configfile import read_config
 from services.common.errors import EXIT_BAD_INPUT, InputError
@@ -69,6 +70,7 @@ class Options:
     config: Config
     evaluate: bool = False
     stay: bool = False
+    waits: bool = False
 
     @property
     def token(self) -> str:
@@ -81,6 +83,8 @@ def parse_options(
 ) -> Options:
     """Read the command line of `python -m services.X`; `--check FILE` runs the service's own check and exits.
 
+    With `--wait` it does not exit: the options then hold the configuration alone, for `await_start`.
+
     Exits with code 2 and one message where the input cannot work; under `--stay`, where nobody has checked before the
     start, the check is run here, and the process stays, not ready, with that message.
 
@@ -92,8 +96,12 @@ def parse_options(
     name = given.name.replace("{host}", socket.gethostname())
     try:
         if given.check:
-            check(read_config(given.check))
-            sys.exit(0)
+            config = read_config(given.check)
+            check(config)
+            if not given.wait:
+                sys.exit(0)
+            say_checked()
+            return Options(service, Path(), "", name, "", 0, 0, resume=False, config=config, waits=True)
         if not given.run_dir:
             parser.error("--run-dir or --check is needed")
         config = read_config(given.run_dir / CONFIG_NAME)
@@ -124,10 +132,19 @@ def parse_options(
     )
 
 
+def await_start(options: Options) -> Options:
+    """The options of a process that waits, once it is told to start; of any other, the same."""
+    if not options.waits:
+        return options
+    receive_start()
+    return parse_options(options.service, lambda _config: None, meaning="")
+
+
 def _parser(service: str, meaning: str) -> argparse.ArgumentParser:
     """The options that every service has."""
     parser = argparse.ArgumentParser(prog=f"python -m services.{service}", description=meaning)
     parser.add_argument("--check", type=Path, metavar="FILE", help="check a configuration for this service, and exit")
+    parser.add_argument("--wait", action="store_true", help="after --check, wait on standard input for a start")
     parser.add_argument("--run-dir", type=Path, help="the run directory; its config.yaml is the configuration")
     parser.add_argument(
         "--redis-url",

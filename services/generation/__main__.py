@@ -6,7 +6,7 @@ import os
 
 from services.common.cpu_threads import generation_threads
 from services.common.freed_memory import keep_freed_memory
-from services.common.runtime import parse_options, run_service
+from services.common.runtime import await_start, parse_options, run_service
 from services.generation.check import check
 
 MEANING = "Turns prompts into rollouts with vLLM, a log-prob and a policy version for every token."
@@ -23,7 +23,7 @@ def main() -> None:
     from services.generation.life import live
     from services.generation.start import start_engine
 
-    run_service(options, lambda service: live(service, start_engine))
+    run_service(await_start(options), lambda service: live(service, start_engine))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from services.common.config import Config
 from services.common.cpu_threads import wait_shortly
 from services.common.errors import EXIT_BAD_INPUT, InputError
 from services.common.freed_memory import keep_freed_memory
-from services.common.runtime import exit_bad_input, parse_options, run_service, stay
+from services.common.importing import importing
+from services.common.runtime import await_start, exit_bad_input, parse_options, run_service, stay
 from services.learner.check import check
 from services.learner.ranks import die_with_the_launcher, is_launched, own_rank
 
@@ -33,6 +34,7 @@ def main() -> None:
     elif options.config.learner.ranks > 1:
         from services.learner.launch import launch
 
+        options = await_start(options)
         # A rank that stayed would keep the others waiting for it.
         code = launch(options.config, [word for word in sys.argv[1:] if word != "--stay"])
         if code == EXIT_BAD_INPUT and options.stay:
@@ -40,9 +42,11 @@ def main() -> None:
             stay(refusal, options.host, options.http_port)
         sys.exit(code)
     # After the options: importing torch and DeepSpeed takes seconds.
-    from services.learner.life import live, live_as_follower
-    from services.learner.orders import Leader, follow
+    with importing():
+        from services.learner.life import live, live_as_follower
+        from services.learner.orders import Leader, follow
 
+    options = await_start(options)
     if own_rank():
         run_service(options, lambda service: live_as_follower(service, follow))
     run_service(options, lambda service: live(service, Leader))

@@ -16,7 +16,7 @@ from services.common.http_server import HttpServer
 from services.common.members import Member, Registration
 from services.common.probes import Probes
 from services.common.rpc import GrpcServer
-from services.common.runtime import Service, parse_options, run_service
+from services.common.runtime import Service, await_start, parse_options, run_service
 from services.reward.admission import Admission
 from services.reward.callers import Callers, RateLimit
 from services.reward.check import check
@@ -97,4 +97,5 @@ async def _serve(service: Service, scorer: Scorer, desk: Desk, events: Events, p
 
 
 if __name__ == "__main__":
-    run_service(parse_options("reward", check, meaning="Scores rollouts with the run's reward functions."), live)
+    options = parse_options("reward", check, meaning="Scores rollouts with the run's reward functions.")
+    run_service(await_start(options), live)

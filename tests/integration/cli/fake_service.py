@@ -22,7 +22,7 @@ from services.common.http_guard import Receive, Scope, Send
 from services.common.http_server import HttpServer
 from services.common.members import Member, Registration
 from services.common.probes import Probes
-from services.common.runtime import Options, Service, parse_options, run_service
+from services.common.runtime import Options, Service, await_start, parse_options, run_service
 
 STEP_S = 0.05
 
@@ -37,7 +37,7 @@ def main() -> None:
     """`fake_service.py SERVICE <the command line of a service>`."""
     name = sys.argv.pop(1)
     words = told(name)
-    options = parse_options(name, lambda _config: _refuse(name), meaning="a service for tests")
+    options = await_start(parse_options(name, lambda _config: _refuse(name), meaning="a service for tests"))
     (options.run_dir / f"{options.name}.starts").open("a").write(f"{os.getpid()} {' '.join(sys.argv[1:])}\n")
     (options.run_dir / f"{options.name}.gpus").open("a").write(f"{os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     if "die" in words:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from services.cli import checks, lineup, run, session
+from services.cli import first_processes, lineup, run, session
 from services.cli.__main__ import main
 from services.cli.processes import Program
 
@@ -30,8 +30,6 @@ def fake_programs(job: lineup.Job, redis_url: str) -> list[Program]:
 
 def fake_check(service: str, config_file: Path) -> tuple[str, ...]:
     """The check of a fake service."""
-    if "-check" not in os.environ.get("FAKE", ""):
-        return ("true",)
     return (sys.executable, FAKE, service, "--check", str(config_file))
 
 
@@ -41,7 +39,7 @@ def fake_report(run_dir: Path, **_facts: Any) -> dict[str, Any]:
 
 
 session.service_programs = fake_programs
-checks.check_command = fake_check
+first_processes.check_command = fake_check
 run.Job = functools.partial(lineup.Job, services=tuple(os.environ["FAKE_SERVICES"].split()))  # type: ignore[misc]
 report = ModuleType("services.cli.report")
 report.write_report = fake_report  # type: ignore[attr-defined]
