@@ -16,7 +16,8 @@ from vllm.sampling_params import RequestOutputKind
 from benchmarks.children import serve
 from benchmarks.shape import NUM_ROLLOUTS
 from services.common.cpu_threads import generation_threads
-from services.generation.engine import CPU_ENVIRONMENT, IN_PROCESS_EXECUTOR
+from services.generation.engine import IN_PROCESS_EXECUTOR
+from services.generation.engine_environment import CPU_ENVIRONMENT
 
 # What the generation service hands to vLLM; `defaults` hands over none of it.
 _OUR_ENGINE: dict[str, Any] = {

@@ -73,7 +73,8 @@ pip install "uv==$UV"
 }
 say "installing the locked packages"
 export UV_LINK_MODE=${UV_LINK_MODE:-copy}
-"$VENV/bin/uv" pip install -q --python "$VENV/bin/python" --no-deps -r "$LOCK"
+# With bytecode: each of the processes of a first start would compile the same modules again, for a minute in all.
+"$VENV/bin/uv" pip install -q --compile-bytecode --python "$VENV/bin/python" --no-deps -r "$LOCK"
 "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" --no-deps -e .
 rm -f "$VENV"/.gspo-*
 touch "$STAMP"

@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
-from services.common.cpu_threads import generation_threads
+import structlog
+
 from services.common.freed_memory import keep_freed_memory
+from services.common.importing import importing
 from services.common.runtime import await_start, parse_options, run_service
 from services.generation.check import check
+from services.generation.engine_environment import before_imports, threads
+from services.generation.forked_process import ForkedProcess
 
+log = structlog.get_logger()
 MEANING = "Turns prompts into rollouts with vLLM, a log-prob and a policy version for every token."
 
 
 def main() -> None:
     """Check, or serve until the run ends."""
-    # Its check may import vLLM, which reads the variable below.
+    # Its check may import vLLM, which reads the variables below.
     options = parse_options("generation", check, meaning=MEANING, checks_in_life=True)
-    # Read when torch is loaded; vLLM leaves a number that is set alone, and takes one thread where none is.
-    os.environ["OMP_NUM_THREADS"] = str(generation_threads(options.config.generation.threads))
+    for name, value in before_imports(options.config).items():
+        os.environ.setdefault(name, value)
+    os.environ.update(threads(options.config))
     keep_freed_memory()
     # After the options: importing vLLM takes seconds.
-    from services.generation.life import live
-    from services.generation.start import start_engine
+    with importing():
+        from services.generation.engine_process import import_engine
+        from services.generation.life import live
+        from services.generation.start import start_engine
 
-    run_service(await_start(options), lambda service: live(service, start_engine))
+        forks = import_engine(options.config.model)
+    options = await_start(options)
+    process = _fork() if forks else None
+    run_service(options, lambda service: live(service, partial(start_engine, process=process)))
+
+
+def _fork() -> ForkedProcess | None:
+    """The engine's process, before anything here has threads or connections; None where an import has made one."""
+    try:
+        return ForkedProcess()
+    except RuntimeError as error:
+        log.warning(
+            "engine_not_forked", reason=str(error), detail="vLLM starts a process that imports everything again"
+        )
+        return None
 
 
 if __name__ == "__main__":

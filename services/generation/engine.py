@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +28,6 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from services.common.cpu_threads import WAITING
 from services.generation.engine_api import (
     Completion,
     EngineBrokenError,
@@ -40,6 +39,9 @@ from services.generation.engine_api import (
     Tokens,
 )
 from services.generation.engine_args import check_engine_args
+from services.generation.engine_environment import CPU_ENVIRONMENT
+from services.generation.engine_process import used_by_vllm
+from services.generation.forked_process import ForkedProcess
 from services.generation.staging import PolicyCopy, StagedWeights
 from services.generation.weights import BACKEND
 
@@ -49,10 +51,8 @@ _GIB = 1 << 30
 # spins for its answers on the other. In one process there is no hop between the two, nothing to spin for, and one
 # import of everything less at start. Named by its path: vLLM turns the short name "uni" back into "mp".
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-# Threads float over the cores: a learner shares them, and a bound thread would wait for a core that is taken.
-CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **WAITING}
 # On a GPU vLLM forks its engine by default. This process has threads by then, and gRPC's may hold locks that nobody
-# in the child would let go; on a CPU vLLM spawns anyway.
+# in the child would let go, so it spawns. On a CPU vLLM spawns anyway, unless it is given a process.
 GPU_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
@@ -70,12 +70,14 @@ class Engine:
         self._serving.set()
 
     @classmethod
-    async def start(cls, args: AsyncEngineArgs, version: int = 0) -> Engine:
+    async def start(cls, args: AsyncEngineArgs, version: int = 0, process: ForkedProcess | None = None) -> Engine:
         """Start vLLM with `engine_arguments` and answer one short request, so that the first real one is not slow.
 
-        Takes 20 to 40 s on two cores. ValueError for an argument that vLLM refuses.
+        Takes some 3 s of processor time in `process`, and some 10 where vLLM starts a process itself. ValueError for an
+        argument that vLLM refuses.
         """
-        with _environment(CPU_ENVIRONMENT if current_platform.is_cpu() else GPU_ENVIRONMENT):
+        environment = _environment(CPU_ENVIRONMENT if current_platform.is_cpu() else GPU_ENVIRONMENT)
+        with environment, used_by_vllm(process) if process else nullcontext():
             started = cls(AsyncLLM.from_engine_args(args), version)
         await started._llm.engine_core.set_weight_version_async(str(version))
         longest = started._llm.model_config.max_model_len

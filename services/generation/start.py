@@ -14,6 +14,7 @@ from vllm import AsyncEngineArgs
 from services.common.config import Config
 from services.common.errors import InputError
 from services.generation.engine import Engine, engine_arguments
+from services.generation.forked_process import ForkedProcess
 
 
 def check_values(config: Config, folder: Path) -> None:
@@ -26,14 +27,17 @@ def check_values(config: Config, folder: Path) -> None:
         _arguments(config, folder).create_engine_config()
 
 
-async def start_engine(config: Config, folder: Path) -> Engine:
+async def start_engine(config: Config, folder: Path, process: ForkedProcess | None = None) -> Engine:
     """Start vLLM.
+
+    Args:
+        process: The engine runs in it; vLLM starts one of its own without.
 
     Raises:
         InputError: vLLM refuses the model or an argument; starting again would end the same.
     """
     with _one_message(config, folder):
-        return await Engine.start(_arguments(config, folder))
+        return await Engine.start(_arguments(config, folder), process=process)
 
 
 def _arguments(config: Config, folder: Path) -> AsyncEngineArgs:
