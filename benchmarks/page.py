@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from benchmarks import rows, rows_pipeline, rows_push, rows_tail
+from benchmarks import rows, rows_pipeline, rows_push, rows_start, rows_tail
 from benchmarks.material import HIDDEN_SIZE, LAYERS, model_folder, num_parameters
 from benchmarks.plots import draw_learning, draw_memory, draw_steps, draw_waits
 from benchmarks.rows import Results
@@ -65,6 +65,7 @@ def _render(results: Results) -> str:
         pipeline=_pipeline(results) if "pipeline" in results else None,
         reward=rows.reward(results) if "reward" in results else "",
         logprobs=rows.logprobs(results) if "logprobs" in results else "",
+        start=rows_start.start(rows.cases(results, "start")) if "start" in results else "",
         push=_push(results) if "push" in results else None,
         tail=_tail(results) if "tail" in results else None,
         peer_again=bool(peer),

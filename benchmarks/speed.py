@@ -26,6 +26,7 @@ from benchmarks import (
     part_pipeline,
     part_push,
     part_reward,
+    part_start,
     part_system,
     part_tail,
 )
@@ -43,6 +44,7 @@ PARTS = {
     "L": "logprobs",
     "Q": "pipeline",
     "R": "reward",
+    "S": "start",
     "T": "tail",
     "W": "push",
     "P": "peer",
@@ -52,7 +54,7 @@ _BUSY_SHARE = 0.1
 
 
 def main(
-    only: Annotated[str, typer.Option(help=_PARTS_HELP)] = "A,B,C,D,L,Q,R,T,W",
+    only: Annotated[str, typer.Option(help=_PARTS_HELP)] = "A,B,C,D,L,Q,R,S,T,W",
     quick: Annotated[bool, typer.Option(help="Two rounds or steps of everything, to see that it works")] = False,
     steps: Annotated[int | None, typer.Option(min=4, help="Steps of each run in C (8) and in D (40)")] = None,
     peer: Annotated[bool, typer.Option(help="Measure the peer too; needs the trl package")] = False,
@@ -90,6 +92,7 @@ def _measure(parts: list[str], results: Path, *, quick: bool, steps: int | None)
         "L": lambda: part_logprobs.cases(quick=quick),
         "Q": lambda: part_pipeline.cases(quick=quick),
         "R": lambda: part_reward.cases(quick=quick),
+        "S": lambda: part_start.cases(quick=quick),
         "T": lambda: part_tail.cases(quick=quick),
         "W": lambda: part_push.cases(quick=quick),
         "P": lambda: part_peer.cases(quick=quick),
