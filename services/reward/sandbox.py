@@ -122,7 +122,11 @@ class Sandbox:
             try:
                 return await self._call_in(worker, question, session)
             except Spoiled:  # by an earlier call
-                return await self._call_in(await self._new_worker(), question, session)
+                worker = await self._new_worker()
+            try:
+                return await self._call_in(worker, question, session)
+            except Spoiled as error:  # by its own code, before it was asked anything
+                raise CallFailed("forbidden", "its process wrote into the channel of results") from error
 
     async def close(self) -> None:
         """Wait for the calls under way, then end every process."""

@@ -8,32 +8,30 @@ It takes orders on a socket of packets, one JSON object each, from the reward se
   {"op": "kill", "id": N}
 A worker's end is told by {"id": N, "ended": WAIT STATUS}. When the socket closes, everything ends.
 Started as a program by services/reward/start.py with its task as JSON in the first packet.
-Neighbours: confine.py, scratch.py, worker.py.
+Neighbours: confine.py, preload.py, scratch.py, worker.py.
 """
 
 from __future__ import annotations
 
 import errno
 import gc
-import importlib
 import json
 import os
 import select
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from . import confine, scratch, worker
+from .preload import preload, use_as_temporary
 
 PACKET_BYTES = 65536
 # A worker's descriptors: standard input, output, error, and its channel.
 _CHANNEL_FD = 3
-_REASON_CHARS = 500
 _NICE, _MAX_REMOVERS = 10, 4
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -154,7 +152,7 @@ class Supervisor:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             channel = _take_descriptors(*given)
             os.chdir(folder)
-            _use_as_temporary(folder)
+            use_as_temporary(folder)
             confine.show()
             confine.be_first_to_go()
             self._rules.apply(folder)
@@ -276,29 +274,6 @@ def _take_descriptors(channel: int, output: int) -> socket.socket:
 
 def _text_to(fd: int) -> TextIO:
     return open(fd, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-
-
-def preload(packages: Iterable[str], folder: Path) -> dict[str, str]:
-    """Import what the user's code will ask for, once for all its workers; `folder` is made, for what they write.
-
-    Returns:
-        Package -> why its import failed. What such an import left behind (half a module, a C extension that cannot be
-        loaded twice) stays in this process: where there is one, start another without that package.
-    """
-    folder.mkdir(mode=0o700)
-    _use_as_temporary(folder)
-    failed = {}
-    for name in packages:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - whatever a package's import raises; the service logs it
-            failed[name] = f"{type(error).__name__}: {error}"[:_REASON_CHARS]
-    return failed
-
-
-def _use_as_temporary(folder: Path) -> None:
-    os.environ.update(HOME=str(folder), TMPDIR=str(folder))
-    tempfile.tempdir = None  # what it found before
 
 
 def _readable_by(uid: int, places: Iterable[Path]) -> bool:

@@ -96,6 +96,10 @@ async def test_a_hostile_function_costs_nobody_else_a_score(redis: Redis, tmp_pa
         refused = await submit(client, "unknown", f"{FORGER}\nsay({NO_SIGNATURE!r})\n")
         assert (refused.status_code, refused.json()["problems"][0]["rule"]) == (422, "load")
         assert (await client.get("")).status_code == 200
+        early = {"entry": "reward", "convention": "trl", "takes": ["completions"], "required": [], "takes_any": False}
+        assert (await submit(client, "early", f"{FORGER}\nsay({repr({'signature': early})!r})\n")).status_code == 201
+        (score,) = await scorer.score([asking("early", "4")], session="run")
+        assert score.failure_kind == "forbidden"
         batch = [asking(name, text) for text in SAID for name in ("forger", "exact")]
         check_scores(await scorer.score(batch, session="run"))
         async with serving(scorer) as stub:
