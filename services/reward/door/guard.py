@@ -24,7 +24,7 @@ from services.reward.source_check import MAX_PROBLEMS, RefusedError
 # A source of 256 KiB in which every character is escaped, with its test cases.
 MAX_BODY_BYTES = 4 * 2**20
 # A body counts as one more call for each: to read it holds others up as long as a few calls do.
-BYTES_OF_A_CALL = 64 * 2**10
+BYTES_OF_A_CALL = 16 * 2**10
 NO_TOKEN = "a token is missing or wrong: send it as 'Authorization: Bearer TOKEN'"  # noqa: S105 - a message
 # For the description at /docs; `Guard` has looked at the token before.
 BEARER = HTTPBearer(auto_error=False, description="A token of reward.tokens, or the one that the services share")
