@@ -4,6 +4,7 @@ finds what was submitted.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -112,4 +113,9 @@ def _use(folder: Path, url: str) -> None:
     assert version[:12] in gspo("show", "exact", url=url)
     assert "activate" in gspo("logs", "exact", url=url)
     assert "retired" in gspo("retire", "exact", url=url)
+    first = hashlib.sha256(hostile.encode()).hexdigest()
+    assert "is active" in gspo("remove", "hostile", first[:8], url=url, code=2)
+    gspo("retire", "hostile", url=url)
+    assert f"{first[:12]} removed" in gspo("remove", "hostile", first[:8], url=url)
+    assert "there is no reward function 'hostile'" in gspo("show", "hostile", url=url, code=2)
     assert "there is no reward function 'exacd'. Did you mean 'exact'?" in gspo("show", "exacd", url=url, code=2)
