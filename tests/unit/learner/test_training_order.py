@@ -1,4 +1,4 @@
-"""Advantages of a step's rows by the keys of the algorithm, worked by hand."""
+"""The order of a step's rows, and their advantages by the keys of the algorithm, worked by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from gspo_core.advantage import RunningMoments
 from services.common.algorithm import AlgorithmConfig
 from services.learner.rows import Row
-from services.learner.training_order import take_in, with_advantages
+from services.learner.training_order import in_training_order, take_in, with_advantages
 from tests.unit.learner.training_rows import row_of
 
 # Two groups of two, and one that is skipped and has no reward.
@@ -66,3 +66,12 @@ def test_running_moments_go_on_over_steps_and_a_replay_takes_them_in() -> None:
     # All eight: squared deviations 16, 4, 0, 36, 25, 25, 1, 1.
     std = (108 / 7) ** 0.5
     assert [row.advantage for row in found[:4]] == pytest.approx([-5 / std, 5 / std, -1 / std, 1 / std], rel=1e-5)
+
+
+def test_the_order_in_which_rows_come_changes_nothing() -> None:
+    given = rows()
+    orders = [
+        [(row.group, row.number, row.mini_batch) for row in in_training_order(one, seed=3, step=2, num_mini_batches=2)]
+        for one in (given, given[::-1], given[2:] + given[:2])
+    ]
+    assert orders[0] == orders[1] == orders[2]
