@@ -4,6 +4,7 @@ A packed line of rollouts is never attended to as a whole, whose cost is the squ
 laid side by side, alike in length, and each is a row of its own. torch's fused attention is made for long rows: at
 150 positions on a CPU its backward pass takes five times as long as two matrix products and a softmax (and most of a
 step), so short rows there take those. Long rows, masks and GPUs stay with torch's.
+A model whose layers ask for more than this, such as attention sinks, keeps its own attention (`use_own_attention`).
 Neighbours: policy_model.py loads models with `attention_name()` and says what is packed, packed_line.py how it lies.
 """
 
@@ -15,15 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from services.learner.packed_line import Block, PackedLine
 
 NAME = "gspo"
+OWN_ATTENTION = "eager"
+# What a layer may pass: a window is carried, positions are in query and key already, `is_causal` is the module's.
+_CARRIED = {"sliding_window", "position_ids", "is_causal"}
 # Beyond this the scores no longer fit the caches and torch's fused attention wins.
 _LONGEST = 512
+# Of each of two rows, to compare two ways to attend.
+_TRIAL_TOKENS = 16
+_TOLERANCE = 1e-3
 
 
 class _Packed:
@@ -31,6 +38,12 @@ class _Packed:
     pass attends again, and not every model hands on what it does not know."""
 
     line: PackedLine | None = None
+
+
+class _Passed:
+    """Names of what layers passed to the attention; collected while this is a set."""
+
+    names: set[str] | None = None
 
 
 def attend_to(line: PackedLine | None) -> None:
@@ -43,6 +56,42 @@ def attention_name() -> str:
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     return NAME
+
+
+@torch.no_grad()
+def use_own_attention(causal_lm: PreTrainedModel) -> str:
+    """Give a model that was loaded with `attention_name()` its own attention back, where this one is not the same.
+
+    Two things are tried on a few tokens: what the layers ask the attention for, and what the model makes of it.
+    Returns why; empty where the model keeps ours. Where there is a reason and `has_own_attention` still says no, its
+    code cannot change its attention, nor the mask that goes with it: load it anew with `OWN_ATTENTION`.
+    """
+    if has_own_attention(causal_lm):
+        return "its code knows a few attentions by name alone"
+    vocabulary, rows = causal_lm.config.get_text_config().vocab_size, 2
+    token_RS = (torch.arange(rows * _TRIAL_TOKENS, device=causal_lm.device) * 7 % vocabulary).view(rows, -1)
+    attend_to(None)
+    _Passed.names = set()
+    try:
+        ours = causal_lm(input_ids=token_RS, use_cache=False).logits
+        unknown = _Passed.names - _CARRIED
+    finally:
+        _Passed.names = None
+    causal_lm.set_attn_implementation(OWN_ATTENTION)
+    if not has_own_attention(causal_lm):
+        return "its code takes no other attention"
+    own = causal_lm(input_ids=token_RS, use_cache=False).logits
+    if unknown:
+        return f"its layers pass {', '.join(sorted(unknown))}"
+    if not torch.allclose(ours.log_softmax(-1), own.log_softmax(-1), rtol=_TOLERANCE, atol=_TOLERANCE):
+        return "its log-probs differ"
+    causal_lm.set_attn_implementation(NAME)
+    return ""
+
+
+def has_own_attention(causal_lm: PreTrainedModel) -> bool:
+    """Whether the model attends by itself, and not through this module."""
+    return bool(causal_lm.config.get_text_config()._attn_implementation != NAME)
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -64,6 +113,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention. query [R, heads, S, head width], key and value [R, kv heads, S, head width]."""
+    if _Passed.names is not None:
+        _Passed.names |= {name for name, value in kwargs.items() if value is not None and value is not False}
     if _Packed.line is None:
         return _attention_of_rows(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     # [positions, heads, head width] of the whole line.
@@ -95,7 +146,7 @@ def _attention_of_rows(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
         )[0]
         return fused
-    return short_causal_attention(query, key, value, scaling).transpose(1, 2)
+    return short_causal_attention(query, key, value, scaling).transpose(1, 2).contiguous()
 
 
 def _window_mask(block: Block, window: int | None, device: torch.device) -> Tensor | None:
@@ -108,7 +159,7 @@ def _window_mask(block: Block, window: int | None, device: torch.device) -> Tens
 
 
 def short_causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None) -> Tensor:
-    """softmax(query key^T * scaling, no later position) value: [R, heads, S, head width] like query.
+    """softmax(query key^T * scaling, no later position) value: [R, heads, S, value's width].
 
     The query heads that share a key head stand side by side, so that no key or value is copied.
     """
@@ -117,9 +168,9 @@ def short_causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: f
     scale = 1 / math.sqrt(width) if scaling is None else scaling
     later_SS = value.new_full((S, S), -math.inf).triu(1).repeat(shared, 1)
     # Under autocast the norms leave query and key in float32.
-    q, k, v = (tensor.to(value.dtype).reshape(R * key.shape[1], -1, width) for tensor in (query, key, value))
+    q, k, v = (t.to(value.dtype).reshape(R * key.shape[1], -1, t.shape[-1]) for t in (query, key, value))
     attended: Tensor = _CausalAttention.apply(q, k, v, later_SS, scale)  # type: ignore[no-untyped-call]
-    return attended.view(R, num_heads, S, width)
+    return attended.view(R, num_heads, S, value.shape[-1])
 
 
 class _CausalAttention(torch.autograd.Function):

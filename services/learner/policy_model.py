@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -17,16 +18,22 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from gspo_core.logprobs import token_logprobs
 from services.common.config import Config
 from services.common.errors import InputError
-from services.learner.attention import attend_to, attention_name
+from services.learner.attention import OWN_ATTENTION, attend_to, attention_name, has_own_attention, use_own_attention
 from services.learner.experts import experts_name
 from services.learner.packed_line import PackedLine
 
 if TYPE_CHECKING:
     from services.learner.adapters import Adapters
 
+log = structlog.get_logger()
 # 128 MiB of logits in float32: with a small vocabulary more rows at a time, and fewer of the fixed costs of a turn.
 _LOGITS_AT_A_TIME = 2**25
 _LEAST_ROWS = 1024
+_OTHER_ARCHITECTURE = (
+    "Use an architecture whose logits are hidden states times the output weight, such as Qwen or Llama"
+)
+# What the code of an architecture raises that does not work as others do.
+_TRIAL_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 # A mixture's experts lie in one tensor: [experts, out, in].
 _STACKED = 3
 
@@ -88,6 +95,8 @@ def hidden_states(causal_lm: PreTrainedModel, input_RS: Tensor, line: PackedLine
 @torch.no_grad()
 def can_be_packed(causal_lm: PreTrainedModel) -> bool:
     """Whether the model keeps rollouts apart that lie one after another: not if it recurs, or attends its own way."""
+    if has_own_attention(causal_lm):
+        return False
     kinds = set(getattr(causal_lm.config.get_text_config(), "layer_types", None) or ())
     if not kinds <= {"full_attention", "sliding_attention"}:
         return False
@@ -96,10 +105,14 @@ def can_be_packed(causal_lm: PreTrainedModel) -> bool:
     line = PackedLine.of([len(token_S) for token_S in tokens], 10).to(device)
     training = causal_lm.training
     causal_lm.eval()
-    apart = [hidden_states(causal_lm, token_S[None], None)[0] for token_S in tokens]
-    packed = hidden_states(causal_lm, torch.cat(tokens)[None], line)[0]
-    causal_lm.train(training)
-    attend_to(None)
+    try:
+        apart = [hidden_states(causal_lm, token_S[None], None)[0] for token_S in tokens]
+        packed = hidden_states(causal_lm, torch.cat(tokens)[None], line)[0]
+    except _TRIAL_ERRORS:
+        return False  # it takes no positions, say
+    finally:
+        causal_lm.train(training)
+        attend_to(None)
     return torch.allclose(torch.cat(apart), packed, rtol=1e-3, atol=1e-3)
 
 
@@ -140,22 +153,45 @@ def load_reference_model(folder: Path, config: Config) -> PolicyModel:
 
 def _load_causal_lm(folder: Path, config: Config) -> PreTrainedModel:
     try:
-        causal_lm = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            attn_implementation=attention_name(),
-            experts_implementation=experts_name(),
-            trust_remote_code=config.model.trust_remote_code,
-            use_safetensors=None if config.model.allow_pickle else True,
-        )
+        causal_lm = _from_pretrained(folder, config, attention_name())
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise InputError(
             "model.path",
             f"{folder} does not load as a causal language model ({type(error).__name__}: {error})",
             "Give a folder that `save_pretrained` wrote and that AutoModelForCausalLM loads",
         ) from error
-    _refuse_changed_logits(causal_lm, folder)
+    try:
+        if reason := use_own_attention(causal_lm):
+            if not has_own_attention(causal_lm):
+                causal_lm = _from_pretrained(folder, config, OWN_ATTENTION)
+            log.info("own_attention", model=type(causal_lm).__name__, reason=reason, effect="rollouts are padded")
+        _refuse_changed_logits(causal_lm, folder)
+        _refuse_what_reads_ahead(causal_lm, folder)
+    except _TRIAL_ERRORS as error:
+        raise InputError(
+            "model.path",
+            f"{folder} ({type(causal_lm).__name__}) does not turn tokens into hidden states and logits as the learner "
+            f"needs it ({type(error).__name__}: {error})",
+            _OTHER_ARCHITECTURE,
+        ) from error
     return causal_lm
+
+
+def _from_pretrained(folder: Path, config: Config, attention: str) -> PreTrainedModel:
+    """With this attention, or with the model's own where its code knows a few attentions by name alone."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            experts_implementation=experts_name(),
+            trust_remote_code=config.model.trust_remote_code,
+            use_safetensors=None if config.model.allow_pickle else True,
+        )
+    except KeyError as error:
+        if error.args != (attention,) or attention == OWN_ATTENTION:
+            raise
+    return _from_pretrained(folder, config, OWN_ATTENTION)
 
 
 def _policy_model(causal_lm: PreTrainedModel, config: Config, adapters: Adapters | None) -> PolicyModel:
@@ -176,5 +212,19 @@ def _refuse_changed_logits(causal_lm: PreTrainedModel, folder: Path) -> None:
         raise InputError(
             "model.path",
             f"{folder} ({type(causal_lm).__name__}) changes its logits after the output layer (a bias, cap or scale)",
-            "Use an architecture whose logits are hidden states times the output weight, such as Qwen or Llama",
+            _OTHER_ARCHITECTURE,
+        )
+
+
+@torch.no_grad()
+def _refuse_what_reads_ahead(causal_lm: PreTrainedModel, folder: Path) -> None:
+    """Rows are padded behind their ends, so what stands there must change nothing before it."""
+    token_S = torch.arange(8) * 5 % causal_lm.config.get_text_config().vocab_size
+    alone_SD = hidden_states(causal_lm, token_S[None, :5], None)[0]
+    padded_SD = hidden_states(causal_lm, torch.stack([token_S, token_S * (torch.arange(8) < 5)]), None)[1, :5]
+    if not torch.allclose(alone_SD, padded_SD, rtol=1e-3, atol=1e-3):
+        raise InputError(
+            "model.path",
+            f"{folder} ({type(causal_lm).__name__}) changes what it makes of a token with what stands behind it",
+            "Use an architecture that reads from left to right, such as Qwen or Llama",
         )
