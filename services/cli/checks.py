@@ -46,7 +46,7 @@ async def check_services(
         RefusedError: The first service, in the given order, that refuses the configuration.
         RunError: A check broke or took longer than CHECK_TIMEOUT_S.
     """
-    first = processes or FirstProcesses(wait=False)
+    first = processes or FirstProcesses()
     try:
         answers = await asyncio.gather(
             *(first.check(service, config_file, placement.environment(f"{service}-0")) for service in services)

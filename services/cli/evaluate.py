@@ -64,7 +64,7 @@ def evaluate(question: Question, out: Path | None, *, plain: bool, console: Cons
         _check_writable(out)
     with tempfile.TemporaryDirectory(prefix="gspo-eval-") as folder, in_words_of_the_options():
         config = eval_config(question, Path(folder))
-        with FirstProcesses(wait=True) as first:
+        with FirstProcesses(config.run_dir) as first:
             measured = asyncio.run(_evaluate(config, first, console, plain=plain))
     _print(measured, console)
     if out is not None:

@@ -105,15 +105,15 @@ class FirstProcesses:
     """The first processes of all services; those that nobody has taken end with the block.
 
     Args:
-        wait: Whether they wait for their start after a check that has found nothing.
+        run_dir: Of the run for whose start they wait after a check that has found nothing; None for a check alone.
 
     Attributes:
         mark: The supervisor's mark, which they carry from the beginning.
     """
 
-    def __init__(self, *, wait: bool) -> None:
+    def __init__(self, run_dir: Path | None = None) -> None:
         self.mark = uuid.uuid4().hex
-        self._wait = wait
+        self._run_dir = run_dir
         self._processes: dict[str, FirstProcess] = {}
 
     def __enter__(self) -> FirstProcesses:
@@ -130,14 +130,18 @@ class FirstProcesses:
         Args:
             variables: Of its environment, beside this process's.
         """
-        command = (*check_command(service, config_file), *(("--wait",) if self._wait else ()))
+        name = f"{service}-0"
+        command = check_command(service, config_file)
+        if self._run_dir is not None:
+            # It keeps this command line as the service: whoever looks for a run's processes finds name and run in it.
+            command += ("--wait", "--name", name, "--run-dir", str(self._run_dir))
         environment = {**os.environ, **variables, MARK: self.mark}
-        process = self._processes[f"{service}-0"] = await FirstProcess.start(service, command, environment)
+        process = self._processes[name] = await FirstProcess.start(service, command, environment)
         return await process.verdict()
 
     def take(self, name: str) -> FirstProcess | None:
         """The one of this name, for whoever starts the service; it is his to end."""
-        return self._processes.pop(name, None) if self._wait else None
+        return self._processes.pop(name, None) if self._run_dir is not None else None
 
     def end(self) -> None:
         """End all that have not been taken."""

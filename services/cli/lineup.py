@@ -40,7 +40,7 @@ class Job:
     services: tuple[str, ...] = SERVICES
     coordinator_options: tuple[str, ...] = ()
     placement: Placement = NO_GPUS
-    first: FirstProcesses = field(default_factory=lambda: FirstProcesses(wait=False))
+    first: FirstProcesses = field(default_factory=FirstProcesses)
 
     @property
     def leaves_learner(self) -> bool:

@@ -60,7 +60,7 @@ def run(target: Path, *, resume: bool, plain: bool, console: Console, programs: 
         return 0
     config_file = target / CONFIG_NAME if target.is_dir() else target
     with hold(plan.run_dir):
-        with FirstProcesses(wait=True) as first:
+        with FirstProcesses(plan.run_dir) as first:
             view = asyncio.run(_run(plan, config_file, first, console, programs, plain=plain))
         return _conclude(plan, view, console)
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from services.cli import first_processes
@@ -78,13 +79,15 @@ async def test_a_check_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     first.end()
 
 
-async def test_those_that_nobody_takes_end_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_those_that_nobody_takes_end_with_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_processes, "check_command", lambda service, _: program(_WAITS, service))
-    with FirstProcesses(wait=True) as first:
+    with FirstProcesses(tmp_path) as first:
         for service in ("coordinator", "reward"):
             assert (await first.check(service, Path("config.yaml"), {}))[0] == 0
         left, taken = first._processes["coordinator-0"], first.take("reward-0")
-    assert await left._process.wait() == -9
     assert taken is not None
+    command = psutil.Process(taken._process.pid).cmdline()
+    assert command[-4:] == ["--name", "reward-0", "--run-dir", str(tmp_path)]
+    assert await left._process.wait() == -9
     assert taken._process.returncode is None
     taken.end()
