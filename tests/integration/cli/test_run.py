@@ -212,7 +212,7 @@ def test_ctrl_c_stops_says_how_to_resume_and_resumes(gspo: Gspo) -> None:
     gspo.configure(learner={"learning_rate": 1e-4, "dtype": "float32"})
     code, output = gspo.run("config.yaml", "--resume", fake="learner:steps=2")
     assert code == 0, output
-    assert "changed on resume: learner.learning_rate: 1e-06 -> 0.0001" in output
+    assert "changed on resume: learner.learning_rate: 1.0e-06 -> 0.0001" in output
     assert yaml.safe_load((gspo.run_dir / "config.yaml").read_text())["learner"]["learning_rate"] == 1e-4
     assert "--resume" in gspo.starts("learner-0")[-1]
 

@@ -1,0 +1,41 @@
+"""vLLM's warnings that say nothing to a user of ours: they follow from what we set, or hold for every CPU.
+
+They would stand in the log of every healthy run, and hide the ones that matter. Neighbour: weights.py calls it in
+every process of vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+# How they begin.
+_EXPECTED = (
+    # Of generation.engine's enforce_eager, which is ours unless a user says otherwise, and what follows from it.
+    "Enforce eager set",
+    "TORCH_COMPILE_DISABLE is set",
+    "Inductor compilation was disabled by user settings",
+    # There is no Triton for CPUs in the packages that vLLM's CPU build comes with.
+    "Triton is not installed",
+    "Model Runner V2 requires Triton",
+    # Preloading them changed nothing that could be measured.
+    "libtcmalloc is not found",
+    "libiomp is not found",
+    # Said of models that have no such layers, too.
+    "Reset SSM cache type",
+)
+
+
+class _Unexpected(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is to be written."""
+        return record.levelno != logging.WARNING or not record.getMessage().startswith(_EXPECTED)
+
+
+def leave_out_expected() -> None:
+    """Leave these warnings out of vLLM's log in this process; a second call changes nothing."""
+    for handler in logging.getLogger("vllm").handlers:
+        if not any(isinstance(found, _Unexpected) for found in handler.filters):
+            handler.addFilter(_Unexpected())
+    # vLLM looks through every name of torch, deprecated ones too.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.reduce_op", category=FutureWarning)
