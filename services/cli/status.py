@@ -58,9 +58,9 @@ def status(run_dir: Path | None, console: Console, *, watch: bool = False) -> No
     check_run_dir(run_dir)
     look = Look(run_dir, read_config(run_dir / CONFIG_NAME))
     if not watch:
-        # A pipe has no width: every line is whole there.
-        width = None if console.is_terminal else _PIPE_WIDTH
-        console.print(look.page(asyncio.run(look.members())), highlight=False, width=width)
+        if not console.is_terminal:  # a pipe has no width: every line is whole there
+            console = Console(file=console.file, width=_PIPE_WIDTH)
+        console.print(look.page(asyncio.run(look.members())), highlight=False)
         return
     usage = Usage()
     with _until_ctrl_c() as asked, Live(console=console, auto_refresh=False) as live:

@@ -79,7 +79,8 @@ class Watcher:
         # The newest of a name last: one that was killed is remembered for a while beside its successor.
         newest = {member.name: member for member in reversed(found)}
         for process in self._view.processes.values():
-            process.member = newest.get(process.name)
+            # One that imports or loads sends no heartbeat meanwhile: until it is ready the last one says what it does.
+            process.member = newest.get(process.name, None if process.ready else process.member)
         for line in self._news.lines(found):
             self._say(line)
 

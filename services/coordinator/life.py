@@ -130,9 +130,9 @@ def _read_prompts(service: Service) -> tuple[PromptSet | None, dict[str, PromptS
     """Training prompts, unless this is only an evaluation, and held-out ones by file; runs in a thread."""
 
     def progress(done: int, total: int) -> None:
-        service.activity.set("busy", "prompts", f"{done} of {total} checked")
+        service.activity.set("busy", "reading prompts", f"({done} of {total} checked)")
 
-    service.activity.set("busy", "prompts", "loading the tokenizer")
+    service.activity.set("busy", "reading prompts", "(loading the tokenizer)")
     tokenizer = load_tokenizer(service.config.model)
     training = None if service.options.evaluate else training_prompts(service.config, tokenizer, progress)
     held_out = held_out_prompts(service.config, tokenizer, progress)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_proto.rollout_pb2 import Prompt
 from services.common.config import Config
-from services.common.errors import InputError
+from services.common.errors import InputError, in_yaml
 from services.coordinator.datafile import open_dataset
 
 if TYPE_CHECKING:
@@ -165,14 +165,14 @@ class PromptSet:
         if isinstance(value, str):
             problem = "the prompt is empty" if not value else ""
         elif not isinstance(value, list):
-            problem = f"the prompt is neither text nor a list of messages, but {value!r:.80}"
+            problem = f"the prompt is neither text nor a list of messages, but {in_yaml(value):.80}"
         else:
             problem = _message_problem(value)
         # One way of tokenising a file: a template writes its own special tokens, plain text gets the tokenizer's.
         self._is_text = isinstance(value, str) if self._is_text is None else self._is_text
         if not problem and isinstance(value, str) != self._is_text:
             here, first = ("text", "messages") if isinstance(value, str) else ("messages", "text")
-            problem = f"the prompt is {here}, and the file's first one is {first}: {value!r:.80}"
+            problem = f"the prompt is {here}, and the file's first one is {first}: {in_yaml(value):.80}"
         if problem:
             fix = "A prompt is text, or a list of messages, each with a role and a content of text"
             raise InputError(self._key, f"{self._path}, {self._line(row)}: {problem}", fix)
@@ -253,7 +253,7 @@ def _message_problem(messages: list[Any]) -> str:
     for number, message in enumerate(messages, start=1):
         for name in ("role", "content"):
             if not isinstance(message, dict) or not isinstance(message.get(name), str):
-                return f"message {number} has no {name} that is text: {message!r:.80}"
+                return f"message {number} has no {name} that is text: {in_yaml(message):.80}"
     return ""
 
 

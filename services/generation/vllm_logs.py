@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import warnings
 
+from vllm.logger import DEFAULT_LOGGING_CONFIG
+
 # How they begin.
 _EXPECTED = (
     # Of generation.engine's enforce_eager, which is ours unless a user says otherwise, and what follows from it.
@@ -23,19 +25,28 @@ _EXPECTED = (
     "libiomp is not found",
     # Said of models that have no such layers, too.
     "Reset SSM cache type",
+    # After every push: its table is computed, and no checkpoint holds it.
+    "RotaryEmbedding: Failed to load weights",
 )
 
 
-class _Unexpected(logging.Filter):
+class Unexpected(logging.Filter):
+    """Lets everything through but these warnings."""
+
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record is to be written."""
         return record.levelno != logging.WARNING or not record.getMessage().startswith(_EXPECTED)
 
 
 def leave_out_expected() -> None:
-    """Leave these warnings out of vLLM's log in this process; a second call changes nothing."""
+    """Leave these warnings out of vLLM's log in this process; a second call changes nothing.
+
+    vLLM sets its handlers up when it reads its configuration, and a child of its engine's has them already.
+    """
+    DEFAULT_LOGGING_CONFIG.setdefault("filters", {})["unexpected"] = {"()": Unexpected}
+    DEFAULT_LOGGING_CONFIG["handlers"]["vllm"]["filters"] = ["unexpected"]
     for handler in logging.getLogger("vllm").handlers:
-        if not any(isinstance(found, _Unexpected) for found in handler.filters):
-            handler.addFilter(_Unexpected())
+        if not any(isinstance(found, Unexpected) for found in handler.filters):
+            handler.addFilter(Unexpected())
     # vLLM looks through every name of torch, deprecated ones too.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.reduce_op", category=FutureWarning)

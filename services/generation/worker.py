@@ -176,7 +176,7 @@ class Worker:
         del held.under_way[rollout.number]
         output = Output(held.delivery, held.source.rollouts, finished.SerializeToString(), rollout.mark)
         if not await held.source.outbox.put(output):
-            log.warning("lease_lost", rollout=rollout.mark, detail="another worker has this group; it is dropped")
+            log.info("lease_lost", rollout=rollout.mark, detail="dropped: its group ended, or another worker has it")
         elif not finished.evaluation:
             _trace(self._service.traces, finished)
 
@@ -259,7 +259,7 @@ class Worker:
         kept = await source.inbox.renew([held.delivery for held in mine.values()])
         for task, held in mine.items():
             if held.delivery.entry not in kept and not task.done():
-                log.warning("lease_lost", group=held.task.group)
+                log.info("lease_lost", group=held.task.group)
                 task.cancel()
 
     async def _take_over(self, source: Source) -> None:

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.errors import InputError
+from services.common.errors import InputError, in_yaml
 
 # Top-level keys that act.
 _ALLOWED = {
@@ -119,7 +119,9 @@ def refuse_without_effect(given: Mapping[str, Any], compared: Mapping[str, str],
             _refuse(key, given[key], _ALLOWED | {name for name in compared if "." not in name})
     zero = given.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
-        raise InputError("learner.deepspeed.zero_optimization", f"{zero!r} is no mapping", "Give its keys, or none")
+        raise InputError(
+            "learner.deepspeed.zero_optimization", f"{in_yaml(zero)} is no mapping", "Give its keys, or none"
+        )
     for name, value in zero.items():
         key = f"zero_optimization.{name}"
         if key in compared:
@@ -131,7 +133,7 @@ def refuse_without_effect(given: Mapping[str, Any], compared: Mapping[str, str],
             stages = " or ".join(map(str, _ZERO[name]))
             raise InputError(
                 f"learner.deepspeed.{key}",
-                f"{value!r} has no effect with learner.zero_stage {zero_stage}, only with {stages}",
+                f"{in_yaml(value)} has no effect with learner.zero_stage {zero_stage}, only with {stages}",
                 "Leave it out, or set learner.zero_stage",
             )
 
@@ -139,7 +141,7 @@ def refuse_without_effect(given: Mapping[str, Any], compared: Mapping[str, str],
 def _refuse(key: str, value: Any, known: set[str]) -> None:
     where = f"learner.deepspeed.{key}"
     if key in _REFUSED:
-        raise InputError(where, f"{value!r} would have no effect: {_REFUSED[key]}", "Leave it out")
+        raise InputError(where, f"{in_yaml(value)} would have no effect: {_REFUSED[key]}", "Leave it out")
     near = difflib.get_close_matches(key, known, n=1)
     fix = f"Did you mean '{near[0].rpartition('.')[2]}'?" if near else "Leave it out"
-    raise InputError(where, f"{value!r}: no key of DeepSpeed that has an effect here", fix)
+    raise InputError(where, f"{in_yaml(value)}: no key of DeepSpeed that has an effect here", fix)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.config import Config
-from services.common.errors import InputError
+from services.common.errors import InputError, in_yaml
 from services.common.learner_config import LearnerConfig
 from services.learner.deepspeed_keys import refuse_without_effect
 
@@ -53,7 +53,7 @@ def engine_config(config: Config) -> dict[str, Any]:
         found = _at(given, key)
         if found is not None and not _says_the_same(key, found, learner):
             raise InputError(
-                f"learner.deepspeed.{key}", f"{found!r} contradicts our own keys", f"Leave it out; {instead}"
+                f"learner.deepspeed.{key}", f"{in_yaml(found)} contradicts our own keys", f"Leave it out; {instead}"
             )
     _refuse_offload(given, learner)
     ours = {
@@ -146,12 +146,12 @@ def _refuse_offload(given: Mapping[str, Any], learner: LearnerConfig) -> None:
             continue
         if ours and device != ours["device"]:
             raise InputError(
-                f"{key}.device", f"{device!r} contradicts learner.offload: {learner.offload}", "Leave it out"
+                f"{key}.device", f"{in_yaml(device)} contradicts learner.offload: {learner.offload}", "Leave it out"
             )
         if device not in _DEVICES or offload.get("ratio", 1.0) != 1.0 or offload.get("super_offload"):
             raise InputError(
                 key,
-                f"{dict(offload)!r} is not supported under ZeRO {learner.zero_stage}: torch's AdamW updates whole "
+                f"{in_yaml(offload)} is not supported under ZeRO {learner.zero_stage}: torch's AdamW updates whole "
                 "states, in memory",
                 "Set learner.offload to optimizer or all, and leave it out here",
             )

@@ -178,7 +178,7 @@ def test_a_service_that_never_gets_ready_ends_the_start(gspo: Gspo) -> None:
     gspo.configure(run={"start_timeout_s": 8})
     code, output = gspo.run(fake="coordinator:never-ready coordinator:hang")
     assert code == 1, output
-    assert "not ready after 8 s (run.start_timeout_s): coordinator-0: starting (for " in output
+    assert "not ready after 8 s (run.start_timeout_s): coordinator-0: waiting for rewards of 3 groups (for " in output
     # What is still starting has nothing to drain: it is given less time than the 15 s of one that trains.
     assert "waiting up to 2 s for coordinator-0 to end" in output
     assert "coordinator-0 did not end within 4 s of SIGTERM; killing it" in output

@@ -14,7 +14,7 @@ WHY = "r: raised ValueError: cannot judge '{}' (r.py line 5)"
 
 def write_log(run_dir: Path, failures: dict[int, list[str | None]]) -> None:
     """Write step files with the column `failure`, None for a scored answer, and the figures of the steps."""
-    (run_dir / "log").mkdir()
+    (run_dir / "log").mkdir(parents=True)
     lines = []
     for step, reasons in failures.items():
         table = pa.table({"failure": pa.array(reasons, pa.string())})

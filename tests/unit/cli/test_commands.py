@@ -38,6 +38,7 @@ from services.common.configfile import parse_config, read_config, write_config
 from services.common.errors import InputError
 from services.common.keys import Keys
 from services.common.model_files import ModelFiles
+from tests.unit.cli.step_logs import WHY, write_log
 
 Call = Callable[..., tuple[int, str, str]]
 COMMANDS = ("run", "status", "config", "export", "report", "init", "doctor", "eval", "certs")
@@ -47,8 +48,8 @@ COMMANDS = ("run", "status", "config", "export", "report", "init", "doctor", "ev
 def gspo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """`gspo WORDS`: exit code, standard output, standard error."""
 
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setenv("COLUMNS", "240")
+    def call(*words: object, columns: int = 240) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setattr("sys.argv", ["gspo", *map(str, words)])
         with pytest.raises(SystemExit) as end:
             main()
@@ -265,14 +266,24 @@ def test_the_version(gspo: Call) -> None:
     assert gspo("--version") == (0, f"gspo {version('gspo')}\n", "")
 
 
-def test_every_key_of_config_is_one_line_in_a_pipe(gspo: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    _, output, _ = gspo("config")
+def test_every_key_of_config_is_one_line_in_a_pipe(gspo: Call) -> None:
+    _, output, _ = gspo("config", columns=80)
     lines = output.splitlines()
     keys = [key.name for key in explain()]
     assert set(keys) <= {line.split("  ")[0] for line in lines}
     (line,) = (line for line in lines if line.startswith("algorithm.pg_clip_low "))
     assert "number | null, <= 1, > 0; default null; fixed  Ratios below 1 - pg_clip_low are clipped" in line
+
+
+def test_status_prints_whole_lines_into_a_pipe(gspo: Call, tmp_path: Path, config: Config) -> None:
+    run_dir = tmp_path / ("long" * 30)
+    write_log(run_dir, {1: [WHY.format(7)]})
+    (run_dir / "environment.json").write_text("{}")
+    write_config(config, run_dir / "config.yaml")
+    code, output, _ = gspo("status", run_dir, columns=80)
+    assert code == 0
+    assert f"gspo run --resume {run_dir}" in output.splitlines()[-1]
+    assert any(WHY.format(7) in line for line in output.splitlines())
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

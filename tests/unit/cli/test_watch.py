@@ -13,8 +13,10 @@ from redis.asyncio import Redis
 
 from services.cli.view import Phases, Process, View
 from services.cli.watch import Watcher
+from services.common.activity import Activity
 from services.common.config import Config
-from services.common.members import Member
+from services.common.keys import Keys
+from services.common.members import Member, Registration
 from tests.conftest import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -65,3 +67,22 @@ async def test_a_problem_is_shown_and_starting_is_none(config: Config, tmp_path:
     assert (starting.ready, starting.problem) == (False, "")
     refused = await answered(config, tmp_path, 503, {"problems": {"starting": "x", "token": "learner refuses us"}})
     assert (refused.ready, refused.problem) == (False, "learner refuses us")
+
+
+async def test_what_a_service_did_last_is_shown_until_it_is_ready(config: Config, redis: Redis, tmp_path: Path) -> None:
+    """vLLM's start holds the heartbeat up for longer than it is remembered."""
+    keys = Keys(config.name)
+    process = Process("generation-0", 0.0)
+    view = View(config, tmp_path, {"generation-0": process}, Phases())
+    watcher = Watcher(redis, view, lambda _: None)
+    activity = Activity("generation")
+    activity.set("busy", "starting vLLM")
+    registration = Registration(redis, keys, Member("generation", "generation-0"), activity, dict)
+    await registration.beat()
+    await watcher._read_members()
+    await redis.flushall()
+    await watcher._read_members()
+    assert process.in_words().startswith("starting vLLM (for ")
+    process.ready = True
+    await watcher._read_members()
+    assert process.member is None

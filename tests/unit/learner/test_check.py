@@ -445,7 +445,7 @@ def test_a_deepspeed_file_that_is_none(folder: Path) -> None:
         (
             {"zero_stage": 3, "deepspeed": {"zero_optimization": {"offload_param": {"device": "nvme"}}}},
             "learner.deepspeed.zero_optimization.offload_param",
-            "{'device': 'nvme'} is not supported under ZeRO 3",
+            "{device: nvme} is not supported under ZeRO 3",
         ),
         (
             {
