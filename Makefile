@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 SEED ?= 0
 # Most tests wait for processes, so two share two cores; a file's tests stay together, with their fixtures.
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 COMPILE = $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-annotate --no-header
 export PATH := $(abspath $(BIN)):$(PATH)
 

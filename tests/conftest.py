@@ -6,6 +6,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -26,10 +27,21 @@ settings.register_profile("many", deadline=None, max_examples=1000)
 settings.load_profile("few")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """A file's tests go to one worker, since they share fixtures; `xdist_group` puts several files together."""
-    if not item.get_closest_marker("xdist_group"):
-        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+# They look at one run, which a session fixture makes.
+WHOLE_RUN = ("tests/integration/test_run.py", "tests/integration/test_watched.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which tests go to one worker together: those of a file, since they share fixtures, and those of the whole run."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return WHOLE_RUN[0] if file in WHOLE_RUN else file
+
+    return Scheduling(config, log)
 
 
 def free_port() -> int:

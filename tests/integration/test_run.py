@@ -21,7 +21,7 @@ from services.common.weights_digest import policy_digest
 from tests.integration.conftest import CLIP_HIGH, CLIP_LOW, GROUPS, LEARNING_RATE, SIZE, STEPS
 from tests.whole_run import WholeRun
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("whole run")]
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_function_replaced_in_the_middle_is_in_the_log(run: WholeRun, versions: list[str]) -> None:

@@ -22,7 +22,7 @@ from tests.prometheus_server import ROOT
 from tests.watched_run import Watched, commands_of_pages
 from tests.whole_run import WholeRun
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("whole run")]
+pytestmark = pytest.mark.timeout(600)
 # Grafana puts four scrapes there; the run is short.
 RATE_INTERVAL = "15s"
 
