@@ -9,6 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from services.common.config import ModelConfig
+from services.common.errors import InputError
+from services.coordinator.tokenizer import load_tokenizer
 from tests.integration.coordinator.conftest import ROOT
 
 Configure = Callable[..., Path]
@@ -28,9 +33,11 @@ def test_held_out_prompts_that_are_trained_on_are_a_warning(configure: Configure
     run_dir = configure(held_out=3)
     with (run_dir / "train.jsonl").open("a") as rows:
         rows.write(json.dumps({"prompt": "1+2=", "answer": 3}) + "\n")
+    with (run_dir / "held_out.jsonl").open("a") as rows:
+        rows.write(json.dumps({"prompt": "1+2="}) + "\n")  # a second time, and it counts again
     done = check(run_dir, no_torch_env)
     assert done.returncode == 0
-    assert done.stderr.startswith("warning: evaluation.prompts: 1 of 3 held-out prompts are also training prompts")
+    assert done.stderr.startswith("warning: evaluation.prompts: 2 of 4 held-out prompts are also training prompts")
 
 
 def test_what_cannot_work_is_one_message_and_exit_code_2(configure: Configure, no_torch_env: dict[str, str]) -> None:
@@ -54,6 +61,13 @@ def test_a_model_without_a_tokenizer(configure: Configure, model_folder: Path, n
     done = check(configure(model={"path": "broken"}), no_torch_env)
     assert done.returncode == 2
     assert done.stderr.startswith("error: model.path: no tokenizer loads from ")
+
+
+def test_a_default_tokenizer_without_a_vocabulary_is_none(tmp_path: Path) -> None:
+    """transformers makes one up for some kinds of model where the folder holds no file of any."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(InputError, match=r"no tokenizer loads from .* \(it holds no vocabulary\)"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
 
 
 def test_the_tokenizer_loads_without_importing_a_torch_that_is_there(model_folder: Path) -> None:
