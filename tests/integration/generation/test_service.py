@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -78,7 +79,8 @@ async def running(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> A
         folder,
         make_tiny_model(folder / "model", scale=4.0),
         algorithm={"response_length": 384},
-        generation={"save_tokens": 32},
+        # Two threads: OpenMP's were never started before the engine's process was forked.
+        generation={"save_tokens": 32, "threads": 2},
         services={"lease_s": 6},
     )
     keys = Keys(config.name)
@@ -134,6 +136,13 @@ async def push(running: Running, policy: Policy, base: Policy | None = None, epo
 
 async def describe(running: Running) -> GeneratorDescription:
     return await running.stub.Describe(DescribeRequest(), timeout=10)
+
+
+async def test_the_engine_is_forked_from_the_service(running: Running) -> None:
+    assert "engine_not_forked" not in (running.config.run_dir / "generation.log").read_text()
+    # A spawned engine comes with multiprocessing's resource tracker.
+    (engine,) = psutil.Process(running.process.pid).children()
+    assert engine.num_threads() > 2
 
 
 async def test_a_task_becomes_its_rollouts_and_is_acknowledged(running: Running) -> None:

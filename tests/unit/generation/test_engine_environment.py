@@ -1,0 +1,56 @@
+"""What is set before vLLM is imported: threads that a fork cannot keep are off, and small models compile nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.config import Config
+from services.common.configfile import parse_config
+from services.generation import engine_environment
+from services.generation.engine_environment import before_imports, threads
+
+
+def config_of(folder: Path, model: dict[str, Any] | None, **generation: Any) -> Config:
+    if model is not None:
+        (folder / "config.json").write_text(json.dumps(model))
+    return parse_config(
+        {
+            "name": "test",
+            "model": {"path": str(folder)},
+            "data": {"prompts": "prompts.jsonl"},
+            "reward": {"functions": [{"path": "reward.py"}]},
+            "generation": generation,
+            "run": {"total_steps": 1},
+        },
+        folder,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "compiles"),
+    [
+        ({"vocab_size": 4096}, {}, False),
+        ({"vocab_size": 4097}, {}, True),
+        ({"text_config": {"vocab_size": 100}}, {}, False),
+        ({"vocab_size": 100}, {"enforce_eager": False}, True),
+        ({}, {}, True),
+        (None, {}, True),
+    ],
+)
+def test_only_a_small_vocabulary_compiles_nothing(
+    tmp_path: Path, model: dict[str, Any] | None, engine: dict[str, Any], compiles: bool
+) -> None:
+    values = before_imports(config_of(tmp_path, model, engine=engine))
+    assert ("TORCH_COMPILE_DISABLE" not in values) == compiles
+    assert values["OPENBLAS_NUM_THREADS"] == "1"
+
+
+def test_nothing_is_set_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_environment, "torch_is_for_cpus", lambda: False)
+    assert before_imports(config_of(tmp_path, {"vocab_size": 100})) == {}
+
+
+def test_the_number_of_threads_is_the_configured_one(tmp_path: Path) -> None:
+    assert threads(config_of(tmp_path, None, threads=3)) == {"OMP_NUM_THREADS": "3"}
