@@ -106,6 +106,11 @@ class Generator:
         return self.engine.version, self.staged.digest()
 
 
+def serve(generators: list[Generator], version: Policy) -> bool:
+    """Whether each of them serves a version, by number and digest."""
+    return all(one.serves == (version.version, version.digest) for one in generators)
+
+
 class SpyingDoor(Door):
     """Notes headers, and corrupts what the test wants corrupted."""
 
