@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vllm import ModelRegistry
@@ -32,7 +32,8 @@ def import_engine(model: ModelConfig) -> bool:
 
     for name in _architectures(model):
         if (known := ModelRegistry.models.get(name)) is not None:
-            ModelRegistry.register_model(name, known.load_model_cls())
+            with suppress(ImportError):  # of a package that is not there: vLLM says so when it looks for itself
+                ModelRegistry.register_model(name, known.load_model_cls())
     return True
 
 
