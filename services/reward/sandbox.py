@@ -20,7 +20,7 @@ Not covered:
   timing what else runs. Nothing is done against side channels of the hardware.
 - The kernel. All levels share it with the machine; a fault in it is a way out. Where code comes from enemies rather
   than from colleagues, run the reward service in a virtual machine.
-- Kernel memory of a worker's own descriptors, some 64 MiB: 256 of them, each with a buffer of the default size.
+- Kernel memory of a worker's own descriptors: 256 sockets with full buffers of the default size held 56 MiB.
 - Locks by fcntl on files that all may read: functions that want to can signal to each other by them.
 - At the level landlock: stat tells size, owner, mode and times of any path, and /proc/self the host's mounts and
   sockets; other processes are seen to exist where /proc is mounted without hidepid; scratch lies on disk and is
