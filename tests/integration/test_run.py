@@ -32,6 +32,16 @@ def test_a_function_replaced_in_the_middle_is_in_the_log(run: WholeRun, versions
     assert {row["reward"] for row in run.rows(STEPS)} <= {0.0, 2.0}
 
 
+def test_a_healthy_run_logs_no_warning(run: WholeRun) -> None:
+    logs = sorted((run.run_dir / "services").glob("*-*.log"))
+    assert [log.stem for log in logs] == ["coordinator-0", "generation-0", "learner-0", "reward-0"]
+    lines = [line for log in logs for line in log.read_text().splitlines()]
+    told = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [line for line in told if line["level"] not in ("debug", "info")] == []
+    assert [line for line in lines if ") WARNING " in line] == [], "vLLM's"
+    assert "ReadTimeout" not in run.printed
+
+
 def test_every_group_issued_is_settled_once(run: WholeRun) -> None:
     trained = [group for step in range(1, STEPS + 1) for group in sorted({row["group"] for row in run.rows(step)})]
     otherwise = [line["group"] for line in run.lines("settled.jsonl")]
