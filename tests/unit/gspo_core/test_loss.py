@@ -289,3 +289,12 @@ def test_refuses_shapes_that_would_broadcast():
         policy_loss(OLD, OLD, torch.ones(2, 1), MASK)
     with pytest.raises(ValueError, match=r"must be \[B, T\]"):
         policy_loss(OLD[0], OLD[0], OLD[0], MASK[0])
+
+
+@pytest.mark.parametrize("kind", ["seq", "token", "seq_token"])
+def test_the_loss_is_finite_however_far_the_policy_has_moved(kind):
+    logp_BT, old_BT = torch.tensor([[3000.0]], requires_grad=True), torch.tensor([[-1.0]])
+    loss = policy_loss(logp_BT, old_BT, torch.tensor([[-1.0]]), torch.ones(1, 1), importance_sampling=kind).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(logp_BT.grad).all()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,7 @@ def wandb_records(path: Path) -> Iterator[WandbRecord]:
     from wandb.proto.wandb_internal_pb2 import Record as WandbRecord  # seconds, which each worker would take
 
     data, place, parts = path.read_bytes(), 7, b""
-    assert data[:4] == b":W&B"
+    assert data[:4] in (b":W&B", b"")
     while place + 7 <= len(data):
         if 32768 - place % 32768 < 7:
             place += 32768 - place % 32768
@@ -147,11 +148,20 @@ def wandb_records(path: Path) -> Iterator[WandbRecord]:
             parts = b""
 
 
+def _whole(path: Path) -> list[WandbRecord]:
+    """The records of a session that has ended: wandb's own process may still write when `finish` returns."""
+    deadline = time.monotonic() + 20
+    while not ((found := [*wandb_records(path)]) and found[-1].HasField("exit")):
+        assert time.monotonic() < deadline, f"{path} has no end"
+        time.sleep(0.05)
+    return found
+
+
 def wandb_history(config: Config) -> list[tuple[str, dict[str, Any]]]:
     """(run id, values) of every line of every offline session, in order."""
     found = []
     for path in sorted((config.run_dir / "wandb").glob("offline-run-*/run-*.wandb")):
-        for line in wandb_records(path):
+        for line in _whole(path):
             if line.HasField("history"):
                 items = {item.key or "/".join(item.nested_key): item.value_json for item in line.history.item}
                 found.append((path.stem, {key: json.loads(value) for key, value in items.items()}))
