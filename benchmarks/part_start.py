@@ -23,6 +23,7 @@ from benchmarks.system_run import START_S, SystemRun, system_run
 from services.common.keys import Keys
 
 _LOOK_EVERY_S = 0.05
+_NUM_TOKENS = 4
 _SERVICES = ("coordinator", "generation", "reward", "learner")
 
 
@@ -46,9 +47,10 @@ class _Watch:
             for process in (command_line, *command_line.children(recursive=True)):
                 with suppress(psutil.Error):
                     times = process.cpu_times()
+                    # The last one: between fork and exec a process has its parent's, and at its end none.
                     name = _name(process.cmdline(), is_command_line=process == command_line)
-                    known = self.processor_s.get(process.pid, (name, 0.0))[0]
-                    self.processor_s[process.pid] = (known, times.user + times.system)
+                    name = name or self.processor_s.get(process.pid, ("others", 0.0))[0]
+                    self.processor_s[process.pid] = (name, times.user + times.system)
 
     def reach(self, what: str, run: SystemRun) -> None:
         """Note when this happened, the first time."""
@@ -63,8 +65,9 @@ class _Watch:
 
 
 def _measure(number: int) -> dict[str, Any]:
-    # A small run's default: no compiled graphs.
-    config = write_config("start", "fixed", "float32", generation={"engine": {}})
+    # A small run's default, no compiled graphs; and answers that take no time.
+    sections = {"generation": {"engine": {}}, "algorithm": {"response_length": _NUM_TOKENS}}
+    config = write_config("start", "fixed", "float32", **sections)
     watch = _Watch()
     with system_run(config) as run:
         deadline = time.monotonic() + START_S
@@ -93,7 +96,8 @@ def _has_answer(run: SystemRun, watch: _Watch) -> bool:
 def _name(command: list[str], *, is_command_line: bool) -> str:
     if is_command_line:
         return "gspo run"
-    words = " ".join(command)
-    if "EngineCore" in words:
+    if not command:
+        return ""
+    if any("EngineCore" in word for word in command):
         return "generation"
-    return next((service for service in _SERVICES if f"services.{service} " in f"{words} "), "others")
+    return next((service for service in _SERVICES if f"services.{service}" in command), "others")
