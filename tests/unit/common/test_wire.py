@@ -43,7 +43,7 @@ def test_fields_without_number_are_refused(data: bytes) -> None:
     began = time.process_time()
     with pytest.raises(TooManyFieldsError):
         check_fields(ScoreRequest.DESCRIPTOR, data)
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 2.0  # 0.1 alone, 0.7 where others share the core
 
 
 @given(st.binary(max_size=200))
