@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -184,7 +185,7 @@ class Receiver:
             )
         if header.epoch > self.fence.epoch:
             self.fence = Fence(header.epoch, header.learner)
-            if self._staging:
+            if self._staging and not self._staging.expired():  # one that is late ends by itself
                 self._staging.reschedule(asyncio.get_running_loop().time())
 
     def _check_model(self, header: PushHeader) -> None:
@@ -219,9 +220,14 @@ async def _header(frames: AsyncIterator[WeightFrame]) -> PushHeader:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Work on the staged copy. A caller that goes away waits for its end: nobody else may touch the copy before."""
+    """Work on the staged copy. A caller that goes away waits for its end: nobody else may touch the copy before.
+
+    It may be cancelled twice: our deadline and gRPC's are the same moment.
+    """
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
     finally:
-        await asyncio.wait({task})
+        while not task.done():
+            with suppress(asyncio.CancelledError):  # the first one is on its way already
+                await asyncio.wait({task})

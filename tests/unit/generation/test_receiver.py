@@ -1,0 +1,100 @@
+"""Who may touch the staged copy of the weights: one push at a time, until its threads have let go of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gspo_proto.generation_pb2 import PushHeader, WeightFrame
+from services.generation.receiver import Receiver, Refused
+from services.generation.staging import StagedWeights
+
+
+class BlockedCopy(StagedWeights):
+    """Its work in threads stands still at one call until `may_go_on` is set."""
+
+    blocks_at = ""
+
+    def __init__(self) -> None:
+        super().__init__({"a": (4,)}, "float32")
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+
+    def begin(self, *, changes: bool) -> None:
+        self._block("begin")
+        super().begin(changes=changes)
+
+    def next_digest(self) -> str:
+        self._block("next_digest")
+        return super().next_digest()
+
+    def _block(self, call: str) -> None:
+        if call == self.blocks_at:
+            self.reached.set()
+            assert self.may_go_on.wait(20)
+
+
+def receiver_of(copy: StagedWeights) -> Receiver:
+    generation = SimpleNamespace(push_timeout_s=5.0, dtype="float32")
+    service: Any = SimpleNamespace(config=SimpleNamespace(name="run", generation=generation))
+    engine: Any = None  # nothing here comes so far as a load
+    return Receiver(service, engine, copy, lambda: None)
+
+
+async def header(epoch: int) -> AsyncIterator[WeightFrame]:
+    yield WeightFrame(header=PushHeader(run="run", epoch=epoch, dtype="float32", digest="another", num_tensors=1))
+
+
+async def turns_of_the_loop() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_push_that_is_cancelled_twice_keeps_its_turn_while_a_thread_writes() -> None:
+    copy = BlockedCopy()
+    receiver, copy.blocks_at = receiver_of(copy), "begin"
+    admitted = asyncio.Event()
+
+    async def go_ahead() -> None:
+        admitted.set()
+
+    first = asyncio.create_task(receiver.receive(header(1), go_ahead, 20.0))
+    await asyncio.to_thread(copy.reached.wait, 20)
+    for _ in range(2):  # as by the deadline of the push, and by gRPC's
+        first.cancel()
+        await turns_of_the_loop()
+    admitted.clear()
+    second = asyncio.create_task(receiver.receive(header(1), go_ahead, 20.0))
+    await turns_of_the_loop()
+    assert not admitted.is_set()
+    assert not first.done()
+    copy.may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    with pytest.raises(Refused, match="nothing was loaded"):
+        await second
+    assert admitted.is_set()
+
+
+async def test_a_newer_learner_waits_for_an_older_push_that_is_late_already() -> None:
+    copy = BlockedCopy()
+    receiver, copy.blocks_at = receiver_of(copy), "next_digest"
+
+    async def go_ahead() -> None:
+        pass
+
+    late = asyncio.create_task(receiver.receive(header(1), go_ahead, 0.05))
+    await asyncio.to_thread(copy.reached.wait, 20)
+    while receiver._staging is None or not receiver._staging.expired():
+        await asyncio.sleep(0.01)
+    newer = asyncio.create_task(receiver.receive(header(2), go_ahead, 20.0))
+    await turns_of_the_loop()
+    copy.may_go_on.set()
+    with pytest.raises(Refused, match="of epoch 2; this push is of"):
+        await late
+    with pytest.raises(Refused, match="nothing was loaded"):
+        await newer
