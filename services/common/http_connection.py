@@ -36,9 +36,9 @@ class HttpConnection(H11Protocol):
         else:
             self._watch_request()
 
-    def data_received(self, data: bytes) -> None:
-        """Read, and see whether the request is whole."""
-        super().data_received(data)
+    def handle_events(self) -> None:
+        """Read what has come, also behind a request that was just answered, and see whether the request is whole."""
+        super().handle_events()
         self._watch_request()
 
     def _watch_request(self) -> None:
