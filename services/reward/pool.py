@@ -67,12 +67,17 @@ class WorkerPool:
     async def take(self, session: str | None) -> WorkerLink | None:
         """A worker that has loaded the code and served this session alone, or nobody; None where there is none."""
         for wanted in dict.fromkeys((session, None)):
-            for worker in [worker for worker in self._idle if worker.session == wanted]:
+            while worker := next((one for one in self._idle if one.session == wanted), None):
                 self._idle.remove(worker)
-                if await self._make_ready(worker):
+                ready = False
+                try:
+                    ready = await self._make_ready(worker)
+                finally:  # also where the call is cancelled meanwhile
+                    if not ready:
+                        await asyncio.shield(self.end(worker))
+                if ready:
                     worker.session = session
                     return worker
-                await self.end(worker)
         return None
 
     async def start(self) -> WorkerLink:
@@ -146,7 +151,9 @@ class WorkerPool:
             await self._given_back.wait()
             self._given_back.clear()
             await asyncio.sleep(STOP_AFTER_S)
-            for worker in [worker for worker in self._idle if not worker.stopped]:
+            for worker in list(self._idle):
+                if worker.stopped or worker not in self._idle:  # a call took it while another one was looked at
+                    continue
                 if loop.time() - worker.idle_since < STOP_AFTER_S:
                     self._given_back.set()  # it is looked at in the next round
                 elif not await self._stop(worker) and worker in self._idle:

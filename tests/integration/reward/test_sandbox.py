@@ -133,6 +133,67 @@ async def test_a_worker_between_calls_does_nothing_and_keeps_nothing_that_goes_o
         assert (await ask(sandbox, "x", session="thread")).values != [thread]
 
 
+SLOW = "import time\ndef reward(completions):\n    time.sleep(float(completions[0]))\n    return [1.0]\n"
+
+
+class Held:
+    """Holds the answer to the next look that stops a worker until `go` is set."""
+
+    def __init__(self, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+        supervisor = sandbox._pool._supervisor
+        assert supervisor is not None
+        self.asked, self.go, look = asyncio.Event(), asyncio.Event(), supervisor.look
+
+        async def held(number: int, *, stop: bool = False) -> Any:
+            found = await look(number, stop=stop)
+            if stop and not self.asked.is_set():
+                self.asked.set()
+                await self.go.wait()
+            return found
+
+        monkeypatch.setattr(supervisor, "look", held)
+
+
+async def test_a_worker_that_a_call_takes_while_another_is_stopped_is_not(
+    level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with sandbox_of(SLOW, level, num_workers=2, timeout_s=3.0) as sandbox, asyncio.timeout(20):
+        for _ in range(2):  # those of the second round, already loaded, are given back at once
+            await asyncio.gather(ask(sandbox, "0.05"), ask(sandbox, "0.05"))
+        for worker in sandbox._pool._idle:
+            worker.idle_since = 0.0
+        held = Held(sandbox, monkeypatch)
+        await held.asked.wait()  # one of the two is being stopped, and the other comes next
+        calls = [asyncio.create_task(ask(sandbox, "0.3")) for _ in range(2)]
+        while sandbox._pool._idle:
+            await asyncio.sleep(0)
+        held.go.set()
+        assert [(await call).values for call in calls] == [[1.0], [1.0]]
+
+
+async def test_a_useless_worker_is_passed_over_while_another_call_takes_the_next(level: Any) -> None:
+    async with sandbox_of(SLOW, level, num_workers=2) as sandbox:
+        await asyncio.gather(ask(sandbox, "0.05"), ask(sandbox, "0.05"))
+        sandbox._pool._idle[0].spoiled = True
+        answers = await asyncio.gather(ask(sandbox, "0.05"), ask(sandbox, "0.05"))
+        assert [answer.values for answer in answers] == [[1.0], [1.0]]
+
+
+async def test_a_call_that_is_cancelled_while_its_worker_is_looked_at_leaves_no_process(
+    level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with sandbox_of(SLOW, level) as sandbox, asyncio.timeout(20):
+        held = Held(sandbox, monkeypatch)
+        (worker,) = sandbox._pool._idle
+        worker.stopped, worker.inspected = False, 0.0
+        call = asyncio.create_task(ask(sandbox, "0"))
+        await held.asked.wait()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert (sandbox._pool._num_alive, worker.alive) == (0, False)
+        assert (await ask(sandbox, "0")).values == [1.0]
+
+
 async def test_one_full_scratch_leaves_the_others_theirs(level: Any) -> None:
     text = (
         "def reward(completions):\n"
