@@ -132,7 +132,8 @@ class Library:
             # One of several that wait may be cancelled; the others still get it.
             function = await asyncio.shield(self._loading[key])
             self._loaded[key] = function
-            await self._forget_oldest()
+            await self._forget_oldest(key)
+            return function
         self._loaded.move_to_end(key)
         return self._loaded[key]
 
@@ -179,11 +180,12 @@ class Library:
                 found.append((f"limits.{name}", text))
         return found
 
-    async def _forget_oldest(self) -> None:
-        """End the processes of what was not used for longest; never of what is being called."""
-        idle = [key for key, function in self._loaded.items() if not function.calls_under_way]
-        for key in idle[: max(0, len(self._loaded) - MAX_LOADED)]:
-            await self._loaded.pop(key).callee.close()
+    async def _forget_oldest(self, newest: tuple[str, str]) -> None:
+        """End the processes of what was not used for longest; never of what is being called, or will be: `newest`."""
+        idle = [key for key, function in self._loaded.items() if not function.calls_under_way and key != newest]
+        # All leave the list at once: another load may be here while these are waited for.
+        forgotten = [self._loaded.pop(key) for key in idle[: max(0, len(self._loaded) - MAX_LOADED)]]
+        await asyncio.gather(*(function.callee.close() for function in forgotten))
 
     async def close(self) -> None:
         """End every process."""

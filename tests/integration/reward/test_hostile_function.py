@@ -21,7 +21,7 @@ from gspo_proto.reward_pb2_grpc import RewardStub, add_RewardServicer_to_server
 from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score
 from services.common.entries import SCHEMA
 from services.common.rpc import GrpcServer
-from services.reward import admission
+from services.reward import admission, library
 from services.reward.door.servicer import GRPC_SERVICE, RewardServicer
 from services.reward.scorer import Scorer
 from services.reward.submission import Submission
@@ -159,6 +159,22 @@ async def test_a_fault_of_the_service_over_one_function_is_a_failure_of_its_answ
         broken, good = await scorer.score([asking("exact", "4"), asking("r", "4")])
         assert (broken.failure_kind, good.reward) == ("exception", 0.0)
         assert "could not be taken: RuntimeError" in broken.failure
+
+
+async def test_a_function_is_scored_by_while_as_many_as_are_kept_loaded_are_busy(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "MAX_LOADED", 1)
+    async with open_desk(tmp_path, redis) as (client, scorer, _):
+        for name in ("busy", "exact"):
+            assert (await submit(client, name, SOURCE)).status_code == 201
+        busy = await scorer.library.find("busy")
+        busy.calls_under_way += 1
+        (score,) = await scorer.score([asking("exact", "4")])
+        busy.calls_under_way -= 1
+        assert (score.reward, score.failure) == (1.0, "")
+        found = await asyncio.gather(*(scorer.library.find(name) for name in ("busy", "exact") * 3))
+        assert [function.source.name for function in found] == ["busy", "exact"] * 3
 
 
 def nested(depth: int) -> str:
