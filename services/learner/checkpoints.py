@@ -5,6 +5,7 @@ What is in them is the trainer's. Neighbours: rundir.py owns this, durable.py wr
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -79,6 +80,14 @@ class Checkpoints:
 
         Reads every file. A checkpoint from before digests were kept is held against its sizes alone.
         """
+        try:
+            return self._difference(step)
+        except OSError as error:
+            if error.errno != errno.EIO:  # a right that is missing, say, is for the user to mend
+                raise
+            return f"a file cannot be read ({error.strerror}): the disk has lost a part of it"
+
+    def _difference(self, step: int) -> str:
         files, folder = self._listed(step), self.path(step)
         if files is None:
             return f"{MANIFEST} is missing or unreadable"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -373,6 +374,25 @@ def test_any_changed_bit_of_a_checkpoint_is_seen(tmp_path: Path) -> None:
             file.write_bytes(intact)
         (folder / "model" / "more.bin").write_bytes(b"")
         assert run.checkpoints.damage(10)
+
+
+def test_a_checkpoint_that_the_disk_cannot_read_is_damaged_but_a_missing_right_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(number: int) -> Callable[[Path], str]:
+        def read(path: Path) -> str:
+            raise OSError(number, os.strerror(number), str(path))
+
+        return read
+
+    with RunDir(tmp_path) as run:
+        (run.checkpoints.begin(1) / "weights.bin").write_bytes(b"1234")
+        run.checkpoints.finish(1)
+        monkeypatch.setattr("services.learner.checkpoints._sha256", raises(errno.EIO))
+        assert run.checkpoints.damage(1).startswith("a file cannot be read (Input/output error)")
+        monkeypatch.setattr("services.learner.checkpoints._sha256", raises(errno.EACCES))
+        with pytest.raises(PermissionError):
+            run.checkpoints.damage(1)
 
 
 def test_a_checkpoint_from_before_digests_is_held_against_its_sizes(tmp_path: Path) -> None:
