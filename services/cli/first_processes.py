@@ -65,8 +65,9 @@ class FirstProcess:
                 code = await self._passed_or_ended()
         except TimeoutError as error:
             raise RunError(f"the check of {self.service} took longer than {CHECK_TIMEOUT_S:g} s") from error
-        self._said.seek(0)
-        return code, self._said.read().decode(errors="replace")
+        # Read by position: the process writes with the same offset, and may be writing.
+        said = self._said.fileno()
+        return code, os.pread(said, os.fstat(said).st_size, 0).decode(errors="replace")
 
     async def _passed_or_ended(self) -> int:
         """Both are waited for: what it has started may hold its end of the connection after it has ended."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# The largest message of ours: a Score of 1024 rollouts has about 20 fields each.
+# A Score of 1024 full rollouts of conversations has fewer with four reward functions, and more with six: an outside
+# caller then sends fewer rollouts at a time.
 MAX_FIELDS = 50_000
 _VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = range(6)
 
