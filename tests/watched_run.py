@@ -31,6 +31,7 @@ from tests.prometheus_server import ROOT, Prometheus
 PAGES = ("operations.md", "metrics.md")
 _LOOK_S = 0.5
 _PATIENCE_S = 60.0
+_LEARNERS_CPU = re.compile(r"learner-0 [^\n]* cores")
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Watched:
             (folder / name).symlink_to(target)
         (folder / "runs" / "demo").symlink_to(run_dir)
         self.page = _live_page(folder)
-        self.status = httpx.get(f"http://{coordinator}/v1/status", trust_env=False).raise_for_status().json()
+        self.status = _status_at_rest(coordinator)
         learner = next(address for address, service in addresses(run_dir).items() if service == "learner")
         variables = {"COORDINATOR": coordinator, "SERVICE": learner, "TOKEN": "none"}
         # What resumes the run comes last: it would end before the others are through.
@@ -131,8 +132,19 @@ def commands_of_pages() -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line]
 
 
+def _status_at_rest(coordinator: str) -> dict[str, Any]:
+    """/v1/status of a paused run once its generators have nothing left to do; the last one seen if that never comes."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        status: dict[str, Any] = httpx.get(f"http://{coordinator}/v1/status", trust_env=False).raise_for_status().json()
+        kinds = {service["kind"] for service in status["services"] if service["service"] == "generation"}
+        if kinds == {"waiting"} or time.monotonic() > deadline:
+            return status
+        time.sleep(_LOOK_S)
+
+
 def _live_page(folder: Path) -> str:
-    """What `gspo status --watch` shows on a terminal; ended as a person ends it, once it knows CPU and memory."""
+    """What `gspo status --watch` shows on a terminal; ended as a person ends it, once it knows the learner's CPU."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "services.cli", "status", "--watch", "runs/demo"]
     process = subprocess.Popen(
@@ -145,13 +157,18 @@ def _live_page(folder: Path) -> str:
             shown += part
             if time.monotonic() > deadline:
                 process.kill()
-            if not asked and b" cores" in shown:
+            if not asked and _LEARNERS_CPU.search(_without_escapes(shown)):
                 process.send_signal(signal.SIGINT)
                 asked = True
     except OSError:  # a terminal whose last program has ended
         pass
     assert process.wait(30) == 0, shown
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    return _without_escapes(shown)
+
+
+def _without_escapes(shown: bytes) -> str:
+    """A terminal's text; a character that has not come whole is left out."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode(errors="ignore"))
 
 
 def _environment() -> dict[str, str]:
