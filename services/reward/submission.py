@@ -10,7 +10,16 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
 Kind = Literal["reward", "environment"]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -32,12 +41,19 @@ def _has_few_parts(value: Any) -> Any:
     return value
 
 
-Columns = Annotated[dict[str, Any], AfterValidator(_is_plain_json)]
+def has_few_columns(value: Any) -> Any:
+    """Refuse a row with more than MAX_COLUMNS: each costs time in the event loop."""
+    if isinstance(value, dict) and len(value) > MAX_COLUMNS:
+        raise ValueError(f"has {len(value)} columns, and at most {MAX_COLUMNS} are taken")
+    return value
+
+
+Columns = Annotated[dict[str, Any], BeforeValidator(has_few_columns), AfterValidator(_is_plain_json)]
 PlainJson = Annotated[Any, AfterValidator(_is_plain_json)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_SOURCE_CHARS = 256 * 1024
 MAX_TESTS = 64
-MAX_UNKNOWN_FIELDS, MAX_PARTS = 20, 64
+MAX_UNKNOWN_FIELDS, MAX_PARTS, MAX_COLUMNS = 20, 64, 1000
 MAX_TIMEOUT_S, MAX_MEMORY_MB = 600, 65_536
 
 
@@ -96,7 +112,8 @@ class Submission(Body):
         None, description="Name of the function, where the source holds more than one. Of a reward only"
     )
     limits: Limits = Limits()
-    tests: Annotated[tuple[TestCase, ...], Field(max_length=MAX_TESTS, strict=False)] = Field(
+    # A million elements of a wrong kind are one problem, not a million.
+    tests: Annotated[tuple[TestCase, ...], FailFast(), Field(max_length=MAX_TESTS, strict=False)] = Field(
         (), description="Run before it is accepted; each must give what it expects"
     )
     activate: bool = Field(

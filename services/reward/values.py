@@ -16,6 +16,8 @@ from services.reward.calls import FAILURE_KINDS, FailureKind
 # Each part is a column of logs and pages.
 MAX_PARTS, MAX_NAME_CHARS = 64, 100
 MAX_REASON_CHARS, MAX_TRACEBACK_CHARS = 2000, 4000
+# Each member of a list or object is read in the event loop; commas and brackets in texts count too.
+MAX_JSON_MEMBERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,10 @@ def plain_json(text: str) -> Any:
     """The value of a JSON text, of finite numbers and whole text alone.
 
     Raises:
-        ValueError, RecursionError: It is none, or too deep.
+        ValueError, RecursionError: It is none, too deep, or has more than MAX_JSON_MEMBERS.
     """
+    if sum(map(text.count, ",[{")) > MAX_JSON_MEMBERS:
+        raise ValueError(f"it has more than {MAX_JSON_MEMBERS} commas and opening brackets")
     return json.loads(json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False).encode(errors="replace"))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from services.reward.calls import CallFailed, FailureKind
 from services.reward.inside.frames import HEAD_BYTES, NoFrame, body_size, frame
-from services.reward.replies import Reply, read_reply
+from services.reward.replies import Reply, TooLargeError, read_reply
 
 MAX_ANSWER_BYTES = 4 * 2**20
 MAX_OUTPUT_BYTES = 4 * 2**20
@@ -187,6 +187,9 @@ class WorkerLink(asyncio.Protocol):
             reply = read_reply(head, body)
         except NoFrame:
             self.fail("forbidden", _WROTE)
+            return
+        except TooLargeError as error:
+            self.fail("output_too_large", str(error))
             return
         if reply.id == self._id:
             self._take(reply)

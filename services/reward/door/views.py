@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, model_validator
 
 from services.reward.environment import Turn
 from services.reward.library import Function
 from services.reward.registered import AuditLine, Content, Name
-from services.reward.submission import Body, Kind, Limits, PlainJson, Version
+from services.reward.submission import Body, Kind, Limits, PlainJson, Version, has_few_columns
 from services.reward.trials import Failed, Trial
 from services.reward.usage import Usage
 from services.reward.values import Value
@@ -158,6 +158,8 @@ class Row(BaseModel):
     prompt: str | Messages = Field("", description="Text, or chat messages")
     completion: str = Field(description="The answer's text")
 
+    _has_few_columns = model_validator(mode="before")(has_few_columns)
+
     @model_validator(mode="after")
     def _can_be_passed_on(self) -> Row:
         _PLAIN.validate_python(self.model_dump())
@@ -172,7 +174,7 @@ class TryBody(Body):
             "examples": [{"rows": [{"prompt": "12+30=", "completion": "42", "answer": "42"}]}],
         }
     )
-    rows: Annotated[list[Row], Field(max_length=MAX_ROWS)] = Field([], description="For a reward function")
+    rows: Annotated[list[Row], FailFast(), Field(max_length=MAX_ROWS)] = Field([], description="For a reward function")
     task: PlainJson = Field(None, description="For an environment: what reset is given")
     actions: Annotated[list[str], Field(max_length=MAX_ROWS)] = Field([], description="For an environment: its steps")
     version: Version | None = Field(None, description="The active one where left out")

@@ -61,7 +61,7 @@ SAID = {
     "{'values': [{'parts': {'a': 1e308, 'b': 1e308}}]}": ("invalid_return",),
     "{'values': [{'parts': {5: 1.0}}]}": ("invalid_return",),
     "{'values': [1.0, 2.0]}": ("invalid_return",),
-    "{'values': [{'error': {'kind': 'crash', 'text': 'x' * 10**6}}]}": ("crash",),
+    "{'values': [{'error': {'kind': 'crash', 'text': 'x' * 10**6}}]}": ("output_too_large",),
     "{'signature': {'entry': 5}}": ("forbidden",),
     "b'\\0' * 8": ("forbidden",),
     "b'\\0\\0\\0\\0\\0\\0\\0\\1\\xc1'": ("forbidden",),

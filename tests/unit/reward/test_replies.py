@@ -16,9 +16,9 @@ from services.reward import environment
 from services.reward.calls import Answer, CallFailed, values_of
 from services.reward.functions import Signature
 from services.reward.inside.frames import HEAD_BYTES, NoFrame, body_size, frame, read
-from services.reward.replies import Reply, SignatureReply, read_reply
+from services.reward.replies import MAX_VALUES_BYTES, Reply, SignatureReply, TooLargeError, read_reply
 from services.reward.sandbox import _failure, _values
-from services.reward.values import Failure, read_value
+from services.reward.values import MAX_JSON_MEMBERS, Failure, plain_json, read_value
 
 TEXTS = st.text(st.characters(), max_size=8)  # halves of surrogate pairs too
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS
@@ -85,6 +85,35 @@ def test_any_value_is_a_reply_that_can_be_used_or_no_frame(value: Any) -> None:
         use(read_reply(sent[:HEAD_BYTES], sent[HEAD_BYTES:]))
     except NoFrame:
         return
+
+
+@pytest.mark.parametrize("value", [[], {}, [[]], "\ud800"])
+def test_values_without_end_are_not_read(value: Any) -> None:
+    sent = frame({"id": "a", "values": [value] * MAX_VALUES_BYTES})
+    with pytest.raises(TooLargeError):
+        read_reply(sent[:HEAD_BYTES], sent[HEAD_BYTES:])
+
+
+def test_what_a_reply_does_not_name_makes_no_objects() -> None:
+    members = {
+        "id": "a",
+        "more": [[]] * 2**20,
+        "error": {"kind": "exception", "type": "T", "text": "t", "more": [[]] * 2**20},
+    }
+    sent = frame(members)
+    assert read_reply(sent[:HEAD_BYTES], sent[HEAD_BYTES:]).id == "a"
+
+
+def test_the_longest_failures_of_a_batch_are_read() -> None:
+    error = {"kind": "exception", "type": "T" * 100, "text": "t" * 2000, "place": "p" * 300, "traceback": "b" * 4000}
+    sent = frame({"id": "a", "values": [{"error": error}] * 64})
+    assert len(read_reply(sent[:HEAD_BYTES], sent[HEAD_BYTES:]).values or ()) == 64
+
+
+def test_json_of_more_members_than_are_read_is_refused() -> None:
+    assert len(plain_json("[" + "1," * (MAX_JSON_MEMBERS - 2) + "1]")) == MAX_JSON_MEMBERS - 1
+    with pytest.raises(ValueError, match="more than 100000"):
+        plain_json("[" + "1," * MAX_JSON_MEMBERS + "1]")
 
 
 @given(st.dictionaries(TEXTS, JSONS, max_size=3))

@@ -14,10 +14,11 @@ from services.common.errors import InputError
 from services.common.reward_config import RewardFunction
 from services.reward.callers import Caller, Callers, RateLimit, read_tokens
 from services.reward.code_tests import UnreadableTestError, code_of, read_tests, same
+from services.reward.door.views import TryBody
 from services.reward.imports import Importable, packages_to_share
 from services.reward.inside import read_source
 from services.reward.source_check import Outline, Problem, RefusedError, check_imports
-from services.reward.submission import Limits, Submission, version_of
+from services.reward.submission import MAX_COLUMNS, Limits, Submission, version_of
 from services.reward.usage import bucket_of, percentiles
 
 ALLOWED = ("numpy", "math-verify")
@@ -187,3 +188,15 @@ def test_results_of_code_are_compared_by_kind_too() -> None:
     assert not same([1], [1, 2])
     assert code_of("a\n```python\nx = 1\n```\n```\ny\n```") == "y\n"
     assert code_of("x = 1") == "x = 1"
+
+
+def test_a_million_wrong_elements_are_one_problem() -> None:
+    with pytest.raises(ValidationError) as refusal:
+        Submission.model_validate({"name": "exact", "source": "x", "tests": list(range(100_000))})
+    assert refusal.value.error_count() == 1
+
+
+def test_a_row_has_a_bounded_number_of_columns() -> None:
+    row = {"completion": "42", **{f"column_{number}": 1 for number in range(MAX_COLUMNS)}}
+    with pytest.raises(ValidationError, match=f"at most {MAX_COLUMNS} are taken"):
+        TryBody.model_validate({"rows": [row]})
