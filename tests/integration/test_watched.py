@@ -127,7 +127,7 @@ def test_status_says_what_everybody_waits_for_while_the_run_is_paused(run: Whole
 
 def test_the_live_page_shows_what_each_process_uses_and_where_the_time_goes(run: WholeRun, watched: Watched) -> None:
     *_, learner = [line for line in watched.page.splitlines() if "learner-0 " in line and " cores" in line]
-    assert re.search(r"learner-0 +\d.* s +(waiting for )?[a-z]+", learner), learner
+    assert re.search(r"learner-0 +\d+ \w+ +[\d.]+ cores +[\d,]+ MiB +(waiting for )?[a-z]+", learner), learner
     cores, memory = learner.split(" cores")[0].split()[-1], learner.split(" MiB")[0].split()[-1]
     assert 0 <= float(cores) < 64
     assert float(memory.replace(",", "")) > 100
