@@ -58,7 +58,10 @@ RUNS = {
         change="one more generator (generation.replicas: 2)",
     ),
     "answers": Slow(
-        "generation", Settings(**{**vars(QUICK), "decode_s": 0.5}), max_lag=0, change="for the last answer alone"
+        "generation",
+        Settings(**{**vars(QUICK), "decode_s": 0.5}),
+        max_lag=0,
+        change="a shorter algorithm.response_length",
     ),
     "reward": Slow("reward", reward_s=1.0, because="for slow_one", change="a faster slow_one"),
     "push": Slow("push", Settings(**{**vars(QUICK), "load_s": 2.0}), max_lag=0, change="a faster network"),
