@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -25,6 +26,11 @@ Kind = Literal["reward", "environment"]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Version = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
 
+MAX_SOURCE_CHARS = 256 * 1024
+MAX_TESTS = 64
+MAX_UNKNOWN_FIELDS, MAX_PARTS, MAX_COLUMNS = 20, 64, 1000
+MAX_TIMEOUT_S, MAX_MEMORY_MB = 600, 65_536
+
 
 def _is_plain_json(value: Any) -> Any:
     """Refuse what cannot be passed on as JSON: NaN, infinity, half a surrogate pair, numbers without end."""
@@ -35,26 +41,22 @@ def _is_plain_json(value: Any) -> Any:
     return value
 
 
-def _has_few_parts(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_PARTS:
-        raise ValueError(f"has {len(value)} parts, and a function returns at most {MAX_PARTS}")
-    return value
+def _few(most: int, what: str, rule: str) -> Callable[[Any], Any]:
+    """Refuses a mapping of more than `most`: each member costs time in the event loop."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"has {len(value)} {what}, and {rule}")
+        return value
+
+    return check
 
 
-def has_few_columns(value: Any) -> Any:
-    """Refuse a row with more than MAX_COLUMNS: each costs time in the event loop."""
-    if isinstance(value, dict) and len(value) > MAX_COLUMNS:
-        raise ValueError(f"has {len(value)} columns, and at most {MAX_COLUMNS} are taken")
-    return value
-
-
+_has_few_parts = _few(MAX_PARTS, "parts", f"a function returns at most {MAX_PARTS}")
+has_few_columns = _few(MAX_COLUMNS, "columns", f"at most {MAX_COLUMNS} are taken")
 Columns = Annotated[dict[str, Any], BeforeValidator(has_few_columns), AfterValidator(_is_plain_json)]
 PlainJson = Annotated[Any, AfterValidator(_is_plain_json)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-MAX_SOURCE_CHARS = 256 * 1024
-MAX_TESTS = 64
-MAX_UNKNOWN_FIELDS, MAX_PARTS, MAX_COLUMNS = 20, 64, 1000
-MAX_TIMEOUT_S, MAX_MEMORY_MB = 600, 65_536
 
 
 class Body(BaseModel):
