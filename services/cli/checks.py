@@ -19,12 +19,11 @@ from services.cli.placement import NO_GPUS, Placement
 from services.cli.processes import describe_exit
 from services.common.batch_memory import check_fits, redis_bytes
 from services.common.config import Config
-from services.common.errors import EXIT_BAD_INPUT, InputError
+from services.common.errors import EXIT_BAD_INPUT, WARNING, InputError
 from services.common.keys import Keys
 from services.common.trust import check_trust, redis_arguments, redis_refusal, without_password
 
 # How a service's check begins a line that stops nothing.
-_WARNING = "warning: "
 _CONNECT_S = 5.0
 # XAUTOCLAIM came with it.
 _OLDEST_REDIS = (6, 2)
@@ -60,7 +59,7 @@ async def check_services(
         if code != 0:
             raise RunError(f"the check of {service} broke ({describe_exit(code)}): {_message(words)}")
     return [
-        line.removeprefix(_WARNING) for _, words in answers for line in words.splitlines() if line.startswith(_WARNING)
+        line.removeprefix(WARNING) for _, words in answers for line in words.splitlines() if line.startswith(WARNING)
     ]
 
 

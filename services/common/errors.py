@@ -7,6 +7,7 @@ into one message and exit code 2.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import yaml
 from pydantic import BaseModel
 
 EXIT_BAD_INPUT = 2
+# How a line of a check begins that says what stops nothing.
+WARNING = "warning: "
 MAX_LISTED = 50
 _LONGEST_VALUE = 300
 # A proposal that shares less with the word than this is far-fetched: 'tracking' for 'trainer' has 0.53.
@@ -33,6 +36,11 @@ class InputError(Exception):
     def __init__(self, where: str, rule: str, fix: str) -> None:
         super().__init__(f"{where}: {rule}. {fix}")
         self.where, self.rule, self.fix = where, rule, fix
+
+
+def warn(text: str) -> None:
+    """Say on standard error, as a check says what stops nothing; `gspo run` and `gspo doctor` show it."""
+    sys.stderr.write(f"{WARNING}{text}\n")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -11,11 +11,10 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from services.common.errors import InputError
+from services.common.errors import InputError, warn
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # How many generators run on each of the GPUs that a process sees, in their order, such as "1,0". `gspo run` sets it for
@@ -151,9 +150,9 @@ def check_gpus_are_seen(key: str, gpus: Sequence[Gpu]) -> None:
 def warn_of_float32(key: str, dtype: str, gpus: Sequence[Gpu]) -> None:
     """Say on standard error, as a check says what stops nothing, that a GPU is slow in float32."""
     if gpus and dtype == "float32":
-        sys.stderr.write(
-            f"warning: {key} is float32: on GPUs bfloat16 is several times as fast, and FlashAttention takes no "
-            "float32. Set it to bfloat16\n"
+        warn(
+            f"{key} is float32: on GPUs bfloat16 is several times as fast, and FlashAttention takes no "
+            "float32. Set it to bfloat16"
         )
 
 

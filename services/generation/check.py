@@ -6,10 +6,9 @@ Neighbours: engine_args.py knows the names of vLLM's arguments, start.py lets vL
 from __future__ import annotations
 
 import math
-import sys
 
 from services.common.config import Config
-from services.common.errors import InputError
+from services.common.errors import InputError, warn
 from services.common.gpus import PARALLEL_ARGUMENTS, check_gpus_are_seen, visible_gpus, warn_of_float32
 from services.common.machine import free_memory
 from services.common.model_folder import max_positions, model_folder
@@ -112,7 +111,7 @@ def _check_chat_template(config: Config) -> None:
         said = f"environment: an observation {error}"
         if tools:
             raise InputError("environment.tools", said, "Mend chat_template in the model's tokenizer files") from error
-        sys.stderr.write(f"warning: {said}; that is as well where prompts are plain text\n")
+        warn(f"{said}; that is as well where prompts are plain text")
 
 
 def _check_memory(config: Config) -> None:

@@ -6,14 +6,13 @@ before every start; engine_config.py finds contradictions with DeepSpeed's keys.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from services.common.batch_memory import check_fits, learner_bytes
 from services.common.config import Config
-from services.common.errors import InputError, nearest
+from services.common.errors import InputError, nearest, warn
 from services.common.gpus import check_gpus_are_seen, generators_on, visible_gpus, warn_of_float32
 from services.common.learner_config import LearnerConfig
 from services.common.machine import free_memory, shared_memory
@@ -47,7 +46,7 @@ def check(config: Config) -> None:
         InputError: A key contradicts another, the model folder is not whole, or the machine lacks what it needs.
     """
     if warning := check_fits(config, learner_bytes(config), free_memory(), "the learner's memory"):
-        sys.stderr.write(f"warning: {warning}\n")
+        warn(warning)
     engine_config(config)
     check_trackers(config.tracking)
     _check_lengths(config)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from redis.asyncio import Redis
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 from services.common.config import Config
 from services.common.episodes import task_json
-from services.common.errors import InputError, nearest
+from services.common.errors import InputError, nearest, warn
 from services.common.reward_config import RewardFunction
 from services.common.trust import redis_arguments
 from services.reward.callers import read_tokens
@@ -110,7 +109,7 @@ async def _try(function: Function, wanted: RewardFunction, where: str, trials: l
             wrong_return = error.error_type == "InvalidReturn"
             fix = "Return a list with one number for each completion" if wrong_return else "Mend the function"
             raise InputError(where, f"{name} {error}", fix) from error
-        _warn(f"{where}: {name}, tried on a made-up answer, {error}")
+        warn(f"{where}: {name}, tried on a made-up answer, {error}")
         return
     _check_finite(raw, where, name)
     for value in raw:
@@ -128,7 +127,7 @@ def _check_finite(raw: list[Any], where: str, name: str) -> None:
             "Return finite numbers, and raise an exception where an answer cannot be judged",
         )
     for shown in found:
-        _warn(f"{where}: {name}, tried on a made-up answer, returned {shown}")
+        warn(f"{where}: {name}, tried on a made-up answer, returned {shown}")
 
 
 def _not_finite(value: Any) -> str:
@@ -147,7 +146,7 @@ def _check_value(value: Any, where: str, name: str) -> None:
         said = describe(error)
         if error.get("type") in NEVER_THE_ANSWER:
             raise InputError(where, f"{name} {said}", "Mend the function")
-        _warn(f"{where}: {name}, tried on a made-up answer, {said}")
+        warn(f"{where}: {name}, tried on a made-up answer, {said}")
     elif isinstance(parts := value.get("parts"), dict):
         for part in parts.values():
             _check_value(part, where, name)
@@ -162,7 +161,3 @@ def _check_parts(value: Any, wanted: RewardFunction, where: str, name: str) -> N
         if isinstance(parts, dict) and part not in parts:
             rule = f"is no part of what {name} returned"
             raise InputError(f"{where}.part_weights.{part}", rule, nearest(part, parts) if parts else "Leave it out")
-
-
-def _warn(text: str) -> None:
-    sys.stderr.write(f"warning: {text}\n")

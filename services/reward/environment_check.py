@@ -5,10 +5,9 @@ Neighbours: check.py calls it, environments.py plays.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from services.common.errors import InputError
+from services.common.errors import InputError, warn
 from services.reward.calls import CallFailed
 from services.reward.environments import Environments
 from services.reward.library import Function
@@ -48,4 +47,4 @@ async def try_environment(function: Function, tasks_json: Sequence[str], has_too
         except CallFailed as error:
             if error.error_type in NEVER_THE_ACTION:
                 raise InputError(where, f"step {name}: {error}", "Mend it") from error
-            sys.stderr.write(f"warning: {where}: step {name}, tried on the action '{TRIAL_ACTION}', {error}\n")
+            warn(f"{where}: step {name}, tried on the action '{TRIAL_ACTION}', {error}")
