@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,20 +75,31 @@ class Watched:
                 known |= found
                 self.prometheus.scrape(known)
 
-    def look(self, folder: Path, run_dir: Path) -> None:
-        """Pause the run, look at it as the pages say, and resume it as they say; what fails is told by `trouble`."""
+    def at_rest(
+        self, process: subprocess.Popen[bytes], run_dir: Path, num_groups: int, look: Callable[[str], None]
+    ) -> None:
+        """Pause the run after its first step and call `look` with the coordinator's address, then resume it.
+
+        A pause stops the issue of groups. It is asked for as soon as the groups of the first step are issued, so that
+        a run of several steps cannot end before it, however quick its steps are. What fails is kept in `trouble`.
+
+        Args:
+            num_groups: Groups of a step, in a run whose next step is issued once the one before is trained.
+        """
         try:
-            (coordinator,) = (address for address, service in addresses(run_dir).items() if service == "coordinator")
-            httpx.post(f"http://{coordinator}/v1/pause", json={}, trust_env=False).raise_for_status()
+            coordinator = _coordinator_of(process, run_dir, num_groups)
+            _post(coordinator, "/v1/pause")
             try:
-                self._look(folder, run_dir, coordinator)
+                _until(lambda: (run_dir / "log" / "step-000001.parquet").exists(), process, "the first step")
+                look(coordinator)
             finally:
                 with suppress(httpx.HTTPError):  # the pages' command has resumed it, and it may be over
-                    httpx.post(f"http://{coordinator}/v1/resume", json={}, trust_env=False)
+                    _post(coordinator, "/v1/resume")
         except Exception as error:  # noqa: BLE001 - other tests look at the run itself, which goes on
             self.trouble = f"{type(error).__name__}: {error}"
 
-    def _look(self, folder: Path, run_dir: Path, coordinator: str) -> None:
+    def look(self, folder: Path, run_dir: Path, coordinator: str) -> None:
+        """Look at a paused run as the pages say, and resume it as they say."""
         for name, target in (("deploy", ROOT / "deploy"), ("tests", ROOT / "tests")):
             (folder / name).symlink_to(target)
         (folder / "runs" / "demo").symlink_to(run_dir)
@@ -132,13 +143,38 @@ def commands_of_pages() -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line]
 
 
+def _coordinator_of(process: subprocess.Popen[bytes], run_dir: Path, num_groups: int) -> str:
+    """The coordinator's address once it has issued so many groups."""
+    _until(lambda: "coordinator" in addresses(run_dir).values(), process, "the coordinator")
+    (coordinator,) = (address for address, service in addresses(run_dir).items() if service == "coordinator")
+    _until(lambda: _get(coordinator, "/v1/state")["groups"]["issued"] >= num_groups, process, "the first groups")
+    return coordinator
+
+
+def _until(is_so: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
+    """Wait while the run goes; pytest-timeout bounds it."""
+    while not is_so():
+        if process.poll() is not None:
+            raise RuntimeError(f"the run ended before {what} could be seen")
+        time.sleep(0.02)
+
+
+def _get(address: str, path: str) -> dict[str, Any]:
+    reply: dict[str, Any] = httpx.get(f"http://{address}{path}", trust_env=False).raise_for_status().json()
+    return reply
+
+
+def _post(address: str, path: str) -> None:
+    httpx.post(f"http://{address}{path}", json={}, trust_env=False).raise_for_status()
+
+
 def _status_at_rest(coordinator: str) -> dict[str, Any]:
-    """/v1/status of a paused run once its generators have nothing left to do; the last one seen if that never comes."""
+    """/v1/status of a paused run that has nothing left to do; the last one seen if that never comes."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        status: dict[str, Any] = httpx.get(f"http://{coordinator}/v1/status", trust_env=False).raise_for_status().json()
-        kinds = {service["kind"] for service in status["services"] if service["service"] == "generation"}
-        if kinds == {"waiting"} or time.monotonic() > deadline:
+        status = _get(coordinator, "/v1/status")
+        kinds = {service["kind"] for service in status["services"] if service["service"] in ("generation", "learner")}
+        if (kinds == {"waiting"} and status["last_step"]) or time.monotonic() > deadline:
             return status
         time.sleep(_LOOK_S)
 

@@ -12,6 +12,8 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram, disable_creat
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
+from services.common.step_time import CAUSES
+
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -102,6 +104,8 @@ STEP_TIMESTAMP = Gauge(
 POLICY_VERSION = Gauge("gspo_policy_version", "Newest policy version")
 STEP_SECONDS = Histogram("gspo_step_seconds", "Time of a step by phase", ["phase"], buckets=_LATENCY)
 STEP_TIME_SECONDS = Counter("gspo_step_time_seconds", "Time of steps by what the learner needed it for", ["cause"])
+for _cause in CAUSES:  # from zero, so that a rate sees the first step too
+    STEP_TIME_SECONDS.labels(_cause)
 STEP_FIGURE = Gauge("gspo_step_figure", "Figures of the last step, as in its record", ["figure"])
 TOKENS_TRAINED = Counter("gspo_tokens_trained", "Policy tokens trained on")
 ROLLOUTS_TRAINED = Counter("gspo_rollouts_trained", "Rollouts trained on")

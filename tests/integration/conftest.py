@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,10 +48,11 @@ def run(folder: Path, versions: list[str], watched: Watched) -> WholeRun:
     """Three synchronous steps, watched; in the middle another version of the function is made the one that scores."""
 
     def meanwhile(process: subprocess.Popen[bytes], run_dir: Path) -> None:
-        if not comes_to_a_step(process, run_dir):
-            return  # what it printed is told where its exit code is looked at
-        find_door(run_dir, None).call("POST", "/half/activate", json={"version": versions[1]})
-        watched.look(folder, run_dir)
+        def look(coordinator: str) -> None:
+            find_door(run_dir, None).call("POST", "/half/activate", json={"version": versions[1]})
+            watched.look(folder, run_dir, coordinator)
+
+        watched.at_rest(process, run_dir, GROUPS, look)
 
     with watched.scraped(folder / "runs" / "whole"):
         return whole_run(
@@ -84,12 +84,3 @@ def keep_versions(folder: Path, *sources: str) -> list[str]:
     kept = Name(name="half", kind="reward", active=versions[0], retired=False, revision=2, versions=origins)
     disk.write_name("half", kept.model_dump_json())
     return versions
-
-
-def comes_to_a_step(process: subprocess.Popen[bytes], run_dir: Path) -> bool:
-    """Whether the first step is logged before the run ends; pytest-timeout bounds the wait."""
-    while process.poll() is None:
-        if (run_dir / "log" / "step-000001.parquet").exists():
-            return True
-        time.sleep(0.02)
-    return False
