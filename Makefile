@@ -34,10 +34,10 @@ gpu-test: $(if $(GSPO_PYTHON),,setup) ## What only a GPU can show: rows of docs/
 	$(or $(GSPO_PYTHON),$(BIN)/python) -m tests.gpu $(GPU_TEST)
 
 test-promises: setup ## Break what the project promises, one by one, and see that the tests notice (WORDS)
-	$(BIN)/python -m tests.promises.try_promises $(WORDS)
+	$(BIN)/python -m tests.promises $(WORDS)
 
 compose-test: setup ## docker-compose.yml with a Docker engine: build, run, scale, kill (Error 3: no engine, not tested)
-	$(BIN)/python -m tests.compose.drive
+	$(BIN)/python -m tests.compose
 
 browser-test: setup ## The HTTP APIs against pages of other sites (Error 3: no Chromium, not tested)
 	$(call need,chromium,pages of other sites,chromium)
@@ -49,7 +49,7 @@ lint: setup ## ruff and mypy strict
 	$(BIN)/mypy
 
 bench: setup ## Measure speed and write docs/benchmarks.md
-	$(BIN)/python -m benchmarks.speed
+	$(BIN)/python -m benchmarks
 
 chaos: setup ## Strike a simulated run with everything that can go wrong, check it, write docs/chaos.md (SEED=0; an hour)
 	$(BIN)/python -m benchmarks.chaos --seed $(SEED)

@@ -1,4 +1,4 @@
-"""Measurements of speed and of learning on one machine; `python -m benchmarks.speed` makes docs/benchmarks.md of them.
+"""Measurements of speed and of learning on one machine; `python -m benchmarks` makes docs/benchmarks.md of them.
 
 Not part of the package, and no tests: nothing here asserts a speed.
 """

@@ -92,7 +92,7 @@ class Spelling:
     """Makes tokens and labels of conversations; what was spelt once is not spelt again."""
 
     def __init__(self, tokenizer: Any, lesson: Lesson) -> None:
-        from services.generation.chat_turns import ChatTurns
+        from gspo.generation.rollout.chat_turns import ChatTurns
 
         self._tokenizer, self._lesson = tokenizer, lesson
         self._turns = ChatTurns(tokenizer, lesson.tools)
@@ -276,7 +276,7 @@ def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None) -> i
         config["run"]["total_steps"] = steps
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    return subprocess.run([sys.executable, "-m", "services.cli", "run", path], check=False, cwd=ROOT).returncode
+    return subprocess.run([sys.executable, "-m", "gspo.cli", "run", path], check=False, cwd=ROOT).returncode
 
 
 def demo(example: Path, make: Callable[[Path, int, int | None], Any], meaning: str) -> None:

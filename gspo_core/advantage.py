@@ -1,7 +1,6 @@
 """Rewards to advantages: lower for length; normalise per group, batch or run; place on tokens; whiten; clip.
 
 Not here: scoring, and which rollouts count. Rollouts to skip are absent from the rows (or have an empty mask).
-Neighbours: loss.py takes the result; the learner keeps RunningMoments in its checkpoint.
 """
 
 import math

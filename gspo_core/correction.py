@@ -1,7 +1,6 @@
 """Weights for rollouts whose recomputed log-probs differ from what the inference engine reported.
 
 Not the clip: that bounds how far the policy moves in a step; this bounds what sampling under old weights costs.
-Neighbours: the learner, under `old_logprobs: recompute`, multiplies advantages and thins the mask by the result.
 """
 
 import math

@@ -1,7 +1,6 @@
 """What a step reports beside its loss: mismatch between engines, what noise does to the clip, spread, ages.
 
 Not a metrics client: names and numbers only; the learner gives them to its log, its terminal and Prometheus.
-Neighbours: stats.py adds these sums up and makes figures of them; loss.py reports the clip's own.
 """
 
 import math

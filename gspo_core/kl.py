@@ -1,7 +1,6 @@
 """KL divergence per token between the policy and a reference, by one-sample estimators.
 
 Not the penalty itself: coefficients and sums belong to the caller (loss.aggregate, advantage.token_advantages).
-Neighbours: loss.py reports k1 and k3 of its own ratio through this module.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """Log-probs and entropies of target tokens straight from hidden states, never holding all logits at once.
 
 Not here: the model. The output weight is its only part that is seen, and the temperature its only setting.
-Neighbours: the learner calls it on the model's last hidden states; loss.py takes what it gives.
 """
 
 from collections.abc import Iterator

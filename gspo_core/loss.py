@@ -1,7 +1,6 @@
 """The clipped policy objective of GSPO, GSPO-token and GRPO, in four aggregations, and its stats.
 
 Not here: advantages, log-probs, coefficients, the backward pass. One call may see one micro-batch of a step.
-Neighbours: advantage.py and logprobs.py make its inputs; stats.py adds up what it reports.
 """
 
 import math

@@ -1,7 +1,6 @@
 """Cut rollouts into micro-batches under a token budget, padded or not, and lay rows into one padded tensor.
 
 Not here: which rollouts a step holds, or on which rank; the loss does not depend on any cut made here.
-Neighbours: the learner alone; loss.aggregate_loss is what makes the cut invisible.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Checks at the door: every public function refuses tensors whose shapes do not fit, by name.
 
 Not a tensor library: three checks and the dtype that sums are made in.
-Neighbours: every other module of gspo_core.
 """
 
 import torch

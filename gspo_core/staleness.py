@@ -1,7 +1,6 @@
 """How old tokens and rollouts are, in policy versions, and which tokens are too old to count.
 
 Not here: what is done about it; waiting, dropping or masking is the learner's choice.
-Neighbours: the learner, at assembly; figures.py reports what was found.
 
 Ages count from the learner's version, the one that is about to be trained: a token it would sample itself is 0
 versions old. Only tokens in the mask count, so an old prompt or tool answer makes nothing stale.

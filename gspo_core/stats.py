@@ -1,7 +1,6 @@
 """Sums that add up over the micro-batches and ranks of one optimizer step, and the floats made from them.
 
 Not a metrics client: it knows no names of its own; figures.py and loss.py choose them.
-Neighbours: loss.py fills stats beside each loss; the learner merges them, reduces them over ranks, reports.
 
 Stats map keys to detached 0-dim float64 tensors. A quantity x is `x.count` and `x.sum`, and where its spread
 matters `x.square` and `x.max` too. Over ranks: all-reduce `.max` keys by maximum and every other key by sum.

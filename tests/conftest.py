@@ -16,10 +16,10 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from services.common.keys import Keys
-from services.common.redis_server import redis_command
-from services.common.runtime import connect_redis
-from services.common.streams import create_consumer_groups
+from gspo.cli.processes.redis_server import redis_command
+from gspo.common.service.app import connect_redis
+from gspo.common.streams.inbox import create_consumer_groups
+from gspo.common.streams.keys import Keys
 
 # An example of a few milliseconds takes 200, hypothesis' own limit, where the machine is busy.
 settings.register_profile("few", deadline=None, max_examples=30)
@@ -28,7 +28,7 @@ settings.load_profile("few")
 
 
 # They look at one run, which a session fixture makes.
-WHOLE_RUN = ("tests/integration/test_run.py", "tests/integration/test_watched.py")
+WHOLE_RUN = ("tests/integration/run/test_whole_run.py", "tests/integration/run/test_observed_run.py")
 
 
 @pytest.hookimpl(optionalhook=True)

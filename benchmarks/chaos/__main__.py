@@ -1,7 +1,7 @@
 """`python -m benchmarks.chaos [--seed N] [--rounds N]`: rounds of strikes, docs/chaos.md, and exit code 1 if one broke.
 
 A round strikes once with each kind. `--only N` plays one round again and writes its file alone; `--report` makes the
-report of the files that are there. Neighbours: rounds.py, report.py.
+report of the files that are there.
 """
 
 from __future__ import annotations

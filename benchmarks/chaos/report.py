@@ -1,6 +1,6 @@
 """docs/chaos.md, chaos.json and chaos.png from the files of the rounds and of learns.py.
 
-It plays nothing. Neighbours: rounds.py and learns.py wrote the files, chaos.md.j2 is the page.
+It plays nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from benchmarks.machine import machine_facts
+from benchmarks.harness.machine import machine_facts
 
 
 def write_report(results: Path, seed: int, out: Path) -> None:

@@ -1,7 +1,4 @@
-"""One round: a run from start to end, its strikes one after the other, and what was found; as plain values.
-
-Neighbours: schedule.py plans, strikes.py strikes, check.py looks, report.py tells.
-"""
+"""One round: a run from start to end, its strikes one after the other, and what was found; as plain values."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.check import Finding, Left, check
+from benchmarks.chaos.faults import strike
+from benchmarks.chaos.invariants import Finding, Left, check
 from benchmarks.chaos.schedule import Strike
-from benchmarks.chaos.strikes import strike
-from benchmarks.chaos.world import World
+from benchmarks.chaos.target import World
 
 _START_S, _RECOVERY_S = 200.0, 120.0
 # What a recovery may take before the run ends.

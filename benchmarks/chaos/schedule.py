@@ -1,6 +1,6 @@
 """What strikes, whom, and after which pause: from a seed alone, so that a seed repeats a schedule.
 
-It strikes nothing. Neighbours: strikes.py does, __main__.py asks for rounds.
+It strikes nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tokens of a simulated answer, and a log-prob of each that only one version of the weights gives.
 
 What it is for: whoever reads a run's log can compute every log-prob again from token, place and weights, and so see
-that none was lost, swapped or put under another version. Neighbours: engine.py answers with it, the chaos check asks.
+that none was lost, swapped or put under another version.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from services.generation.staging import PolicyCopy, StagedWeights
+from gspo.generation.engine.staging import PolicyCopy, StagedWeights
 
 # Answers are slices of one long line of tokens: to draw each anew would cost more than the rest of a rollout.
 _LINE = 1 << 16

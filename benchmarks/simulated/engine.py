@@ -2,7 +2,7 @@
 
 A decode step of n requests takes decode_s + n * decode_s_per_request, and gives each of them a token; more requests
 than max_num_seqs wait. Weights change between two steps, and each token has the version that sampled it. Not here: a
-model; log-probs come from answers.py. Neighbours: generation.py serves it, the generation service drives it.
+model; log-probs come from answers.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks.simulated.answers import Answers, key_of, log_probs
 from benchmarks.simulated.settings import Settings
-from services.common.config import Config
-from services.generation.engine_api import (
+from gspo.common.config.schema import Config
+from gspo.generation.engine.api import (
     Completion,
     EngineBrokenError,
     Finish,
@@ -27,7 +27,7 @@ from services.generation.engine_api import (
     Sampling,
     Tokens,
 )
-from services.generation.staging import StagedWeights
+from gspo.generation.engine.staging import StagedWeights
 
 # Of a decode step: what is left of it when a timer rings a little early.
 _ALMOST = 1e-6
@@ -239,7 +239,7 @@ class SimulatedEngine:
 
 
 async def start_simulated(config: Config, folder: Path) -> SimulatedEngine:
-    """As services.generation.start.start_engine, for the life of a generation process."""
+    """As gspo.generation.engine.startup.start_engine, for the life of a generation process."""
     settings = Settings.from_environment()
     await asyncio.sleep(settings.time_scale * settings.start_s)
     facts = json.loads((folder / "config.json").read_text())

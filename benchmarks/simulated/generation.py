@@ -1,14 +1,14 @@
 """The generation service with the simulated engine: `python -m benchmarks.simulated.generation --run-dir DIR`.
 
-Everything but the engine is services.generation. Neighbour: services/generation/__main__.py, which this stands for.
+Everything but the engine is gspo.generation. Neighbour: services/gspo/generation/__main__.py, which this stands for.
 """
 
 from __future__ import annotations
 
 from benchmarks.simulated.engine import start_simulated
-from services.common.runtime import parse_options, run_service
-from services.generation.check import check
-from services.generation.life import live
+from gspo.common.service.app import parse_options, run_service
+from gspo.generation.app import live
+from gspo.generation.check import check
 
 
 def main() -> None:

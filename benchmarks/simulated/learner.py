@@ -1,14 +1,14 @@
 """The learner with a simulated training step: `python -m benchmarks.simulated.learner --run-dir DIR`.
 
-Everything but the trainer is services.learner. Neighbour: services/learner/__main__.py, which this stands for.
+Everything but the trainer is gspo.learner. Neighbour: services/gspo/learner/__main__.py, which this stands for.
 """
 
 from __future__ import annotations
 
-from benchmarks.simulated.maker import SimulatedMaker
-from services.common.runtime import parse_options, run_service
-from services.learner.check import check
-from services.learner.life import live
+from benchmarks.simulated.trainer import SimulatedMaker
+from gspo.common.service.app import parse_options, run_service
+from gspo.learner.app import live
+from gspo.learner.check import check
 
 
 def main() -> None:

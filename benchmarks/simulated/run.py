@@ -1,6 +1,6 @@
 """`gspo run` with simulated engines and training: `python -m benchmarks.simulated.run CONFIG [--resume] [--plain]`.
 
-How long things take is in GSPO_SIMULATION, as settings.py reads it. Neighbours: services/cli/run.py does the rest.
+How long things take is in GSPO_SIMULATION, as settings.py reads it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from services.cli.lineup import Job, service_programs
-from services.cli.processes import Program
-from services.cli.run import run
+from gspo.cli.processes.child import Program
+from gspo.cli.processes.programs import Job, service_programs
+from gspo.cli.run.training import run
 
 SIMULATED = {"generation": "benchmarks.simulated.generation", "learner": "benchmarks.simulated.learner"}
 
@@ -26,7 +26,7 @@ def simulated_programs(job: Job, redis_url: str) -> list[Program]:
 
 def simulated(program: Program) -> Program:
     """A service's program with the module that simulates it, where there is one."""
-    modules = {f"services.{name}": module for name, module in SIMULATED.items()}
+    modules = {f"gspo.{name}": module for name, module in SIMULATED.items()}
     return replace(program, command=tuple(modules.get(word, word) for word in program.command))
 
 

@@ -1,6 +1,6 @@
 """How long simulated things take and how long answers are. It travels in an environment variable, as JSON.
 
-It simulates nothing. Neighbours: engine.py and maker.py read it, run.py writes it.
+It simulates nothing.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The folder holds what a user's run consists of: config.yaml, and what it names by relative paths. One that holds a
 cold_start.py makes its own model and prompts first; so the examples need nothing but this repository.
-Where the run is there already it goes on. Not a service: it runs once and ends. Neighbours: docker-compose.yml and
-deploy/kubernetes start it, services/cli/rundir.py writes the directory.
+Where the run is there already it goes on. Not a service: it runs once and ends.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.cli.checks import check_services
-from services.cli.outcome import RunError
-from services.cli.rundir import Plan, hold, plan_run, prepare
-from services.common.config import Config
-from services.common.configfile import (
+from gspo.cli.processes.checks import check_services
+from gspo.cli.processes.exit_codes import RunError
+from gspo.cli.rundir.plan import Plan, hold, plan_run, prepare
+from gspo.common.config.loading import (
     changed_keys,
     check_resume,
     parse_config,
@@ -31,8 +29,9 @@ from services.common.configfile import (
     read_mapping,
     write_config,
 )
-from services.common.errors import InputError
-from services.common.runtime import CONFIG_NAME, exit_bad_input
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+from gspo.common.service.app import CONFIG_NAME, exit_bad_input
 
 # Name of a link to the run directory, by which every service is told where it is.
 CURRENT = "current"

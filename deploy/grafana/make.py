@@ -1,7 +1,6 @@
 """Writes the dashboards: `python deploy/grafana/make.py`. What is in them is below, a panel a few lines.
 
-Every panel asks a question; its queries are tested against a real Prometheus that scrapes a real run. Neighbours:
-docs/metrics.md says what the metrics mean, provisioning/ has Grafana load the files.
+Every panel asks a question; its queries are tested against a real Prometheus that scrapes a real run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes base/prometheus-rule.yaml: `python deploy/kubernetes/make.py`, after a change of deploy/prometheus/rules.
 
 Kustomize cannot read a file into a resource that is no ConfigMap or Secret; a test compares what is there with what
-this makes. Neighbours: deploy/prometheus has the rules, base/service-monitor.yaml the targets.
+this makes.
 """
 
 from __future__ import annotations

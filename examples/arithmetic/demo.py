@@ -55,7 +55,7 @@ def main(
         raise typer.Exit(done.returncode)
     cold_start_s = time.monotonic() - began
     path = write_config(folder, runs.resolve(), seed, steps)
-    done = subprocess.run([sys.executable, "-m", "services.cli", "run", path], check=False)
+    done = subprocess.run([sys.executable, "-m", "gspo.cli", "run", path], check=False)
     add_phase(runs.resolve(), path, cold_start_s)
     raise typer.Exit(done.returncode)
 

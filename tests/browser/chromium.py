@@ -1,6 +1,6 @@
 """A headless Chromium that loads one page. It keeps nothing.
 
-What it is not: a driver; a page does its work itself. Neighbours: pages.py, and hostile_site.py, which hears of it.
+What it is not: a driver; a page does its work itself.
 """
 
 from __future__ import annotations

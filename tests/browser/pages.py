@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
-from services.common.keys import Keys
-from services.common.members import members
-from services.common.runtime import connect_redis
+from gspo.common.service.app import connect_redis
+from gspo.common.streams.instances import members
+from gspo.common.streams.keys import Keys
+from tests.browser.attacker_site import Site, hostile_site
 from tests.browser.chromium import LOAD_S, browser, text_of
-from tests.browser.hostile_site import Site, hostile_site
-from tests.service_process import make_run, service_process
-from tests.tiny_model import make_tiny_model
+from tests.support.service_process import make_run, service_process
+from tests.support.tiny_model import make_tiny_model
 
 RUN = "looked-at"
 SOURCE = "def reward(completions):\n    return [0.0] * len(completions)\n"

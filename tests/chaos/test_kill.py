@@ -25,10 +25,10 @@ import pytest
 import yaml
 from redis import Redis
 
+from gspo.common.streams.inbox import FIELD
+from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event
-from services.common.keys import Keys
-from services.common.streams import FIELD
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 # Ten groups in batches of four: the last step is a short one, which the learner takes only where it knows of the end.
@@ -67,7 +67,7 @@ class Running:
         """SIGKILL to the process of a service; its children find out by themselves."""
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
-                if f"services.{service}" in child.cmdline():
+                if f"gspo.{service}" in child.cmdline():
                     child.kill()
                     return
         raise AssertionError(f"no process of {service}")
@@ -88,7 +88,7 @@ class Ended:
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("chaos")
-    command = [sys.executable, "-m", "services.cli", "run", str(_write(folder)), "--plain"]
+    command = [sys.executable, "-m", "gspo.cli", "run", str(_write(folder)), "--plain"]
     printed = folder / "printed"
     with printed.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)

@@ -1,7 +1,6 @@
 """The contract: the generated code is that of the sources, and what travels arrives as it was sent.
 
 What it is not: a test of protobuf. It holds what our readers rely on: schema numbers, exact floats, compact arrays.
-Neighbours: proto/gspo_proto, and every reader of a stream.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The REST door against its own description: what schemathesis makes of /openapi.json is answered as it says.
 
-What it is not: a test of what the calls do; tests/integration/reward/test_rest.py is. Bounded to well under a minute.
+What it is not: a test of what the calls do; test_submissions.py is. Bounded to well under a minute.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from services.common.keys import Keys
-from services.common.members import wait_for_member
-from services.common.runtime import connect_redis
-from tests.service_process import make_run, service_process
+from gspo.common.service.app import connect_redis
+from gspo.common.streams.instances import wait_for_member
+from gspo.common.streams.keys import Keys
+from tests.support.service_process import make_run, service_process
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 SOURCE = "def reward(completions):\n    return [0.0] * len(completions)\n"

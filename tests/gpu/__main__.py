@@ -1,7 +1,6 @@
 """`python -m tests.gpu`: run the parts one after another, each as a process of its own, and keep what they gave.
 
 Exit code 0 where every part passed, 1 where one failed, 3 where something was not run: no GPU, or no time left.
-Neighbours: parts.py names the parts and runs one, records.py keeps results and writes docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from services.common.gpus import torch_is_for_cpus, visible_gpus
-from tests.gpu.facts import ROOT, child_environment, missing, run_facts
-from tests.gpu.parts import PARTS, Part
+from gspo.common.host.gpus import torch_is_for_cpus, visible_gpus
+from tests.gpu.catalogue import PARTS, Part
+from tests.gpu.machine_facts import ROOT, child_environment, missing, run_facts
 from tests.gpu.records import PAGE, RECORDS, Record, merge, read_records, write_page
 
 NOT_RUN = 3
@@ -108,7 +107,7 @@ def _run_part(part: Part, given: argparse.Namespace, facts: dict[str, str], limi
     began = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.parts", json.dumps(options), str(answer)],
+            [sys.executable, "-m", "tests.gpu.catalogue", json.dumps(options), str(answer)],
             cwd=ROOT,
             env=child_environment(given.folder),
             stdout=out,

@@ -1,6 +1,6 @@
 """Results of parts: a JSON file of records, and the rows of docs/gpu.md that are made from it.
 
-It runs nothing. Neighbours: `__main__` writes, tests/unit/test_gpu_parts.py compares page and file.
+It runs nothing.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.gpu.facts import ROOT
-from tests.gpu.parts import PARTS
+from tests.gpu.catalogue import PARTS
+from tests.gpu.machine_facts import ROOT
 
 RECORDS, PAGE = ROOT / "docs/gpu.json", ROOT / "docs/gpu.md"
 _BEGIN, _END = "<!-- rows: python -m tests.gpu -->", "<!-- end of rows -->"

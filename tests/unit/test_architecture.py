@@ -1,7 +1,6 @@
 """Which room may import what, and what may stand nowhere: read from the source of every module.
 
 What it is not: a check of behaviour. Each rule is shown to fail on a small source that breaks it.
-Neighbours: ARCHITECTURE.md gives the rules in words.
 """
 
 from __future__ import annotations
@@ -15,24 +14,31 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "services"
 SERVICES = ("coordinator", "generation", "learner", "reward", "tracking")
 # The one file that may import DeepSpeed.
-DEEPSPEED_FILE = "services/learner/trainer.py"
+DEEPSPEED_FILE = "services/gspo/learner/training/trainer.py"
 # A program that the reward service starts where a reward model is asked for; nothing imports it.
-TORCH_PROGRAM = "services/reward/builtins/reward_model.py"
-WITHOUT_TORCH = ("services/common", "services/coordinator", "services/reward", "services/tracking", "services/cli")
+TORCH_PROGRAM = "services/gspo/reward/functions/builtins/reward_model.py"
+WITHOUT_TORCH = (
+    "services/gspo/common",
+    "services/gspo/coordinator",
+    "services/gspo/reward",
+    "services/gspo/tracking",
+    "services/gspo/cli",
+)
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 
 def modules() -> list[str]:
     """Every module of the project, as a path from its root; the generated contract apart."""
-    folders = (ROOT / "gspo_core", ROOT / "services")
+    folders = (ROOT / "gspo_core", SOURCES / "gspo")
     return sorted(str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*.py"))
 
 
 def imports(path: str, source: str) -> set[str]:
     """Full names of everything a module imports, wherever in it the statement stands."""
-    package = path.removesuffix("/__init__.py").removesuffix(".py").split("/")
+    package = path.removeprefix("services/").removesuffix("/__init__.py").removesuffix(".py").split("/")
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -40,8 +46,8 @@ def imports(path: str, source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             start = ".".join(package[: len(package) - node.level]) if node.level else ""
             name = ".".join(part for part in (start, node.module or "") if part)
-            # `from services import learner` imports a package, not a name in one.
-            found |= {f"{name}.{alias.name}" for alias in node.names} if name == "services" else {name}
+            # `from gspo import learner` imports a package, not a name in one.
+            found |= {f"{name}.{alias.name}" for alias in node.names} if name == "gspo" else {name}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
             found |= {part.value for part in node.args[:1] if isinstance(part, ast.Constant)}
     return {name for name in found if name != "__future__"}
@@ -50,21 +56,29 @@ def imports(path: str, source: str) -> set[str]:
 def broken_rules(path: str, source: str) -> list[str]:
     """What a module at `path` does that the house does not allow."""
     imported = imports(path, source)
-    return [*_foreign_rooms(path, imported), *_foreign_engines(path, imported), *_never_allowed(path, source, imported)]
+    return [
+        *_foreign_services(path, imported),
+        *_foreign_engines(path, imported),
+        *_never_allowed(path, source, imported),
+    ]
+
+
+def _is_http_api(path: str) -> bool:
+    return path.endswith("/http_api.py") or "/http_api/" in path
 
 
 def _top(name: str) -> str:
     return name.split(".")[0]
 
 
-def _foreign_rooms(path: str, imported: set[str]) -> Iterator[str]:
-    room = path.split("/")[1] if path.startswith("services/") else ""
+def _foreign_services(path: str, imported: set[str]) -> Iterator[str]:
+    service = path.split("/")[2] if path.startswith("services/gspo/") else ""
     for name in sorted(imported):
-        other = name.split(".")[1] if name.startswith("services.") else ""
+        other = name.split(".")[1] if name.startswith("gspo.") else ""
         if path.startswith("gspo_core/") and _top(name) not in {"torch", "gspo_core", *sys.stdlib_module_names}:
             yield f"gspo_core imports {name}: torch and the standard library only"
-        elif room and other and other not in (room, "common"):
-            yield f"services.{room} imports {name}: another service"
+        elif service and other and other not in (service, "common"):
+            yield f"gspo.{service} imports {name}: another service"
         elif _top(name) in ("tests", "examples", "benchmarks"):
             yield f"imports {name}, which is not part of the product"
 
@@ -73,16 +87,16 @@ def _foreign_engines(path: str, imported: set[str]) -> Iterator[str]:
     tops = {_top(name) for name in imported}
     if path.startswith(WITHOUT_TORCH) and path != TORCH_PROGRAM:
         yield from (f"imports {top}, and runs without torch" for top in sorted(tops & {"torch", "gspo_core"}))
-    if "vllm" in tops and not path.startswith("services/generation/"):
-        yield "imports vllm outside services/generation"
+    if "vllm" in tops and not path.startswith("services/gspo/generation/"):
+        yield "imports vllm outside services/gspo/generation"
     if "deepspeed" in tops and path != DEEPSPEED_FILE:
         yield f"imports deepspeed outside {DEEPSPEED_FILE}"
-    if tops & {"tensorboardX", "wandb"} and not path.startswith("services/tracking/"):
-        yield "imports a tracker's library outside services/tracking"
-    if tops & {"fastapi", "fastapi_offline", "starlette"} and not path.endswith("/door.py") and "/door/" not in path:
-        yield "imports the web framework outside a door"
-    text_rooms = ("services/common", "services/cli", "services/reward")
-    if "transformers" in tops and path.startswith(text_rooms) and path != TORCH_PROGRAM:
+    if tops & {"tensorboardX", "wandb"} and not path.startswith("services/gspo/tracking/"):
+        yield "imports a tracker's library outside services/gspo/tracking"
+    if tops & {"fastapi", "fastapi_offline", "starlette"} and not _is_http_api(path):
+        yield "imports the web framework outside an HTTP API"
+    without_tokenizer = ("services/gspo/common", "services/gspo/cli", "services/gspo/reward")
+    if "transformers" in tops and path.startswith(without_tokenizer) and path != TORCH_PROGRAM:
         yield "imports transformers where no text is tokenised"
 
 
@@ -124,9 +138,9 @@ def test_a_module_keeps_the_rules(path: str) -> None:
     assert broken_rules(path, (ROOT / path).read_text()) == []
 
 
-def test_every_room_is_looked_at() -> None:
-    rooms = {path.split("/")[1] for path in modules() if path.startswith("services/") and path.count("/") > 1}
-    assert rooms == {"cli", "common", *SERVICES}
+def test_every_service_is_checked() -> None:
+    services = {path.split("/")[2] for path in modules() if path.startswith("services/gspo/") and path.count("/") > 2}
+    assert services == {"cli", "common", *SERVICES}
 
 
 def test_exactly_one_file_imports_deepspeed() -> None:
@@ -138,33 +152,45 @@ def test_exactly_one_file_imports_deepspeed() -> None:
     ("path", "source", "said"),
     [
         ("gspo_core/loss.py", "import numpy", "gspo_core imports numpy"),
-        ("gspo_core/loss.py", "from services.common.config import Config", "gspo_core imports services.common.config"),
-        ("services/common/keys.py", "import torch.nn", "imports torch, and runs without torch"),
-        ("services/common/keys.py", "from services.learner.rows import Row", "another service"),
-        ("services/reward/worker.py", "from services.learner import rows", "another service"),
-        ("services/reward/worker.py", "from services import learner", "another service"),
-        ("services/reward/worker.py", "from ..learner.rows import Row", "another service"),
-        ("services/learner/loop.py", "def f():\n    import services.generation.engine", "another service"),
-        ("services/learner/loop.py", "importlib.import_module('services.reward.scorer')", "another service"),
-        ("services/cli/run.py", "from services.coordinator.slots import Slots", "another service"),
-        ("services/cli/run.py", "from gspo_core.loss import policy_loss", "imports gspo_core"),
-        ("services/coordinator/loop.py", "import torch", "imports torch"),
-        ("services/reward/scorer.py", "from gspo_core import loss", "imports gspo_core"),
-        ("services/learner/weights.py", "from vllm import LLM", "imports vllm outside"),
-        ("services/learner/loop.py", "import deepspeed", "imports deepspeed outside"),
-        ("services/learner/trackers.py", "import wandb", "outside services/tracking"),
-        ("services/tracking/follower.py", "import torch", "imports torch"),
-        ("services/coordinator/loop.py", "from fastapi import FastAPI", "outside a door"),
-        ("services/reward/scorer.py", "from fastapi_offline import FastAPIOffline", "outside a door"),
-        ("services/reward/scorer.py", "from transformers import AutoTokenizer", "imports transformers"),
-        ("services/common/streams.py", "import pickle", "never pickle"),
-        ("services/learner/rows.py", "from cloudpickle import dumps", "never pickle"),
-        ("services/learner/trainer.py", "torch.load(path)", "unpickles"),
-        ("services/learner/trainer.py", "torch.load(path, weights_only=False)", "unpickles"),
-        ("services/common/streams.py", "redis.xadd(stream, fields, maxlen=10)", "trims a stream"),
-        ("services/common/streams.py", "redis.xtrim(keys.events, 10)", "trims a stream"),
-        ("services/common/streams.py", "SCRIPT = \"redis.call('XADD', KEYS[1], 'MAXLEN', 9)\"", "trims a stream"),
-        ("services/learner/loop.py", "from tests.tiny_model import make_tiny_model", "not part of the product"),
+        (
+            "gspo_core/loss.py",
+            "from gspo.common.config.schema import Config",
+            "gspo_core imports gspo.common.config.schema",
+        ),
+        ("services/gspo/common/streams/keys.py", "import torch.nn", "imports torch, and runs without torch"),
+        ("services/gspo/common/streams/keys.py", "from gspo.learner.assembly.rows import Row", "another service"),
+        ("services/gspo/reward/scoring/consumer.py", "from gspo.learner import rows", "another service"),
+        ("services/gspo/reward/scoring/consumer.py", "from gspo import learner", "another service"),
+        ("services/gspo/reward/scoring/consumer.py", "from ...learner.rows import Row", "another service"),
+        ("services/gspo/learner/loop.py", "def f():\n    import gspo.generation.engine.vllm_engine", "another service"),
+        ("services/gspo/learner/loop.py", "importlib.import_module('gspo.reward.scoring.scorer')", "another service"),
+        ("services/gspo/cli/run/training.py", "from gspo.coordinator.groups.slots import Slots", "another service"),
+        ("services/gspo/cli/run/training.py", "from gspo_core.loss import policy_loss", "imports gspo_core"),
+        ("services/gspo/coordinator/loop.py", "import torch", "imports torch"),
+        ("services/gspo/reward/scoring/scorer.py", "from gspo_core import loss", "imports gspo_core"),
+        ("services/gspo/learner/push/policy_weights.py", "from vllm import LLM", "imports vllm outside"),
+        ("services/gspo/learner/loop.py", "import deepspeed", "imports deepspeed outside"),
+        ("services/gspo/learner/telemetry/trackers.py", "import wandb", "outside services/gspo/tracking"),
+        ("services/gspo/tracking/follower.py", "import torch", "imports torch"),
+        ("services/gspo/coordinator/loop.py", "from fastapi import FastAPI", "outside an HTTP API"),
+        ("services/gspo/reward/scoring/scorer.py", "from fastapi_offline import FastAPIOffline", "outside an HTTP API"),
+        ("services/gspo/reward/scoring/scorer.py", "from transformers import AutoTokenizer", "imports transformers"),
+        ("services/gspo/common/streams/inbox.py", "import pickle", "never pickle"),
+        ("services/gspo/learner/assembly/rows.py", "from cloudpickle import dumps", "never pickle"),
+        ("services/gspo/learner/training/trainer.py", "torch.load(path)", "unpickles"),
+        ("services/gspo/learner/training/trainer.py", "torch.load(path, weights_only=False)", "unpickles"),
+        ("services/gspo/common/streams/inbox.py", "redis.xadd(stream, fields, maxlen=10)", "trims a stream"),
+        ("services/gspo/common/streams/inbox.py", "redis.xtrim(keys.events, 10)", "trims a stream"),
+        (
+            "services/gspo/common/streams/inbox.py",
+            "SCRIPT = \"redis.call('XADD', KEYS[1], 'MAXLEN', 9)\"",
+            "trims a stream",
+        ),
+        (
+            "services/gspo/learner/loop.py",
+            "from tests.support.tiny_model import make_tiny_model",
+            "not part of the product",
+        ),
     ],
 )
 def test_a_rule_fails_when_it_is_broken(path: str, source: str, said: str) -> None:
@@ -177,14 +203,14 @@ def test_a_rule_fails_when_it_is_broken(path: str, source: str, said: str) -> No
     ("path", "source"),
     [
         ("gspo_core/loss.py", "import math\nimport torch\nfrom gspo_core.kl import kl_divergence"),
-        ("services/learner/loop.py", "from gspo_core.loss import policy_loss\nfrom services.common import metrics"),
-        ("services/coordinator/door.py", "from fastapi import FastAPI"),
-        ("services/reward/door/app.py", "from fastapi import FastAPI"),
+        ("services/gspo/learner/loop.py", "from gspo_core.loss import policy_loss\nfrom gspo.common import metrics"),
+        ("services/gspo/coordinator/http_api.py", "from fastapi import FastAPI"),
+        ("services/gspo/reward/http_api/application.py", "from fastapi import FastAPI"),
         (TORCH_PROGRAM, "import torch\nfrom transformers import AutoTokenizer"),
-        ("services/common/events.py", "redis.xadd(self._keys.events, fields, maxlen=10)"),
-        ("services/common/streams.py", '"""Never with MAXLEN."""'),
-        ("services/learner/trainer.py", "torch.load(path, weights_only=True)"),
-        ("services/cli/watch.py", "from collections import deque\nlast = deque(maxlen=3)"),
+        ("services/gspo/common/streams/events.py", "redis.xadd(self._keys.events, fields, maxlen=10)"),
+        ("services/gspo/common/streams/inbox.py", '"""Never with MAXLEN."""'),
+        ("services/gspo/learner/training/trainer.py", "torch.load(path, weights_only=True)"),
+        ("services/gspo/cli/monitor/watcher.py", "from collections import deque\nlast = deque(maxlen=3)"),
     ],
 )
 def test_what_is_allowed_passes(path: str, source: str) -> None:
@@ -197,24 +223,24 @@ for name in ("torch", "vllm", "deepspeed", "gspo_core"):
     sys.modules[name] = None  # an import of it, or of anything in it, raises ModuleNotFoundError
 for package in sys.argv[1:]:
     found = importlib.import_module(package)
-    for module in pkgutil.iter_modules(found.__path__, package + "."):
-        if not module.name.endswith("__main__"):
+    for module in pkgutil.walk_packages(found.__path__, package + "."):
+        if not module.name.endswith("__main__") and "builtins" not in module.name and ".inside" not in module.name:
             importlib.import_module(module.name)
 """
 
 
 def _import_all(*packages: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", _IMPORT_ALL, *packages]
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "PATH": "/usr/bin:/bin"}
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}:{SOURCES}", "PATH": "/usr/bin:/bin"}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_common_coordinator_reward_and_cli_import_without_torch() -> None:
-    done = _import_all("services.common", "services.coordinator", "services.reward", "services.cli")
+    done = _import_all("gspo.common", "gspo.coordinator", "gspo.reward", "gspo.cli")
     assert done.returncode == 0, done.stderr
 
 
 def test_the_block_on_torch_blocks() -> None:
-    done = _import_all("services.learner")
+    done = _import_all("gspo.learner")
     assert done.returncode != 0
     assert "ModuleNotFoundError" in done.stderr

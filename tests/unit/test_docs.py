@@ -1,6 +1,6 @@
 """The documents against the code: what they name exists, and what is made from the code is fresh.
 
-What it is not: a judge of the prose. Neighbours: README.md, ARCHITECTURE.md, docs.
+What it is not: a judge of the prose.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from services.cli.commands import app
-from services.cli.keys_table import markdown
-from services.common.algorithm import PRESETS, AlgorithmConfig, fitting_clip
-from services.common.config import Config
-from services.common.config_keys import explain
-from services.common.configfile import parse_config
-from services.learner.rows import SCHEMA
-from services.reward.builtins.math_equivalence import compute_score
+from gspo.cli.commands import app
+from gspo.cli.keys_table import markdown
+from gspo.common.config.algorithm import PRESETS, AlgorithmConfig, fitting_clip
+from gspo.common.config.loading import parse_config
+from gspo.common.config.reference import explain
+from gspo.common.config.schema import Config
+from gspo.learner.assembly.rows import SCHEMA
+from gspo.reward.functions.builtins.math_equivalence import compute_score
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
@@ -69,7 +69,7 @@ def test_files_and_tests_that_are_named_exist(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.name))
 def test_keys_that_are_named_exist(document: Path) -> None:
     known = {key.name for key in explain()}
-    packages = {f"services.{path.name}" for path in (ROOT / "services").iterdir() if path.is_dir()}
+    packages = {f"gspo.{path.name}" for path in (ROOT / "services/gspo").iterdir() if path.is_dir()}
     files = {"environment.json"}
     others = {"migration.md": quoted_in_columns_of_others(document)}.get(document.name, set())
     for name in quoted(document) - packages - files - others:
@@ -131,8 +131,8 @@ def test_the_readme_names_targets_of_the_makefile() -> None:
 
 def test_the_readme_lists_every_folder_of_the_tree() -> None:
     text = (ROOT / "README.md").read_text()
-    for package in (ROOT / "services").glob("*/__init__.py"):
-        assert f"| `services/{package.parent.name}/` |" in text
+    for package in (ROOT / "services/gspo").glob("*/__init__.py"):
+        assert f"| `services/gspo/{package.parent.name}/` |" in text
 
 
 def test_the_architecture_names_every_stream_and_hash() -> None:

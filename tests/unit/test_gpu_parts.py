@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import __main__ as command
-from tests.gpu import facts
-from tests.gpu.parts import PARTS, Part
+from tests.gpu import machine_facts
+from tests.gpu.catalogue import PARTS, Part
 from tests.gpu.records import PAGE, RECORDS, Record, merge, read_records, rows, write_page
 
 RECORD = Record("push", True, "", 61.2, {"stall_s": 0.31}, "2026-12-01", "H200", "580", "torch 2.11.0")
@@ -80,12 +80,12 @@ def test_a_part_that_hangs_is_ended_and_one_that_passed_is_not_run_again(
 
 
 def test_vllm_finds_our_plugin_without_an_installation(tmp_path: Path) -> None:
-    (found,) = distributions(path=[str(facts._announce_plugin(tmp_path))])
+    (found,) = distributions(path=[str(machine_facts._announce_plugin(tmp_path))])
     (point,) = found.entry_points
     assert (point.group, point.name, point.value) == (
         "vllm.general_plugins",
         "gspo",
-        "services.generation.weights:register",
+        "gspo.generation.engine.weights:register",
     )
 
 

@@ -14,15 +14,15 @@ TABLES = {"pandas", "pyarrow", "matplotlib"}
 FACES = {"grpc", "fastapi", "uvicorn"}
 
 BUDGETS = {
-    "services.cli.__main__": ENGINES | TABLES | FACES | {"numpy"},
-    "services.cli.run": ENGINES | TABLES | FACES | {"numpy"},
-    "services.cli.guard": ENGINES | TABLES | FACES | {"numpy", "pydantic", "redis"},
-    "services.coordinator.__main__": ENGINES | TABLES | FACES | {"numpy"},
-    "services.coordinator.life": ENGINES | TABLES,
-    "services.reward.__main__": ENGINES | TABLES | {"numpy"},
-    "services.generation.__main__": ENGINES | TABLES | FACES | {"numpy"},
-    "services.learner.__main__": ENGINES | TABLES | FACES | {"numpy"},
-    "services.tracking.__main__": ENGINES | TABLES | FACES | {"numpy"},
+    "gspo.cli.__main__": ENGINES | TABLES | FACES | {"numpy"},
+    "gspo.cli.run.training": ENGINES | TABLES | FACES | {"numpy"},
+    "gspo.cli.processes.guard": ENGINES | TABLES | FACES | {"numpy", "pydantic", "redis"},
+    "gspo.coordinator.__main__": ENGINES | TABLES | FACES | {"numpy"},
+    "gspo.coordinator.app": ENGINES | TABLES,
+    "gspo.reward.__main__": ENGINES | TABLES | {"numpy"},
+    "gspo.generation.__main__": ENGINES | TABLES | FACES | {"numpy"},
+    "gspo.learner.__main__": ENGINES | TABLES | FACES | {"numpy"},
+    "gspo.tracking.__main__": ENGINES | TABLES | FACES | {"numpy"},
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.promises.promise import ROOT, Promise, read_promises
+from tests.promises.catalogue import ROOT, Promise, read_promises
 
 PROMISES = read_promises()
 

@@ -15,14 +15,14 @@ import subprocess
 import sys
 from typing import Any
 
+from gspo.common.errors import InputError
+from gspo.common.network.http_guard import Receive, Scope, Send
+from gspo.common.network.http_server import HttpServer
+from gspo.common.service.app import Options, Service, await_start, parse_options, run_service
+from gspo.common.service.health import Probes
+from gspo.common.streams.events import Events
+from gspo.common.streams.instances import Member, Registration
 from gspo_proto.rollout_pb2 import Event, Finished, StepDone, TrainingDone, VersionLive
-from services.common.errors import InputError
-from services.common.events import Events
-from services.common.http_guard import Receive, Scope, Send
-from services.common.http_server import HttpServer
-from services.common.members import Member, Registration
-from services.common.probes import Probes
-from services.common.runtime import Options, Service, await_start, parse_options, run_service
 
 STEP_S = 0.05
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,10 +29,10 @@ def test_the_example_can_be_measured(tmp_path: Path, short_folder: Path) -> None
     model = make_tiny_model(tmp_path / "model")
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto"), str(ROOT / "services")]),
         "TMPDIR": str(short_folder),
     }
-    gspo = (sys.executable, "-m", "services.cli")
+    gspo = (sys.executable, "-m", "gspo.cli")
     example, out = tmp_path / "example", tmp_path / "out.json"
     subprocess.run([*gspo, "init", str(example), "--model", str(model)], env=environment, check=True)
 

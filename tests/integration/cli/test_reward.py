@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from services.common.config import Config
-from services.common.configfile import parse_config, write_config
-from services.common.errors import InputError
-from services.reward.check import check
-from tests.service_process import make_run, wait_exit
+from gspo.common.config.loading import parse_config, write_config
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+from gspo.reward.check import check
+from tests.support.service_process import make_run, wait_exit
 
 SOURCE = """def reward(completions, answer):
     print('scored')
@@ -33,7 +33,7 @@ START_S = 60.0
 def gspo(*words: object, url: str, code: int = 0) -> str:
     """What a command prints, or says on standard error where it fails."""
     environment = {**os.environ, "GSPO_REWARD_URL": url, "COLUMNS": "200"}
-    command = [sys.executable, "-m", "services.cli", "reward", *map(str, words)]
+    command = [sys.executable, "-m", "gspo.cli", "reward", *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stderr if code else done.stdout
@@ -62,7 +62,7 @@ def test_a_function_is_submitted_without_a_run_and_found_by_the_next(tmp_path: P
     file, said = tmp_path / "config.yaml", tmp_path / "said"
     write_config(config, file)
     with said.open("wb") as out:
-        command = [sys.executable, "-m", "services.cli", "reward", "serve", str(file)]
+        command = [sys.executable, "-m", "gspo.cli", "reward", "serve", str(file)]
         process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "COLUMNS": "200"})
     try:
         _use(tmp_path, until_said(said, r"reward functions at (\S+),"))

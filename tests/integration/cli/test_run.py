@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.gpu_machine import gpu_machine
+from tests.support.gpu_machine import gpu_machine
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -43,7 +43,9 @@ class Gspo:
     def start(self, *words: str, fake: str, services: str = "coordinator learner") -> subprocess.Popen[str]:
         """Start `gspo run WORDS` in a session of its own."""
         given = {**os.environ, **self.environment}
-        path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "proto"), given.get("PYTHONPATH")]))
+        path = os.pathsep.join(
+            filter(None, [str(ROOT), str(ROOT / "proto"), str(ROOT / "services"), given.get("PYTHONPATH")])
+        )
         process = subprocess.Popen(
             [sys.executable, str(HERE / "gspo_with_fakes.py"), "run", *words],
             cwd=self.folder,
@@ -247,8 +249,12 @@ def test_a_running_run_is_shown_and_not_shared(gspo: Gspo) -> None:
     code, output = gspo.run("--resume", str(gspo.run_dir), fake="")
     assert (code, f"is in use by another gspo (process {process.pid})" in output) == (2, True), output
 
-    command = [sys.executable, "-m", "services.cli", "status", str(gspo.run_dir)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "gspo.cli", "status", str(gspo.run_dir)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto"), str(ROOT / "services")]),
+        "COLUMNS": "200",
+    }
     status = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     for name in ("coordinator-0", "learner-0"):
         assert re.search(rf"{name} .* waiting for rewards of 3 groups .* 127\.0\.0\.1:\d+", status.stdout), (

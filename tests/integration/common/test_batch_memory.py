@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from gspo_proto.rollout_pb2 import Prompt, RewardUse, Rollout, Score, Scored, ScoredRollout, ScorePart
-from services.common.batch_memory import (
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+from gspo.common.model.batch_memory import (
     ANSWER,
     LEARNER_ROLLOUT,
     LEARNER_TOKEN,
@@ -26,15 +27,14 @@ from services.common.batch_memory import (
     learner_bytes,
     redis_bytes,
 )
-from services.common.config import Config
-from services.common.entries import SCHEMA
-from services.common.errors import InputError
-from services.common.keys import Keys, rollout_id
-from services.common.streams import DONE, FIELD, Delivery
-from services.coordinator.slots import OpenGroup, Slots
-from services.coordinator.tally import Answer, Tally
-from services.coordinator.tasks import training_task
-from services.learner.groups import Group
+from gspo.common.streams.entries import SCHEMA
+from gspo.common.streams.inbox import DONE, FIELD, Delivery
+from gspo.common.streams.keys import Keys, rollout_id
+from gspo.coordinator.evaluation.results import Answer, Tally
+from gspo.coordinator.groups.slots import OpenGroup, Slots
+from gspo.coordinator.groups.tasks import training_task
+from gspo.learner.assembly.groups import Group
+from gspo_proto.rollout_pb2 import Prompt, RewardUse, Rollout, Score, Scored, ScoredRollout, ScorePart
 
 NUM, SIZE, LONG = 2000, 8, 500
 # A constant is the least that was met: real entries take at least as much, and not several times as much.

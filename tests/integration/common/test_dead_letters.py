@@ -13,14 +13,14 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from typer.testing import CliRunner
 
+from gspo.cli.__main__ import app
+from gspo.cli.dead_letter_store import drop, letters, retry
+from gspo.common.errors import InputError
+from gspo.common.streams.events import FROM_START, Events
+from gspo.common.streams.inbox import Inbox, append, create_consumer_groups
+from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event, Finished, GroupTask, Prompt, Rollout, Scored, ScoredRollout
-from services.cli.__main__ import app
-from services.common.dead_letters import drop, letters, retry
-from services.common.errors import InputError
-from services.common.events import FROM_START, Events
-from services.common.keys import Keys
-from services.common.streams import Inbox, append, create_consumer_groups
-from tests.service_process import make_run
+from tests.support.service_process import make_run
 
 function_loop = pytest.mark.asyncio(loop_scope="function")
 TASK = GroupTask(schema=1, group=7, num_rollouts=2, prompt=Prompt(token_ids=[1]))

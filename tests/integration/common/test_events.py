@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
+from gspo.cli.dead_letter_store import letters
+from gspo.common.streams.events import FROM_START, Events
+from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event, Finished, StopRequested
-from services.common.dead_letters import letters
-from services.common.events import FROM_START, Events
-from services.common.keys import Keys
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 

@@ -8,9 +8,9 @@ import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
+from gspo.common.streams.inbox import DONE, Delivery, Inbox, Output, Saved, append
+from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import GroupTask, Prompt
-from services.common.keys import Keys
-from services.common.streams import DONE, Delivery, Inbox, Output, Saved, append
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 LEASE_S = 0.05

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 )
 from redis.asyncio import Redis
 
+from gspo.common.streams.inbox import Delivery, Inbox, Output, append, create_consumer_groups
+from gspo.common.streams.keys import GENERATION, Keys
 from gspo_proto.rollout_pb2 import GroupTask, Prompt
-from services.common.keys import GENERATION, Keys
-from services.common.streams import Delivery, Inbox, Output, append, create_consumer_groups
 
 WORKERS = ("a", "b", "c")
 LEASE_S, EXPIRED_MS = 60.0, 120_000

@@ -17,10 +17,10 @@ import pytest_asyncio
 import yaml
 from redis.asyncio import Redis
 
-from services.common.keys import Keys
-from services.common.members import members
+from gspo.common.streams.instances import members
+from gspo.common.streams.keys import Keys
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
-from tests.tiny_model import make_tokenizer
+from tests.support.tiny_model import make_tokenizer
 
 ROOT = Path(__file__).parents[3]
 # What an interpreter without torch looks like: the module is not found, everything else is.
@@ -51,7 +51,9 @@ def no_torch_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Environment of a Python that has no torch."""
     folder = tmp_path_factory.mktemp("no_torch")
     (folder / "sitecustomize.py").write_text(NO_TORCH)
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), str(ROOT / "proto")])}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), str(ROOT / "proto"), str(ROOT / "services")])
+    }
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ class Coordinator:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, run_dir: Path, *options: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "services.coordinator", "--run-dir", str(run_dir)]
+        command = [sys.executable, "-m", "gspo.coordinator", "--run-dir", str(run_dir)]
         command += ["--redis-url", self._redis_url, *options]
         with (run_dir / "coordinator.log").open("ab") as out:
             self.process = subprocess.Popen(command, cwd=ROOT, env=self._env, stdout=out, stderr=out)

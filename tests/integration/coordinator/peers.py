@@ -13,6 +13,12 @@ from collections.abc import Iterable
 import grpc
 from redis.asyncio import Redis
 
+from gspo.common.network.grpc_server import GrpcServer
+from gspo.common.streams.events import Events
+from gspo.common.streams.inbox import Inbox, Output, new_consumer
+from gspo.common.streams.instances import Member, Registration
+from gspo.common.streams.keys import Keys, rollout_id
+from gspo.common.telemetry.activity import Activity
 from gspo_proto.learner_pb2 import GroupRange, ProgressReply, ProgressRequest
 from gspo_proto.learner_pb2_grpc import LearnerServicer, add_LearnerServicer_to_server
 from gspo_proto.rollout_pb2 import (
@@ -30,12 +36,6 @@ from gspo_proto.rollout_pb2 import (
     TrainingDone,
     VersionLive,
 )
-from services.common.activity import Activity
-from services.common.events import Events
-from services.common.keys import Keys, rollout_id
-from services.common.members import Member, Registration
-from services.common.rpc import GrpcServer
-from services.common.streams import Inbox, Output, new_consumer
 
 
 class _Face(LearnerServicer):

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config import ModelConfig
-from services.common.errors import InputError
-from services.coordinator.tokenizer import load_tokenizer
+from gspo.common.config.schema import ModelConfig
+from gspo.common.errors import InputError
+from gspo.coordinator.data.tokenizer import load_tokenizer
 from tests.integration.coordinator.conftest import ROOT
 
 Configure = Callable[..., Path]
 
 
 def check(run_dir: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.coordinator", "--check", str(run_dir / "config.yaml")]
+    command = [sys.executable, "-m", "gspo.coordinator", "--check", str(run_dir / "config.yaml")]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -72,12 +72,12 @@ def test_a_default_tokenizer_without_a_vocabulary_is_none(tmp_path: Path) -> Non
 
 def test_the_tokenizer_loads_without_importing_a_torch_that_is_there(model_folder: Path) -> None:
     code = (
-        "import sys; from services.common.config import ModelConfig;"
-        "from services.coordinator.tokenizer import load_tokenizer;"
+        "import sys; from gspo.common.config.schema import ModelConfig;"
+        "from gspo.coordinator.data.tokenizer import load_tokenizer;"
         f"tokenizer = load_tokenizer(ModelConfig(path={str(model_folder)!r}));"
         "print(len(tokenizer('1+2=')['input_ids']), 'torch' in sys.modules)"
     )
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "PATH": "/usr/bin:/bin"}
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}:{ROOT / 'services'}", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
     )

@@ -1,6 +1,6 @@
 """What the coordinator's metrics say of Redis: of a learner that is not there, of work that nobody has taken.
 
-What it is not: the rules that alert by them (tests/prometheus). Neighbours: test_issue.py.
+What it is not: the rules that alert by them (tests/prometheus).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
-from services.common.keys import Keys
-from services.common.members import members
-from services.common.streams import append
-from services.coordinator import redis_figures
+from gspo.common.streams.inbox import append
+from gspo.common.streams.instances import members
+from gspo.common.streams.keys import Keys
+from gspo.coordinator.redis_state import gauges
 from tests.integration.coordinator.conftest import Coordinator, Until, door_of
 from tests.integration.coordinator.peers import GeneratorPeer
 
@@ -64,7 +64,7 @@ async def test_what_is_under_work_is_not_untaken(redis: Redis, keys: Keys) -> No
     for _ in range(NUM_ENTRIES):
         await append(redis, keys.prompts, [b"x"])
     await redis.xreadgroup("generation", "g", {keys.prompts: ">"}, count=NUM_TAKEN)
-    await redis_figures.show(redis, keys)
+    await gauges.show(redis, keys)
     assert shown("gspo_stream_entries", "prompts") == NUM_ENTRIES
     assert shown("gspo_stream_untaken", "prompts") == NUM_ENTRIES - NUM_TAKEN
     assert shown("gspo_stream_untaken", "scored") == 0
@@ -72,8 +72,8 @@ async def test_what_is_under_work_is_not_untaken(redis: Redis, keys: Keys) -> No
 
 async def test_a_redis_that_was_wiped_in_between_ends_nothing(redis: Redis, keys: Keys) -> None:
     await append(redis, keys.rollouts, [b"x"])
-    await redis_figures.show(redis, keys)
+    await gauges.show(redis, keys)
     assert shown("gspo_stream_untaken", "rollouts") == 1
     await redis.flushall()
-    await redis_figures.show(redis, keys)
+    await gauges.show(redis, keys)
     assert shown("gspo_stream_untaken", "rollouts") == 0

@@ -11,18 +11,18 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from gspo.common.config.loading import read_config
+from gspo.common.service.traces import Traces
+from gspo.common.streams.inbox import FIELD, Inbox, Output, Saved, create_consumer_groups
+from gspo.common.streams.instances import members
+from gspo.common.streams.keys import BY_A_USER, Keys, rollout_id
+from gspo.coordinator.data.prompts import training_prompts
+from gspo.coordinator.data.tokenizer import load_tokenizer
+from gspo.coordinator.groups.order import PromptOrder
+from gspo.coordinator.groups.slots import Slots
+from gspo.coordinator.groups.spans import GroupTraces
+from gspo.coordinator.groups.task_writer import MOST_AT_ONCE, Issuer
 from gspo_proto.rollout_pb2 import GroupTask, RolloutState, Scored
-from services.common.configfile import read_config
-from services.common.keys import BY_A_USER, Keys, rollout_id
-from services.common.members import members
-from services.common.streams import FIELD, Inbox, Output, Saved, create_consumer_groups
-from services.common.traces import Traces
-from services.coordinator.group_traces import GroupTraces
-from services.coordinator.issuer import MOST_AT_ONCE, Issuer
-from services.coordinator.order import PromptOrder
-from services.coordinator.prompts import training_prompts
-from services.coordinator.slots import Slots
-from services.coordinator.tokenizer import load_tokenizer
 from tests.integration.coordinator.conftest import Coordinator, Until, door_of
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 

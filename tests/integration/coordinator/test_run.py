@@ -11,11 +11,11 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from gspo.common.streams.events import FROM_START, Events
+from gspo.common.streams.inbox import append
+from gspo.common.streams.instances import members
+from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event, Finished, Rollout, Score, Scored, ScoredRollout, ScoringFails
-from services.common.events import FROM_START, Events
-from services.common.keys import Keys
-from services.common.members import members
-from services.common.streams import append
 from tests.integration.coordinator.conftest import Coordinator, Until, door_of
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 

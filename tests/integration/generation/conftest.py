@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.generation.engine import Engine, engine_arguments
-from services.generation.staging import StagedWeights
-from tests.tiny_model import make_tiny_model
+from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.vllm_engine import Engine, engine_arguments
+from tests.support.tiny_model import make_tiny_model
 
 
 @dataclass(frozen=True)

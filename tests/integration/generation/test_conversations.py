@@ -20,16 +20,16 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from gspo.common.config.schema import GenerationConfig
+from gspo.common.streams.keys import rollout_id
+from gspo.generation.engine.vllm_engine import Engine, engine_arguments
+from gspo.generation.rollout.driver import Rollouts
+from gspo.generation.rollout.environment_client import Environments
+from gspo.generation.rollout.episodes import Episodes
 from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.rollout_pb2 import OUTCOME_ENVIRONMENT_DONE, GroupTask, Play, Prompt, Rollout, Sampling
-from services.common.config import GenerationConfig
-from services.common.keys import rollout_id
-from services.generation.engine import Engine, engine_arguments
-from services.generation.environments import Environments
-from services.generation.episodes import Episodes
-from services.generation.rollouts import Rollouts
-from tests.chat_templates import THOUGHT, TOKENIZERS
-from tests.tiny_model import make_tiny_model
+from tests.support.chat_templates import THOUGHT, TOKENIZERS
+from tests.support.tiny_model import make_tiny_model
 
 VERSION, TURN_TOKENS = 5, 40
 PROMPT = [{"role": "user", "content": "Guess"}]

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from services.common.weights_changes import pack_changes
-from services.common.weights_digest import policy_digest
-from services.generation.engine import Engine, engine_arguments
-from services.generation.engine_api import Completion, LoadFailedError, OnUpdate, Sampling
-from services.generation.staging import StagedWeights
+from gspo.common.weights.changes import pack_changes
+from gspo.common.weights.digest import policy_digest
+from gspo.generation.engine.api import Completion, LoadFailedError, OnUpdate, Sampling
+from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.integration.generation.conftest import Generator
-from tests.tiny_model import make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 
 TEMPERATURE = 0.7
 EOS = 2

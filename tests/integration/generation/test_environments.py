@@ -11,13 +11,13 @@ import grpc
 import pytest
 from redis.asyncio import Redis
 
+from gspo.common.network.grpc_server import GrpcServer
+from gspo.common.streams.instances import Member, Registration
+from gspo.common.streams.keys import Keys
+from gspo.common.telemetry.activity import Activity
+from gspo.generation.rollout.environment_client import Environments
 from gspo_proto import reward_pb2_grpc
 from gspo_proto.reward_pb2 import EnvironmentReply, StepRequest
-from services.common.activity import Activity
-from services.common.keys import Keys
-from services.common.members import Member, Registration
-from services.common.rpc import GrpcServer
-from services.generation.environments import Environments
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 REQUEST = StepRequest(environment="game", state_json="1", action="a")

@@ -18,17 +18,17 @@ from redis.asyncio import Redis
 from benchmarks.simulated.answers import key_of, log_probs
 from benchmarks.simulated.engine import SimulatedEngine
 from benchmarks.simulated.settings import Settings
+from gspo.common.config.schema import Config
+from gspo.common.service.app import Service
+from gspo.common.streams.inbox import append
+from gspo.common.streams.keys import Keys
+from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.rollout.driver import Rollouts
+from gspo.generation.worker import Worker
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout, RolloutState, Sampling
-from services.common.config import Config
-from services.common.keys import Keys
-from services.common.runtime import Service
-from services.common.streams import append
-from services.generation.rollouts import Rollouts
-from services.generation.staging import StagedWeights
-from services.generation.worker import Worker
-from tests.integration.push_peers import SHAPES, policy, service_of
-from tests.service_process import make_run
-from tests.tiny_model import make_tokenizer
+from tests.support.push_peers import SHAPES, policy, service_of
+from tests.support.service_process import make_run
+from tests.support.tiny_model import make_tokenizer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 LENGTH, SAVE_TOKENS, PROMPT = 120, 32, [1, 4, 50, 5]

@@ -20,6 +20,16 @@ import torch
 from redis.asyncio import Redis
 from transformers import AutoModelForCausalLM
 
+from gspo.common.config.schema import Config
+from gspo.common.network.grpc_server import open_channel
+from gspo.common.service.app import connect_redis
+from gspo.common.streams.events import Events
+from gspo.common.streams.inbox import DONE, append, create_consumer_groups
+from gspo.common.streams.instances import Member, members, wait_for_member
+from gspo.common.streams.keys import Keys
+from gspo.learner.push.policy_weights import Policy, policy_from
+from gspo.learner.push.transfer import deliver
+from gspo.learner.push.weight_frames import Frames
 from gspo_proto.generation_pb2 import (
     DescribeRequest,
     GenerateRequest,
@@ -38,19 +48,9 @@ from gspo_proto.rollout_pb2 import (
     RolloutState,
     Sampling,
 )
-from services.common.config import Config
-from services.common.events import Events
-from services.common.keys import Keys
-from services.common.members import Member, members, wait_for_member
-from services.common.rpc import open_channel
-from services.common.runtime import connect_redis
-from services.common.streams import DONE, append, create_consumer_groups
-from services.learner.delivery import deliver
-from services.learner.frames import Frames
-from services.learner.weights import Policy, policy_from
 from tests.integration.generation.test_engine import Reference
-from tests.service_process import assert_on_loopback_alone, make_run, registered, service_process, wait_exit
-from tests.tiny_model import make_tiny_model
+from tests.support.service_process import assert_on_loopback_alone, make_run, registered, service_process, wait_exit
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(400)
 

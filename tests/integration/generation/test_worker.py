@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from gspo.common.streams.inbox import append
+from gspo.common.streams.keys import Keys
+from gspo.generation import worker as worker_module
+from gspo.generation.rollout.in_flight import UnderWay
+from gspo.generation.worker import Worker
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout
-from services.common.keys import Keys
-from services.common.streams import append
-from services.generation import worker as worker_module
-from services.generation.under_way import UnderWay
-from services.generation.worker import Worker
-from tests.integration.push_peers import StandInEngine, run_config, service_of
-from tests.service_process import make_run
+from tests.support.push_peers import StandInEngine, run_config, service_of
+from tests.support.service_process import make_run
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 NUM_GROUPS = 6

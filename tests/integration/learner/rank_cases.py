@@ -19,9 +19,9 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from safetensors.torch import save_file
 from torch import distributed
 
-from services.learner.trainer import Trainer
-from tests.unit.learner import figure_cases
-from tests.unit.learner.training_rows import make_config, make_rows, with_version
+from gspo.learner.training.trainer import Trainer
+from tests.support.training import figure_cases
+from tests.support.training.rollout_rows import make_config, make_rows, with_version
 
 STEP = 1
 # Case -> learner keys. The first is what the others are held against, on one rank.

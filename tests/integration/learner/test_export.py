@@ -1,7 +1,6 @@
 """What the trainer exports, loaded by others: vLLM and transformers give the same log-probs, peft takes the adapters.
 
 One engine serves the policy trained by LoRA and, after a push, the one trained in full: both are ordinary weights.
-Neighbours: tests/unit/learner/test_adapters.py; tests/integration/test_run_moe.py has the mixture of experts.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.weights_digest import policy_digest
-from services.generation.engine import Engine, engine_arguments
-from services.generation.engine_api import Completion, Sampling
-from services.generation.staging import StagedWeights
-from services.learner.trainer import Trainer
-from tests.tiny_model import make_tiny_model
-from tests.unit.learner.training_rows import make_config, make_rows
+from gspo.common.weights.digest import policy_digest
+from gspo.generation.engine.api import Completion, Sampling
+from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.vllm_engine import Engine, engine_arguments
+from gspo.learner.training.trainer import Trainer
+from tests.support.tiny_model import make_tiny_model
+from tests.support.training.rollout_rows import make_config, make_rows
 
 PROMPTS = [[1, 33, 31, 17, 30, 98, 4 + number, 97, 6 + number] for number in range(8)]
 LORA = {"rank": 4, "alpha": 16}

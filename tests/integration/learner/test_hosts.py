@@ -18,16 +18,16 @@ import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
 
+from gspo.cli.processes.redis_server import redis_command, write_password
+from gspo.common.config.schema import Config
+from gspo.common.service.app import connect_redis
+from gspo.common.streams.events import Events
+from gspo.common.streams.inbox import create_consumer_groups
+from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event, Finished
-from services.common.config import Config
-from services.common.events import Events
-from services.common.keys import Keys
-from services.common.redis_server import redis_command, write_password
-from services.common.runtime import connect_redis
-from services.common.streams import create_consumer_groups
 from tests.conftest import free_port
-from tests.integration.learner.feeder import Feeder, lines, run_of
-from tests.service_process import end, registered, wait_exit
+from tests.support.service_process import end, registered, wait_exit
+from tests.support.training.learner_feed import Feeder, lines, run_of
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="function"),
@@ -101,7 +101,7 @@ def learner_on_both_hosts(config: Config, redis_url: str) -> Iterator[list[subpr
     for node_rank, (host, cable) in enumerate(((_A, _CABLE_A), (_B, _CABLE_B))):
         words = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
         words += ["--nproc-per-node", "1", "--node-rank", str(node_rank)]
-        words += ["--master-addr", _ADDRESS_A, "--master-port", str(_MASTER_PORT), "-m", "services.learner"]
+        words += ["--master-addr", _ADDRESS_A, "--master-port", str(_MASTER_PORT), "-m", "gspo.learner"]
         words += ["--run-dir", str(config.run_dir), "--redis-url", redis_url]
         with (config.run_dir / f"host-{node_rank}.log").open("ab") as log:
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": cable, "OMP_NUM_THREADS": "1"}

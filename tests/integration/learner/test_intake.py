@@ -10,18 +10,18 @@ import pytest
 from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 
+from gspo.cli.dead_letter_store import letters
+from gspo.common.streams.inbox import append
+from gspo.common.streams.keys import LEARNER, Keys
+from gspo.learner.assembly import intake as intake_module
+from gspo.learner.assembly.assembler import Assembler, Batch
+from gspo.learner.assembly.intake import Intake
+from gspo.learner.assembly.settlements import Settlement, Settlements
 from gspo_core.advantage import RunningMoments
 from gspo_proto.rollout_pb2 import GroupFailure, Scored
-from services.common.dead_letters import letters
-from services.common.keys import LEARNER, Keys
-from services.common.streams import append
-from services.learner import intake as intake_module
-from services.learner.assembly import Assembler, Batch
-from services.learner.intake import Intake
-from services.learner.settlement import Settlement, Settlements
-from tests.integration.learner.feeder import scored
-from tests.integration.push_peers import service_of
-from tests.service_process import make_run
+from tests.support.push_peers import service_of
+from tests.support.service_process import make_run
+from tests.support.training.learner_feed import scored
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 

@@ -14,12 +14,12 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
+from gspo.common.config.schema import Config
+from gspo.common.streams.events import Events
+from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event, Finished
-from services.common.config import Config
-from services.common.events import Events
-from services.common.keys import Keys
-from tests.integration.learner.feeder import Feeder, lines, run_of
-from tests.service_process import registered, service_process, wait_exit
+from tests.support.service_process import registered, service_process, wait_exit
+from tests.support.training.learner_feed import Feeder, lines, run_of
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -80,7 +80,7 @@ async def test_two_ranks_train_a_run_and_a_killed_one_costs_nothing(
 
 def test_a_rank_dies_with_its_launcher() -> None:
     """A rank that outlived it would hold the run directory against the next one."""
-    rank = "import time; from services.learner.ranks import die_with_the_launcher as d; d(); print(flush=True)"
+    rank = "import time; from gspo.learner.ranks.environment import die_with_the_launcher as d; d(); print(flush=True)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank + '; time.sleep(60)'!r}])"
     process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"\n"

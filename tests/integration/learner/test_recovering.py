@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from benchmarks.simulated.maker import SimulatedMaker
 from benchmarks.simulated.settings import Settings
+from benchmarks.simulated.trainer import SimulatedMaker
+from gspo.common.config.schema import Config
+from gspo.common.streams.instances import Member, members
+from gspo.common.streams.keys import Keys
+from gspo.learner.app import live
+from gspo.learner.assembly.rows import Row, row_from_scored
+from gspo.learner.storage.run_directory import RunDir
+from gspo.learner.training.trainer_api import Hyperparameters, Trained
 from gspo_proto.rollout_pb2 import Scored
-from services.common.config import Config
-from services.common.keys import Keys
-from services.common.members import Member, members
-from services.learner.life import live
-from services.learner.making import Hyperparameters, Trained
-from services.learner.rows import Row, row_from_scored
-from services.learner.rundir import RunDir
-from tests.integration.learner.feeder import NUM_ROLLOUTS, Feeder, run_of, scored
-from tests.integration.push_peers import generator, service_of
+from tests.support.push_peers import generator, service_of
+from tests.support.training.learner_feed import NUM_ROLLOUTS, Feeder, run_of, scored
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 

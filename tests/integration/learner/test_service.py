@@ -15,16 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 from redis.asyncio import Redis
 
+from gspo.common.network.grpc_server import open_channel
+from gspo.common.streams.events import Events
+from gspo.common.streams.inbox import append
+from gspo.common.streams.instances import members
+from gspo.common.streams.keys import Keys
 from gspo_proto.learner_pb2 import CheckpointRequest, ProgressRequest
 from gspo_proto.learner_pb2_grpc import LearnerStub
 from gspo_proto.rollout_pb2 import EvaluationDone, Event, Finished, GroupFailure, Scored, StopRequested
-from services.common.events import Events
-from services.common.keys import Keys
-from services.common.members import members
-from services.common.rpc import open_channel
-from services.common.streams import append
-from tests.integration.learner.feeder import NUM_ROLLOUTS, Feeder, lines, run_of, scored
-from tests.service_process import assert_on_loopback_alone, registered, service_process, wait_exit
+from tests.support.service_process import assert_on_loopback_alone, registered, service_process, wait_exit
+from tests.support.training.learner_feed import NUM_ROLLOUTS, Feeder, lines, run_of, scored
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(300)]
 

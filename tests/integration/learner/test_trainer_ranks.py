@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.common.errors import InputError
-from services.learner.steplog import StepLog
-from services.learner.trainer import Trainer
+from gspo.common.errors import InputError
+from gspo.learner.storage.step_log import StepLog
+from gspo.learner.training.trainer import Trainer
 from tests.integration.learner.rank_cases import ALGORITHM, CASES, LAGGING, go_on, lagging, run_case
-from tests.tiny_model import make_tiny_model
-from tests.unit.learner import figure_cases
-from tests.unit.learner.figure_reference import assert_figures_of_the_log
-from tests.unit.learner.training_rows import make_config
+from tests.support.tiny_model import make_tiny_model
+from tests.support.training import figure_cases
+from tests.support.training.figure_reference import assert_figures_of_the_log
+from tests.support.training.rollout_rows import make_config
 
 pytestmark = pytest.mark.timeout(400)
 EXACT = [case for case in CASES if "bfloat16" not in case]

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.reward import levels, library
-from services.reward.levels import Found
-from services.reward.start import LevelName
+from gspo.reward.functions import library
+from gspo.reward.sandbox import levels
+from gspo.reward.sandbox.launch import LevelName
+from gspo.reward.sandbox.levels import Found
 
 
 @pytest.fixture(scope="package", autouse=True)

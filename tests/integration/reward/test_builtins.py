@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from gspo.common.config.reward import RewardConfig
+from gspo.common.errors import InputError
+from gspo.reward.scoring.scorer import Scorer, open_scorer
 from gspo_proto.rollout_pb2 import RewardUse, Rollout
-from services.common.errors import InputError
-from services.common.reward_config import RewardConfig
-from services.reward.scorer import Scorer, open_scorer
-from tests.reward_case import answer_of, outcome_of
+from tests.support.reward_rollouts import answer_of, outcome_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -209,7 +209,7 @@ async def test_a_judge_names_a_number_or_fails_that_answer_alone() -> None:
 
 async def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from tests.tiny_model import make_tiny_classifier
+    from tests.support.tiny_model import make_tiny_classifier
 
     model, tokenizer = make_tiny_classifier(tmp_path)
     async with open_scorer(

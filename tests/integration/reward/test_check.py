@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.common.config import Config
-from services.common.errors import InputError
-from services.common.runtime import CONFIG_NAME
-from services.reward import sandbox
-from services.reward.check import check
-from tests.service_process import make_run
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+from gspo.common.service.app import CONFIG_NAME
+from gspo.reward.check import check
+from gspo.reward.sandbox import execution
+from tests.support.service_process import make_run
 
 GOOD = (
     "def reward(prompts, completions, **columns):\n"
@@ -73,7 +73,7 @@ def test_a_function_that_cannot_work_is_an_input_error(tmp_path: Path, source: s
 
 
 def test_a_file_that_hangs_at_its_import_is_ended_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "LOAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(execution, "LOAD_TIMEOUT_S", 0.5)
     why = "cannot be loaded: took longer than 0.5 s and was killed. Do less at the top of the file"
     with pytest.raises(InputError, match=why):
         check(run_with(tmp_path, f"import time\ntime.sleep(60)\n{GOOD}"))
@@ -169,7 +169,7 @@ def test_data_that_cannot_be_read_is_an_input_error(tmp_path: Path, name: str, t
 
 def test_the_command_line_exits_with_two(tmp_path: Path) -> None:
     config = run_with(tmp_path, "def score(x): ...")
-    command = [sys.executable, "-m", "services.reward", "--check", str(config.run_dir / CONFIG_NAME)]
+    command = [sys.executable, "-m", "gspo.reward", "--check", str(config.run_dir / CONFIG_NAME)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: reward.functions.0: ")

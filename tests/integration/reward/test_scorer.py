@@ -14,12 +14,12 @@ from unittest.mock import patch
 import psutil
 import pytest
 
+from gspo.common.config.reward import RewardFunction
+from gspo.common.errors import InputError
+from gspo.reward.sandbox.calls import CallFailed
+from gspo.reward.scoring.scorer import NUM_PROBES, open_scorer
 from gspo_proto.rollout_pb2 import RewardUse, Rollout
-from services.common.errors import InputError
-from services.common.reward_config import RewardFunction
-from services.reward.calls import CallFailed
-from services.reward.scorer import NUM_PROBES, open_scorer
-from tests.reward_case import answer_of, outcome_of, reward_config
+from tests.support.reward_rollouts import answer_of, outcome_of, reward_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -238,9 +238,9 @@ async def test_the_function_dies_with_its_service(tmp_path: Path) -> None:
     reward_config(tmp_path, "def reward(completions):\n    while True: pass")
     program = (
         "import asyncio\n"
-        "from tests.reward_case import answer_of\n"
-        "from services.common.reward_config import RewardConfig\n"
-        "from services.reward.scorer import open_scorer\n"
+        "from tests.support.reward_rollouts import answer_of\n"
+        "from gspo.common.config.reward import RewardConfig\n"
+        "from gspo.reward.scoring.scorer import open_scorer\n"
         "async def main():\n"
         f"    config = RewardConfig(functions=[{{'path': {str(tmp_path / 'r.py')!r}}}], timeout_s=60)\n"
         "    async with open_scorer(config, name='x') as scorer:\n"
@@ -249,7 +249,7 @@ async def test_the_function_dies_with_its_service(tmp_path: Path) -> None:
         "asyncio.run(main())\n"
     )
     root = Path(__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'proto'}"}
+    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'proto'}:{root / 'services'}"}
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as service:
         assert service.stdout is not None
         assert await asyncio.to_thread(service.stdout.readline) == b"calling\n"

@@ -17,17 +17,17 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from gspo.cli.dead_letter_store import letters
+from gspo.common.network.grpc_server import token_metadata
+from gspo.common.streams.events import Events
+from gspo.common.streams.inbox import append
+from gspo.common.streams.instances import Member, members, wait_for_member
+from gspo.common.streams.keys import Keys
 from gspo_proto.reward_pb2 import ResetRequest, ScoreRequest, StepRequest
 from gspo_proto.reward_pb2_grpc import RewardStub
 from gspo_proto.rollout_pb2 import Event, Finished, RewardUse, Scored
-from services.common.dead_letters import letters
-from services.common.events import Events
-from services.common.keys import Keys
-from services.common.members import Member, members, wait_for_member
-from services.common.rpc import token_metadata
-from services.common.streams import append
-from tests.reward_case import answer_of, outcome_of
-from tests.service_process import log_events, make_run, service_process, wait_exit
+from tests.support.reward_rollouts import answer_of, outcome_of
+from tests.support.service_process import log_events, make_run, service_process, wait_exit
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -398,8 +398,8 @@ async def test_it_needs_no_torch_and_no_engine(redis: Redis, redis_url: str, key
     program = (
         "import runpy, sys\n"
         f"for name in {blocked!r}: sys.modules[name] = None\n"
-        "sys.argv[0] = 'services.reward'\n"
-        "runpy.run_module('services.reward', run_name='__main__', alter_sys=False)\n"
+        "sys.argv[0] = 'gspo.reward'\n"
+        "runpy.run_module('gspo.reward', run_name='__main__', alter_sys=False)\n"
     )
     command = [sys.executable, "-c", program, "--run-dir", str(config.run_dir), "--redis-url", redis_url]
     with (tmp_path / "log").open("wb") as log:

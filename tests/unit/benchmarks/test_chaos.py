@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.chaos.check import Left, check
+from benchmarks.chaos.invariants import Left, check
 from benchmarks.chaos.schedule import PROCESSES, kinds, round_of
 from benchmarks.simulated.answers import key_of_bits, log_probs
-from benchmarks.simulated.maker import SimulatedMaker
 from benchmarks.simulated.settings import Settings
-from services.learner.rows import Row
-from services.learner.steplog import StepLog
-from services.learner.weights import policy_from
-from tests.service_process import make_run
-from tests.tiny_model import make_tiny_model
-from tests.unit.learner.training_rows import make_rows
+from benchmarks.simulated.trainer import SimulatedMaker
+from gspo.learner.assembly.rows import Row
+from gspo.learner.push.policy_weights import policy_from
+from gspo.learner.storage.step_log import StepLog
+from tests.support.service_process import make_run
+from tests.support.tiny_model import make_tiny_model
+from tests.support.training.rollout_rows import make_rows
 
 STEPS = 3
 

@@ -10,9 +10,9 @@ import pytest
 from benchmarks.simulated.answers import key_of, log_probs
 from benchmarks.simulated.engine import SimulatedEngine
 from benchmarks.simulated.settings import Settings
-from services.generation.engine_api import EngineBrokenError, Sampling
-from services.generation.staging import StagedWeights
-from tests.tiny_model import make_tiny_model
+from gspo.generation.engine.api import EngineBrokenError, Sampling
+from gspo.generation.engine.staging import StagedWeights
+from tests.support.tiny_model import make_tiny_model
 
 QUICK = Settings(decode_s=0.002, decode_s_per_request=0.0, length_median=40, load_s=0.0)
 

@@ -1,15 +1,15 @@
 """The arithmetic of the benchmark page, by numbers worked by hand; and a page of made-up results.
 
-What it is not: a measurement. Neighbour: benchmarks/tables.py, rows.py, window.py.
+What it is not: a measurement. Neighbour: benchmarks/harness/tables.py, rows.py, window.py.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.rows import alone, engine, learning, logprobs, times
-from benchmarks.tables import fastest, floor_s, number, percent, share_of_floor, shared_end, table, value_at
-from benchmarks.window import Look, between, idle_share
+from benchmarks.harness.tables import fastest, floor_s, number, percent, share_of_floor, shared_end, table, value_at
+from benchmarks.page.sections import alone, engine, learning, logprobs, times
+from benchmarks.system.window import Look, between, idle_share
 
 RESULTS = {
     "engine": {

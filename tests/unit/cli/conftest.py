@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.common.config import Config
-from services.common.configfile import parse_config
+from gspo.common.config.loading import parse_config
+from gspo.common.config.schema import Config
 
 
 @pytest.fixture

@@ -20,24 +20,24 @@ import yaml
 from redis.asyncio import Redis
 from rich.console import Console
 
-from services.cli import findings
-from services.cli.__main__ import main
-from services.cli.checks import check_redis, check_unused
-from services.cli.commands import app
-from services.cli.doctor import _memory_gib, merged
-from services.cli.eval_question import Question, eval_config
-from services.cli.evaluate import in_order, in_words_of_the_options
-from services.cli.findings import Finding
-from services.cli.keys_table import print_keys
-from services.cli.outcome import RefusedError
-from services.cli.rundir import hold
-from services.common.algorithm import fitting_clip
-from services.common.config import Config
-from services.common.config_keys import explain
-from services.common.configfile import parse_config, read_config, write_config
-from services.common.errors import InputError
-from services.common.keys import Keys
-from services.common.model_files import ModelFiles
+from gspo.cli import findings
+from gspo.cli.__main__ import main
+from gspo.cli.commands import app
+from gspo.cli.doctor import _memory_gib, merged
+from gspo.cli.findings import Finding
+from gspo.cli.keys_table import print_keys
+from gspo.cli.processes.checks import check_redis, check_unused
+from gspo.cli.processes.exit_codes import RefusedError
+from gspo.cli.run.eval_config import Question, eval_config
+from gspo.cli.run.evaluation import in_order, in_words_of_the_options
+from gspo.cli.rundir.plan import hold
+from gspo.common.config.algorithm import fitting_clip
+from gspo.common.config.loading import parse_config, read_config, write_config
+from gspo.common.config.reference import explain
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+from gspo.common.model.files import ModelFiles
+from gspo.common.streams.keys import Keys
 from tests.unit.cli.step_logs import WHY, write_log
 
 Call = Callable[..., tuple[int, str, str]]

@@ -15,22 +15,22 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from services.cli.report import write_report
-from services.cli.report_log import read_log
-from services.cli.report_page import render
-from services.cli.report_panels import legend, panels, running_mean
-from services.cli.report_plots import PLOTS
-from services.cli.report_samples import read_samples
-from services.cli.report_summary import summarise
-from services.cli.rundir import ENVIRONMENT_NAME
-from services.common.config import Config
-from services.common.configfile import read_config, write_config
-from services.common.learner_config import LoraConfig
-from services.common.runtime import CONFIG_NAME
-from services.common.step_time import IN_WORDS
-from services.learner.rows import Row
-from services.learner.rundir import RunDir
-from services.learner.settlement import SettledGroup, Settlement
+from gspo.cli.report.history import read_log
+from gspo.cli.report.page import render
+from gspo.cli.report.panels import legend, panels, running_mean
+from gspo.cli.report.plots import PLOTS
+from gspo.cli.report.samples import read_samples
+from gspo.cli.report.summary import summarise
+from gspo.cli.report.writer import write_report
+from gspo.cli.rundir.plan import ENVIRONMENT_NAME
+from gspo.common.config.learner import LoraConfig
+from gspo.common.config.loading import read_config, write_config
+from gspo.common.config.schema import Config
+from gspo.common.service.app import CONFIG_NAME
+from gspo.common.telemetry.step_time import IN_WORDS
+from gspo.learner.assembly.rows import Row
+from gspo.learner.assembly.settlements import SettledGroup, Settlement
+from gspo.learner.storage.run_directory import RunDir
 
 NUM_STEPS, GROUPS_A_STEP, ROLLOUTS_A_GROUP = 20, 4, 2
 SCRIPT = "<script>alert('x')</script> & \x00 {{ 7 * 7 }}"
@@ -481,7 +481,7 @@ def test_advice_is_shown_with_its_steps(path: Path) -> None:
 
 
 def test_an_earlier_end_stands_until_a_step_was_trained(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cli.report.write_plots", lambda log, folder: [])  # a second and more each time
+    monkeypatch.setattr("gspo.cli.report.writer.write_plots", lambda log, folder: [])  # a second and more each time
     write_report(ended, wall_s={"start": 20.0}, finished={"reason": "stopped: Ctrl-C", "failed": False})
     again = write_report(ended)
     assert (again["end_reason"], again["wall_s"]) == ("stopped: Ctrl-C", {"start": 20.0})

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.rundir import Plan, hold, is_held, plan_run, prepare, supervisor_facts, write_supervisor_facts
-from services.common.errors import InputError
+from gspo.cli.rundir.plan import Plan, hold, is_held, plan_run, prepare, supervisor_facts, write_supervisor_facts
+from gspo.common.errors import InputError
 
 
 def write(path: Path, given: dict[str, Any]) -> Path:

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from services.cli.outcome import RunError
-from services.cli.session import first_of
+from gspo.cli.processes.exit_codes import RunError
+from gspo.cli.run.session import first_of
 
 
 async def test_a_task_that_swallows_a_cancellation_does_not_hold_up_the_end() -> None:

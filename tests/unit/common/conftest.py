@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config import Config
+from gspo.common.config.schema import Config
 
 
 @pytest.fixture

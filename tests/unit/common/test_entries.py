@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gspo.common.streams import entries
+from gspo.common.streams.entries import MalformedEntryError, entry_kinds, read_entry, saved_state, scored_entry
+from gspo.common.streams.keys import Keys, consumer_groups
 from gspo_proto.rollout_pb2 import (
     DeadLetter,
     GroupFailure,
@@ -17,9 +20,6 @@ from gspo_proto.rollout_pb2 import (
     Scored,
     ScoredRollout,
 )
-from services.common import entries
-from services.common.entries import MalformedEntryError, entry_kinds, read_entry, saved_state, scored_entry
-from services.common.keys import Keys, consumer_groups
 
 ROLLOUT = Rollout(schema=1, group=3, number=1, num_rollouts=4, token_ids=[5, 6], logp=[-1.0, -2.0], text="an answer")
 ENTRIES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.errors import InputError, nearest
+from gspo.common.errors import InputError, nearest
 
 
 def test_an_input_error_reads_as_where_rule_and_fix() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from redis.cluster import key_slot
 
-from services.common.keys import HEARTBEAT_S, MEMBER_TTL_S, Keys, consumer_groups, rollout_id
+from gspo.common.streams.keys import HEARTBEAT_S, MEMBER_TTL_S, Keys, consumer_groups, rollout_id
 
 NAMES = ("prompts", "aside", "rollouts", "scored", "eval_prompts", "eval_rollouts", "eval_scored")
 OTHERS = ("dead", "events", "partial", "open", "redis_epoch", "members", "paused")

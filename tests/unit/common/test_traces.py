@@ -1,6 +1,6 @@
 """Spans of a rollout: their ids, what a real OTLP call carries, which rollouts are sampled, and that off is off.
 
-A run whose traces are whole is in tests/integration/test_watched.py.
+A run whose traces are whole is in tests/integration/run/test_observed_run.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import InputError
-from services.common.traces import SHARE_VARIABLE, Traces, ids_of
+from gspo.common.errors import InputError
+from gspo.common.service.traces import SHARE_VARIABLE, Traces, ids_of
 from tests.conftest import free_port
-from tests.otlp_collector import collector
+from tests.support.monitoring.otlp_collector import collector
 
 ROOT = Path(__file__).parents[3]
 
@@ -62,20 +62,20 @@ def test_a_share_is_of_whole_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_off_imports_nothing_and_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "import sys\n"
-        "from services.common.traces import Traces\n"
+        "from gspo.common.service.traces import Traces\n"
         "traces = Traces('reward', name='reward-0', run='demo', endpoint=None)\n"
         "traces.add('score', 1, 2, 3.0, 4.0, reward=1.0)\n"
         "traces.close()\n"
         "assert not traces.on\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
     )
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "PATH": "/usr/bin:/bin"}
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}:{ROOT / 'services'}", "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_collector_that_is_not_there_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.common.traces._EXPORT_S", 0.2)
+    monkeypatch.setattr("gspo.common.service.traces._EXPORT_S", 0.2)
     lost = traces(f"http://127.0.0.1:{free_port()}")
     began = time.monotonic()
     lost.add("score", 1, 0, 1.0, 2.0)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from services.coordinator.prompts import PromptSet
-from tests.tiny_model import make_tokenizer
+from gspo.coordinator.data.prompts import PromptSet
+from tests.support.tiny_model import make_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.config import RunConfig
-from services.coordinator.ending import Ending
+from gspo.common.config.schema import RunConfig
+from gspo.coordinator.ending import Ending
 
 
 def ending(**keys: float) -> Ending:

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from services.common.errors import InputError
-from services.coordinator.prompts import PromptSet
-from tests.tiny_model import make_tokenizer
+from gspo.common.errors import InputError
+from gspo.coordinator.data.prompts import PromptSet
+from tests.support.tiny_model import make_tokenizer
 
 OpenSet = Callable[..., PromptSet]
 ROWS = [{"prompt": "1+2=", "answer": 3}, {"prompt": "20+22=", "answer": 42}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.coordinator.slots import OpenGroup, SettledGroups, Slots
+from gspo.coordinator.groups.slots import OpenGroup, SettledGroups, Slots
 
 
 def entry(deadline_unix_s: float = 100.0) -> OpenGroup:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.coordinator.slots import OpenGroup, Slots
+from gspo.coordinator.groups.slots import OpenGroup, Slots
 
 BATCH_SIZE, MAX_LAG = 3, 2
 NUM_SLOTS = (MAX_LAG + 1) * BATCH_SIZE

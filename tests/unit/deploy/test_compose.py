@@ -1,6 +1,6 @@
 """docker-compose.yml and its GPU form against the code: what they name exists, and what they promise is written down.
 
-What it is not: a start of containers, which tests/compose does. Neighbours: test_images.py, test_prepare.py.
+What it is not: a start of containers, which tests/compose does.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common import runtime
-from services.common.config import RunConfig
-from services.common.keys import SERVICES
-from services.common.redis_server import redis_command
-from services.common.runtime import Options, parse_options
-from tests.service_process import make_run
+from gspo.cli.processes.redis_server import redis_command
+from gspo.common.config.schema import RunConfig
+from gspo.common.service import app
+from gspo.common.service.app import Options, parse_options
+from gspo.common.streams.keys import SERVICES
+from tests.support.service_process import make_run
 
 ROOT = Path(__file__).parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -42,7 +42,7 @@ def options_of(service: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     command = words(service)
     command[command.index("--run-dir") + 1] = str(run_dir)
     monkeypatch.setattr(sys, "argv", command[2:])
-    monkeypatch.setattr(runtime, "set_up_logs", lambda *_, **__: None)
+    monkeypatch.setattr(app, "set_up_logs", lambda *_, **__: None)
     monkeypatch.setattr("socket.gethostname", lambda: "4f1c2d3e4a5b")
     return parse_options(service, lambda _: None, meaning="")
 
@@ -61,7 +61,7 @@ def test_a_service_starts_by_the_command_that_gspo_run_uses(
     (tmp_path / "redis_password").write_text("another-secret-of-many-characters")
     secrets = {"token_file": str(tmp_path / "token"), "redis_password_file": str(tmp_path / "redis_password")}
     config = make_run(tmp_path, tmp_path, services=secrets)
-    assert words(service)[:3] == ["python", "-m", f"services.{service}"]
+    assert words(service)[:3] == ["python", "-m", f"gspo.{service}"]
     options = options_of(service, config.run_dir, monkeypatch)
     assert (options.host, options.http_port, options.stay) == ("0.0.0.0", HTTP_PORT, True)
     # Replicas are told apart; of the others there is one, which keeps its name.
@@ -209,7 +209,7 @@ def test_what_is_mounted_from_the_repository_is_there() -> None:
 
 
 def test_the_commands_of_the_documents_are_those_that_the_engine_test_runs() -> None:
-    driven = (ROOT / "tests/compose/drive.py").read_text()
+    driven = (ROOT / "tests/compose/__main__.py").read_text()
     for document in ("README.md", "docs/deployment.md"):
         blocks = re.findall(r"```sh\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
         lines = [line for block in blocks for line in block.splitlines() if line.startswith("docker compose")]

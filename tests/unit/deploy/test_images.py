@@ -35,7 +35,7 @@ class Without(importlib.machinery.PathFinder):
         return None if name.split(".")[0] in absent else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
-root = pathlib.Path("services") / service
+root = pathlib.Path("services/gspo") / service
 for path in sorted(root.rglob("*.py")):
     name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
     if "/builtins/" in str(path) and path.stem == "reward_model":

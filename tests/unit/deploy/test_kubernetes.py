@@ -19,12 +19,13 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from services.common import metrics, runtime
-from services.common.config import RunConfig
-from services.common.errors import EXIT_BAD_INPUT
-from services.common.keys import SERVICES
-from services.common.runtime import parse_options
-from tests.service_process import make_run
+from gspo.common.config.schema import RunConfig
+from gspo.common.errors import EXIT_BAD_INPUT
+from gspo.common.service import app
+from gspo.common.service.app import parse_options
+from gspo.common.streams.keys import SERVICES
+from gspo.common.telemetry import metrics
+from tests.support.service_process import make_run
 
 KUBERNETES = Path(__file__).parents[3] / "deploy/kubernetes"
 OVERLAYS = ("cpu", "gpu", "multi-node")
@@ -108,11 +109,11 @@ def test_a_service_understands_its_arguments(
     (tmp_path / "redis_password").write_text("another-secret-of-many-characters")
     secrets = {"token_file": str(tmp_path / "token"), "redis_password_file": str(tmp_path / "redis_password")}
     config = make_run(tmp_path, tmp_path, services=secrets)
-    assert f"services.{service}" in container["command"]
+    assert f"gspo.{service}" in container["command"]
     words = [word.replace("$(POD_IP)", "10.1.2.3") for word in container["args"]]
     words[words.index("--run-dir") + 1] = str(config.run_dir)
     monkeypatch.setattr(sys, "argv", [service, *words])
-    monkeypatch.setattr(runtime, "set_up_logs", lambda *_, **__: None)
+    monkeypatch.setattr(app, "set_up_logs", lambda *_, **__: None)
     options = parse_options(service, lambda _: None, meaning="")
     # A pod's host name is in no DNS, so it is its address that others are told.
     assert (options.host, options.http_port) == ("10.1.2.3", 8000)

@@ -1,6 +1,6 @@
 """What runs once before the containers' services: the secrets and the run directory, from a user's folder.
 
-What it is not: the examples with their cold starts (tests/integration/test_prepare.py).
+What it is not: the examples with their cold starts (tests/integration/run/test_prepare.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.configfile import read_config
-from services.common.errors import InputError
-from tests.tiny_model import make_tiny_model
+from gspo.common.config.loading import read_config
+from gspo.common.errors import InputError
+from tests.support.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[3]
 REDIS = "redis://redis:6379/0"

@@ -13,19 +13,19 @@ from typing import Any, cast
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from gspo.common.config.schema import GenerationConfig
+from gspo.common.tools import BUILTIN_TOOLS
+from gspo.generation.engine import api
+from gspo.generation.engine.api import Completion, EngineLike
+from gspo.generation.rollout.chat_turns import ChatTurns, ObservationError, PlainTurns
+from gspo.generation.rollout.driver import Rollouts
+from gspo.generation.rollout.environment_client import Environments
+from gspo.generation.rollout.episodes import Episodes
+from gspo.generation.rollout.in_flight import UnderWay
 from gspo_proto import rollout_pb2
 from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Rollout, Sampling
-from services.common.config import GenerationConfig
-from services.common.tools import BUILTIN_TOOLS
-from services.generation import engine_api
-from services.generation.chat_turns import ChatTurns, ObservationError, PlainTurns
-from services.generation.engine_api import Completion, EngineLike
-from services.generation.environments import Environments
-from services.generation.episodes import Episodes
-from services.generation.rollouts import Rollouts
-from services.generation.under_way import UnderWay
-from tests.chat_templates import IM, THOUGHT, TOKENIZERS, tokenizer_of
+from tests.support.chat_templates import IM, THOUGHT, TOKENIZERS, tokenizer_of
 
 # A turn that ended itself, one that was cut off after its fourth token, one that ended the game.
 SAID = {
@@ -53,7 +53,7 @@ class ScriptedEngine:
     version: int = 3
     hangs: asyncio.Event | None = None
 
-    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: engine_api.Sampling) -> Completion:
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: api.Sampling) -> Completion:
         self.prompts.append(prompt_token_ids)
         if self.hangs is not None:
             await self.hangs.wait()
@@ -139,10 +139,10 @@ async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
     task.play.turn_tokens = limit
     original = engine.generate
 
-    async def cut_second(request_id: str, ids: list[int], sampling: engine_api.Sampling) -> Completion:
+    async def cut_second(request_id: str, ids: list[int], sampling: api.Sampling) -> Completion:
         # What a turn_tokens of 4 does to this turn alone.
         task.play.turn_tokens = 4 if len(engine.sampled) == 1 else limit
-        most = engine_api.Sampling(max_tokens=min(sampling.max_tokens, task.play.turn_tokens))
+        most = api.Sampling(max_tokens=min(sampling.max_tokens, task.play.turn_tokens))
         return await original(request_id, ids, most)
 
     engine.generate = cut_second  # type: ignore[method-assign]
@@ -180,7 +180,7 @@ async def test_a_rollout_goes_on_from_any_save() -> None:
     engine, game = ScriptedEngine(tokenizer, lines), Game(GUESSING)
     first = rollouts_of(engine, game)
     under_way = first.begin(task_of(tokenizer), 0)
-    nothing = engine_api.Tokens([], [], [])
+    nothing = api.Tokens([], [], [])
     for asked in (engine, game):
         for name in ("generate",) if asked is engine else ("reset", "step"):
             call = getattr(asked, name)
@@ -311,7 +311,7 @@ async def test_a_restart_begins_the_conversation_anew() -> None:
     rollouts = rollouts_of(ScriptedEngine(tokenizer, ["16", "20"]), game := Game([says("no"), says("", done=True)]))
     under_way: UnderWay = rollouts.begin(task_of(tokenizer), 0)
     await rollouts._ask_environment(under_way)
-    under_way.append(engine_api.Tokens([65], [-1.0], [3]))
+    under_way.append(api.Tokens([65], [-1.0], [3]))
     under_way.restart()
     assert under_way.is_environments
     await rollouts.play(under_way)

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from examples.arithmetic.chat_tokenizer import build_tokenizer
-from services.generation.detokenizer import Detokenizer
-from tests.tiny_model import make_tokenizer
+from gspo.generation.rollout.detokenizer import Detokenizer
+from tests.support.tiny_model import make_tokenizer
 
 
 def word_pieces() -> PreTrainedTokenizerFast:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.generation.engine_args import ALLOWED_ARGS, OWN_ARGS, REFUSED_ARGS, check_engine_args
+from gspo.generation.engine.arguments import ALLOWED_ARGS, OWN_ARGS, REFUSED_ARGS, check_engine_args
 
 
 def test_vllms_own_arguments_pass() -> None:
@@ -70,7 +70,7 @@ def test_every_argument_of_the_installed_vllm_is_ours_refused_or_allowed() -> No
 
 def test_the_check_does_not_import_vllm() -> None:
     code = (
-        "import sys; from services.generation.engine_args import check_engine_args as check; "
+        "import sys; from gspo.generation.engine.arguments import check_engine_args as check; "
         "check({'block_size': 8}); assert not {'vllm', 'torch'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from services.common.config import Config
-from services.common.configfile import parse_config
-from services.generation import engine_environment
-from services.generation.engine_environment import before_imports, threads
+from gspo.common.config.loading import parse_config
+from gspo.common.config.schema import Config
+from gspo.generation.engine import process_environment
+from gspo.generation.engine.process_environment import before_imports, threads
 
 
 def config_of(folder: Path, model: dict[str, Any] | None, **generation: Any) -> Config:
@@ -48,7 +48,7 @@ def test_only_a_small_vocabulary_compiles_nothing(
 
 
 def test_nothing_is_set_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_environment, "torch_is_for_cpus", lambda: False)
+    monkeypatch.setattr(process_environment, "torch_is_for_cpus", lambda: False)
     assert before_imports(config_of(tmp_path, {"vocab_size": 100})) == {}
 
 

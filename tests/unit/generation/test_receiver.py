@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.receiver import Receiver, Refused
 from gspo_proto.generation_pb2 import PushHeader, WeightFrame
-from services.generation.receiver import Receiver, Refused
-from services.generation.staging import StagedWeights
 
 
 class BlockedCopy(StagedWeights):

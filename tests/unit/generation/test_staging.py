@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.weights_changes import Packed, pack_changes
-from services.generation.staging import StagedWeights, StagingError
-from tests.tiny_model import make_tiny_model
+from gspo.common.weights.changes import Packed, pack_changes
+from gspo.generation.engine.staging import StagedWeights, StagingError
+from tests.support.tiny_model import make_tiny_model
 
 
 def packed(new: list[int], old: list[int]) -> Packed:

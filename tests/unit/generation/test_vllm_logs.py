@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.generation.vllm_logs import leave_out_expected
+from gspo.generation.engine.vllm_logs import leave_out_expected
 
 
 @pytest.fixture

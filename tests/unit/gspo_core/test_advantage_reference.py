@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_core.advantage import RunningMoments, normalize_rewards, token_advantages
-from tests.unit.gspo_core import numpy_reference as reference
+from tests.support.training import numpy_reference as reference
 
 # Whole numbers and ones that float32 cannot hold: groups without spread come up often, and must give exactly 0.
 rewards = st.lists(st.sampled_from([0.0, 1.0, 0.1, -3.7, 1e3]), min_size=1, max_size=12)

@@ -12,7 +12,7 @@ from gspo_core.correction import behavior_weights
 from gspo_core.kl import kl_divergence
 from gspo_core.loss import IMPORTANCE_SAMPLINGS, LOSS_AGG_MODES, policy_loss
 from gspo_core.stats import figures, merge
-from tests.unit.gspo_core import numpy_reference as reference
+from tests.support.training import numpy_reference as reference
 
 T_MAX = 16
 

@@ -15,18 +15,18 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from services.common.errors import InputError
-from services.common.gpus import Gpu
-from services.common.model_files import read_model_files
-from services.common.training_memory import num_trained, training_bytes
-from services.learner import trainer
-from services.learner.check import check
-from services.learner.deepspeed_keys import _ALLOWED, _REFUSED, _ZERO
-from services.learner.engine_config import _OURS, engine_config
-from services.learner.gpu_memory import check_gpu_memory, own_fraction
-from tests.gpu_machine import be_on_gpu_machine
-from tests.tiny_model import make_tiny_model
-from tests.unit.learner.training_rows import make_config
+from gspo.common.errors import InputError
+from gspo.common.host.gpus import Gpu
+from gspo.common.model.files import read_model_files
+from gspo.common.model.training_memory import num_trained, training_bytes
+from gspo.learner.check import check
+from gspo.learner.training import trainer
+from gspo.learner.training.deepspeed_config import _OURS, engine_config
+from gspo.learner.training.deepspeed_keys import _ALLOWED, _REFUSED, _ZERO
+from gspo.learner.training.gpu_memory import check_gpu_memory, own_fraction
+from tests.support.gpu_machine import be_on_gpu_machine
+from tests.support.tiny_model import make_tiny_model
+from tests.support.training.rollout_rows import make_config
 
 ROOT = Path(__file__).parents[3]
 
@@ -260,8 +260,8 @@ def test_a_learner_with_gpus_of_its_own_has_all_of_them(
     fits: bool,
 ) -> None:
     be_on_gpu_machine(monkeypatch, tmp_path / "machine", num_gpus)
-    monkeypatch.setattr("services.learner.check.shared_memory", lambda: 16 << 30)
-    monkeypatch.setattr("services.learner.check.free_memory", lambda: 512 << 30)
+    monkeypatch.setattr("gspo.learner.check.shared_memory", lambda: 16 << 30)
+    monkeypatch.setattr("gspo.learner.check.free_memory", lambda: 512 << 30)
     empty_model(folder, parameters)
     if fits:
         check(make_config(folder, learner=learner))
@@ -291,12 +291,12 @@ def test_every_rank_loads_the_model_into_the_machines_own_memory(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     be_on_gpu_machine(monkeypatch, tmp_path / "machine", 8)
-    monkeypatch.setattr("services.learner.check.shared_memory", lambda: 16 << 30)
+    monkeypatch.setattr("gspo.learner.check.shared_memory", lambda: 16 << 30)
     empty_model(folder, 7e9)
     sections = {"learner": {"ranks": 8, "zero_stage": 3}, "staleness": {"max_lag": 0}}
-    monkeypatch.setattr("services.learner.check.free_memory", lambda: 8 * 28e9 - 1)
+    monkeypatch.setattr("gspo.learner.check.free_memory", lambda: 8 * 28e9 - 1)
     assert "7,000 M parameters takes 208.6 GiB of this machine's memory for loading" in refused(folder, **sections).rule
-    monkeypatch.setattr("services.learner.check.free_memory", lambda: 8 * 28e9)
+    monkeypatch.setattr("gspo.learner.check.free_memory", lambda: 8 * 28e9)
     check(make_config(folder, **sections))
 
 
@@ -325,7 +325,7 @@ def test_a_batch_that_ranks_and_mini_batches_do_not_divide(folder: Path, monkeyp
 
 
 def test_each_rank_needs_a_gpu_where_there_are_any(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.learner.check.visible_gpus", lambda: [Gpu("0", total_bytes=80 << 30)])
+    monkeypatch.setattr("gspo.learner.check.visible_gpus", lambda: [Gpu("0", total_bytes=80 << 30)])
     error = refused(folder, learner={"ranks": 2})
     assert (error.where, error.rule) == ("learner.ranks", "2 ranks need a GPU each, and 1 can be seen")
 
@@ -488,6 +488,6 @@ def test_an_offload_and_more_about_it(folder: Path) -> None:
 
 
 def test_the_check_imports_no_engine() -> None:
-    code = "import sys, services.learner.check as c; print({'torch', 'deepspeed', 'transformers'} & sys.modules.keys())"
+    code = "import sys, gspo.learner.check as c; print({'torch', 'deepspeed', 'transformers'} & sys.modules.keys())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "set()"

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulated.maker import SimulatedMaker
 from benchmarks.simulated.settings import Settings
-from services.common.activity import Activity
-from services.common.config import Config
-from services.common.errors import InputError
-from services.learner.making import Hyperparameters, NotFiniteError, StartMaker, Trained
-from services.learner.recovery import Recovered, recover
-from services.learner.rows import Row, row_from_scored
-from services.learner.rundir import RunDir
-from services.learner.schedule import configured_hyperparameters
-from services.learner.trainer import Trainer
-from services.learner.weights import policy_from
-from tests.service_process import make_run
-from tests.tiny_model import make_tiny_model
-from tests.unit.learner.training_rows import make_config, make_rows
+from benchmarks.simulated.trainer import SimulatedMaker
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+from gspo.common.telemetry.activity import Activity
+from gspo.learner.assembly.rows import Row, row_from_scored
+from gspo.learner.push.policy_weights import policy_from
+from gspo.learner.recovery import Recovered, recover
+from gspo.learner.storage.run_directory import RunDir
+from gspo.learner.training.schedule import configured_hyperparameters
+from gspo.learner.training.trainer import Trainer
+from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, StartMaker, Trained
+from tests.support.service_process import make_run
+from tests.support.tiny_model import make_tiny_model
+from tests.support.training.rollout_rows import make_config, make_rows
 
 MOMENTS = {"count": 0, "mean": 0.0, "square_deviation": 0.0, "minimum": 0.0, "maximum": 0.0}
 

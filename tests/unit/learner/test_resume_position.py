@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.slots import OpenGroup, Slots
-from services.learner.rows import row_from_scored
-from services.learner.rundir import RunDir
-from services.learner.settlement import SettledGroup, Settlement
+from gspo.coordinator.groups.slots import OpenGroup, Slots
+from gspo.learner.assembly.rows import row_from_scored
+from gspo.learner.assembly.settlements import SettledGroup, Settlement
+from gspo.learner.storage.run_directory import RunDir
 
 OPEN = OpenGroup(attempt=1, issued_unix_s=0.0, deadline_unix_s=100.0, min_version=0)
 

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from gspo.common.service.traces import Traces
+from gspo.common.telemetry.step_time import seconds_by_cause
+from gspo.learner.telemetry.rollout_timelines import Journeys
+from gspo.learner.telemetry.step_clock import StepClock
 from gspo_proto.rollout_pb2 import Rollout, Score, ScoredRollout
-from services.common.step_time import seconds_by_cause
-from services.common.traces import Traces
-from services.learner.step_clock import StepClock
-from services.learner.waits import Journeys
 
 
 def a_step(clock: StepClock, journeys: Journeys, group: int, *, evaluated_s_ago: float) -> dict[str, float]:

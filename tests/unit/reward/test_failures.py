@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gspo.reward.scoring.failure_window import FailureWindow
 from gspo_proto.rollout_pb2 import Score
-from services.reward.failures import FailureWindow
 
 GOOD = Score(reward=0.0)
 

@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gspo_proto.rollout_pb2 import OUTCOME_EOS, OUTCOME_STOP_STRING, OUTCOME_TRUNCATED, Prompt, Rollout
-from services.common.errors import InputError
-from services.common.reward_config import RewardConfig, RewardFunction
-from services.reward.functions import (
+from gspo.common.config.reward import RewardConfig, RewardFunction
+from gspo.common.errors import InputError
+from gspo.reward.functions.arguments import (
     MissingColumn,
     Signature,
     Source,
@@ -22,9 +21,10 @@ from services.reward.functions import (
     read_source,
     read_sources,
 )
-from services.reward.inside.recognise import Unfit, find_function
-from services.reward.inside.worker import load_module
-from services.reward.replies import SignatureReply
+from gspo.reward.sandbox.inside.recognise import Unfit, find_function
+from gspo.reward.sandbox.inside.worker import load_module
+from gspo.reward.sandbox.replies import SignatureReply
+from gspo_proto.rollout_pb2 import OUTCOME_EOS, OUTCOME_STOP_STRING, OUTCOME_TRUNCATED, Prompt, Rollout
 
 
 def find(source: str, entry: str | None = None) -> dict[str, Any]:

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from gspo.reward.functions import environment
+from gspo.reward.functions.arguments import Signature
+from gspo.reward.sandbox.calls import Answer, CallFailed, values_of
+from gspo.reward.sandbox.execution import _failure, _values
+from gspo.reward.sandbox.inside.frames import HEAD_BYTES, NoFrame, body_size, frame, read
+from gspo.reward.sandbox.replies import MAX_VALUES_BYTES, Reply, SignatureReply, TooLargeError, read_reply
+from gspo.reward.sandbox.values import MAX_JSON_MEMBERS, Failure, plain_json, read_value
 from gspo_proto.rollout_pb2 import Score, ScorePart
-from services.reward import environment
-from services.reward.calls import Answer, CallFailed, values_of
-from services.reward.functions import Signature
-from services.reward.inside.frames import HEAD_BYTES, NoFrame, body_size, frame, read
-from services.reward.replies import MAX_VALUES_BYTES, Reply, SignatureReply, TooLargeError, read_reply
-from services.reward.sandbox import _failure, _values
-from services.reward.values import MAX_JSON_MEMBERS, Failure, plain_json, read_value
 
 TEXTS = st.text(st.characters(), max_size=8)  # halves of surrogate pairs too
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS

@@ -7,7 +7,7 @@ import mmap
 import os
 from pathlib import Path
 
-from services.reward.inside.scratch import HIDDEN_BYTES, UNSEEN_BYTES, nameless_size, remove, size
+from gspo.reward.sandbox.inside.scratch import HIDDEN_BYTES, UNSEEN_BYTES, nameless_size, remove, size
 
 
 def test_files_and_entries_count_and_links_do_not_lead_out(tmp_path: Path) -> None:

@@ -10,16 +10,16 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from services.common.errors import InputError
-from services.common.reward_config import RewardFunction
-from services.reward.callers import Caller, Callers, RateLimit, read_tokens
-from services.reward.code_tests import UnreadableTestError, code_of, read_tests, same
-from services.reward.door.views import TryBody
-from services.reward.imports import Importable, packages_to_share
-from services.reward.inside import read_source
-from services.reward.source_check import Outline, Problem, RefusedError, check_imports
-from services.reward.submission import MAX_COLUMNS, Limits, Submission, version_of
-from services.reward.usage import bucket_of, percentiles
+from gspo.common.config.reward import RewardFunction
+from gspo.common.errors import InputError
+from gspo.reward.functions.code_tests import UnreadableTestError, code_of, read_tests, same
+from gspo.reward.http_api.views import TryBody
+from gspo.reward.registry.submission import MAX_COLUMNS, Limits, Submission, version_of
+from gspo.reward.registry.usage import bucket_of, percentiles
+from gspo.reward.sandbox.imports import Importable, packages_to_share
+from gspo.reward.sandbox.inside import read_source
+from gspo.reward.submissions.callers import Caller, Callers, RateLimit, read_tokens
+from gspo.reward.submissions.source_check import Outline, Problem, RefusedError, check_imports
 
 ALLOWED = ("numpy", "math-verify")
 SOURCE = "def reward(completions): return [1.0]\n"

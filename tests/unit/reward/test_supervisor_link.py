@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.reward.start import Started
-from services.reward.supervisor_link import SupervisorLink
+from gspo.reward.sandbox.launch import Started
+from gspo.reward.sandbox.supervisor_link import SupervisorLink
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 MANY = 2000

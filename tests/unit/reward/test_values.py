@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gspo.reward.sandbox.inside.results import InvalidReturn, list_values, plain_value
+from gspo.reward.sandbox.values import Failure, Value, read_value
+from gspo.reward.scoring.scorer import spread_over_groups
 from gspo_proto.rollout_pb2 import Rollout
-from services.reward.inside.results import InvalidReturn, list_values, plain_value
-from services.reward.scorer import spread_over_groups
-from services.reward.values import Failure, Value, read_value
 
 
 @pytest.mark.parametrize(

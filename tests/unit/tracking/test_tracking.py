@@ -15,17 +15,17 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from services.common.config import Config
-from services.common.configfile import parse_config, write_config
-from services.common.errors import InputError
-from services.common.measuring_config import TrackingConfig
-from services.common.runtime import CONFIG_NAME
-from services.learner import trackers
-from services.learner.trackers import Trackers, check_trackers
-from services.tracking.__main__ import follow
-from services.tracking.follower import Follower, hyperparameters
-from services.tracking.position import Position
-from services.tracking.tensorboard import TensorBoard
+from gspo.common.config.evaluation import TrackingConfig
+from gspo.common.config.loading import parse_config, write_config
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+from gspo.common.service.app import CONFIG_NAME
+from gspo.learner.telemetry import trackers
+from gspo.learner.telemetry.trackers import Trackers, check_trackers
+from gspo.tracking.__main__ import follow
+from gspo.tracking.follower import Follower, hyperparameters
+from gspo.tracking.position import Position
+from gspo.tracking.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
     from wandb.proto.wandb_internal_pb2 import Record as WandbRecord

@@ -1,0 +1,81 @@
+"""A service process that takes faults from outside: `python -m benchmarks.chaos.faulty_service MODULE OPTIONS`.
+
+Faults are files in the folder that GSPO_CHAOS names, with the process's name behind a dash. `clock-NAME` holds seconds
+that are added to the time of day (never to the monotonic clock, which no administrator can set). `corrupt-NAME` flips
+one bit of the next frame of weights that comes, once. Everything else is the module as it is.
+Neighbour: strikes.py writes the files.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "GSPO_CHAOS"
+_LOOK_EVERY_S = 0.1
+
+
+class Clock:
+    """The time of day, moved by what a file says."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._true = file, time.time
+        self._offset_s, self._looked_at = 0.0, 0.0
+
+    def time(self) -> float:
+        """As time.time."""
+        if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
+            self._looked_at = time.monotonic()
+            try:
+                self._offset_s = float(self._file.read_text() or 0.0)
+            except FileNotFoundError:
+                self._offset_s = 0.0
+        return self._true() + self._offset_s
+
+
+def corrupt_frames(file: Path) -> None:
+    """Flip a bit in the next frame while the file is there, and remove it."""
+    from gspo.generation.engine.staging import StagedWeights
+
+    take = StagedWeights.write, StagedWeights.change
+
+    def is_due() -> bool:
+        if not file.exists():
+            return False
+        file.unlink()
+        return True
+
+    def write(self: Any, name: str, offset: int, data: bytes) -> None:
+        take[0](self, name, offset, _flipped(data) if is_due() else data)
+
+    def change(self: Any, name: str, offset: int, num_elements: int, packed: Any) -> None:
+        if is_due():
+            packed = type(packed)(packed.num_listed, _flipped(packed.data))
+        take[1](self, name, offset, num_elements, packed)
+
+    StagedWeights.write, StagedWeights.change = write, change  # type: ignore[method-assign]
+
+
+def _flipped(data: bytes) -> bytes:
+    changed = bytearray(data)
+    changed[len(changed) // 2] ^= 0x10
+    return bytes(changed)
+
+
+def main() -> None:
+    """Install the faults and be the module."""
+    _, module, *options = sys.argv
+    name, folder = options[options.index("--name") + 1], Path(os.environ[VARIABLE])
+    time.time = Clock(folder / f"clock-{name}").time
+    if name.startswith("generation"):
+        corrupt_frames(folder / f"corrupt-{name}")
+    sys.argv = [module, *options]
+    runpy.run_module(module, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""The run under attack: its Redis, its processes in their namespaces, its small disk, and whether it is well.
+
+It strikes nothing and checks no invariant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from asyncio.subprocess import Process
+from collections import Counter
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+import psutil
+import yaml
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from benchmarks.chaos.faulty_service import VARIABLE
+from benchmarks.chaos.network import Network
+from benchmarks.chaos.schedule import PROCESSES
+from benchmarks.simulated.settings import Settings
+from gspo.cli.processes.child import Program
+from gspo.cli.processes.programs import free_port
+from gspo.cli.processes.redis_server import redis_command, write_password
+from gspo.cli.processes.supervisor import Supervisor
+from gspo.common.config.loading import read_config
+from gspo.common.config.schema import Config
+from gspo.common.streams.entries import entry_kinds, read_entry
+from gspo.common.streams.instances import members
+from gspo.common.streams.keys import Keys, consumer_groups
+from tests.support.tiny_model import make_tiny_model
+
+NAME, SERVICES = "chaos", tuple(name for kind, names in PROCESSES.items() if kind != "redis" for name in names)
+GROUPS, SIZE, MAX_LAG, MAX_ATTEMPTS = 6, 4, 1, 5
+_SECRET = "a-secret-of-the-chaos"  # noqa: S105 - of a Redis that lives for minutes
+# A run is asked to stop long before this.
+_ENDLESS = 1_000_000
+_STEPS_AFTERWARDS = 3
+_DISK_MB = 256
+_START_S, _END_S = 150.0, 120.0
+# Steps after a strike until the run counts as well again: the first may have been under way.
+_STEPS_UNTIL_WELL = 2
+SIMULATED = Settings(
+    decode_s=0.01, decode_s_per_request=1e-4, length_median=16, length_sigma=0.6, train_s=0.15, load_s=0.02
+)
+# It hangs while a file is there: `reads` lets the sandbox see it.
+_REWARD = """
+import os, time
+def reward(prompts, completions, **columns):
+    if os.path.exists({file!r}):
+        time.sleep(3600)
+    return [float(c[0]["content"][:1] < "P") for c in completions]
+"""
+
+
+class World:
+    """One run, from its start to its end by itself.
+
+    Args:
+        folder: Everything is in it; the run directory is on a disk of its own where there is a network.
+        with_network: False leaves all processes on loopback, as `gspo run` does, and the disk as it is.
+        lasts_s: Seconds of training after which the run ends by itself; None ends it by Ctrl-C, a resume, and the last
+            of a few steps.
+    """
+
+    def __init__(self, folder: Path, seed: int, *, with_network: bool, lasts_s: float | None = None) -> None:
+        self._lasts_s = lasts_s
+        self.folder, self.faults, self._seed = folder, folder / "faults", seed
+        self.network = Network(SERVICES) if with_network else None
+        self.disk = folder / "disk"
+        self.run_dir, self.keys = self.disk / NAME, Keys(NAME)
+        self.longest: Counter[str] = Counter()
+        self._cli: Process | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._resources = AsyncExitStack()
+
+    async def __aenter__(self) -> World:
+        for folder in (self.faults, self.disk):
+            folder.mkdir(parents=True, exist_ok=True)
+        if self.network:
+            self._resources.enter_context(self.network.up())
+            _call("mount", "-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", str(self.disk))
+            self._resources.callback(_call, "umount", "-l", str(self.disk))
+        await self._start_redis()
+        self._write_config(
+            {"total_steps": _ENDLESS} if self._lasts_s is None else {"total_hours": self._lasts_s / 3600}
+        )
+        self._resources.push_async_callback(self._end_by_force)
+        await self._start_run()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._resources.aclose()
+
+    @property
+    def config(self) -> Config:
+        """Of the run as it is now."""
+        return read_config(self.folder / "config.yaml")
+
+    @property
+    def step(self) -> int:
+        """Steps recorded so far."""
+        with suppress(FileNotFoundError):
+            return (self.run_dir / "log" / "metrics.jsonl").read_bytes().count(b"\n")
+        return 0
+
+    def pid(self, name: str) -> int | None:
+        """Of the living process of this name; a torn-down namespace leaves none."""
+        if name == "redis":
+            return self._supervisor.children["redis"].pid
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if "--name" in words and words[words.index("--name") + 1] == name and str(self.run_dir) in words:
+                with suppress(psutil.Error):
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        return int(process.pid)
+        return None
+
+    async def wait_until_well(self, since_step: int, timeout_s: float) -> str:
+        """Empty once everyone is there, every generator has the newest weights and steps go on; else what is amiss."""
+        deadline = time.monotonic() + timeout_s
+        while amiss := await self._amiss(since_step):
+            if self._cli is not None and self._cli.returncode is not None:
+                return f"`gspo run` ended with exit code {self._cli.returncode}"
+            if time.monotonic() > deadline:
+                return amiss
+            await asyncio.sleep(0.2)
+        return ""
+
+    async def finish(self) -> int:
+        """Wait until the run ends by itself, or have it end; its exit code."""
+        assert self._cli is not None
+        if self._lasts_s is not None:
+            return await asyncio.wait_for(self._cli.wait(), self._lasts_s + _END_S)
+        self._cli.send_signal(signal.SIGINT)
+        stopped = await asyncio.wait_for(self._cli.wait(), _END_S)
+        self._write_config({"total_steps": self.step + _STEPS_AFTERWARDS})
+        await self._start_run("--resume")
+        ended = await asyncio.wait_for(self._cli.wait(), _START_S + _END_S)
+        # The first was stopped by the user, which has a code of its own.
+        return ended or (0 if stopped in (0, 130) else stopped)
+
+    async def left_in_redis(self) -> dict[str, int]:
+        """Fields of the hashes and dead letters, after the end."""
+        return {
+            "open": await self.redis.hlen(self.keys.open),
+            "partial": await self.redis.hlen(self.keys.partial),
+            "dead": await self.redis.xlen(self.keys.dead),
+        }
+
+    async def groups_in_streams(self) -> set[int]:
+        """Groups of which something is still on its way: what nobody waited for at the end."""
+        found = set()
+        for stream, kind in entry_kinds(self.keys).items():
+            for _, fields in await self.redis.xrange(stream):
+                message = read_entry(kind, fields[b"d"])
+                if hasattr(message, "failure"):
+                    is_rollout = message.WhichOneof("what") == "rollout"
+                    message = message.rollout.rollout if is_rollout else message.failure
+                found.add(int(message.group))
+        return found
+
+    async def _amiss(self, since_step: int) -> str:
+        if self.step < since_step + _STEPS_UNTIL_WELL:
+            return f"{self.step - since_step} steps since"
+        try:
+            there = {member.name: member for member in await members(self.redis, self.keys)}
+        except (RedisError, OSError) as error:
+            return f"Redis: {error}"
+        for name in SERVICES:
+            pid = self.pid(name)
+            is_open = name in there and (there[name].grpc or name.startswith("coordinator"))
+            if not is_open or there[name].pid != pid:
+                return f"{name} is not there"
+        known = there["learner-0"].facts["generators"]
+        behind = [one["name"] for one in known if one["state"] == "out" or one["num_failures"]]
+        if len(known) < len(PROCESSES["generation"]) or behind:
+            return f"generators: {behind or known}"
+        return ""
+
+    async def _start_redis(self) -> None:
+        port, address = free_port(), self.network.outside if self.network else "127.0.0.1"
+        data = self.disk / "redis"
+        data.mkdir()
+        command = redis_command(address, port, data, write_password(data, _SECRET))
+        self._supervisor = await self._resources.enter_async_context(Supervisor(self.folder / "logs", 1000, print))
+        self._supervisor.start([Program("redis", tuple(command))])
+        self.redis_url = f"redis://{address}:{port}/0"
+        limits = {"socket_timeout": 2, "socket_connect_timeout": 2}
+        self.redis = Redis.from_url(self.redis_url, protocol=2, password=_SECRET, **limits)
+        self._resources.push_async_callback(self.redis.aclose)
+        self._watching = asyncio.create_task(self._watch_streams())
+        self._resources.callback(self._watching.cancel)
+        async with asyncio.timeout(20):
+            while not await self._answers():
+                await asyncio.sleep(0.05)
+
+    async def _answers(self) -> bool:
+        with suppress(RedisError, OSError):
+            return bool(await self.redis.ping())
+        return False
+
+    async def _watch_streams(self) -> None:
+        """Remember how long each stream was at most."""
+        while True:
+            with suppress(RedisError, OSError):
+                for name in _streams(self.keys):
+                    self.longest[name] = max(self.longest[name], await self.redis.xlen(self.keys.stream(name)))
+            await asyncio.sleep(0.5)
+
+    async def _start_run(self, *options: str) -> None:
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.chaos.launcher",
+            str(self.folder / "config.yaml"),
+            "--plain",
+            *options,
+        ]
+        addresses = {name: self.network.address(name) for name in SERVICES} if self.network else {}
+        namespaces = {name: self.network.inside(name, ()) for name in SERVICES} if self.network else {}
+        environment = {
+            **os.environ,
+            **SIMULATED.to_environment(),
+            VARIABLE: str(self.faults),
+            "GSPO_CHAOS_PLACES": json.dumps({name: [addresses[name], namespaces[name]] for name in addresses}),
+            "OMP_NUM_THREADS": "1",
+        }
+        with (self.folder / "run.log").open("ab") as log:
+            self._cli = await asyncio.create_subprocess_exec(
+                *words, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    async def _end_by_force(self) -> None:
+        if self._cli is not None and self._cli.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._cli.kill()  # its guard ends the services
+            await self._cli.wait()
+            await asyncio.sleep(1.0)
+
+    def _write_config(self, length: dict[str, float]) -> None:
+        if not (self.folder / "model").exists():
+            make_tiny_model(self.folder / "model", seed=3)
+            records = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}]} for n in range(40)]
+            (self.folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+            (self.folder / "reward.py").write_text(_REWARD.format(file=str(self.faults / "hang")))
+            (self.folder / "token").write_text(f"{_SECRET}\n")
+        config = {
+            "name": NAME,
+            "seed": self._seed,
+            "model": {"path": "model"},
+            "data": {"prompts": "prompts.jsonl"},
+            "reward": {
+                "functions": [{"path": "reward.py", "reads": ["faults"], "timeout_s": 1.0}],
+                "replicas": 2,
+                "batch_size": 8,
+                "max_failure_share": 1.0,
+            },
+            "algorithm": {
+                "rollout_batch_size": GROUPS,
+                "num_return_sequences_in_group": SIZE,
+                "prompt_length": 64,
+                "response_length": 64,
+                "num_mini_batches": 1,
+                "max_refill": 1000,
+            },
+            "staleness": {"max_lag": MAX_LAG, "group_deadline_s": 30.0, "max_attempts": MAX_ATTEMPTS},
+            "generation": {"max_rollouts": 32, "replicas": 2, "push_timeout_s": 5.0, "kv_cache_gb": 0.01},
+            "run": {
+                "directory": "disk",
+                **length,
+                "checkpoint_every": 10,
+                "start_timeout_s": _START_S,
+                "drain_timeout_s": 30.0,
+            },
+            "services": {
+                "redis_url": self.redis_url,
+                "token_file": "token",
+                "redis_password_file": "token",
+                "lease_s": 3.0,
+                "max_restarts": 1000,
+            },
+        }
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def _streams(keys: Keys) -> list[str]:
+    return [stream.rpartition(":")[2] for stream in consumer_groups(keys)]
+
+
+def _call(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")

@@ -1,0 +1,40 @@
+"""A child process: the learner's trainer by itself, on one logged step again and again.
+
+No Redis, no log and no push.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.child_process import serve
+from gspo.common.config.loading import read_config
+from gspo.common.config.schema import Config
+from gspo.common.model.folder import model_folder
+from gspo.learner.storage.step_log import StepLog
+from gspo.learner.training.trainer import Trainer
+
+_STEP = 1
+
+
+def measure(orders: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of every training of the step, and of handing the weights over; the first one warms up."""
+    config: Config = read_config(Path(orders["config"]))
+    rows = StepLog(Path(orders["log"])).read(_STEP)
+    began = time.monotonic()
+    trainer = Trainer(config, model_folder(config.model), seed=config.seed)
+    start_s = time.monotonic() - began
+    rounds = []
+    for _ in range(orders["rounds"]):
+        began = time.monotonic()
+        figures = trainer.train(_STEP, rows).figures
+        trained = time.monotonic()
+        trainer.policy()
+        rounds.append({"seconds": trained - began, "policy_s": time.monotonic() - trained, "tokens": figures["tokens"]})
+    return {"start_s": start_s, "rounds": rounds}
+
+
+if __name__ == "__main__":
+    serve(measure)

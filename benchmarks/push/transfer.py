@@ -1,0 +1,158 @@
+"""A child process: a policy from one process to another of the same machine, by gRPC, by plain TCP, by shared memory.
+
+What is received is dropped at once, so that the ways are compared and not what is done with the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness.child_process import serve
+from benchmarks.harness.tables import middle
+from benchmarks.push.versions import policy
+from gspo.common.host.allocator import keep_freed_memory
+from gspo.common.network.grpc_server import GrpcServer, open_channel
+from gspo.learner.push.policy_weights import Policy
+from gspo.learner.push.weight_frames import FRAME_BYTES, Frames
+from gspo_proto import generation_pb2_grpc
+from gspo_proto.generation_pb2 import PushResult, WeightFrame
+
+_HOST = "127.0.0.1"
+_ROUNDS = 7
+
+
+def measure(orders: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of a whole policy on each way, and of the changes of every learning rate's last version by gRPC."""
+    keep_freed_memory()  # as the learner does
+    whole = policy(0, 0)
+    last = orders["versions"]
+    changes = {f"{rate:g}": Frames(policy(rate, last), policy(rate, last - 1)) for rate in orders["rates"]}
+    grpc_s, changes_s = asyncio.run(_by_grpc(whole, changes))
+    return {
+        "bytes": whole.num_bytes,
+        "grpc_s": grpc_s,
+        "tcp_s": _by_tcp(whole),
+        "shared_memory_s": _by_shared_memory(whole),
+        "changes_s": changes_s,
+    }
+
+
+async def _by_grpc(whole: Policy, changes: dict[str, Frames]) -> tuple[float, dict[str, float]]:
+    with _Receiver(_receive_grpc) as address:
+        async with open_channel(address) as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+
+            async def seconds(frames: Callable[[], Frames]) -> float:
+                found = []
+                for _ in range(_ROUNDS):
+                    began = time.monotonic()
+                    await stub.PushWeights(aiter(frames()), timeout=60)
+                    found.append(time.monotonic() - began)
+                return middle(found[1:])
+
+            whole_s = await seconds(lambda: Frames(whole))
+            return whole_s, {rate: await seconds(lambda made=made: made) for rate, made in changes.items()}
+
+
+def _by_tcp(whole: Policy) -> float:
+    found = []
+    with _Receiver(_receive_tcp) as address:
+        host, port = address.split(":")
+        for _ in range(_ROUNDS):
+            with socket.create_connection((host, int(port))) as connection:
+                began = time.monotonic()
+                for bits in whole.bits.values():
+                    for start in range(0, bits.nbytes, FRAME_BYTES):
+                        connection.sendall(memoryview(bits).cast("B")[start : start + FRAME_BYTES])
+                connection.shutdown(socket.SHUT_WR)
+                connection.recv(1)
+                found.append(time.monotonic() - began)
+    return middle(found[1:])
+
+
+def _by_shared_memory(whole: Policy) -> float:
+    """The policy into a file in memory, which is kept, and out of it into the receiver's own copy."""
+    found = []
+    file = os.memfd_create("push")
+    os.ftruncate(file, whole.num_bytes)
+    with mmap.mmap(file, whole.num_bytes) as written, mmap.mmap(file, whole.num_bytes, access=mmap.ACCESS_READ) as read:
+        source, target = np.frombuffer(read, np.uint8), np.zeros(whole.num_bytes, np.uint8)
+        for _ in range(_ROUNDS):
+            began = time.monotonic()
+            end = 0
+            for bits in whole.bits.values():
+                written[end : end + bits.nbytes] = memoryview(bits).cast("B")
+                end += bits.nbytes
+            target[:] = source
+            found.append(time.monotonic() - began)
+        del source
+    os.close(file)
+    return middle(found[1:])
+
+
+class _Receiver:
+    """A process that listens; entering the block gives its address."""
+
+    def __init__(self, receive: Callable[[Connection], None]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=receive, args=(theirs,), daemon=True)
+
+    def __enter__(self) -> str:
+        self._process.start()
+        return str(self._ours.recv())
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.join(10)
+
+
+def _receive_tcp(told: Connection) -> None:
+    buffer = bytearray(FRAME_BYTES)
+    with socket.create_server((_HOST, 0)) as listening:
+        told.send(f"{_HOST}:{listening.getsockname()[1]}")
+        while True:
+            connection, _ = listening.accept()
+            with connection:
+                while connection.recv_into(buffer):
+                    pass
+                connection.sendall(b"!")
+
+
+class _Sink(generation_pb2_grpc.GenerationServicer):
+    async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Any) -> PushResult:  # noqa: ARG002
+        async for _ in request_iterator:
+            pass
+        return PushResult()
+
+
+def _receive_grpc(told: Connection) -> None:
+    keep_freed_memory()  # as the generation service does
+    asyncio.run(_serve_grpc(told))
+
+
+async def _serve_grpc(told: Connection) -> None:
+    server = GrpcServer(
+        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(_Sink(), server),
+        ("gspo.Generation",),
+        host=_HOST,
+        port=0,
+        token="",
+    )
+    await server.start()
+    told.send(server.address)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    serve(measure)

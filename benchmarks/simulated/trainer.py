@@ -1,0 +1,148 @@
+"""A training step that only takes time; the weights it makes follow from the weights before, and from every row.
+
+So a replay of the log makes the same digests, and one that trains other rows, or in another order, does not.
+Not here: learning.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Collection, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from benchmarks.simulated.settings import Settings
+from gspo.common.config.schema import Config
+from gspo.learner.assembly.rows import Row
+from gspo.learner.storage.durable_files import fsync
+from gspo.learner.training.trainer_api import Hyperparameters, Trained
+
+_STATE, _WEIGHTS, _EXPORTED = "caller.json", "weights.safetensors", "model.safetensors"
+# Far above the rounding of any inference dtype at weights of 0.02 and more.
+_CHANGE = 1e-2
+
+
+class SimulatedMaker:
+    """Makes a version of each step.
+
+    Args:
+        settings: The environment's by default.
+    """
+
+    def __init__(self, config: Config, folder: Path, run_dir: Path, settings: Settings | None = None) -> None:
+        self._settings, self._folder = settings or Settings.from_environment(), folder
+        self._dtype = getattr(torch, config.generation.dtype)
+        self._weights = _weights_of(folder)
+
+    @property
+    def has_followers(self) -> bool:
+        """There are no other ranks."""
+        return False
+
+    def train(
+        self,
+        step: int,
+        rows: Sequence[Row],
+        known: Collection[int] = (),
+        hyperparameters: Hyperparameters | None = None,
+    ) -> Trained:
+        """Change a share of every tensor, and take the time that training takes."""
+        began = time.monotonic()
+        drawn = np.random.default_rng(_entropy(step, rows, self._weights))
+        for weights in self._weights.values():
+            flat = weights.reshape(-1)
+            chosen = drawn.integers(0, flat.size, max(1, round(flat.size * self._settings.changed_share)))
+            flat[chosen] += drawn.standard_normal(len(chosen)).astype(np.float32) * _CHANGE
+            # The first one always: it is the key in answers.py.
+            flat[0] += _CHANGE * (1 + drawn.random())
+        figures = _figures(rows, step - 1)
+        wanted_s = self._settings.train_s + self._settings.train_s_per_token * figures["tokens"]
+        time.sleep(max(0.0, self._settings.time_scale * wanted_s - (time.monotonic() - began)))
+        return Trained(figures)
+
+    def policy(self) -> dict[str, Tensor]:
+        """Copies of the weights in the generators' dtype."""
+        return {name: torch.from_numpy(tensor.copy()).to(self._dtype) for name, tensor in self._weights.items()}
+
+    def save(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Write the weights and the caller's state."""
+        save_file(self._weights, folder / _WEIGHTS)
+        (folder / _STATE).write_text(json.dumps(dict(state)))
+        for file in folder.iterdir():
+            fsync(file)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Go on from what `save` wrote."""
+        self._weights = {name: tensor.copy() for name, tensor in load_file(folder / _WEIGHTS).items()}
+        state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+        return state
+
+    def export(self, folder: Path) -> None:
+        """Write a copy of the model's folder with these weights."""
+        unfinished = folder.with_name(folder.name + ".tmp")
+        for leftover in (unfinished, folder):
+            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.copytree(self._folder, unfinished, ignore=shutil.ignore_patterns("*.safetensors*"))
+        save_file({name: tensor.numpy() for name, tensor in self.policy().items()}, unfinished / _EXPORTED)
+        unfinished.rename(folder)
+
+    def sign_of_life(self) -> None:
+        """There are no other ranks."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def _weights_of(folder: Path) -> dict[str, NDArray[np.float32]]:
+    """The policy's tensors in float32, tied ones once, as the generators know them."""
+    tied = bool(json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"))
+    weights = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as part:
+            for name in part.keys():  # noqa: SIM118 - no mapping
+                if not (name == "lm_head.weight" and tied):
+                    weights[name] = part.get_tensor(name).float().numpy().copy()
+    return weights
+
+
+def _entropy(step: int, rows: Sequence[Row], weights: Mapping[str, NDArray[np.float32]]) -> int:
+    """A number that any other step, row, order, or weights would make another."""
+    seen = sha256(str(step).encode())
+    for row in rows:
+        seen.update(f"{row.group},{row.number},{row.reward},{row.advantage},{row.mini_batch},{row.skipped}".encode())
+        for array in (row.token_ids, row.logp, row.version, row.mask):
+            seen.update(array.tobytes())
+    for name in sorted(weights):
+        seen.update(weights[name].reshape(-1)[:64].tobytes())
+    return int.from_bytes(seen.digest()[:8], "big")
+
+
+def _figures(rows: Sequence[Row], version: int) -> dict[str, float]:
+    """What the loop and its readers expect of every step."""
+    counted = [row for row in rows if row.skipped is None and row.mask.any()]
+    ages = [version - int(row.version[row.mask].min()) for row in counted]
+    tokens = [int(row.mask.sum()) for row in counted]
+    rewards = [row.reward for row in rows if row.reward is not None]
+    return {
+        "tokens": float(sum(tokens)),
+        "sequences": float(len(counted)),
+        "groups": float(len({row.group for row in rows})),
+        "age_max": float(max(ages, default=0)),
+        "age_mean": float(np.mean(ages)) if ages else 0.0,
+        "reward_mean": float(np.mean(rewards)) if rewards else 0.0,
+        "response_tokens_mean": float(np.mean(tokens)) if tokens else 0.0,
+        "skipped_failed": float(sum(row.skipped == "failed" for row in rows)),
+        "skipped_stale": float(sum(row.skipped == "stale" for row in rows)),
+        "loss": 0.0,
+        "grad_norm": 0.0,
+    }

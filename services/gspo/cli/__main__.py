@@ -1,0 +1,60 @@
+"""The command line: `gspo`.
+
+It only turns errors into one message and an exit code: also those of the system about a path that the user gave.
+commands.py holds the commands.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gspo.cli.commands import app
+from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, InterruptedRunError, RunError
+from gspo.common.errors import InputError
+from gspo.common.service.app import exit_bad_input
+
+
+def main() -> None:
+    """Run one command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal, or a pipe, that has not every character
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        _refuse_bytes(sys.argv[1:])
+        app()
+    except InputError as error:
+        exit_bad_input(error)
+    except OSError as error:
+        exit_bad_input(_refusal(error, sys.argv[1:]))
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except InterruptedRunError as stop:
+        print(stop, file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _refuse_bytes(words: Sequence[str]) -> None:
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(word, "is not UTF-8, and configurations and logs are", "Rename the file") from error
+
+
+def _refusal(error: OSError, words: Sequence[str]) -> InputError:
+    """A path of the command line that cannot be read or written; any other error of the system is ours, and raised."""
+    path = Path(str(error.filename)) if isinstance(error.filename, str | Path) else None
+    given = [Path(word.partition("=")[2] or word) for word in words]
+    if path is None or not any(path == one or one in path.parents or path in one.parents for one in given):
+        raise error
+    return InputError(str(path), f"cannot be used ({error.strerror})", "Give another path, or mend what is there")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""`gspo certs`: the secrets and certificates of a cluster, made once and copied to every host of it.
+
+One certificate for all services, found by its name instead of its host's, signed by an authority whose key is thrown
+away: nothing can be signed by it later, and a new set is made instead.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import secrets
+import socket
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from gspo.common.errors import InputError
+
+SERVER_NAME = "gspo"
+TOKEN, PASSWORD, CERT, KEY, CA = "token", "redis-password", "cert.pem", "key.pem", "ca.pem"
+# Clocks of other machines are not this one's.
+_BEFORE = datetime.timedelta(hours=1)
+
+
+def make_secrets(folder: Path, hosts: tuple[str, ...], days: int) -> dict[str, Path]:
+    """Write token, Redis password, certificate, key and authority; what each key of `services` is set to.
+
+    Args:
+        hosts: Names and addresses, beside this machine's own, by which browsers and others may call the doors.
+
+    Raises:
+        InputError: One of the files is there already.
+    """
+    paths = {name: folder / name for name in (TOKEN, PASSWORD, CERT, KEY, CA)}
+    for path in paths.values():
+        if path.exists():
+            raise InputError(str(path), "exists already", "Give another folder: secrets in use are not overwritten")
+    folder.mkdir(parents=True, exist_ok=True)
+    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    authority = _authority(ca_key, days)
+    _write(paths[TOKEN], f"{secrets.token_urlsafe(32)}\n".encode())
+    _write(paths[PASSWORD], f"{secrets.token_urlsafe(32)}\n".encode())
+    _write(paths[KEY], _pem_of(key))
+    paths[CERT].write_bytes(_certificate(key, ca_key, hosts, days).public_bytes(serialization.Encoding.PEM))
+    paths[CA].write_bytes(authority.public_bytes(serialization.Encoding.PEM))
+    return paths
+
+
+def settings(paths: dict[str, Path]) -> str:
+    """The lines of config.yaml that use them."""
+    place = {name: path.resolve() for name, path in paths.items()}
+    return "\n".join(
+        (
+            "services:",
+            f"  token_file: {place[TOKEN]}",
+            f"  redis_password_file: {place[PASSWORD]}",
+            f"  tls: {{cert: {place[CERT]}, key: {place[KEY]}, ca: {place[CA]}, server_name: {SERVER_NAME}}}",
+        )
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A file that nobody else can read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _named(subject: str, issuer: str, key: ec.EllipticCurvePrivateKey, days: int) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BEFORE)
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _authority(key: ec.EllipticCurvePrivateKey, days: int) -> x509.Certificate:
+    name = "gspo authority"
+    built = _named(name, name, key, days).add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    return built.add_extension(_usage(signs=True), critical=True).sign(key, hashes.SHA256())
+
+
+def _certificate(
+    key: ec.EllipticCurvePrivateKey,
+    ca_key: ec.EllipticCurvePrivateKey,
+    hosts: tuple[str, ...],
+    days: int,
+) -> x509.Certificate:
+    names = dict.fromkeys((SERVER_NAME, "localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts))
+    both_ways = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]  # Redis asks clients for one
+    issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+    return (
+        _named(SERVER_NAME, "gspo authority", key, days)
+        .add_extension(x509.SubjectAlternativeName([_name(name) for name in names]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(both_ways), critical=False)
+        .add_extension(issuer_key, critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+
+
+def _name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )

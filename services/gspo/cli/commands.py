@@ -1,0 +1,253 @@
+"""The commands of `gspo`: their arguments and their help, each with an example.
+
+They do nothing themselves.
+"""
+
+from __future__ import annotations
+
+import shlex
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from gspo.cli.dead_letters import app as dead_letter_app
+from gspo.cli.reward.subcommands import app as reward_app
+
+app = typer.Typer(
+    name="gspo",
+    help="Reinforcement learning for language models: GSPO with vLLM, DeepSpeed and services that survive a crash.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    epilog="New here? [bold]gspo init my-run --model PATH[/], then [bold]gspo run my-run/config.yaml[/].",
+)
+app.add_typer(reward_app, name="reward")
+app.add_typer(dead_letter_app, name="deadletter")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"gspo {version('gspo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def gspo(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Reinforcement learning for language models: GSPO with vLLM, DeepSpeed and services that survive a crash."""
+
+
+Plain = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")]
+
+
+@app.command()
+def run(
+    config: Annotated[
+        Path, typer.Argument(help="Configuration file; with --resume also a run directory.", show_default=False)
+    ],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped or died.")] = False,
+    plain: Plain = False,
+) -> None:
+    """Train: start Redis, the four services, watch them, report.
+
+    Ctrl-C finishes the step under way, writes a checkpoint and says how to resume; a second one leaves at once.
+
+    Example: [bold]gspo run config.yaml[/]
+
+    Example: [bold]gspo run --resume runs/my-run[/]
+    """
+    from gspo.cli.run.training import run as run_to_the_end
+
+    raise typer.Exit(run_to_the_end(config, resume=resume, plain=plain, console=Console()))
+
+
+@app.command()
+def status(
+    run_dir: Annotated[
+        Path | None, typer.Argument(help="Run directory; the newest under ./runs by default.", show_default=False)
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="A live page, with CPU and memory of each process; Ctrl-C ends it.")
+    ] = False,
+) -> None:
+    """Show what every service of a run does or waits for, where a step's time goes, what bounds it, what to change.
+
+    Example: [bold]gspo status runs/my-run[/]
+
+    Example: [bold]gspo status --watch runs/my-run[/]
+    """
+    from gspo.cli.monitor.status import status as print_status
+
+    print_status(run_dir, Console(), watch=watch)
+
+
+@app.command()
+def config(
+    key: Annotated[str, typer.Argument(help="A key or a section; every key by default.", show_default=False)] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for documentation.")] = False,
+) -> None:
+    """Explain every key of a configuration: type, default, bounds, whether it may change on resume, meaning.
+
+    Example: [bold]gspo config algorithm[/]
+
+    Example: [bold]gspo config staleness.max_lag[/]
+    """
+    from gspo.cli import keys_table
+
+    if markdown:
+        print(keys_table.markdown(key))
+    else:
+        keys_table.print_keys(key, Console())
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
+    best: Annotated[
+        bool, typer.Option("--best", help="The version that measured best, under evaluation.keep_best.")
+    ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the adapters of a LoRA run, in peft's format.")
+    ] = False,
+) -> None:
+    """Copy the newest policy of a run out, or the best one, in the Hugging Face format.
+
+    Example: [bold]gspo export runs/my-run my-model[/]
+
+    Example: [bold]gspo export --best runs/my-run my-model[/]
+    """
+    from gspo.cli.export import export as copy_out
+
+    loader = "peft's PeftModel" if adapter else "AutoModelForCausalLM"
+    copied = copy_out(run_dir, out, best=best, adapter=adapter)
+    Console().print(f"{copied}: load it with {loader}.from_pretrained", highlight=False)
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]) -> None:
+    """Write summary.json, plots and report.html of a run again, from its log.
+
+    Example: [bold]gspo report runs/my-run[/]
+    """
+    from gspo.cli.rundir.plan import check_run_dir
+
+    check_run_dir(run_dir)
+    from gspo.cli.report.writer import write_report  # after the check: plotting takes a second to import
+
+    write_report(run_dir)
+    Console().print(f"{run_dir / 'report.html'}", highlight=False)
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Folder for the example.", show_default=False)],
+    model: Annotated[str, typer.Option(help="Model folder, or its name on a hub.")] = "Qwen/Qwen3-0.6B",
+) -> None:
+    """Write an example that runs as it stands: config.yaml, reward.py, prompts.jsonl, eval.jsonl.
+
+    Example: [bold]gspo init my-run --model ~/models/Qwen3-0.6B[/]
+    """
+    from gspo.cli.scaffold import write_example
+
+    paths, notes = write_example(folder, model)
+    config = shlex.quote(str(paths[0]))
+    console = Console()
+    for line in (
+        *map(str, paths),
+        *notes,
+        "",
+        f"Look at the machine: gspo doctor {config}",
+        f"Train: gspo run {config}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Folder for the files.", show_default=False)],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Further name or address in the certificate.", show_default=False),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="How long the certificate is valid.")] = 365,
+) -> None:
+    """Make what a cluster needs to trust itself: a token, a Redis password, a certificate for TLS.
+
+    Every host of the cluster gets the same files, by a way that keeps secrets.
+
+    Example: [bold]gspo certs /etc/gspo[/]
+    """
+    from gspo.cli.certs import make_secrets, settings
+
+    paths = make_secrets(folder, tuple(host or ()), days)
+    print(settings(paths))
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="Look at what this configuration needs.", show_default=False)
+    ] = None,
+) -> None:
+    """Check the machine: memory, cores, disk, ports, Redis, model, compiler, GPU, engines. Exit code 1 with a problem.
+
+    Example: [bold]gspo doctor config.yaml[/]
+    """
+    from gspo.cli.doctor import doctor as look
+
+    raise typer.Exit(look(config, Console()))
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Model folder, or its name on a hub.", show_default=False)],
+    prompts: Annotated[
+        list[Path],
+        typer.Argument(help="One or more files of prompts, in the form of data.prompts.", show_default=False),
+    ],
+    reward: Annotated[
+        Path | None, typer.Option(help="Python file with the reward function.", show_default=False)
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Take everything else from this configuration.", show_default=False)
+    ] = None,
+    answers: Annotated[
+        int | None, typer.Option(help="Sampled answers to each prompt; 4 by default.", show_default=False)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of the sampled answers; 1.0 by default.", show_default=False)
+    ] = None,
+    prompt_length: Annotated[
+        int | None,
+        typer.Option(help="Longest prompt, in tokens.", show_default=False),
+    ] = None,
+    response_length: Annotated[
+        int | None,
+        typer.Option(help="Longest answer, in tokens.", show_default=False),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the figures there, as JSON.", show_default=False)] = None,
+    plain: Plain = False,
+) -> None:
+    """Measure a model on prompts: mean reward, sampled and greedy, pass@k, each with its standard error.
+
+    Example: [bold]gspo eval runs/my-run/export eval.jsonl --config runs/my-run/config.yaml[/]
+
+    Example: [bold]gspo eval ~/models/Qwen3-0.6B eval.jsonl --reward reward.py --out result.json[/]
+    """
+    from gspo.cli.run.eval_config import Question
+    from gspo.cli.run.evaluation import evaluate as measure
+
+    question = Question(
+        model, tuple(prompts), config, reward, answers, temperature, prompt_length, response_length, limit, seed
+    )
+    raise typer.Exit(measure(question, out, plain=plain, console=Console()))

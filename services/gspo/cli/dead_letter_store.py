@@ -1,0 +1,72 @@
+"""What was given up, for people to look at: who gave what up, when and why, and the entry as it was.
+
+A letter is written in the transaction that takes the entry from its stream. `retry` puts the entry back exactly once,
+and only where its group is still open: a settled group is never trained again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from google.protobuf.message import DecodeError
+from redis.asyncio import Redis
+
+from gspo.common.streams.entries import SCHEMA
+from gspo.common.streams.inbox import FIELD
+from gspo.common.streams.keys import Keys
+from gspo_proto.rollout_pb2 import DeadLetter
+
+Retried: TypeAlias = Literal["sent", "settled", "gone"]
+
+# KEYS: dead, the stream it goes back to, open. ARGV: letter, payload, group or '' where none is known or needed.
+# Whoever removes the letter writes the entry, so two that retry it at once write one.
+_RETRY = """
+if ARGV[3] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[3]) == 0 then return 'settled' end
+if redis.call('XDEL', KEYS[1], ARGV[1]) == 0 then return 'gone' end
+redis.call('XADD', KEYS[2], '*', 'd', ARGV[2])
+return 'sent'
+"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A letter and its place in the stream `dead`; `letter` is None where the bytes there are no letter."""
+
+    entry: str
+    letter: DeadLetter | None
+
+
+async def letters(redis: Redis, keys: Keys) -> list[Found]:
+    """Every letter, the oldest first."""
+    reply: Any = await redis.xrange(keys.dead)
+    return [Found(entry.decode(), _read(fields.get(FIELD, b""))) for entry, fields in reply]
+
+
+def _read(payload: bytes) -> DeadLetter | None:
+    try:
+        letter = DeadLetter.FromString(payload)
+    except DecodeError:
+        return None
+    return letter if letter.schema == SCHEMA and letter.stream else None
+
+
+async def retry(redis: Redis, keys: Keys, found: Found) -> Retried:
+    """Put an entry back into its stream: `sent`, or why not (its group is `settled`, the letter is `gone`)."""
+    letter = found.letter
+    if letter is None:
+        return "gone"
+    # An evaluation has no slots and no settlement: whether it still goes on is its coordinator's to know.
+    group = str(letter.group) if letter.HasField("group") and not letter.evaluation else ""
+    answer: Any = await redis.register_script(_RETRY)(
+        keys=[keys.dead, keys.stream(letter.stream), keys.open], args=[found.entry, letter.payload, group]
+    )
+    retried: Retried = answer.decode()
+    return retried
+
+
+async def drop(redis: Redis, keys: Keys, entries: Iterable[str]) -> int:
+    """Remove letters for good; how many were there."""
+    wanted = list(entries)
+    return int(await redis.xdel(keys.dead, *wanted)) if wanted else 0

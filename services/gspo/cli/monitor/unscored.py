@@ -1,0 +1,76 @@
+"""Answers that have no score: how many, and why, from the step files of a run.
+
+A reward function that raises on some answers stops nothing, so this is where its user hears of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+FIGURE = "skipped_failed"
+_REASONS_SHOWN = 3
+# Newest steps with such answers whose files are opened for their reasons.
+_STEPS_READ = 10
+_DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(\.\d+)?")
+
+
+class Unscored:
+    """Counts answers without a score by reason; reasons that differ in a number or a quoted text are one."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return self._counts.total()
+
+    def add(self, reasons: Iterable[str | None]) -> list[str]:
+        """Count reasons, None for an answer that has a score; the first example of each reason that is new."""
+        new = []
+        for reason in reasons:
+            if reason is None:
+                continue
+            kind = _DETAIL.sub("...", reason)
+            if kind not in self._examples:
+                self._examples[kind] = reason
+                new.append(reason)
+            self._counts[kind] += 1
+        return new
+
+    def most_common(self) -> list[tuple[str, int]]:
+        """An example of each reason with its count, the most frequent first."""
+        return [(self._examples[kind], count) for kind, count in self._counts.most_common()]
+
+    def in_words(self) -> str:
+        """'3 times: r: raised ValueError: ... (r.py line 5); and 2 other reasons'."""
+        found = self.most_common()
+        shown = [f"{count} times: {reason}" if count > 1 else reason for reason, count in found[:_REASONS_SHOWN]]
+        more = len(found) - len(shown)
+        return "; ".join([*shown, f"and {more} other reasons"] if more > 0 else shown)
+
+
+def reasons_of_step(run_dir: Path, step: int) -> list[str | None]:
+    """Why each answer of a logged step has no score; empty where its file is not there any more."""
+    import pyarrow.parquet as pq  # here: only a run with such answers is worth the import
+
+    try:
+        with pq.ParquetFile(run_dir / "log" / f"step-{step:06d}.parquet") as file:
+            return list(file.read(columns=["failure"]).column("failure").to_pylist())
+    except (OSError, ValueError):  # pyarrow's errors of a file are among them
+        return []
+
+
+def unscored_so_far(run_dir: Path, figures_by_step: Mapping[int, Mapping[str, float]]) -> str:
+    """One sentence on the run so far, given the figures of its steps; empty where every answer has a score."""
+    with_some = {step: int(figures[FIGURE]) for step, figures in figures_by_step.items() if figures.get(FIGURE)}
+    if not with_some:
+        return ""
+    unscored = Unscored()
+    for step in sorted(with_some)[-_STEPS_READ:]:
+        unscored.add(reasons_of_step(run_dir, step))
+    where = f"{len(with_some)} of {len(figures_by_step)} steps, the last of them step {max(with_some)}"
+    why = f". {unscored.in_words()}" if len(unscored) else ""
+    return f"{sum(with_some.values())} answers without a score, left out of training, in {where}{why}"

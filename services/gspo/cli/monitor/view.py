@@ -1,0 +1,296 @@
+"""What is known about a run while it goes: figures, versions, evaluations, who does what, and the time each phase took.
+
+It is fed events and heartbeats and draws nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from gspo.cli.monitor.unscored import FIGURE, Unscored, reasons_of_step
+from gspo.common.config.schema import Config
+from gspo.common.streams.instances import Member
+from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
+from gspo_proto.rollout_pb2 import Event, Finished, Settlement
+
+STEPS_FOR_ETA = 10
+Kind = Literal["step", "note", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that happened, for the reader. Steps are lines only where there is no live view."""
+
+    text: str
+    kind: Kind = "note"
+
+
+@dataclass
+class Phases:
+    """Wall-clock seconds by phase; the phases follow each other."""
+
+    wall_s: dict[str, float] = field(default_factory=dict)
+    current: str = "checks"
+    _since: float = field(default_factory=time.monotonic)
+
+    def enter(self, phase: str) -> None:
+        """End the current phase and begin another."""
+        now = time.monotonic()
+        self.wall_s[self.current] = self.wall_s.get(self.current, 0.0) + now - self._since
+        self.current, self._since = phase, now
+
+    def close(self) -> None:
+        """End the last phase."""
+        self.enter("")
+
+    @property
+    def elapsed_s(self) -> float:
+        """Of the current phase."""
+        return time.monotonic() - self._since
+
+
+@dataclass
+class Process:
+    """One expected process: since when it runs, what it says about itself, what keeps it from being ready."""
+
+    name: str
+    since_unix_s: float
+    member: Member | None = None
+    ready: bool = False
+    problem: str = ""
+
+    def doing(self) -> tuple[str, str, float]:
+        """(busy or waiting, what, since when in unix seconds)."""
+        if self.member is None:
+            return "busy", "importing its libraries", self.since_unix_s
+        activity = self.member.activity
+        what = " ".join(str(activity.get(part, "")) for part in ("what", "detail")).strip()
+        return str(activity.get("kind", "busy")), what, float(activity.get("since_unix_s", self.since_unix_s))
+
+    def in_words(self) -> str:
+        """'loading the model /m (for 12 s)', 'waiting for the learner ...', or what keeps it from being ready."""
+        kind, what, since_unix_s = self.doing()
+        text = self.problem or (f"waiting for {what}" if kind == "waiting" else what)
+        return f"{text} (for {duration(max(0.0, time.time() - since_unix_s))})"
+
+
+@dataclass
+class View:
+    """Everything that a screen shows.
+
+    Attributes:
+        held_out: By held-out file, (policy version, figures) of every evaluation; a single file has an empty name.
+        best: (policy version, score) of the best version by evaluation.keep_best.
+        settled: Groups by how they ended, trained ones included.
+        failures: Failed groups by reason.
+        unscored: Answers without a score of the steps that were seen.
+    """
+
+    config: Config
+    run_dir: Path
+    processes: dict[str, Process]
+    phases: Phases
+    step: int = 0
+    version: int = 0
+    live_version: int | None = None
+    steps: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=NEVER_CLIPPED_STEPS))
+    rewards: list[float] = field(default_factory=list)
+    step_unix_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_ETA + 1))
+    held_out: dict[str, list[tuple[int, dict[str, float]]]] = field(default_factory=dict)
+    best: tuple[int, float] | None = None
+    settled: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    unscored: Unscored = field(default_factory=Unscored)
+    warned: set[str] = field(default_factory=set)
+    finished: Finished | None = None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Of the last step."""
+        return self.steps[-1] if self.steps else {}
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, where they are known."""
+        return self.config.run.total_steps
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step, by the median time of the last STEPS_FOR_ETA."""
+        if self.total_steps is None or len(self.step_unix_s) < 2:
+            return None
+        pace_s = median(after - before for before, after in pairwise(self.step_unix_s))
+        return max(0.0, (self.total_steps - self.step) * pace_s)
+
+    @property
+    def waiting_to_start(self) -> list[Process]:
+        """Processes that are not ready yet."""
+        return [process for process in self.processes.values() if not process.ready]
+
+    def apply(self, event: Event) -> list[Line]:
+        """Take one event in; the lines that it is worth."""
+        what = event.WhichOneof("what")
+        take: Callable[[Any, float], list[Line]] | None = getattr(self, f"_take_{what}", None)
+        return take(getattr(event, what), event.unix_s) if what and take else []
+
+    def _take_step_done(self, done: Any, unix_s: float) -> list[Line]:
+        figures = dict(done.figures)
+        if self.phases.current in ("start", "evaluation_before"):
+            self.phases.enter("training")
+        self.step, self.version = done.step, done.version
+        self.steps.append(figures)
+        self.step_unix_s.append(unix_s)
+        self.settled["trained"] += len(done.groups)
+        if "reward_mean" in figures:
+            self.rewards.append(figures["reward_mean"])
+        found = advice(list(self.steps), self.config)
+        new = [Line(found[name], "warning") for name in found if name not in self.warned]
+        self.warned = set(found)
+        return [Line(step_line(self), "step"), *new, *self._take_unscored(int(figures.get(FIGURE, 0)))]
+
+    def _take_unscored(self, count: int) -> list[Line]:
+        """A warning for a reason that is new, and whenever there are ten times as many such answers as before."""
+        if not count:
+            return []
+        before = len(self.unscored)
+        new = self.unscored.add(reasons_of_step(self.run_dir, self.step))
+        if not new and len(str(len(self.unscored))) == len(str(before)):
+            return []
+        total = f", {len(self.unscored)} so far" if before else ""
+        text = f"step {self.step}: {count} answers have no score{total}, and are left out: {self.unscored.in_words()}"
+        return [Line(text, "warning")]
+
+    def _take_groups_settled(self, settled: Any, _unix_s: float) -> list[Line]:
+        for group in settled.groups:
+            self.settled[Settlement.Name(group.settlement).removeprefix("SETTLEMENT_").lower()] += 1
+        failed = [group for group in settled.groups if group.settlement == Settlement.SETTLEMENT_FAILED]
+        return [line for group in failed if (line := self._take_failure(group))]
+
+    def _take_failure(self, group: Any) -> Line | None:
+        """A warning for the first failure of a reason, and for the tenth, the hundredth and so on."""
+        self.failures[group.reason] += 1
+        count = self.failures[group.reason]
+        if str(count).strip("0") != "1":
+            return None
+        which = f"group {group.group} failed" if count == 1 else f"{count} groups have failed, the last {group.group}"
+        return Line(f"{which}: {group.reason}", "warning")
+
+    def _take_version_live(self, live: Any, _unix_s: float) -> list[Line]:
+        self.live_version = live.version
+        return []
+
+    def _take_evaluation_done(self, done: Any, _unix_s: float) -> list[Line]:
+        figures = dict(done.figures)
+        self.measured(done.file, done.version, figures, done.score if done.HasField("score") else None)
+        if self.phases.current == "evaluation_before" and len(self.held_out) >= len(self.config.evaluation.files):
+            self.phases.enter("training")
+        what = done.file or "held-out prompts"
+        failed = figures.get("num_failed", 0)
+        more = f"; {failed:.0f} answers could not be scored" if failed else ""
+        best = f"; the best by {self.config.evaluation.keep_best}" if self._is_best(done) else ""
+        return [Line(f"{what} at version {done.version}: {held_out_line(figures) or 'nothing scored'}{more}{best}")]
+
+    def measured(self, file: str, version: int, figures: dict[str, float], score: float | None) -> None:
+        """Take the figures of an evaluation in."""
+        self.held_out.setdefault(file, []).append((version, figures))
+        if score is not None and (self.best is None or score > self.best[1]):
+            self.best = (version, score)
+
+    def _is_best(self, done: Any) -> bool:
+        return bool(done.HasField("score")) and self.best == (done.version, done.score)
+
+    def _take_checkpoint_done(self, done: Any, _unix_s: float) -> list[Line]:
+        return [Line(f"checkpoint of step {done.step}: {done.path}")]
+
+    def _take_training_done(self, done: Any, _unix_s: float) -> list[Line]:
+        self.phases.enter("evaluation_after")
+        return [Line(f"training ended after step {done.step}: {done.reason}")]
+
+    def _take_stop_requested(self, stop: Any, _unix_s: float) -> list[Line]:
+        return [Line(f"stop requested: {stop.reason}")]
+
+    def _take_prompts_exhausted(self, prompts: Any, _unix_s: float) -> list[Line]:
+        return [Line(f"no more prompts after {prompts.num_groups} groups")]
+
+    def _take_finished(self, finished: Any, _unix_s: float) -> list[Line]:
+        self.finished = finished
+        return [Line(f"{'failed' if finished.failed else 'finished'}: {finished.reason}", _finished_kind(finished))]
+
+
+def _finished_kind(finished: Finished) -> Kind:
+    return "error" if finished.failed else "note"
+
+
+def load_history(view: View) -> dict[int, dict[str, float]]:
+    """Take what a resumed run has logged so far; the figures of its steps."""
+    figures_by_step = {}
+    for record in _records(view.run_dir / "log" / "metrics.jsonl"):
+        view.step, view.version = int(record["step"]), int(record["version"])
+        figures_by_step[view.step] = record["figures"]
+        view.steps.append(record["figures"])
+        view.rewards += [record["figures"]["reward_mean"]] if "reward_mean" in record["figures"] else []
+    for record in _records(view.run_dir / "log" / "evaluations.jsonl"):
+        figures = {name: value for name, value in record["figures"].items() if value is not None}
+        view.measured(record.get("file", ""), int(record["version"]), figures, record.get("score"))
+    return figures_by_step
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a JSONL file that another process may be writing; none where it is missing."""
+    if not path.exists():
+        return []
+    whole, _, _unfinished = path.read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines() if line]
+
+
+def held_out_line(figures: dict[str, float]) -> str:
+    """The figures of an evaluation that matter, in one line."""
+    shown = [(name, figures[f"{name}_mean"]) for name in ("sampled", "greedy") if f"{name}_mean" in figures]
+    if (largest := largest_pass(figures)) > 1:
+        shown.append((f"pass@{largest}", figures[f"pass_at_{largest}"]))
+    return ", ".join(f"{name} {value:.3f}" for name, value in shown)
+
+
+def largest_pass(figures: dict[str, float]) -> int:
+    """The largest k for which there is a pass@k; 0 where there is none."""
+    found = (name.removeprefix("pass_at_") for name in figures if name.startswith("pass_at_"))
+    return max((int(k) for k in found if k.isdecimal()), default=0)
+
+
+def step_line(view: View) -> str:
+    """One step in one line."""
+    figures, total = view.figures, view.total_steps
+    parts = [f"step {view.step}/{total}" if total else f"step {view.step}"]
+    shown = (
+        ("reward", "reward_mean", "{:.3f}"),
+        ("clipped", "clipped_sequences", "{:.0%}"),
+        ("age", "age_mean", "{:.2f}"),
+        ("max", "age_max", "{:.0f}"),
+        ("grad norm", "grad_norm", "{:.3g}"),
+        ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    )
+    parts += [f"{label} {form.format(figures[name])}" for label, name, form in shown if name in figures]
+    if "step_s" in figures:
+        parts.append(f"{figures['step_s']:.1f} s")
+    parts.append(f"version {view.version}")
+    if view.eta_s is not None:
+        parts.append(f"{duration(view.eta_s)} to go")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """'42 s', '3 min 5 s', '2 h 10 min'."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

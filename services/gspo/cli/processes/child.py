@@ -1,0 +1,126 @@
+"""One child process: its command, its log file, its signals, its last words.
+
+It decides nothing about restarts: supervisor.py does. Every child leads a session of its own, so that Ctrl-C in the
+terminal reaches the command line alone, and a signal to the child reaches its own children too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gspo.cli.processes.preflight import FirstProcess
+
+_TAIL_BYTES = 32_768
+_TAIL_LINES = 8
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to start.
+
+    Attributes:
+        again: Added to the command when it is started again after a death.
+        environment: Variables that it has beside the supervisor's own, at every start.
+        first: A process that has checked the configuration and becomes its first one; None starts a new one.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    again: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    first: FirstProcess | None = None
+
+
+class Child:
+    """A program, started as often as asked, one process at a time.
+
+    Args:
+        log_dir: Its standard output and error are appended to NAME.log there.
+        environment: The whole environment of the process.
+    """
+
+    def __init__(self, program: Program, log_dir: Path, environment: dict[str, str]) -> None:
+        self.program, self.log = program, log_dir / f"{program.name}.log"
+        self._environment = environment
+        self._process: Process | None = None
+        self._log_start = 0
+        self.started = 0.0
+
+    @property
+    def name(self) -> str:
+        """The program's name."""
+        return self.program.name
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs."""
+        return self._process.pid if self._process and self._process.returncode is None else None
+
+    async def start(self, *, again: bool) -> int:
+        """Start the process; returns the number of the session that it leads."""
+        command = self.program.command + (self.program.again if again else ())
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            first = None if again or self.program.first is None else self.program.first.begin(command, self.log)
+            self._process = first or await asyncio.create_subprocess_exec(
+                *command, stdin=DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True
+            )
+        self.started = time.monotonic()
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Wait for its end; the exit code, negative for a signal."""
+        return await self._process.wait() if self._process else 0
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Signal the process and its children; nothing where it has ended."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask the process alone to drain: it ends its own children."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+
+    def last_words(self) -> str:
+        """Why it ended, from its log since its start: the last reason it logged, else its last lines."""
+        with self.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, size - _TAIL_BYTES))
+            lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        for line in reversed(lines):
+            if reason := _logged_reason(line):
+                return reason
+        return "\n".join(lines[-_TAIL_LINES:]) or "it said nothing"
+
+
+def _logged_reason(line: str) -> str:
+    """The reason of a JSON log line; empty for any other line."""
+    if not line.startswith("{"):
+        return ""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError:
+        return ""
+    return str(entry["reason"]) if isinstance(entry, dict) and entry.get("reason") else ""
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,192 @@
+"""Keeps the processes of a run alive until the run ends, then ends them; nothing stays behind.
+
+What dies is started again after a growing pause; a service that refuses its input (exit code 2) or dies too often
+ends the run with its last words. It does not know what the services do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+
+from gspo.cli.processes.child import Child, Program, describe_exit
+from gspo.cli.processes.exit_codes import RefusedError, RunError
+from gspo.cli.processes.guard import MARK, kill_session, start_guard
+from gspo.common.errors import EXIT_BAD_INPUT
+
+# A service that lived so long before it died is not in a crash loop: its deaths are counted afresh.
+STEADY_S = 600.0
+# One that lived so long was started well: it is not the start that kills it, so the next one need not wait longer.
+_STARTED_S = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_TERMINATE_S, _KILL_S, _SWEEP_S = 15.0, 5.0, 10.0
+# An end that takes longer is told, for nothing else moves on the screen meanwhile.
+_QUIET_S = 2.0
+
+
+class Supervisor:
+    """Starts programs, keeps them, ends them; use it as an asynchronous context.
+
+    Args:
+        log_dir: Folder of the log files.
+        max_restarts: Deaths of one program that are answered by a restart.
+        say: Called with a line for the user.
+        mark: Of its processes, which the guard knows them by; a new one by default.
+    """
+
+    def __init__(self, log_dir: Path, max_restarts: int, say: Callable[[str], None], mark: str = "") -> None:
+        self._log_dir, self._max_restarts, self._say = log_dir, max_restarts, say
+        self._mark = mark or uuid.uuid4().hex
+        self._guard: subprocess.Popen[str] | None = None
+        self.children: dict[str, Child] = {}
+        self._keepers: set[asyncio.Task[None]] = set()
+        self._ending = asyncio.Event()
+        self.restarts: dict[str, int] = {}
+
+    async def __aenter__(self) -> Supervisor:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._guard = start_guard(self._mark)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.shield(self.end(patience_s=0.0))
+
+    def start(self, programs: Iterable[Program]) -> None:
+        """Start programs and keep them alive from now on."""
+        for program in programs:
+            child = Child(program, self._log_dir, {**os.environ, **program.environment, MARK: self._mark})
+            self.children[program.name] = child
+            self._keepers.add(asyncio.create_task(self._keep(child), name=program.name))
+
+    async def watch(self) -> None:
+        """Run until a program cannot be kept alive.
+
+        Raises:
+            RefusedError: A program ended with exit code 2.
+            RunError: A program died too often.
+        """
+        while self._keepers:
+            done, self._keepers = await asyncio.wait(self._keepers, return_when=asyncio.FIRST_COMPLETED)
+            for keeper in done:
+                keeper.result()
+        await self._ending.wait()
+
+    async def end(self, patience_s: float, *, terminate_s: float = _TERMINATE_S, last: str = "redis") -> None:
+        """End everything: wait `patience_s` for processes that end by themselves, then SIGTERM, then SIGKILL.
+
+        Args:
+            terminate_s: From SIGTERM to SIGKILL.
+            last: Name of the program that the others need until they are gone.
+        """
+        self._ending.set()
+        others = [child for child in self.children.values() if child.name != last]
+        await self._end_all(others, patience_s, terminate_s)
+        await self._end_all([child for child in self.children.values() if child.name == last], 0.0, terminate_s)
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.to_thread(self._sweep)
+
+    async def _end_all(self, children: list[Child], patience_s: float, terminate_s: float) -> None:
+        """SIGTERM after `patience_s` to what has not ended by itself, SIGKILL to what does not obey."""
+        if await _gone(children, patience_s):
+            return
+        for child in children:
+            child.terminate()
+        if await _gone(children, min(_QUIET_S, terminate_s)):
+            return
+        left_s = max(0.0, terminate_s - _QUIET_S)
+        names = ", ".join(child.name for child in children if child.pid is not None)
+        self._say(f"waiting up to {left_s:g} s for {names} to end")
+        if await _gone(children, left_s):
+            return
+        for child in children:
+            if child.pid is not None:
+                self._say(f"{child.name} did not end within {terminate_s:g} s of SIGTERM; killing it")
+                child.signal_group(signal.SIGKILL)
+        await _gone(children, _KILL_S)
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self._ending.set()
+        for child in self.children.values():
+            child.signal_group(signal.SIGKILL)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Let the guard kill what is left: a grandchild that left its group, say."""
+        guard, self._guard = self._guard, None
+        if guard and guard.stdin:
+            guard.stdin.close()
+            try:
+                guard.wait(timeout=_SWEEP_S)
+            except subprocess.TimeoutExpired:
+                self._say(f"the guard (process {guard.pid}) is still looking for what is left of the run")
+
+    def _tell_guard(self, session: int) -> None:
+        if self._guard and self._guard.stdin:
+            self._guard.stdin.write(f"{session}\n")
+
+    async def _keep(self, child: Child) -> None:
+        deaths = early = 0
+        while not self._ending.is_set():
+            session = await child.start(again=deaths > 0)
+            self._tell_guard(session)
+            code = await child.wait()
+            # A killed service may leave children behind, such as an engine with all its memory.
+            await asyncio.to_thread(kill_session, session)
+            self._tell_guard(-session)
+            if self._ending.is_set():
+                return
+            lived_s = time.monotonic() - child.started
+            deaths = 1 if lived_s > STEADY_S else deaths + 1
+            early = 1 if lived_s > _STARTED_S else early + 1
+            await self._answer_death(child, code, deaths, early)
+
+    async def _answer_death(self, child: Child, code: int, deaths: int, early: int) -> None:
+        """Start it again after a pause, which grows with the deaths that came soon after a start; or give up."""
+        pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(early - 1, 10), _LONGEST_PAUSE_S)
+        if code == 0:
+            # It may have seen the end of the run before we have.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2.0):
+                    await self._ending.wait()
+                return
+        words = child.last_words()
+        if code == EXIT_BAD_INPUT:
+            raise RefusedError(words.removeprefix("error: "))
+        if deaths > self._max_restarts:
+            times = "once" if deaths == 1 else f"{deaths} times"
+            raise RunError(
+                f"{child.name} died {times} ({describe_exit(code)}; services.max_restarts is {self._max_restarts}). "
+                f"Its last words: {words}\nIts log: {child.log}"
+            )
+        self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
+        # Whoever was killed from outside could not say why; its last lines are about something else.
+        why = "" if -code in (signal.SIGKILL, signal.SIGTERM) else f": {words}"
+        self._say(
+            f"{child.name} died ({describe_exit(code)}){why}. Starting it again in {pause_s:g} s "
+            f"({deaths} of {self._max_restarts})"
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._ending.wait()
+
+
+async def _gone(children: list[Child], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(child.pid is not None for child in children):
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(0.05)
+    return True

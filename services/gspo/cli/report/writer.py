@@ -1,0 +1,58 @@
+"""The report of a run: summary.json, plots/*.png and report.html, from its run directory alone.
+
+It can be written again at any time, of a run in any state.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gspo.cli.report.history import RunLog, read_log
+from gspo.cli.report.page import render
+from gspo.cli.report.plots import write_plots
+from gspo.cli.report.summary import summarise
+from gspo.cli.rundir.plan import PAGE_NAME, SUMMARY_NAME
+
+PLOTS_NAME = "plots"
+
+
+def write_report(
+    run_dir: Path, *, wall_s: dict[str, float] | None = None, finished: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write the report of what there is and return the summary.
+
+    Args:
+        wall_s: Wall-clock seconds of this session by phase.
+        finished: `reason` and `failed` of the run's end; empty where it came to none. The log holds neither of the
+            two: where None is given, those of an earlier report stand, if no step was trained since.
+    """
+    log = read_log(run_dir)
+    earlier = _earlier(run_dir / SUMMARY_NAME, log)
+    if wall_s is None:
+        wall_s = earlier.get("wall_s")
+    if finished is None and earlier.get("end_reason") is not None:
+        finished = {"reason": earlier["end_reason"], "failed": bool(earlier.get("failed"))}
+    summary = summarise(log, wall_s, finished)
+    _write(run_dir / SUMMARY_NAME, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    plots = write_plots(log, run_dir / PLOTS_NAME)
+    _write(run_dir / PAGE_NAME, render(log, summary, plots, run_dir / PLOTS_NAME))
+    return summary
+
+
+def _earlier(path: Path, log: RunLog) -> dict[str, Any]:
+    """The summary of an earlier report of the same policy; empty where there is none."""
+    try:
+        summary = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    same = isinstance(summary, dict) and summary.get("policy_version") == log.version
+    return dict(summary) if same else {}
+
+
+def _write(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one."""
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(text, encoding="utf-8", errors="replace")
+    unfinished.replace(path)

@@ -1,0 +1,96 @@
+"""`gspo reward serve`: the reward service of a configuration without its run, with a Redis of its own where none is
+given.
+
+It is the same service as in a run, for a run that has no rollouts; what is submitted lands in the folder of
+reward.registry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from redis.asyncio import Redis
+from rich.console import Console
+
+from gspo.cli.processes.checks import check_ports, check_redis
+from gspo.cli.processes.programs import REDIS, Job, service_programs
+from gspo.cli.processes.supervisor import Supervisor
+from gspo.cli.run.session import Interrupts, first_of, start_redis
+from gspo.cli.rundir import http_client
+from gspo.cli.rundir.plan import SERVICES_DIR, Plan, hold, prepare, write_supervisor_facts
+from gspo.common.config.loading import read_config
+from gspo.common.config.reward import RewardFunction
+from gspo.common.config.schema import Config
+from gspo.common.streams.instances import wait_for_member
+from gspo.common.streams.keys import Keys
+
+START_TIMEOUT_S = 60.0
+# No run has its name: it would take the rollouts of one.
+_NAME = "gspo-reward-serve"
+
+
+def serve(config_file: Path, port: int, console: Console) -> int:
+    """Serve until Ctrl-C or SIGTERM; the exit code.
+
+    Raises:
+        InputError: The configuration cannot work, or its folder is served already.
+        RunError: The service could not be kept alive.
+    """
+    config = serving_config(read_config(config_file), port)
+    check_ports(config)
+    with hold(config.run_dir):
+        return asyncio.run(_serve(config, console))
+
+
+def serving_config(config: Config, port: int) -> Config:
+    """The configuration without the registered names: they are what is to be submitted first."""
+    functions = tuple(one for one in config.reward.functions if not one.registered)
+    update = {
+        "name": _NAME,
+        "reward": config.reward.model_copy(
+            update={
+                "functions": functions or (RewardFunction(builtin="exact_match"),),
+                "registry": config.registry_dir,
+            }
+        ),
+        "run": config.run.model_copy(update={"directory": config.registry_dir / "service"}),
+        "services": config.services.model_copy(update={"reward_port": port or config.services.reward_port}),
+    }
+    return config.model_copy(update=update)
+
+
+async def _serve(config: Config, console: Console) -> int:
+    interrupts = Interrupts()
+    interrupts.install()
+    if config.services.redis_url:
+        await check_redis(config.services.redis_url, config)
+    prepare(Plan(config, config.run_dir, resume=True))
+    # As on resume: the keys of an earlier time are ours.
+    job = Job(config, config.run_dir, resume=True, services=("reward",))
+    logs = config.run_dir / SERVICES_DIR
+    async with Supervisor(logs, config.services.max_restarts, lambda text: console.print(text)) as supervisor:
+        interrupts.supervisor = supervisor
+        redis, redis_url = await start_redis(job, supervisor)
+        try:
+            write_supervisor_facts(config.run_dir, redis_url)
+            await redis.delete(Keys(config.name).members, Keys(config.name).events)
+            supervisor.start(service_programs(job, redis_url))
+            tell = _tell(config, redis, console)
+            await first_of([_until_asked(interrupts)], [supervisor.watch(), tell])
+        finally:
+            await supervisor.end(0.0, last=REDIS)
+            await redis.aclose()
+    return 0
+
+
+async def _until_asked(interrupts: Interrupts) -> None:
+    await interrupts.asked.wait()
+
+
+async def _tell(config: Config, redis: Redis, console: Console) -> None:
+    """Say where it is, once it is there."""
+    member = await wait_for_member(redis, Keys(config.name), "reward", START_TIMEOUT_S)
+    url = http_client.url(member.http, config)
+    console.print(f"reward functions at {url}, described at {url}/docs; Ctrl-C ends it", highlight=False)
+    console.print(f"what is submitted stays in {config.registry_dir}", highlight=False)

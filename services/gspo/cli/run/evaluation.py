@@ -1,0 +1,183 @@
+"""`gspo eval`: measures a model folder on a prompts file, with the services that training uses and no learner.
+
+Its run directory is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gspo.cli.monitor.view import Phases, View
+from gspo.cli.processes.exit_codes import InterruptedRunError, RefusedError, RunError
+from gspo.cli.processes.preflight import FirstProcesses
+from gspo.cli.processes.programs import Job
+from gspo.cli.run.eval_config import Question, eval_config, named_files
+from gspo.cli.run.session import Interrupts, new_view, run_session
+from gspo.cli.run.training import check_all, open_screen, place_on_gpus, until_interrupted
+from gspo.cli.rundir.plan import SERVICES_DIR, Plan, prepare
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+from gspo.common.service.app import CONFIG_NAME
+
+_SERVICES = ("coordinator", "generation", "reward")
+# How the names of figures begin, in the order in which they are shown; those of no such name go before the last two.
+_ORDER = (
+    *("sampled_mean", "sampled_stderr", "greedy_mean", "greedy_stderr"),
+    *("pass_at_", "best_at_", "part_", "greedy_", "num_"),
+)
+_OTHERS = len(_ORDER) - 2.5
+Measured = dict[str, dict[str, float]]
+# Keys of a configuration -> what a user of this command gives in their place.
+_OPTIONS = (
+    ("algorithm.prompt_length", "--prompt-length"),
+    ("algorithm.response_length", "--response-length"),
+    ("prompt_length", "--prompt-length"),
+    ("response_length", "--response-length"),
+    ("sampling.temperature", "--temperature"),
+    ("evaluation.num_answers", "--answers"),
+    ("evaluation.limit", "--limit"),
+    ("evaluation.prompts", "PROMPTS"),
+    ("data.prompts", "PROMPTS"),
+    ("model.path", "MODEL"),
+)
+
+
+def evaluate(question: Question, out: Path | None, *, plain: bool, console: Console) -> int:
+    """Measure, print, and write `out` as JSON; 0.
+
+    Raises:
+        InputError: The input cannot work.
+        RunError: The evaluation could not be done.
+    """
+    if out is not None:
+        _check_writable(out)
+    with tempfile.TemporaryDirectory(prefix="gspo-eval-") as folder, in_words_of_the_options():
+        config = eval_config(question, Path(folder))
+        with FirstProcesses(config.run_dir) as first:
+            measured = asyncio.run(_evaluate(config, first, console, plain=plain))
+    _print(measured, console)
+    if out is not None:
+        out.write_text(json.dumps(_result(question, measured), indent=2) + "\n")
+        console.print(f"written to {out}", highlight=False)
+    return 0
+
+
+def _check_writable(out: Path) -> None:
+    """Find out before the measuring whether its figures can be written; OSError: they cannot."""
+    is_new = not out.exists()
+    out.open("a").close()
+    if is_new:
+        out.unlink()
+
+
+def _result(question: Question, measured: Measured) -> dict[str, Any]:
+    """What `--out` holds: the figures of a single file, or of each by its name."""
+    if len(question.prompts) == 1:
+        return {"model": question.model, "prompts": str(question.prompts[0]), **measured[""]}
+    files = {name: {"prompts": str(path), **measured[name]} for name, path in named_files(question.prompts).items()}
+    return {"model": question.model, "files": files}
+
+
+@contextmanager
+def in_words_of_the_options() -> Iterator[None]:
+    """Name the options of `gspo eval` where a check names configuration keys: the user may have no such file."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(*(_with_options(text) for text in (error.where, error.rule, error.fix))) from error
+    except RefusedError as error:
+        raise RefusedError(_with_options(str(error))) from error
+
+
+def _with_options(text: str) -> str:
+    for key, option in _OPTIONS:
+        text = re.sub(rf"\b{re.escape(key)}(?![\w-])", option, text)
+    return text
+
+
+async def _evaluate(config: Config, first: FirstProcesses, console: Console, *, plain: bool) -> Measured:
+    phases, interrupts = Phases(), Interrupts()
+    interrupts.install()
+    plan = Plan(config, config.run_dir, resume=False)
+    (plan.run_dir / SERVICES_DIR).mkdir(parents=True)
+    prepare(plan)
+    placement = place_on_gpus(config, _SERVICES, console)
+    await until_interrupted(check_all(config, _SERVICES, plan.run_dir / CONFIG_NAME, placement, first), interrupts)
+    job = Job(
+        config,
+        plan.run_dir,
+        services=_SERVICES,
+        coordinator_options=("--evaluate",),
+        placement=placement,
+        first=first,
+    )
+    view = new_view(job, phases)
+    screen = interrupts.screen = open_screen(console, plain=plain)
+    try:
+        await run_session(job, view, screen, interrupts)
+    finally:
+        screen.close()
+    if interrupts.asked.is_set():
+        raise InterruptedRunError("stopped; nothing was measured")
+    return _figures(view)
+
+
+def _figures(view: View) -> Measured:
+    finished = view.finished
+    if finished is not None and finished.failed:
+        raise RunError(f"the evaluation failed: {finished.reason}")
+    measured = {file: in_order(records[-1][1]) for file, records in view.held_out.items()}
+    for file in view.config.evaluation.files:
+        if "sampled_mean" not in measured.get(file, {}):
+            raise RunError(f"the evaluation ended without one scored answer{f' to {file}' if file else ''}")
+    return measured
+
+
+def in_order(figures: dict[str, float]) -> dict[str, float]:
+    """As a reader looks for them: rewards, pass@k and best@k by k, parts of the reward, lengths and shares, counts."""
+
+    def place(name: str) -> tuple[float, list[str | int]]:
+        rank = next((rank for rank, head in enumerate(_ORDER) if name.startswith(head)), _OTHERS)
+        return rank, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+    return {name: figures[name] for name in sorted(figures, key=place)}
+
+
+def _print(measured: Measured, console: Console) -> None:
+    """A column for each file; the file's name above it where there are several."""
+    table = Table.grid(padding=(0, 2))
+    if len(measured) > 1:
+        table.add_row("", *(Text(name, "bold") for name in measured))
+    names = dict.fromkeys(name for figures in measured.values() for name in figures if not name.endswith("_stderr"))
+    for name in names:
+        table.add_row(_label(name), *(_value(figures, name) for figures in measured.values()))
+    console.print(table)
+
+
+def _label(name: str) -> str:
+    if name in ("sampled_mean", "greedy_mean"):
+        return name.replace("_", " ") + " reward"
+    for kind in ("pass", "best"):
+        if name.startswith(f"{kind}_at_"):
+            return name.replace("_at_", "@")
+    return name.replace("_", " ")
+
+
+def _value(figures: dict[str, float], name: str) -> str:
+    if name not in figures:
+        return ""
+    error = figures.get(f"{name.removesuffix('_mean')}_stderr")
+    if error is None:
+        return f"{figures[name]:.4g}"
+    return f"[bold]{figures[name]:.4f}[/] ± {error:.4f}"

@@ -1,0 +1,235 @@
+"""One session of a run under a supervisor: start Redis and the services, watch, end everything.
+
+Waits for: the run's Finished event, a program that cannot be kept alive, the user's Ctrl-C, the start-up deadline.
+Not the commands themselves: run.py and evaluate.py call it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import httpx
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from gspo.cli.monitor.disk_space import watch_room
+from gspo.cli.monitor.screen import Screen
+from gspo.cli.monitor.view import Line, Phases, Process, View, load_history
+from gspo.cli.monitor.watcher import Watcher
+from gspo.cli.processes.checks import check_unused
+from gspo.cli.processes.child import Program
+from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, RunError
+from gspo.cli.processes.programs import (
+    LOOPBACK,
+    REDIS,
+    Job,
+    free_port,
+    learner_by_hand,
+    redis_program,
+    service_programs,
+)
+from gspo.cli.processes.supervisor import Supervisor
+from gspo.cli.rundir import http_client
+from gspo.cli.rundir.plan import SERVICES_DIR, write_supervisor_facts
+from gspo.common.config.schema import Config
+from gspo.common.network.credentials import redis_arguments
+from gspo.common.service.app import REDIS_PATIENCE_S, connect_redis, end_tasks
+
+# The service processes of a job that uses the Redis at an address.
+Programs: TypeAlias = Callable[[Job, str], list[Program]]
+REFRESH_S = 0.25
+# Services end by themselves on Finished; an engine takes some seconds to leave.
+SELF_END_S = 10.0
+# Between SIGTERM and SIGKILL: of services that are ready, and where some are still starting.
+DRAIN_S, STARTING_END_S = 15.0, 4.0
+_REDIS_START_S = 15.0
+_STOP_CALL_S = 10.0
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM: the first asks the run to stop, the second ends everything at once."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.supervisor: Supervisor | None = None
+        self.screen: Screen | None = None
+
+    def install(self) -> None:
+        """Take the signals of this process."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if not self.asked.is_set():
+            self.asked.set()
+            return
+        if self.screen:
+            self.screen.close()
+        if self.supervisor:
+            self.supervisor.kill()
+        os._exit(EXIT_INTERRUPTED)
+
+
+def new_view(job: Job, phases: Phases) -> View:
+    """The view of a session that begins now."""
+    now = time.time()
+    view = View(job.config, job.run_dir, {name: Process(name, now) for name in job.names}, phases)
+    if job.resume:
+        load_history(view)
+    return view
+
+
+async def run_session(
+    job: Job, view: View, screen: Screen, interrupts: Interrupts, programs: Programs | None = None
+) -> None:
+    """Run the job's services until the run has finished or the user stops it; everything is ended afterwards.
+
+    The result is in the view: `finished`, or None where the user stopped it and it did not get that far.
+
+    Args:
+        programs: Other service processes than lineup.py's.
+
+    Raises:
+        RunError: A program could not be kept alive, or the services did not become ready in time.
+        InputError: The name is in use in the given Redis.
+    """
+    view.phases.enter("start")
+    services = job.config.services
+    async with Supervisor(
+        job.run_dir / SERVICES_DIR,
+        services.max_restarts,
+        lambda text: screen.say(Line(text, "warning")),
+        job.first.mark,
+    ) as supervisor:
+        interrupts.supervisor = supervisor
+        redis, redis_url = await start_redis(job, supervisor)
+        try:
+            watcher = Watcher(redis, view, screen.say)
+            await watcher.forget_last_session()
+            write_supervisor_facts(job.run_dir, redis_url)
+            supervisor.start((programs or service_programs)(job, redis_url))
+            job.first.end()  # those that are not of this run
+            if job.leaves_learner:
+                screen.say(Line(learner_by_hand(job, redis_url)))
+            await _until_over(job, view, screen, interrupts, supervisor, watcher)
+        except RedisError as error:
+            raise RunError(f"Redis did not answer for {REDIS_PATIENCE_S} s ({error})") from error
+        finally:
+            view.phases.enter("stop")
+            # What is still starting has nothing to drain, and many seconds of loading before it would look up.
+            terminate_s = STARTING_END_S if view.waiting_to_start else DRAIN_S
+            await supervisor.end(SELF_END_S if view.finished else 0.0, terminate_s=terminate_s, last=REDIS)
+            await redis.aclose()
+
+
+async def start_redis(job: Job, supervisor: Supervisor) -> tuple[Redis, str]:
+    """A client of the Redis that the services will use, and its address; starts one where none is given."""
+    given = job.config.services.redis_url
+    if given:
+        redis = connect_redis(given, job.config)
+        if not job.resume:
+            await check_unused(redis, job.config)
+        return redis, given
+    port = free_port()
+    supervisor.start([redis_program(job.config, job.run_dir, port)])
+    url = f"redis://{LOOPBACK}:{port}/0"
+    await _until_redis_answers(url, job.config, supervisor)
+    return connect_redis(url, job.config), url
+
+
+async def _until_redis_answers(url: str, config: Config, supervisor: Supervisor) -> None:
+    probe = Redis.from_url(url, protocol=2, socket_timeout=1, **redis_arguments(url, config))
+    deadline = time.monotonic() + _REDIS_START_S
+    try:
+        while time.monotonic() < deadline:
+            with suppress(RedisError):
+                await probe.ping()
+                return
+            await asyncio.sleep(0.03)
+    finally:
+        await probe.aclose()
+    raise RunError(
+        f"redis-server did not answer within {_REDIS_START_S:g} s. Its last words: "
+        f"{supervisor.children[REDIS].last_words()}"
+    )
+
+
+async def _until_over(
+    job: Job, view: View, screen: Screen, interrupts: Interrupts, supervisor: Supervisor, watcher: Watcher
+) -> None:
+    """Return when the run has finished or was stopped; raise what ends it otherwise."""
+    background = [
+        watcher.poll(),
+        _refresh(view, screen),
+        supervisor.watch(),
+        _start_in_time(job, watcher),
+        watch_room(job.run_dir, screen.say),
+    ]
+    ends = [watcher.follow(), _stop_when_asked(job, view, screen, interrupts)]
+    await first_of(ends, background)
+
+
+async def first_of(ends: list[Coroutine[Any, Any, None]], background: list[Coroutine[Any, Any, None]]) -> None:
+    """Wait until one of `ends` returns, or anything raises."""
+    deciding = {asyncio.create_task(end) for end in ends}
+    tasks = deciding | {asyncio.create_task(task) for task in background}
+    pending = tasks
+    try:
+        while True:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            if done & deciding:
+                return
+    finally:
+        await end_tasks(tasks)
+
+
+async def _refresh(view: View, screen: Screen) -> None:
+    while True:
+        screen.show(view)
+        await asyncio.sleep(REFRESH_S)
+
+
+async def _start_in_time(job: Job, watcher: Watcher) -> None:
+    try:
+        await watcher.until_started(job.config.run.start_timeout_s)
+    except TimeoutError as error:
+        raise RunError(f"{error}. The logs are in {job.run_dir / SERVICES_DIR}") from error
+
+
+async def _stop_when_asked(job: Job, view: View, screen: Screen, interrupts: Interrupts) -> None:
+    """After the first Ctrl-C: ask the coordinator to stop, and give the run its time; `follow` sees the end."""
+    await interrupts.asked.wait()
+    timeout_s = job.config.run.drain_timeout_s
+    coordinator = next(
+        (p.member for p in view.processes.values() if p.member and p.member.service == "coordinator"), None
+    )
+    learner = next((p for p in view.processes.values() if p.name.startswith("learner-")), None)
+    if coordinator is None or learner is None or not learner.ready:
+        screen.say(Line("stopping: nothing was trained yet in this session"))
+        return
+    screen.say(
+        Line(f"stopping: up to {timeout_s:g} s for the step under way and a checkpoint; Ctrl-C again ends at once")
+    )
+    try:
+        await _call_stop(coordinator.http, job)
+    except httpx.HTTPError as error:
+        screen.say(
+            Line(f"the coordinator did not take the stop ({type(error).__name__}: {error}); ending now", "warning")
+        )
+        return
+    await asyncio.sleep(timeout_s)
+    screen.say(Line(f"the checkpoint took longer than run.drain_timeout_s ({timeout_s:g} s); ending now", "warning"))
+
+
+async def _call_stop(address: str, job: Job) -> None:
+    async with http_client.client(job.config, timeout_s=_STOP_CALL_S) as client:
+        reply = await client.post(f"{http_client.url(address, job.config)}/v1/stop", json={"reason": "Ctrl-C"})
+        reply.raise_for_status()

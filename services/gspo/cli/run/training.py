@@ -1,0 +1,190 @@
+"""`gspo run`: check everything, run until the end or Ctrl-C, report."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.text import Text
+
+from gspo.cli.monitor.live import LiveScreen
+from gspo.cli.monitor.screen import PlainScreen, Screen
+from gspo.cli.monitor.view import Line, Phases, View, duration
+from gspo.cli.processes.checks import check_ports, check_redis, check_services
+from gspo.cli.processes.exit_codes import InterruptedRunError
+from gspo.cli.processes.placement import Placement, place
+from gspo.cli.processes.preflight import FirstProcesses
+from gspo.cli.processes.programs import Job, process_names
+from gspo.cli.run.session import Interrupts, Programs, new_view, run_session
+from gspo.cli.rundir.plan import PAGE_NAME, Plan, hold, plan_run, prepare
+from gspo.common.config.schema import Config
+from gspo.common.host.gpus import visible_gpus
+from gspo.common.host.memory import free_memory
+from gspo.common.model.batch_memory import check_fits, redis_bytes
+from gspo.common.service.app import CONFIG_NAME, EXIT_FAILED
+from gspo.common.streams.keys import SERVICES
+
+T = TypeVar("T")
+# What a run leaves in its directory, for the last lines.
+_RESULTS = (
+    ("report", PAGE_NAME),
+    ("model", "export"),
+    ("best model", "best"),
+    ("TensorBoard", "tensorboard"),
+    ("Weights & Biases", "wandb"),
+)
+
+
+def run(target: Path, *, resume: bool, plain: bool, console: Console, programs: Programs | None = None) -> int:
+    """Run to the end; the exit code.
+
+    Args:
+        programs: Other service processes than lineup.py's.
+
+    Raises:
+        InputError: The input cannot work.
+        RunError: The run could not go on.
+        InterruptedRunError: The user stopped it.
+    """
+    plan = plan_run(target, resume=resume)
+    if plan.finished:
+        console.print(_has_finished(plan), highlight=False, soft_wrap=True)
+        return 0
+    config_file = target / CONFIG_NAME if target.is_dir() else target
+    with hold(plan.run_dir):
+        with FirstProcesses(plan.run_dir) as first:
+            view = asyncio.run(_run(plan, config_file, first, console, programs, plain=plain))
+        return _conclude(plan, view, console)
+
+
+async def _run(
+    plan: Plan, config_file: Path, first: FirstProcesses, console: Console, programs: Programs | None, *, plain: bool
+) -> View:
+    phases, interrupts = Phases(), Interrupts()
+    interrupts.install()
+    console.print("checking configuration, model, prompts and reward ...", style="dim")
+    placement = place_on_gpus(plan.config, SERVICES, console)
+    warnings = await until_interrupted(check_all(plan.config, SERVICES, config_file, placement, first), interrupts)
+    notes = prepare(plan)
+    job = Job(plan.config, plan.run_dir, plan.resume, placement=placement, first=first)
+    view = new_view(job, phases)
+    screen = open_screen(console, plain=plain)
+    interrupts.screen = screen
+    try:
+        for line in [Line(warning, "warning") for warning in warnings] + [Line(note) for note in notes]:
+            screen.say(line)
+        await run_session(job, view, screen, interrupts, programs)
+    finally:
+        screen.show(view)
+        screen.close()
+    if interrupts.asked.is_set() and (view.finished is None or _was_stopped(view)):
+        raise InterruptedRunError(f"stopped at step {view.step}. {_how_to_go_on(plan.run_dir)}")
+    return view
+
+
+def open_screen(console: Console, *, plain: bool) -> Screen:
+    """Live where there is a terminal."""
+    return PlainScreen(console) if plain or not console.is_terminal else LiveScreen(console)
+
+
+def place_on_gpus(config: Config, services: tuple[str, ...], console: Console) -> Placement:
+    """The GPUs of every process of a run of these services, shown where there are any.
+
+    Raises:
+        InputError: They do not fit.
+    """
+    placement = place(config, process_names(config, services), visible_gpus())
+    if placement.placed:
+        console.print(placement.table(), highlight=False)
+    return placement
+
+
+async def check_all(
+    config: Config, services: tuple[str, ...], config_file: Path, placement: Placement, first: FirstProcesses
+) -> list[str]:
+    """Everything that can be known before anything is started; what the services warn of."""
+    check_ports(config)
+    if config.services.redis_url:
+        warning = await check_redis(config.services.redis_url, config)
+    else:
+        warning = check_fits(config, redis_bytes(config), free_memory(), "the memory of the run's Redis")
+    return [*filter(None, [warning]), *await check_services(services, config_file, placement, first)]
+
+
+async def until_interrupted(work: Coroutine[Any, Any, T], interrupts: Interrupts) -> T:
+    """The result of `work`; give it up on Ctrl-C.
+
+    Raises:
+        InterruptedRunError: There was one.
+    """
+    task, asked = asyncio.create_task(work), asyncio.create_task(interrupts.asked.wait())
+    await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    raise InterruptedRunError("stopped before anything was started")
+
+
+def _was_stopped(view: View) -> bool:
+    return view.finished is not None and view.finished.reason.startswith("stopped")
+
+
+def _how_to_go_on(run_dir: Path) -> str:
+    return f"Go on with it:\n  gspo run --resume {shlex.quote(str(run_dir))}"
+
+
+def _has_finished(plan: Plan) -> str:
+    return (
+        f"{plan.run_dir} has finished: {plan.finished}. Report: {plan.run_dir / PAGE_NAME}\n"
+        "To train on, raise run.total_steps in your configuration and go on with it: gspo run CONFIG.yaml --resume"
+    )
+
+
+def _conclude(plan: Plan, view: View, console: Console) -> int:
+    """Write the report of what there is, say how it went; the exit code."""
+    from gspo.cli.report.writer import write_report  # here: plotting takes a second to import
+
+    view.phases.enter("report")
+    summary = write_report(plan.run_dir, wall_s=view.phases.wall_s, finished=_finished_facts(view))
+    view.phases.close()
+    print_summary(summary, plan.run_dir, view, console)
+    if _was_stopped(view):
+        console.print(_how_to_go_on(plan.run_dir), highlight=False, soft_wrap=True)
+    return EXIT_FAILED if view.finished is not None and view.finished.failed else 0
+
+
+def _finished_facts(view: View) -> dict[str, Any]:
+    finished = view.finished
+    return {"reason": finished.reason, "failed": finished.failed} if finished else {}
+
+
+def print_summary(summary: dict[str, Any], run_dir: Path, view: View, console: Console) -> None:
+    """Held-out reward before and after, what was done, and where everything is; paths are never wrapped."""
+    lines: list[tuple[str, str]] = []
+    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
+    if before is not None and after is not None:
+        lines.append(("held-out reward", f"{before:.3f} -> {after:.3f}"))
+    if best := summary.get("best"):
+        lines.append(("best version", f"{best['version']} ({best['figure']} {best['score']:.3f})"))
+    steps, version = summary.get("steps", view.step), summary.get("policy_version", view.version)
+    lines.append(("steps, policy version", f"{steps}, {version}"))
+    groups = summary.get("groups") or dict(view.settled)
+    lines.append(("groups", ", ".join(f"{count} {name}" for name, count in groups.items())))
+    if unscored := summary.get("rollouts", {}).get("skipped_failed"):
+        lines.append(("answers without a score", f"{unscored}, left out of training: the report says why"))
+    times = (f"{name.replace('_', ' ')} {duration(s)}" for name, s in view.phases.wall_s.items())
+    lines.append(("time", ", ".join(times)))
+    lines.append(("run directory", str(run_dir)))
+    lines += [(label, str(run_dir / name)) for label, name in _RESULTS if (run_dir / name).exists()]
+    width = max(len(label) for label, _ in lines) + 2
+    for label, text in lines:
+        style = "bold" if label == "held-out reward" else ""
+        console.print(Text.assemble(label.ljust(width), (text, style)), soft_wrap=True)

@@ -1,0 +1,54 @@
+"""HTTP calls of the services' doors: http or https, the token to show, the certificates to believe.
+
+It knows no path of any door.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from gspo.common.config.schema import Config
+from gspo.common.config.services import TlsConfig
+from gspo.common.network.credentials import client_context, shared_token
+
+
+def url(address: str, config: Config) -> str:
+    """The address of a heartbeat as a URL."""
+    return f"{'https' if config.services.tls.is_on else 'http'}://{address}"
+
+
+def client(config: Config, *, timeout_s: float) -> httpx.AsyncClient:
+    """A client of one run's services that shows its token."""
+    tls, token = config.services.tls, shared_token(config)
+
+    async def ask_by_name(request: httpx.Request) -> None:
+        _ask_by_name(request, tls)
+
+    hooks = {"request": [ask_by_name]}
+    return httpx.AsyncClient(timeout=timeout_s, headers=bearer(token), event_hooks=hooks, **_settings(tls))
+
+
+def blocking_client(base_url: str, token: str, tls: TlsConfig, *, timeout_s: float) -> httpx.Client:
+    """A client of one door."""
+    hooks = {"request": [lambda request: _ask_by_name(request, tls)]}
+    return httpx.Client(
+        base_url=base_url, timeout=timeout_s, headers=bearer(token), event_hooks=hooks, **_settings(tls)
+    )
+
+
+def bearer(token: str) -> dict[str, str]:
+    """The header that shows a token; none where there is none."""
+    return {"authorization": f"Bearer {token}"} if token else {}
+
+
+def _settings(tls: TlsConfig) -> dict[str, Any]:
+    # A proxy of the environment leads away from services on this machine or cluster.
+    return {"trust_env": False, "verify": client_context(tls)}
+
+
+def _ask_by_name(request: httpx.Request, tls: TlsConfig) -> None:
+    """Look for services.tls.server_name in the certificate, where it is set."""
+    if tls.server_name:
+        request.extensions = {**request.extensions, "sni_hostname": tls.server_name}

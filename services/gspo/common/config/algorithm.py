@@ -1,0 +1,298 @@
+"""The `algorithm` section: what is optimised, under the names the field uses, and its presets.
+
+It computes nothing: gspo_core does, from plain numbers that the learner reads here. A preset fills the keys
+that the user left out; what a preset says and the user says otherwise is the user's. Neighbour: config.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from gspo.common.config.fields import Section
+
+RewardNorm = Literal["group", "batch", "running"]
+
+# Clip sides by kind of ratio: GSPO's own, and those of its GRPO baseline (arXiv 2507.18071, section 5).
+CLIP_DEFAULTS = {"seq": (3e-4, 4e-4), "seq_token": (3e-4, 4e-4), "token": (0.2, 0.27)}
+# ROLL's 1 + 2 * pg_clip at its default clip of 0.2; at 4e-4 that formula would cut off every negative sequence.
+DUAL_CLIP_DEFAULT = 1.4
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "gspo": {
+        "adv_estimator": "grpo",
+        "importance_sampling": "seq",
+        "loss_agg_mode": "seq-mean-token-mean",
+        "pg_clip_low": 3e-4,
+        "pg_clip_high": 4e-4,
+        "num_mini_batches": 4,
+        "ppo_epochs": 1,
+        "use_kl_loss": False,
+        "dual_clip_loss": False,
+    },
+    "roll-gspo": {
+        "adv_estimator": "reinforce",
+        "importance_sampling": "seq",
+        "rollout_batch_size": 64,
+        "num_return_sequences_in_group": 8,
+        "prompt_length": 2048,
+        "response_length": 4096,
+        "ppo_epochs": 1,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.001,
+        "loss_agg_mode": "seq-mean-token-sum",
+        "whiten_advantages": True,
+        "advantage_clip": 2.0,
+        "dual_clip_loss": True,
+        "reward_clip": 10.0,
+        "reward_norm": None,
+        "reward_shift": False,
+        "reward_scale": False,
+        "add_token_level_kl": False,
+        "pg_clip": 0.2,
+    },
+    "grpo": {
+        "adv_estimator": "grpo",
+        "importance_sampling": "token",
+        "loss_agg_mode": "token-mean",
+        "pg_clip_low": 0.2,
+        "pg_clip_high": 0.27,
+    },
+}
+
+
+# Tokens of an answer that the paper's clip is taken to be for.
+_CLIP_TOKENS = 4096
+
+
+def fitting_clip(num_tokens: int) -> tuple[float, float]:
+    """(low, high) sides of a sequence clip for answers of about so many tokens, with two digits.
+
+    log s is a mean over the tokens. Where the tokens move independently it spreads by 1 / sqrt(length), and sides that
+    grow by the same factor clip the same share of sequences. A rule of thumb: a run reports the share that it clips.
+    """
+    factor = math.sqrt(_CLIP_TOKENS / num_tokens)
+    low, high = (float(f"{side * factor:.2g}") for side in CLIP_DEFAULTS["seq"])
+    return low, high
+
+
+class AlgorithmConfig(Section):
+    """Group Sequence Policy Optimization and its relatives."""
+
+    preset: Literal["gspo", "roll-gspo", "grpo"] = Field(
+        "gspo", description="Named set of the keys below; a key set beside it overrides it"
+    )
+    adv_estimator: Literal["grpo", "reinforce"] = Field(
+        "grpo",
+        description="grpo: rewards normalised in their group; reinforce: return-to-go without a group baseline",
+    )
+    importance_sampling: Literal["seq", "seq_token", "token"] = Field(
+        "seq", description="Ratio: of the sequence (GSPO), its token form, or of each token (GRPO)"
+    )
+    rollout_batch_size: PositiveInt = Field(64, description="Groups (prompts) in a step")
+    num_return_sequences_in_group: PositiveInt = Field(8, description="Rollouts of one prompt")
+    prompt_length: PositiveInt = Field(2048, description="Longest prompt, in tokens")
+    response_length: PositiveInt = Field(4096, description="Longest answer, in tokens")
+    num_mini_batches: PositiveInt = Field(4, description="Optimizer steps that a batch is cut into")
+    ppo_epochs: PositiveInt = Field(1, description="Passes over a batch")
+    pg_clip: PositiveFloat | None = Field(None, le=1, description="Both sides of the clip at once")
+    pg_clip_low: PositiveFloat | None = Field(
+        None, le=1, description="Ratios below 1 - pg_clip_low are clipped; 3e-4 for seq, 0.2 for token"
+    )
+    pg_clip_high: PositiveFloat | None = Field(
+        None, description="Ratios above 1 + pg_clip_high are clipped; 4e-4 for seq, 0.27 for token"
+    )
+    dual_clip_loss: bool | float = Field(
+        False,
+        description="Bound the loss of negative advantages at c times the advantage; true is c = 1.4, a number sets c",
+    )
+    loss_agg_mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-mean", "seq-mean-token-sum-norm"] = (
+        Field("seq-mean-token-mean", description="How token losses become one number")
+    )
+    old_logprobs: Literal["inference", "recompute"] = Field(
+        "inference",
+        description="Denominator of the ratio: the engine's own log-probs, or a forward at the step's first weights",
+    )
+    behavior_correction: Literal["none", "truncate", "mask"] = Field(
+        "none",
+        description="Under recompute, weight advantages by old over behavior: capped, or masked outside the bounds",
+    )
+    behavior_level: Literal["sequence", "token"] = Field(
+        "sequence", description="One such weight a sequence, of its mean log-ratio, or one a token"
+    )
+    behavior_low: float = Field(0.5, ge=0, le=1, description="Lower bound of that weight (mask)")
+    behavior_high: float = Field(2.0, ge=1, description="Upper bound of that weight (mask and truncate)")
+    use_kl_loss: bool = Field(
+        False, description="Add a KL term to the first policy to the loss: to a frozen copy, or to the base of LoRA"
+    )
+    kl_loss_coef: NonNegativeFloat = Field(0.001, description="Factor of that term")
+    kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that term")
+    add_token_level_kl: bool = Field(
+        False, description="Subtract kl_coef times k1 to the reference from each token's reward"
+    )
+    kl_coef: NonNegativeFloat = Field(0.001, description="Factor of that subtraction")
+    reward_norm: RewardNorm | None = Field(
+        None, description="Moments that rewards are normalised with; group under adv_estimator: grpo"
+    )
+    reward_shift: bool = Field(False, description="Only subtract the mean")
+    reward_scale: bool = Field(False, description="Only divide by the standard deviation")
+    reward_clip: PositiveFloat | None = Field(None, description="Bound of a normalised reward")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount of the return-to-go; under reinforce alone")
+    whiten_advantages: bool = Field(False, description="Normalise advantages over all tokens of the batch")
+    advantage_clip: PositiveFloat | None = Field(None, description="Bound of an advantage")
+    mask_truncated: bool = Field(False, description="Leave answers cut off at response_length out")
+    overlong_buffer: PositiveInt | None = Field(
+        None, description="Tokens before response_length over which an answer's reward is lowered; none is no penalty"
+    )
+    overlong_penalty: PositiveFloat = Field(
+        1.0, description="What is taken off at response_length; it grows linearly over the buffer"
+    )
+    filter_zero_spread: bool = Field(
+        False, description="Drop groups whose rewards are all equal, and fill the batch with others"
+    )
+    max_refill: PositiveInt = Field(
+        10,
+        description="Batches of groups that may fail or be filtered while one is filled: then a step is made of what "
+        "is there, and with nothing there the run ends",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("preset", "gspo") not in PRESETS:
+            return given
+        preset = PRESETS[given.get("preset", "gspo")]
+        return {
+            **{key: value for key, value in preset.items() if key not in _replaced(given, preset)},
+            **_implied(given, preset),
+            **given,
+        }
+
+    @model_validator(mode="after")
+    def _clip_is_set_one_way(self) -> AlgorithmConfig:
+        if self.pg_clip is not None and (self.pg_clip_low is not None or self.pg_clip_high is not None):
+            raise ValueError(
+                f"algorithm.pg_clip: {self.pg_clip} sets both sides, and pg_clip_low or pg_clip_high is "
+                "set too. Keep one of the two ways"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(
+                f"algorithm.dual_clip_loss: {self.dual_clip_loss} as c must be above 1. Set a larger one, true or false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_have_one_norm(self) -> AlgorithmConfig:
+        if self.reward_shift and self.reward_scale:
+            raise ValueError(
+                "algorithm.reward_shift: true with reward_scale: true is both 'only'. Leave both out to shift and scale"
+            )
+        if self.adv_estimator == "grpo" and self.reward_norm != "group":
+            raise ValueError(
+                f"algorithm.reward_norm: {self.reward_norm or 'null'} contradicts adv_estimator: grpo, which means "
+                "group. Leave reward_norm out, or set adv_estimator: reinforce"
+            )
+        if (self.reward_shift or self.reward_scale) and self.reward_norm is None:
+            key = "reward_shift" if self.reward_shift else "reward_scale"
+            raise ValueError(
+                f"algorithm.{key}: true needs moments, and reward_norm is null. Set it to group, batch or running"
+            )
+        if self.adv_estimator == "grpo" and self.gamma != 1:
+            raise ValueError(
+                f"algorithm.gamma: {self.gamma} discounts the return of reinforce; under adv_estimator: grpo every "
+                "token has its answer's advantage. Leave gamma out, or set adv_estimator: reinforce"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> AlgorithmConfig:
+        if self.num_return_sequences_in_group > 1:
+            return self
+        if self.reward_norm == "group":
+            raise ValueError(
+                f"algorithm.num_return_sequences_in_group: {self.num_return_sequences_in_group} leaves nothing "
+                "to compare within a group: every advantage would be 0. Set at least 2, or adv_estimator: reinforce "
+                "with another reward_norm"
+            )
+        if self.filter_zero_spread:
+            raise ValueError(
+                "algorithm.filter_zero_spread: true drops every group where num_return_sequences_in_group is 1, since "
+                "one reward has no spread. Set at least 2, or leave filter_zero_spread out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _correction_has_something_to_correct(self) -> AlgorithmConfig:
+        if self.behavior_correction != "none" and self.old_logprobs != "recompute":
+            raise ValueError(
+                f"algorithm.behavior_correction: {self.behavior_correction} compares recomputed log-probs with the "
+                "engine's. Set old_logprobs: recompute, or behavior_correction: none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> AlgorithmConfig:
+        if self.num_rollouts < self.num_mini_batches:
+            raise ValueError(
+                f"algorithm.num_mini_batches: {self.num_mini_batches} is more than the {self.num_rollouts} rollouts "
+                "of a step, and each needs one. Lower it"
+            )
+        if self.overlong_buffer is not None and self.overlong_buffer > self.response_length:
+            raise ValueError(
+                f"algorithm.overlong_buffer: {self.overlong_buffer} is longer than response_length "
+                f"{self.response_length}, at whose end it lies. Lower it"
+            )
+        return self
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """(low, high) sides of the clip, below and above a ratio of 1."""
+        if self.pg_clip is not None:
+            return self.pg_clip, self.pg_clip
+        low, high = CLIP_DEFAULTS[self.importance_sampling]
+        return self.pg_clip_low or low, self.pg_clip_high or high
+
+    @property
+    def dual_clip(self) -> float | None:
+        """The bound c of dual clip, None where it is off."""
+        if isinstance(self.dual_clip_loss, bool):
+            return DUAL_CLIP_DEFAULT if self.dual_clip_loss else None
+        return float(self.dual_clip_loss)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen copy of the first policy is needed."""
+        return self.use_kl_loss or self.add_token_level_kl
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts of a step."""
+        return self.rollout_batch_size * self.num_return_sequences_in_group
+
+
+def _replaced(given: dict[str, Any], preset: dict[str, Any]) -> set[str]:
+    """Keys of a preset that another key of the user's stands for."""
+    replaced = set()
+    if "pg_clip" in given:
+        replaced |= {"pg_clip_low", "pg_clip_high"}
+    if {"pg_clip_low", "pg_clip_high"} & given.keys():
+        replaced.add("pg_clip")
+    if "importance_sampling" in given and "pg_clip" not in preset:
+        # The clip follows the ratio's kind: 3e-4 on token ratios would clip nearly everything.
+        replaced |= {"pg_clip_low", "pg_clip_high"}
+    if "adv_estimator" in given:
+        replaced.add("reward_norm")
+    return replaced
+
+
+def _implied(given: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:
+    """Keys whose value follows from another one's."""
+    implied: dict[str, Any] = {}
+    if given.get("adv_estimator", preset["adv_estimator"]) == "grpo":
+        implied["reward_norm"] = "group"
+    sides = {"pg_clip_low", "pg_clip_high"}
+    if "pg_clip" in preset and "pg_clip" not in given and sides & given.keys():
+        implied |= dict.fromkeys(sides, preset["pg_clip"])
+    return implied

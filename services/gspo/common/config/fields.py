@@ -1,0 +1,48 @@
+"""What every section of the configuration is made of.
+
+It names no key.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints
+from pydantic.config import JsonDict
+
+_NAME, _VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", r"^[0-9a-f]{8,64}$"
+HTTP_ADDRESS, HTTP_HOST = r"^https?://[^\s]+$", r"^https?://[^\s/]+(:\d+)?/?$"
+_HOST_NAME = r"^(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$"
+# What the patterns mean, for people.
+PATTERNS = {
+    _HOST_NAME: "a host's name without a port, or *. and the end of one",
+    _NAME: "1 to 64 of the letters a-z and A-Z, digits, and . _ -, beginning with a letter or a digit",
+    _VERSION: "8 to 64 of the digits 0-9 and letters a-f",
+    HTTP_ADDRESS: "an address that begins with http:// or https://",
+    HTTP_HOST: "http:// or https:// with a host and a port, and no path",
+}
+RunName = Annotated[str, StringConstraints(pattern=_NAME)]
+VersionText = Annotated[str, StringConstraints(pattern=_VERSION)]
+HostName = Annotated[str, StringConstraints(pattern=_HOST_NAME)]
+
+
+def _only_finite(value: Any) -> Any:
+    """Refuse an infinite number, or none at all, at any depth of a mapping that has no fixed keys."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is in it, and every number must be finite. Set a finite number")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        _only_finite(inner)
+    return value
+
+
+# What is handed on by names of others: arguments of an engine or a function, a tool's description.
+FreeMapping = Annotated[dict[str, Any], AfterValidator(_only_finite)]
+# Marks a key that may change when a run is resumed.
+ON_RESUME: JsonDict = {"on_resume": True}
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen; unknown keys, infinite numbers and NaN are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())

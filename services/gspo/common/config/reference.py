@@ -1,0 +1,138 @@
+"""Every key of the configuration, with what `gspo config` says about it.
+
+It reads no file.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from gspo.common.config.fields import PATTERNS
+from gspo.common.config.schema import Config
+from gspo.common.errors import in_yaml
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration, as `gspo config` prints it."""
+
+    name: str
+    type: str
+    default: str
+    bounds: str
+    meaning: str
+    on_resume: bool
+
+
+def explain() -> list[Key]:
+    """Every key with type, default, bounds and meaning."""
+    return list(_walk(Config, ""))
+
+
+def explain_item(key: Key) -> list[Key]:
+    """The keys of one item, where a key's value is a list of sections: `reward.functions.N.weight`."""
+    annotation: Any = Config
+    for part in key.name.split("."):
+        annotation = annotation.model_fields[part].annotation
+    model = get_args(annotation)[0] if get_origin(annotation) is tuple else None
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        return []
+    return list(_walk(model, f"{key.name}.N."))
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _walk(inner, f"{prefix}{name}.")
+        else:
+            yield _key(f"{prefix}{name}", field)
+
+
+def _key(name: str, field: FieldInfo) -> Key:
+    extra = field.json_schema_extra
+    return Key(
+        name=name,
+        type=_type_name(field.annotation),
+        default="required" if field.is_required() else _default(field),
+        bounds=_bounds(field),
+        meaning=field.description or "",
+        on_resume=isinstance(extra, dict) and bool(extra.get("on_resume")),
+    )
+
+
+def _default(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return in_yaml(default)
+
+
+def _type_name(annotation: Any) -> str:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is types.UnionType or str(origin) == "typing.Union":
+        return " | ".join("null" if part is type(None) else _type_name(part) for part in inner)
+    if str(origin) == "typing.Literal":
+        return " | ".join(str(part) for part in inner)
+    if origin is Annotated:
+        return _type_name(inner[0])
+    if origin in (tuple, list):
+        return f"list of {_type_name(inner[0])}"
+    if origin is dict:
+        return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "{" + ", ".join(annotation.model_fields) + "}"
+    return {"str": "text", "int": "integer", "float": "number", "bool": "true | false", "Path": "path"}.get(
+        annotation.__name__, str(annotation)
+    )
+
+
+def _bounds(field: FieldInfo) -> str:
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "min_length": "at least"}
+    found = list(field.metadata)
+    for part in get_args(field.annotation):
+        found += getattr(part, "__metadata__", ())
+    shown = [
+        f"{sign} {value}"
+        for item in found
+        for name, sign in signs.items()
+        if (value := getattr(item, name, None)) is not None
+    ]
+    shown += [PATTERNS[pattern] for item in found if (pattern := getattr(item, "pattern", None)) is not None]
+    return ", ".join(dict.fromkeys(shown))
+
+
+def names_at(prefix: str) -> list[str]:
+    """The keys that a section has, by its name; of one item where it is a list of sections."""
+    model = section_at(prefix)
+    return list(model.model_fields) if model else []
+
+
+def section_at(prefix: str) -> type[BaseModel] | None:
+    """The section of that name, an item of a list by its number included; None where a value stands there."""
+    model: type[BaseModel] = Config
+    for part in prefix.split(".") if prefix else ():
+        if part.isdigit():
+            continue
+        field = model.model_fields.get(part)
+        if field is None:
+            return None
+        parts = (field.annotation, *get_args(field.annotation))
+        inner = next((a for a in parts if isinstance(a, type) and issubclass(a, BaseModel)), None)
+        if inner is None:
+            return None
+        model = inner
+    return model
+
+
+def meaning(where: str) -> str:
+    """What a key or section is for, for the fix of a message."""
+    for key in explain():
+        if key.name == where or where.startswith(key.name + "."):
+            return f"{key.meaning} ({key.type})"
+    section = section_at(where)
+    return (section.__doc__ or "").strip(". ") if section else "see `gspo config`"

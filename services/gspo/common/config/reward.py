@@ -1,0 +1,178 @@
+"""What an answer is worth, and how functions are run: the configuration's section `reward`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from gspo.common.config.fields import HTTP_ADDRESS, ON_RESUME, FreeMapping, RunName, Section, VersionText
+
+# What `reward.functions.N.builtin` may name; the reward service has a file or a client for each.
+Builtin = Literal[
+    "exact_match",
+    "numeric",
+    "math_equivalence",
+    "regex",
+    "json_schema",
+    "code_tests",
+    "length_penalty",
+    "repetition_penalty",
+    "reward_model",
+    "llm_judge",
+]
+
+
+class RewardFunction(Section):
+    """One function that scores answers: a file, a built-in, an HTTP address, or a name registered over REST."""
+
+    path: Path | None = Field(
+        None, description="Python file with `reward(prompts, completions, **columns)` or verl's `compute_score`"
+    )
+    builtin: Builtin | None = Field(None, description="A function that comes with gspo, instead of a file")
+    url: str | None = Field(
+        None,
+        pattern=HTTP_ADDRESS,
+        description="HTTP server of yours that scores, by OpenRLHF's remote form, instead of a file",
+    )
+    name: RunName | None = Field(
+        None,
+        description="Name in logs and metrics; the file's, built-in's or host's by default. Alone: a function "
+        "registered over REST",
+    )
+    version: VersionText | None = Field(
+        None, description="Version of a registered function, or its first 8 or more characters; else its active one"
+    )
+    entry: str | None = Field(None, description="Name of the function, where the file holds more than one")
+    args: FreeMapping = Field(
+        default_factory=dict, description="Further keyword arguments of the function, such as a built-in's options"
+    )
+    weight: float = Field(1.0, description="Factor of this function's value in the summed reward")
+    timeout_s: PositiveFloat | None = Field(None, description="Longest a call may take; reward.timeout_s by default")
+    memory_mb: PositiveInt | None = Field(
+        None, description="Address space of its process, in MiB; reward.memory_mb by default"
+    )
+    part_weights: dict[str, float] = Field(
+        default_factory=dict, description="Factor of each named part of its value; 1 for a part that is not named"
+    )
+    reads: tuple[Path, ...] = Field(
+        (),
+        description="Files and folders beside its own file that it may read and import from; everything else is hidden",
+    )
+
+    @property
+    def label(self) -> str:
+        """Name in tasks, scores, logs and metrics."""
+        if self.name or self.builtin:
+            return self.name or self.builtin or ""
+        return self.path.stem if self.path else re.sub(r"[^A-Za-z0-9._-]", "-", urlsplit(self.url or "").netloc)
+
+    @property
+    def registered(self) -> bool:
+        """Whether it is a name of the registry."""
+        return self.path is None and self.builtin is None and self.url is None
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> RewardFunction:
+        given = [key for key in ("path", "builtin", "url") if getattr(self, key) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[1]}: stands beside {given[0]}, and a function is one of them. Leave one out")
+        if not given and self.name is None:
+            raise ValueError("path: is missing. Set path, builtin, url, or the name of a registered function")
+        if given and self.version is not None:
+            raise ValueError(f"version: a function by {given[0]} has no registered version. Leave it out")
+        if self.entry is not None and given != ["path"]:
+            raise ValueError("entry: belongs to a file. Leave it out, or set path")
+        return self
+
+
+class RegistryQuotas(Section):
+    """How much may be registered over REST; what is beyond is refused until versions are removed."""
+
+    versions: PositiveInt = Field(1000, description="Versions of all names together", json_schema_extra=ON_RESUME)
+    versions_per_name: PositiveInt = Field(200, description="Versions of one name", json_schema_extra=ON_RESUME)
+    total_mb: PositiveInt = Field(
+        128, description="Sources and test cases of all versions together, in MiB", json_schema_extra=ON_RESUME
+    )
+    name_mb: PositiveInt = Field(
+        32, description="Sources and test cases of one name's versions, in MiB", json_schema_extra=ON_RESUME
+    )
+
+
+class RewardConfig(Section):
+    """What an answer is worth."""
+
+    functions: tuple[RewardFunction, ...] = Field(
+        (),
+        description="One or more functions, none only where an environment rewards; their weighted values are summed",
+    )
+    timeout_s: PositiveFloat = Field(
+        10.0, description="Longest a call may take before its process is killed", json_schema_extra=ON_RESUME
+    )
+    memory_mb: PositiveInt = Field(
+        2048,
+        description="Address space of the process that runs user code, in MiB",
+        json_schema_extra=ON_RESUME,
+    )
+    cpu_s: PositiveFloat | None = Field(
+        None,
+        description="Processor time that a call may use, over all its threads; null leaves it to timeout_s",
+        json_schema_extra=ON_RESUME,
+    )
+    batch_size: PositiveInt = Field(
+        64, description="Answers handed to a function in one call, at most", json_schema_extra=ON_RESUME
+    )
+    replicas: PositiveInt = Field(
+        1,
+        le=64,
+        description="Reward services that `gspo run` starts on this machine; services.reward_port is the first one's",
+        json_schema_extra=ON_RESUME,
+    )
+    workers: PositiveInt = Field(
+        2, description="Calls of one function that are answered at once", json_schema_extra=ON_RESUME
+    )
+    on_failure: Literal["rollout", "group"] = Field(
+        "rollout",
+        description="What a failed score costs: its rollout, which the group goes on without, or the whole group",
+        json_schema_extra=ON_RESUME,
+    )
+    max_failure_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of failed scores beyond which the run is paused, with the function's own error; 1 is never",
+        json_schema_extra=ON_RESUME,
+    )
+    failure_window: PositiveInt = Field(
+        256, description="Training rollouts that max_failure_share is taken over", json_schema_extra=ON_RESUME
+    )
+    sandbox_minimum: Literal["bubblewrap", "landlock", "rlimits"] = Field(
+        "landlock",
+        description="Least containment of user code; the strongest that the machine gives is taken",
+        json_schema_extra=ON_RESUME,
+    )
+    registry: Path | None = Field(
+        None,
+        description="Folder with this machine's copy of the registered functions; .rewards in run.directory by default",
+        json_schema_extra=ON_RESUME,
+    )
+    allowed_packages: tuple[str, ...] = Field(
+        ("numpy", "sympy", "math-verify", "regex", "rapidfuzz", "jsonschema"),
+        description="What a submitted function may import besides the standard library",
+        json_schema_extra=ON_RESUME,
+    )
+    tokens: Path | None = Field(
+        None,
+        description="File of people's tokens for REST: lines of NAME, ROLE (submit or read) and TOKEN",
+        json_schema_extra=ON_RESUME,
+    )
+    calls_per_minute: PositiveInt = Field(
+        600,
+        description="Calls of one kind that a caller may make over REST in a minute: submissions, trials, "
+        "activations, removals",
+        json_schema_extra=ON_RESUME,
+    )
+    quotas: RegistryQuotas = Field(default_factory=RegistryQuotas)

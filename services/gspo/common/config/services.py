@@ -1,0 +1,113 @@
+"""Where the services listen, and how they trust each other: the configuration's section `services`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from gspo.common.config.fields import HTTP_HOST, ON_RESUME, HostName, Section
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class TlsConfig(Section):
+    """Certificates of the services: with them HTTP and gRPC speak TLS."""
+
+    cert: Path | None = Field(
+        None,
+        description="Certificate that every service shows, in PEM, with its chain; it turns TLS on",
+        json_schema_extra=ON_RESUME,
+    )
+    key: Path | None = Field(
+        None, description="The certificate's private key, in PEM, without a passphrase", json_schema_extra=ON_RESUME
+    )
+    ca: Path | None = Field(
+        None,
+        description="Certificates of those who may sign for the services and for Redis; the machine's own by default",
+        json_schema_extra=ON_RESUME,
+    )
+    server_name: str | None = Field(
+        None,
+        description="Name in every service's certificate, looked for instead of its host's: one certificate for hosts "
+        "that come and go",
+        json_schema_extra=ON_RESUME,
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the services' doors speak TLS."""
+        return self.cert is not None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> TlsConfig:
+        for key, other in (("cert", "key"), ("key", "cert"), ("server_name", "cert")):
+            if getattr(self, key) is not None and getattr(self, other) is None:
+                raise ValueError(f"services.tls.{key}: is of no use without services.tls.{other}. Set both, or neither")
+        return self
+
+
+class ServicesConfig(Section):
+    """Where the services listen."""
+
+    host: str = Field(
+        "127.0.0.1",
+        description="Address that every service binds, and the Redis that a run starts; one beyond loopback needs "
+        "token_file, and that Redis redis_password_file",
+        json_schema_extra=ON_RESUME,
+    )
+    redis_url: str | None = Field(
+        None,
+        description="Redis in use, rediss:// for TLS; none starts the redis-server of this package or machine",
+        json_schema_extra=ON_RESUME,
+    )
+    redis_password_file: Path | None = Field(
+        None,
+        description="File with Redis's password; one on another machine must have it",
+        json_schema_extra=ON_RESUME,
+    )
+    coordinator_port: Port = Field(
+        0, description="Run state and control over REST; 0 picks a free port", json_schema_extra=ON_RESUME
+    )
+    reward_port: Port = Field(
+        0, description="Reward functions over REST; 0 picks a free port", json_schema_extra=ON_RESUME
+    )
+    http_hosts: tuple[HostName, ...] = Field(
+        (),
+        description="Names that HTTP requests may call the services by; *.example.org is every name below it. "
+        "localhost, this machine's name and IP addresses always work",
+        json_schema_extra=ON_RESUME,
+    )
+    token_file: Path | None = Field(
+        None, description="File with the token that services show each other", json_schema_extra=ON_RESUME
+    )
+    lease_s: PositiveFloat = Field(
+        30.0, description="A worker silent for so long loses its work to another", json_schema_extra=ON_RESUME
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=HTTP_HOST,
+        description="Collector that takes traces of rollouts by OTLP over gRPC, such as http://127.0.0.1:4317",
+        json_schema_extra=ON_RESUME,
+    )
+    max_restarts: int = Field(
+        5,
+        ge=0,
+        description="Times a service that dies is started again before the run gives up",
+        json_schema_extra=ON_RESUME,
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Lowest level of log lines written", json_schema_extra=ON_RESUME
+    )
+    tls: TlsConfig = Field(default_factory=TlsConfig)
+
+    @model_validator(mode="after")
+    def _no_password_in_the_open(self) -> ServicesConfig:
+        if self.redis_url is not None and urlsplit(self.redis_url).password is not None:
+            raise ValueError(
+                "services.redis_url: holds a password, which the run directory and its logs would keep. "
+                "Leave it out there, write it into a file and name that in services.redis_password_file"
+            )
+        return self

@@ -1,0 +1,74 @@
+"""The one error that a user's input can cause.
+
+It is not for our own faults: those are tracebacks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+EXIT_BAD_INPUT = 2
+# How a line of a check begins that says what stops nothing.
+WARNING = "warning: "
+MAX_LISTED = 50
+_LONGEST_VALUE = 300
+# A proposal that shares less with the word than this is far-fetched: 'tracking' for 'trainer' has 0.53.
+_LIKE_ENOUGH = 0.6
+
+
+class InputError(Exception):
+    """What the user gave cannot work: names the key or file, the value, the rule and the fix.
+
+    Args:
+        where: The key, file or field, as the user wrote it.
+        rule: What must hold, with the value that breaks it.
+        fix: What to change.
+    """
+
+    def __init__(self, where: str, rule: str, fix: str) -> None:
+        super().__init__(f"{where}: {rule}. {fix}")
+        self.where, self.rule, self.fix = where, rule, fix
+
+
+def warn(text: str) -> None:
+    """Say on standard error, as a check says what stops nothing; `gspo run` and `gspo doctor` show it."""
+    sys.stderr.write(f"{WARNING}{text}\n")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """'Did you mean ...?' for an unknown word, or the known ones when none is near."""
+    choices = sorted(known)
+    match = difflib.get_close_matches(word, choices, n=1, cutoff=_LIKE_ENOUGH)
+    return f"Did you mean '{match[0]}'?" if match else f"Known are: {_listed(choices)}."
+
+
+def _listed(choices: list[str]) -> str:
+    """The first MAX_LISTED, and how many more there are."""
+    more = f" and {len(choices) - MAX_LISTED} more" if len(choices) > MAX_LISTED else ""
+    return ", ".join(choices[:MAX_LISTED]) + more
+
+
+def in_yaml(value: Any) -> str:
+    """A value of the configuration as its user would write it: YAML in one line, keys at their defaults left out."""
+    text = yaml.safe_dump(
+        _plain(value), default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
+    )
+    text = text.removesuffix("\n").removesuffix("\n...").replace("\n", " ")
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value

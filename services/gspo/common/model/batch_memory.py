@@ -1,0 +1,112 @@
+"""What the groups of a run take in memory while they are open, by service, from the configuration alone.
+
+Each service's check refuses what cannot fit however short the answers are, and warns of what cannot fit when all of
+them are as long as they may be. Neighbour: training_memory.py counts the model.
+
+The bytes are the least that was measured over real entries on Python 3.11 and Redis 6.2;
+tests/integration/common/test_batch_memory.py measures them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+
+# The coordinator: one open group in its tables, and one answer of an evaluation.
+OPEN_GROUP, ANSWER = 230, 100
+# Redis: a task with its entry in `open`; a scored answer; a token of one: id, log-prob, version and mask.
+REDIS_GROUP, REDIS_ROLLOUT, REDIS_TOKEN = 250, 250, 9
+# The learner: a scored answer with the entry that it stands for; a token of one.
+LEARNER_ROLLOUT, LEARNER_TOKEN = 900, 12
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Bytes that one process needs for the groups of a run.
+
+    Attributes:
+        least: With a whole batch of answers of one token each.
+        most: With every slot full of answers as long as they may be.
+    """
+
+    least: int
+    most: int
+
+
+def coordinator_bytes(config: Config) -> Needed:
+    """The tables of open groups."""
+    tables = config.num_slots * OPEN_GROUP
+    return Needed(tables, tables)
+
+
+def redis_bytes(config: Config) -> Needed:
+    """The tasks of open groups, and the answers that no step has taken yet."""
+    tasks = config.num_slots * REDIS_GROUP
+    return Needed(
+        tasks + config.algorithm.num_rollouts * REDIS_ROLLOUT,
+        tasks + _open_rollouts(config) * (REDIS_ROLLOUT + REDIS_TOKEN * config.algorithm.response_length),
+    )
+
+
+def learner_bytes(config: Config) -> Needed:
+    """The answers that wait for their group or their step."""
+    return Needed(
+        config.algorithm.num_rollouts * LEARNER_ROLLOUT,
+        _open_rollouts(config) * (LEARNER_ROLLOUT + LEARNER_TOKEN * config.algorithm.response_length),
+    )
+
+
+def _open_rollouts(config: Config) -> int:
+    return config.num_slots * config.algorithm.num_return_sequences_in_group
+
+
+def check_fits(config: Config, needed: Needed, available: float, whose: str) -> str:
+    """A warning where the longest answers would not fit; empty where they do.
+
+    Args:
+        available: Bytes.
+        whose: Whose memory it is, for the message.
+
+    Raises:
+        InputError: Not even the shortest ones fit.
+    """
+    algorithm, slots = config.algorithm, config.num_slots
+    if needed.least > available:
+        largest = max(1, int(algorithm.rollout_batch_size * available / needed.least))
+        raise InputError(
+            "algorithm.rollout_batch_size",
+            f"{algorithm.rollout_batch_size} groups of {algorithm.num_return_sequences_in_group} answers, with "
+            f"{slots} open at a time (staleness.max_lag {config.staleness.max_lag}), take at least "
+            f"{needed.least / _GIB:,.1f} GiB of {whose}, and {available / _GIB:.1f} GiB are free",
+            f"Lower it below {largest}, or lower num_return_sequences_in_group or staleness.max_lag",
+        )
+    if needed.most <= available:
+        return ""
+    return (
+        f"algorithm.response_length: if every answer took all {algorithm.response_length} tokens, the {slots} open "
+        f"groups would take {needed.most / _GIB:,.1f} GiB of {whose}, and {available / _GIB:.1f} GiB are free"
+    )
+
+
+def check_answers_fit(config: Config, num_prompts: int, available: float, whose: str) -> None:
+    """Refuse evaluations whose answers cannot be counted in memory.
+
+    Args:
+        num_prompts: Held-out prompts of the largest file.
+        available: Bytes.
+
+    Raises:
+        InputError: Names evaluation.num_answers.
+    """
+    num_answers = config.evaluation.num_answers
+    needed = num_prompts * num_answers * ANSWER
+    if needed > available:
+        raise InputError(
+            "evaluation.num_answers",
+            f"{num_answers} answers to each of {num_prompts} held-out prompts take at least {needed / _GIB:,.1f} GiB "
+            f"of {whose}, and {available / _GIB:.1f} GiB are free",
+            "Lower it, or evaluation.limit",
+        )

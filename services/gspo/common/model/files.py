@@ -1,0 +1,171 @@
+"""What the files of a model folder say about it, read without loading the model: config, parameters, vocabulary.
+
+Not a loader: a folder may pass here and still be refused by the engine.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gspo.common.errors import InputError
+
+_FIX = "Give a folder that transformers' save_pretrained wrote"
+# Size of a parameter in a pickled file, whose header is not read: the smallest that is usual, so that the
+# estimate of memory is never too low.
+_PICKLED_BYTES = 2
+_EMBEDDING, _WEIGHT = "embed_tokens.weight", ".weight"
+_LONGEST_HEADER = 100 << 20
+# peft's own word for every linear layer but the output.
+ALL_LINEAR = "all-linear"
+# Embeddings and the output layer.
+_NOT_ADAPTED = re.compile(r"(^|\.)(embed_tokens|wte|wpe|lm_head)$")
+# A mixture's experts and routers, of which a loaded model holds parameters, not linear layers.
+_STACKED = re.compile(r"(\.experts\.\d+\.[^.]+|\.gate)$")
+# Of an expert's matrices, those that lie in one parameter.
+FUSED = (("gate_proj", "up_proj"), ("w1", "w3"))
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model folder.
+
+    Attributes:
+        config: config.json.
+        num_parameters: Elements of all tensors in the weight files.
+        embedding: Shape of the input embedding, [vocabulary, width]; None where it is not found by its usual name.
+        highest_token: Largest token id of the tokenizer; None where its vocabulary is in no file that is read here.
+        linear: Layer -> shape of its matrix [out, in], of all that can have adapters (LoRA): linear layers, and a
+            mixture's routers and experts; empty for a pickle.
+    """
+
+    config: Mapping[str, Any]
+    num_parameters: int
+    embedding: list[int] | None
+    highest_token: int | None
+    linear: Mapping[str, list[int]]
+
+
+def read_model_files(folder: Path, *, allow_pickle: bool) -> ModelFiles:
+    """Read a folder's config.json, the headers of its weight files, and its tokenizer's vocabulary.
+
+    Raises:
+        InputError: The folder or a file is missing or broken.
+    """
+    if not folder.is_dir():
+        raise InputError("model.path", f"{folder} is not a folder", _FIX)
+    config = _read_json(folder / "config.json")
+    num_parameters, shapes = _weights(folder, allow_pickle)
+    embedding = next((shape for name, shape in shapes.items() if name.endswith(_EMBEDDING)), None)
+    return ModelFiles(config, num_parameters, embedding, _highest_token(folder), _linear_layers(shapes))
+
+
+def is_stacked(layer: str) -> bool:
+    """Whether a layer is an expert's or a router: its name in the files is not one in a loaded model."""
+    return _STACKED.search(layer) is not None
+
+
+def is_fused(layer: str) -> bool:
+    """Whether a loaded model holds an expert's matrix of this name and another of it as one."""
+    return any(layer.rpartition(".")[2] in pair for pair in FUSED)
+
+
+@cache
+def causal_model_types() -> frozenset[str]:
+    """The model types that transformers loads as causal language models, read from its source: an import takes seconds.
+
+    ModuleNotFoundError without transformers.
+    """
+    package = importlib.util.find_spec("transformers")
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError("transformers is not installed", name="transformers")
+    source = Path(package.submodule_search_locations[0], "models", "auto", "modeling_auto.py").read_text()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES":
+            assert isinstance(node.value, ast.Call)  # noqa: S101 - OrderedDict([(type, class), ...])
+            return frozenset(kind for kind, _ in ast.literal_eval(node.value.args[0]))
+    raise LookupError("transformers keeps its causal language models elsewhere")
+
+
+def _linear_layers(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    layers = {name.removesuffix(_WEIGHT): shape for name, shape in shapes.items() if name.endswith(_WEIGHT)}
+    return {name: shape for name, shape in layers.items() if len(shape) == 2 and not _NOT_ADAPTED.search(name)}
+
+
+def _weights(folder: Path, allow_pickle: bool) -> tuple[int, dict[str, list[int]]]:
+    """Elements of all tensors, and the shape of each by its name; no shapes for a pickle."""
+    _refuse_missing_shards(folder)
+    safe = sorted(folder.glob("*.safetensors"))
+    if safe:
+        shapes = {name: shape for path in safe for name, shape in _safetensors_shapes(path).items()}
+        return sum(math.prod(shape) for shape in shapes.values()), shapes
+    pickled = sorted(folder.glob("pytorch_model*.bin"))
+    if pickled and allow_pickle:
+        return sum(path.stat().st_size for path in pickled) // _PICKLED_BYTES, {}
+    if pickled:
+        raise InputError(
+            "model.path",
+            f"{folder} has its weights in {pickled[0].name}, a pickle, which can run code when it is loaded",
+            "Convert it to safetensors, or set model.allow_pickle: true if you trust it",
+        )
+    raise InputError("model.path", f"{folder} has no weights (*.safetensors)", _FIX)
+
+
+def _refuse_missing_shards(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    named = _read_json(index).get("weight_map")
+    for name in sorted(set(named.values())) if isinstance(named, dict) else ():
+        if not (folder / name).is_file():
+            raise InputError("model.path", f"{folder}: {index.name} names {name}, which is missing", _FIX)
+
+
+def _safetensors_shapes(path: Path) -> dict[str, list[int]]:
+    """Shapes by name. The format: 8 bytes of header length, a JSON header, then the tensors one behind the other."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size, _LONGEST_HEADER):
+                raise ValueError(f"its header would take {length} bytes of {size}")
+            tensors = {name: t for name, t in json.loads(file.read(length)).items() if name != "__metadata__"}
+        end = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
+        if end != size:
+            raise ValueError(f"its header speaks of {end} bytes, it has {size}")
+        return {name: list(t["shape"]) for name, t in tensors.items()}
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError("model.path", f"{path} is not a whole safetensors file ({error})", "Copy it again") from error
+
+
+def _highest_token(folder: Path) -> int | None:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        if any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer.py")):
+            return None
+        raise InputError("model.path", f"{folder} has no tokenizer", "Save the model's tokenizer to the same folder")
+    tokenizer = _read_json(path)
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+    return max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))], default=None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError("model.path", f"{path} is missing", _FIX) from error
+    except (OSError, ValueError) as error:
+        raise InputError("model.path", f"{path} cannot be read ({error})", "Copy it again") from error
+    if not isinstance(content, dict):
+        raise InputError("model.path", f"{path} is not a JSON object", "Copy it again")
+    return content

@@ -1,0 +1,53 @@
+"""A service that was refused its start and stays, so that whoever looks learns why: alive, not ready, with the reason.
+
+For containers (`--stay`): to end would only be started again, and end again. It does nothing else until SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from typing import NoReturn
+
+import structlog
+
+from gspo.common.errors import EXIT_BAD_INPUT, InputError
+from gspo.common.network.http_guard import App, Receive, Scope, Send, reply
+from gspo.common.network.http_server import HttpServer
+
+log = structlog.get_logger()
+
+
+def stay_refused(error: InputError, host: str, port: int) -> NoReturn:
+    """Serve the reason at /readyz until SIGTERM or SIGINT, and exit with code 2.
+
+    Where the port is what was refused there is nothing to serve it on, and it exits at once.
+    """
+    log.error("bad_input", reason=str(error), detail="staying, not ready; SIGTERM ends it")
+    asyncio.run(_stay(str(error), host, port))
+    sys.exit(EXIT_BAD_INPUT)
+
+
+async def _stay(reason: str, host: str, port: int) -> None:
+    try:
+        http = HttpServer(_face(reason), host, port)
+    except InputError as taken:
+        log.error("bad_input", reason=str(taken))
+        return
+    asked = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, asked.set)
+    serving = asyncio.create_task(http.run())
+    await asked.wait()
+    serving.cancel()
+
+
+def _face(reason: str) -> App:
+    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+        if scope["path"] == "/healthz":
+            await reply(send, 200, {"status": "alive"})
+        else:
+            await reply(send, 503, {"ready": False, "problems": {"bad_input": reason}})
+
+    return app

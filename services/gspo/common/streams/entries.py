@@ -1,0 +1,177 @@
+"""From the bytes of a stream entry to its message, or why it is none: unknown schema, cut off, other bytes, too large.
+
+Also the letter about an entry that is given up. It takes nothing from a stream.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any, Literal, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from gspo.common.streams.keys import Keys
+from gspo_proto.rollout_pb2 import DeadLetter, GroupTask, Outcome, Rollout, RolloutState, Score, Scored, ScoredRollout
+
+SCHEMA = 1
+# A group of long rollouts stays well below this; it is also what gRPC takes.
+MAX_ENTRY_BYTES = 64 * 2**20
+# Rows of the log hold ids as int64, and counts as int32.
+_MAX_ID, _MAX_COUNT = 2**63 - 1, 2**31 - 1
+# Rollouts of one group: far beyond any use, and few enough to be asked for at once.
+MAX_GROUP_SIZE = 4096
+# Of an entry that is too large, a letter holds the beginning: it would stay in Redis until somebody drops it.
+_KEPT_BYTES = 64 * 2**10
+Kind = Literal["too_large", "undecodable", "schema", "malformed"]
+_Kind = TypeVar("_Kind", bound=Any)
+
+
+class MalformedEntryError(ValueError):
+    """The bytes are not an entry that this version reads; `kind` is the bounded name of what is wrong."""
+
+    def __init__(self, detail: str, kind: Kind = "malformed") -> None:
+        super().__init__(detail)
+        self.kind: Kind = kind
+
+
+def entry_kinds(keys: Keys) -> dict[str, type[Any]]:
+    """Stream -> what its entries are."""
+    return {
+        keys.prompts: GroupTask,
+        keys.aside: GroupTask,
+        keys.eval_prompts: GroupTask,
+        keys.rollouts: Rollout,
+        keys.eval_rollouts: Rollout,
+        keys.scored: Scored,
+        keys.eval_scored: Scored,
+    }
+
+
+def read_entry(kind: type[_Kind], payload: bytes) -> _Kind:
+    """The message.
+
+    Raises:
+        MalformedEntryError: Says what is wrong with the bytes.
+    """
+    name = kind.DESCRIPTOR.name
+    if len(payload) > MAX_ENTRY_BYTES:
+        raise MalformedEntryError(f"{len(payload)} bytes, and an entry has at most {MAX_ENTRY_BYTES}", "too_large")
+    try:
+        message: _Kind = kind.FromString(payload)
+    except DecodeError as error:
+        raise MalformedEntryError(f"{len(payload)} bytes that are no {name}: {error}", "undecodable") from error
+    check_message(message)
+    return message
+
+
+def saved_state(payload: bytes | None) -> RolloutState | None:
+    """What was saved of a rollout; None where nothing was, or where it cannot be read and the rollout begins anew."""
+    with suppress(MalformedEntryError):
+        return read_entry(RolloutState, payload) if payload else None
+    return None
+
+
+def scored_entry(rollout: bytes, score: Score) -> bytes:
+    """The entry of `scored` for a rollout whose entry is given: its bytes go in as they are.
+
+    What is concatenated on the wire is merged, so nothing is taken apart and put together again.
+    """
+    scored = _field(ScoredRollout.ROLLOUT_FIELD_NUMBER, rollout) + ScoredRollout(score=score).SerializeToString()
+    return Scored(schema=SCHEMA).SerializeToString() + _field(Scored.ROLLOUT_FIELD_NUMBER, scored)
+
+
+def _field(number: int, payload: bytes) -> bytes:
+    """A field of bytes or of a message on the wire: its number and kind in one byte, its length, what it holds."""
+    length, left = bytearray(), len(payload)
+    while left > 0x7F:
+        length.append(left & 0x7F | 0x80)
+        left >>= 7
+    return bytes((number << 3 | 2, *length, left)) + payload
+
+
+def check_message(message: Any) -> None:
+    """Refuse a message of another schema number, or one that contradicts itself.
+
+    Raises:
+        MalformedEntryError: Says why.
+    """
+    if message.schema != SCHEMA:
+        raise MalformedEntryError(f"schema {message.schema}, and this version reads {SCHEMA}", "schema")
+    if problem := _problem(message):
+        raise MalformedEntryError(f"a {message.DESCRIPTOR.name} that cannot be: {problem}")
+
+
+def _problem(message: Any) -> str:
+    """What random bytes that happen to parse would still lack."""
+    if isinstance(message, GroupTask):
+        lacks = {
+            "no rollouts": not message.num_rollouts,
+            "no prompt": not message.prompt.token_ids,
+            f"more than {MAX_GROUP_SIZE} rollouts": message.num_rollouts > MAX_GROUP_SIZE,
+            "an id or a count beyond what the log holds": _too_big(message),
+        }
+        return ", ".join(text for text, lacking in lacks.items() if lacking)
+    if isinstance(message, Rollout):
+        return _rollout_problem(message)
+    if isinstance(message, Scored):
+        return _scored_problem(message)
+    if isinstance(message, RolloutState):
+        lengths = {len(message.token_ids), len(message.logp), len(message.version), len(message.mask)}
+        return "" if len(lengths) == 1 else "arrays of unlike length"
+    return ""
+
+
+def _scored_problem(scored: Scored) -> str:
+    what = scored.WhichOneof("what")
+    if what is None:
+        return "neither a rollout nor a failure"
+    if what == "failure":
+        return "an id or a count beyond what the log holds" if _too_big(scored.failure) else ""
+    return _rollout_problem(scored.rollout.rollout)
+
+
+def _rollout_problem(rollout: Rollout) -> str:
+    """What would end the training that a rollout reaches; whether its arrays fit together, the learner asks."""
+    if _too_big(rollout):
+        return "an id or a count beyond what the log holds"
+    if rollout.outcome not in Outcome.values():
+        return f"an outcome {rollout.outcome} that this version does not know"
+    return ""
+
+
+def _too_big(message: Any) -> bool:
+    return bool(message.group > _MAX_ID or message.attempt > _MAX_COUNT)
+
+
+def make_letter(stream: str, payload: bytes, message: Any, *, reason: str, by: str, attempts: int) -> bytes:
+    """The entry of `dead`.
+
+    Args:
+        stream: Name of the stream that the entry was in, without the run's prefix.
+        message: What the payload was read as; None where it could not be.
+        attempts: How often it was handed out.
+    """
+    letter = DeadLetter(
+        schema=SCHEMA,
+        stream=stream,
+        payload=payload if len(payload) <= MAX_ENTRY_BYTES else payload[:_KEPT_BYTES],
+        reason=reason,
+        by=by,
+        attempts=attempts,
+        unix_s=time.time(),
+    )
+    _name(letter, message)
+    return letter.SerializeToString()
+
+
+def _name(letter: DeadLetter, message: Any) -> None:
+    """Whose entry it is, as far as that could be read."""
+    if isinstance(message, GroupTask):
+        letter.group, letter.evaluation = message.group, message.evaluation
+    elif isinstance(message, Rollout):
+        letter.group, letter.number, letter.evaluation = message.group, message.number, message.evaluation
+    elif isinstance(message, Scored) and message.WhichOneof("what") == "rollout":
+        _name(letter, message.rollout.rollout)
+    elif isinstance(message, Scored):
+        letter.group = message.failure.group

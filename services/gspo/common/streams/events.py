@@ -1,0 +1,106 @@
+"""The events stream: what happened in the run, in order, for everyone who watches.
+
+Events are read by position and acknowledged by nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from gspo.common.streams.entries import SCHEMA, MalformedEntryError, make_letter, read_entry
+from gspo.common.streams.inbox import FIELD
+from gspo.common.streams.keys import EVENTS_KEPT, Keys
+from gspo.common.telemetry import metrics
+from gspo_proto.rollout_pb2 import Event, Finished
+
+FROM_START = b"0"
+log = structlog.get_logger()
+
+# KEYS: events, dead. ARGV: entry, letter. Of all who read the entry, whoever removes it writes the letter.
+_SET_ASIDE = """
+local first = redis.call('XDEL', KEYS[1], ARGV[1])
+if first == 1 then redis.call('XADD', KEYS[2], '*', 'd', ARGV[2]) end
+return first
+"""
+
+
+class Events:
+    """Writes and reads the events of one run.
+
+    Args:
+        sender: Name of the service that writes.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, sender: str) -> None:
+        self._redis, self._keys, self._sender = redis, keys, sender
+        self._set_aside = redis.register_script(_SET_ASIDE)
+
+    async def send(self, event: Event) -> None:
+        """Complete the event's head and append it."""
+        event.schema, event.unix_s, event.sender = SCHEMA, time.time(), self._sender
+        await self._redis.xadd(
+            self._keys.events, {FIELD: event.SerializeToString()}, maxlen=EVENTS_KEPT, approximate=True
+        )
+
+    async def read(self, position: bytes, block_s: float, count: int = 256) -> list[tuple[bytes, Event]]:
+        """Events after `position` with their own positions; waits `block_s` at most, and returns none then.
+
+        One that cannot be read is a dead letter, and an empty event here: whoever follows goes on behind it.
+        """
+        reply: Any = await self._redis.xread(
+            {self._keys.events: position}, count=count, block=max(1, round(block_s * 1000))
+        )
+        if not reply:
+            return []
+        return [(entry, await self._event(entry, fields.get(FIELD, b""))) for entry, fields in reply[0][1]]
+
+    async def follow(self, position: bytes = FROM_START) -> AsyncIterator[Event]:
+        """Every event after `position`, for ever; ends with its task."""
+        while True:
+            found = await self.read(position, block_s=1.0)
+            for entry, event in found:
+                position = entry
+                yield event
+            if not found and _number(await self.newest()) < _number(position):
+                # Redis was wiped, and its clock may have been set back since: what comes now would lie before.
+                position = FROM_START
+
+    async def newest(self) -> bytes:
+        """Position of the newest event: what comes after it is new to a service that starts now."""
+        try:
+            found: Any = await self._redis.xinfo_stream(self._keys.events)
+        except ResponseError:
+            return FROM_START
+        return bytes(found["last-generated-id"])
+
+    async def until_finished(self, position: bytes) -> Finished:
+        """Wait for the end of the run; for a background task, which ends with it.
+
+        `position` is `newest()` of the service's start: a run that is resumed still holds the Finished of its
+        earlier life, which must not end it.
+        """
+        async for event in self.follow(position):
+            if event.WhichOneof("what") == "finished":
+                return event.finished
+        raise AssertionError("follow never ends")  # pragma: no cover
+
+    async def _event(self, entry: bytes, payload: bytes) -> Event:
+        try:
+            return read_entry(Event, payload)
+        except MalformedEntryError as error:
+            letter = make_letter("events", payload, None, reason=str(error), by=self._sender, attempts=1)
+            if await self._set_aside(keys=[self._keys.events, self._keys.dead], args=[entry, letter]):
+                metrics.DEAD_LETTERS.labels("events").inc()
+                log.error("dead_letter", stream="events", entry=entry.decode(), reason=str(error))
+            return Event()
+
+
+def _number(position: bytes) -> tuple[int, ...]:
+    """A position as what it is ordered by."""
+    return tuple(int(part) for part in position.split(b"-"))

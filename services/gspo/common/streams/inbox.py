@@ -1,0 +1,399 @@
+"""Redis streams with leases: an entry is worked on by one worker, and done once.
+
+A worker takes an entry, renews its lease while it works, and finishes it in one transaction with what comes out.
+Every write is a script that first checks that the worker still owns the entry at the attempt it took it, so one that
+slept through its lease cannot write. Not here: what entries mean.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from gspo.common.streams.entries import MalformedEntryError, entry_kinds, make_letter, read_entry
+from gspo.common.streams.keys import Keys, consumer_groups
+from gspo.common.telemetry import metrics
+
+FIELD = b"d"
+# What stands under the mark of an output that was written.
+DONE = b"done"
+log = structlog.get_logger()
+
+# KEYS: stream, output streams. ARGV: group, consumer, entry, attempt, payloads.
+# XPENDING names the owner and how often the entry was handed out; both must be ours.
+_FINISH = """
+local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1)
+if #held == 0 or held[1][2] ~= ARGV[2] or held[1][4] ~= tonumber(ARGV[4]) then return 0 end
+for i = 2, #KEYS do redis.call('XADD', KEYS[i], '*', 'd', ARGV[i + 3]) end
+redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
+redis.call('XDEL', KEYS[1], ARGV[3])
+return 1
+"""
+
+# KEYS: stream, partial hash, output streams. ARGV: group, consumer, then entry, attempt, mark, place of the output's
+# stream in KEYS, and payload in fives. Returns 1 for each output whose entry is still ours, else 0. A mark that is set
+# already means that this output was written by an earlier attempt: the first result of an id wins. Outputs of one
+# entry come together, and it is asked after and renewed once.
+_PUT_MANY = """
+local kept, ours = {}, {}
+for i = 3, #ARGV, 5 do
+  local lease = ARGV[i] .. ':' .. ARGV[i + 1]
+  if ours[lease] == nil then
+    local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
+    ours[lease] = #held == 1 and held[1][2] == ARGV[2] and held[1][4] == tonumber(ARGV[i + 1])
+    if ours[lease] then redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID') end
+  end
+  if ours[lease] and redis.call('HGET', KEYS[2], ARGV[i + 2]) ~= 'done' then
+    redis.call('XADD', KEYS[tonumber(ARGV[i + 3])], '*', 'd', ARGV[i + 4])
+    redis.call('HSET', KEYS[2], ARGV[i + 2], 'done')
+  end
+  kept[#kept + 1] = ours[lease] and 1 or 0
+end
+return kept
+"""
+
+# KEYS: stream, output stream. ARGV: group, consumer, then entry, attempt and payload in threes. Returns the entries
+# that were ours. One script, so that a burst costs one round trip.
+_FINISH_MANY = """
+local finished = {}
+for i = 3, #ARGV, 3 do
+  local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
+  if #held == 1 and held[1][2] == ARGV[2] and held[1][4] == tonumber(ARGV[i + 1]) then
+    redis.call('XADD', KEYS[2], '*', 'd', ARGV[i + 2])
+    redis.call('XACK', KEYS[1], ARGV[1], ARGV[i])
+    redis.call('XDEL', KEYS[1], ARGV[i])
+    finished[#finished + 1] = ARGV[i]
+  end
+end
+return finished
+"""
+
+# KEYS: stream. ARGV: group, consumer, then entry and attempt in pairs. Returns the entries that are still ours.
+_RENEW = """
+local kept = {}
+for i = 3, #ARGV, 2 do
+  local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
+  if #held == 1 and held[1][2] == ARGV[2] and held[1][4] == tonumber(ARGV[i + 1]) then
+    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID')
+    kept[#kept + 1] = ARGV[i]
+  end
+end
+return kept
+"""
+
+
+# KEYS: stream, partial hash. ARGV: group, consumer, then entry, attempt, mark and state in fours. Returns how many were
+# saved. A finished rollout's mark stays: what is saved after it is late.
+_SAVE = """
+local saved = 0
+for i = 3, #ARGV, 4 do
+  local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
+  if #held == 1 and held[1][2] == ARGV[2] and held[1][4] == tonumber(ARGV[i + 1]) then
+    local done = redis.call('HSTRLEN', KEYS[2], ARGV[i + 2]) == 4
+      and redis.call('HGET', KEYS[2], ARGV[i + 2]) == 'done'
+    if not done then
+      redis.call('HSET', KEYS[2], ARGV[i + 2], ARGV[i + 3])
+      saved = saved + 1
+    end
+  end
+end
+return saved
+"""
+
+# KEYS: stream, open hash, stream it goes to. ARGV: group, consumer, entry, attempt, payload, field of `open` or none.
+# The entry goes to the end of that stream as a new one; one whose group has ended in the meantime is only removed.
+_GIVE_BACK = """
+local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1)
+if #held == 0 or held[1][2] ~= ARGV[2] or held[1][4] ~= tonumber(ARGV[4]) then return 0 end
+if ARGV[6] == '' or redis.call('HEXISTS', KEYS[2], ARGV[6]) == 1 then
+  redis.call('XADD', KEYS[3], '*', 'd', ARGV[5])
+end
+redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
+redis.call('XDEL', KEYS[1], ARGV[3])
+return 1
+"""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One entry in a worker's hands.
+
+    Attributes:
+        attempt: How often it was handed out, from 1.
+        message: What it says: the message of its stream (entries.py).
+    """
+
+    entry: bytes
+    payload: bytes
+    attempt: int
+    message: Any = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """What comes out of an entry that is still worked on; `mark` names it, so that it is written once."""
+
+    delivery: Delivery
+    stream: str
+    payload: bytes
+    mark: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What is kept of an output that is not finished: `state` under `mark`, until the output itself is written."""
+
+    delivery: Delivery
+    mark: str
+    state: bytes
+
+
+class Inbox:
+    """One worker's view of one stream.
+
+    Args:
+        redis: Client with binary replies.
+        keys: The run's keys.
+        stream: The stream to read; its consumer group follows from it.
+        consumer: This worker's name; unique to a process unless it alone ever reads the stream.
+        lease_s: After so long without a renewal another worker may take the entry.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, stream: str, *, consumer: str, lease_s: float) -> None:
+        self.stream, self.consumer, self.lease_s = stream, consumer, lease_s
+        self._redis, self._keys = redis, keys
+        self._was_there = False
+        self._group, self._kind = consumer_groups(keys)[stream], entry_kinds(keys)[stream]
+        self._finish = redis.register_script(_FINISH)
+        self._put_many = redis.register_script(_PUT_MANY)
+        self._finish_many = redis.register_script(_FINISH_MANY)
+        self._renew = redis.register_script(_RENEW)
+        self._save = redis.register_script(_SAVE)
+        self._give_back = redis.register_script(_GIVE_BACK)
+
+    async def take(self, count: int, block_s: float) -> list[Delivery]:
+        """Up to `count` new entries; waits `block_s` at most (0 looks once), and returns none then.
+
+        What cannot be read is buried, here and below: nobody sees it.
+        """
+        block_ms = max(1, round(block_s * 1000)) if block_s else None
+        reply = await self._read(">", count, block_ms)
+        return await self._readable([(entry, fields, 1) for entry, fields in reply])
+
+    async def resume(self, count: int) -> list[Delivery]:
+        """What this consumer took in an earlier life and did not finish; for a consumer name that outlives it."""
+        found = []
+        for entry, fields in await self._read("0", count, None):
+            if fields and (attempt := await self._attempt(entry)):
+                found.append((entry, fields, attempt))
+        return await self._readable(found)
+
+    async def reclaim(self, count: int) -> list[Delivery]:
+        """Entries whose worker let its lease end, now ours."""
+        lease_ms = round(self.lease_s * 1000)
+        try:
+            _, entries, *_ = await self._redis.xautoclaim(
+                self.stream, self._group, self.consumer, min_idle_time=lease_ms, count=count
+            )
+        except ResponseError as error:
+            self._pass_over_missing(error)
+            return []
+        found = []
+        for entry, fields in entries:
+            if fields and (attempt := await self._attempt(entry)):
+                found.append((entry, fields, attempt))
+        return await self._readable(found)
+
+    async def renew(self, deliveries: Sequence[Delivery]) -> set[bytes]:
+        """Renew the leases; the entries that are still ours. What is not returned must be dropped unfinished."""
+        if not deliveries:
+            return set()
+        pairs: list[Any] = [value for delivery in deliveries for value in (delivery.entry, delivery.attempt)]
+        try:
+            return set(await self._renew(keys=[self.stream], args=[self._group, self.consumer, *pairs]))
+        except ResponseError as error:
+            self._pass_over_missing(error)
+            return set()
+
+    async def put(self, outputs: Sequence[Output]) -> list[bool]:
+        """Write outputs, all in one transaction, and keep their entries; a second one under a mark is dropped.
+
+        Returns, for each output, whether its entry is still ours.
+        """
+        if not outputs:
+            return []
+        streams = list(dict.fromkeys(output.stream for output in outputs))
+        args: list[Any] = [self._group, self.consumer]
+        for output in outputs:
+            place = 3 + streams.index(output.stream)
+            args += (output.delivery.entry, output.delivery.attempt, output.mark, place, output.payload)
+        try:
+            found = await self._put_many(keys=[self.stream, self._keys.partial, *streams], args=args)
+        except ResponseError as error:
+            self._pass_over_missing(error)
+            return [False] * len(outputs)
+        return [bool(kept) for kept in found]
+
+    async def save(self, states: Sequence[Saved]) -> int:
+        """Save unfinished outputs, all in one transaction; returns how many were.
+
+        Those whose entry is another worker's by now are left out, and so are those that are finished.
+        """
+        if not states:
+            return 0
+        args: list[Any] = [self._group, self.consumer]
+        for saved in states:
+            args += (saved.delivery.entry, saved.delivery.attempt, saved.mark, saved.state)
+        try:
+            return int(await self._save(keys=[self.stream, self._keys.partial], args=args))
+        except ResponseError as error:
+            self._pass_over_missing(error)
+            return 0
+
+    async def load(self, marks: Sequence[str]) -> list[bytes | None]:
+        """For each mark what was saved last; DONE where its output was written, None where there is nothing."""
+        found: Any = await self._redis.hmget(self._keys.partial, list(marks)) if marks else []
+        return list(found)
+
+    async def give_back(self, delivery: Delivery, *, stream: str = "", group: int | None = None) -> bool:
+        """Put the entry to the end of its stream, or of another, for any worker to take.
+
+        One of a `group` that has ended meanwhile is removed. Returns whether the entry was still ours; if not, nothing
+        was done.
+        """
+        field = "" if group is None else str(group)
+        args: list[Any] = [self._group, self.consumer, delivery.entry, delivery.attempt, delivery.payload, field]
+        try:
+            return bool(await self._give_back(keys=[self.stream, self._keys.open, stream or self.stream], args=args))
+        except ResponseError as error:
+            self._pass_over_missing(error)
+            return False
+
+    async def num_untaken(self) -> int:
+        """Entries that no worker has taken."""
+        try:
+            held: Any = await self._redis.xpending(self.stream, self._group)
+        except ResponseError as error:
+            self._pass_over_missing(error)
+            return 0
+        return int(await self._redis.xlen(self.stream)) - int(held["pending"])
+
+    async def finish(self, delivery: Delivery, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
+        """Write the outputs and acknowledge the entry in one transaction.
+
+        Returns whether the entry was still ours; if not, nothing was written.
+        """
+        streams, payloads = [], []
+        for stream, payload in outputs:
+            streams.append(stream)
+            payloads.append(payload)
+        args: list[Any] = [self._group, self.consumer, delivery.entry, delivery.attempt, *payloads]
+        try:
+            return bool(await self._finish(keys=[self.stream, *streams], args=args))
+        except ResponseError as error:
+            self._pass_over_missing(error)
+            return False
+
+    async def bury(self, delivery: Delivery, reason: str, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
+        """Finish an entry as a dead letter, with the outputs, in one transaction; whether it was still ours."""
+        name = self.stream.rpartition(":")[2]
+        letter = make_letter(
+            name, delivery.payload, delivery.message, reason=reason, by=self.consumer, attempts=delivery.attempt
+        )
+        if not await self.finish(delivery, [*outputs, (self._keys.dead, letter)]):
+            return False
+        metrics.DEAD_LETTERS.labels(name).inc()
+        log.error("dead_letter", stream=name, entry=delivery.entry.decode(), reason=reason, look="gspo deadletter list")
+        return True
+
+    async def finish_many(self, stream: str, outputs: Sequence[tuple[Delivery, bytes]]) -> set[bytes]:
+        """Finish many entries with one output each, all in one transaction.
+
+        Returns the entries that were still ours; of the others nothing was written.
+        """
+        if not outputs:
+            return set()
+        args: list[Any] = [self._group, self.consumer]
+        for delivery, payload in outputs:
+            args += (delivery.entry, delivery.attempt, payload)
+        try:
+            return set(await self._finish_many(keys=[self.stream, stream], args=args))
+        except ResponseError as error:
+            self._pass_over_missing(error)
+            return set()
+
+    async def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
+        """Acknowledge entries whose outcome is safe elsewhere (on disk)."""
+        entries = [delivery.entry for delivery in deliveries]
+        if entries:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.xack(self.stream, self._group, *entries)
+                pipe.xdel(self.stream, *entries)
+                await pipe.execute(raise_on_error=False)
+
+    async def _readable(self, found: Iterable[tuple[bytes, dict[bytes, bytes], int]]) -> list[Delivery]:
+        """The entries with what they say; what says nothing that this version reads is buried."""
+        deliveries = []
+        for entry, fields, attempt in found:
+            payload = fields.get(FIELD, b"")
+            try:
+                deliveries.append(Delivery(entry, payload, attempt, read_entry(self._kind, payload)))
+            except MalformedEntryError as error:
+                await self.bury(Delivery(entry, payload, attempt), str(error))
+        return deliveries
+
+    async def _attempt(self, entry: bytes) -> int:
+        """How often an entry was handed out; 0 where it is not ours."""
+        held: Any = await self._redis.xpending_range(self.stream, self._group, entry, entry, 1, self.consumer)
+        return int(held[0]["times_delivered"]) if held else 0
+
+    async def _read(self, position: str, count: int, block_ms: int | None) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        try:
+            reply: Any = await self._redis.xreadgroup(
+                self._group, self.consumer, {self.stream: position}, count=count, block=block_ms
+            )
+        except ResponseError as error:
+            self._pass_over_missing(error)
+            await create_consumer_groups(self._redis, self._keys)
+            return []
+        self._was_there = True
+        return reply[0][1] if reply else []
+
+    def _pass_over_missing(self, error: ResponseError) -> None:
+        """Pass over a stream or group that is not there: nobody has made it yet, or Redis was wiped."""
+        if "NOGROUP" not in str(error):
+            raise error
+        if self._was_there:
+            log.warning("stream_missing", detail=str(error), cause="Redis has lost it; it is made again")
+            self._was_there = False
+        else:
+            log.debug("stream_not_made_yet", detail=str(error))
+
+
+def new_consumer(service: str) -> str:
+    """A consumer name that no other process has."""
+    return f"{service}-{uuid.uuid4().hex[:12]}"
+
+
+async def create_consumer_groups(redis: Redis, keys: Keys) -> None:
+    """Make every stream and its consumer group; what exists stays as it is."""
+    for stream, group in consumer_groups(keys).items():
+        try:
+            await redis.xgroup_create(stream, group, id="0", mkstream=True)
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+
+async def append(redis: Redis, stream: str, payloads: Iterable[bytes]) -> None:
+    """Add entries to a stream in one transaction. Never with MAXLEN: it would drop pending entries too."""
+    async with redis.pipeline(transaction=True) as pipe:
+        for payload in payloads:
+            pipe.xadd(stream, {FIELD: payload})
+        await pipe.execute()

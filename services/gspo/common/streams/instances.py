@@ -1,0 +1,125 @@
+"""Who is in the run: every process registers in Redis with a heartbeat, and finds the others there.
+
+It is the only directory of addresses; nothing is configured twice. A name says which place in the run a process
+fills, its uid which process it is: two may share a name, as replicas in containers or a killed one and its successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from redis.asyncio import Redis
+
+from gspo.common.streams.keys import HEARTBEAT_S, MEMBER_TTL_S, Keys
+from gspo.common.telemetry.activity import Activity
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of the run.
+
+    `facts` holds what the service adds: a generator its version, digest and dtype. `uid` is of no other process.
+    `grpc` is empty where it cannot be called: while it starts, and of a service without such a door.
+    """
+
+    service: str
+    name: str
+    http: str = ""
+    grpc: str = ""
+    pid: int = 0
+    activity: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    beat_unix_s: float = 0.0
+    uid: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+
+class Registration:
+    """Keeps one member's heartbeat.
+
+    Args:
+        facts: Called at every beat.
+    """
+
+    def __init__(
+        self, redis: Redis, keys: Keys, member: Member, activity: Activity, facts: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._redis, self._keys, self._member, self._activity, self._facts = redis, keys, member, activity, facts
+
+    async def open(self, grpc: str, facts: Callable[[], dict[str, Any]]) -> None:
+        """Say where a service is called that has been starting until now, and what it adds from now on."""
+        self._member, self._facts = replace(self._member, grpc=grpc), facts
+        await self.beat()
+
+    async def beat(self) -> None:
+        """Write one heartbeat now, as after a change that others wait for."""
+        self._activity.set(self._activity.kind, self._activity.what, self._activity.detail)
+        member = asdict(self._member) | {
+            "activity": self._activity.describe(),
+            "facts": self._facts(),
+            "beat_unix_s": time.time(),
+        }
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.sadd(self._keys.members, self._entry)
+            pipe.set(self._key, json.dumps(member), ex=MEMBER_TTL_S)
+            await pipe.execute()
+
+    async def run(self) -> None:
+        """Beat until cancelled; then leave."""
+        try:
+            while True:
+                await self.beat()
+                await asyncio.sleep(HEARTBEAT_S)
+        finally:
+            await self._redis.delete(self._key)
+            await self._redis.srem(self._keys.members, self._entry)
+
+    @property
+    def _entry(self) -> str:
+        return f"{self._member.service}:{self._member.uid}"
+
+    @property
+    def _key(self) -> str:
+        return self._keys.member(self._member.service, self._member.uid)
+
+
+async def members(redis: Redis, keys: Keys, service: str | None = None) -> list[Member]:
+    """Every living member, or those of one service: by service and name, of one name the newest first."""
+    registered: Any = await redis.smembers(keys.members)
+    entries = [entry.decode().split(":", 1) for entry in registered]
+    wanted = [(of, uid) for of, uid in entries if service in (None, of)]
+    if not wanted:
+        return []
+    found = await redis.mget([keys.member(of, uid) for of, uid in wanted])
+    if gone := [f"{of}:{uid}" for (of, uid), text in zip(wanted, found, strict=True) if not text]:
+        # One that was only silent for long registers again with its next beat.
+        await redis.srem(keys.members, *gone)
+    alive = [member for text in found if text and (member := _read(text))]
+    return sorted(alive, key=lambda member: (member.service, member.name, -member.beat_unix_s))
+
+
+def _read(text: bytes | str) -> Member | None:
+    """A heartbeat; None for what is none, which is nobody who could be called."""
+    try:
+        return Member(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
+
+
+async def wait_for_member(redis: Redis, keys: Keys, service: str, timeout_s: float) -> Member:
+    """The first living member of a service that can be called: one that is starting has no gRPC address yet.
+
+    Raises:
+        TimeoutError: None has registered within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := [member for member in await members(redis, keys, service) if member.grpc]:
+            return found[0]
+        await asyncio.sleep(0.2)
+    raise TimeoutError(f"no {service} registered within {timeout_s:g} s")

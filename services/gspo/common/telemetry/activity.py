@@ -1,0 +1,57 @@
+"""What a service is doing or waiting for, and for how long: shown live, counted for the idle share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from gspo.common.telemetry import metrics
+
+Kind = Literal["busy", "waiting"]
+
+
+class Activity:
+    """The current activity of one service's main loop.
+
+    `what` is the bounded name for the metric; `detail` completes it for a reader ('rewards' 'of 3 groups').
+    """
+
+    def __init__(self, service: str) -> None:
+        self.service = service
+        self.kind: Kind = "busy"
+        self.what, self.detail = "starting", ""
+        self.since_unix_s = time.time()
+        self._since = time.monotonic()
+
+    def set(self, kind: Kind, what: str, detail: str = "") -> None:
+        """Enter an activity; the time of the one before is counted."""
+        now = time.monotonic()
+        metrics.ACTIVITY_SECONDS.labels(self.service, self.kind, self.what).inc(now - self._since)
+        self._since = now
+        if (kind, what) != (self.kind, self.what):
+            self.since_unix_s = time.time()
+        self.kind, self.what, self.detail = kind, what, detail
+
+    @contextmanager
+    def doing(self, what: str, detail: str = "") -> Iterator[None]:
+        """Busy for the length of a block, and back to what was before."""
+        yield from self._during("busy", what, detail)
+
+    @contextmanager
+    def waiting(self, what: str, detail: str = "") -> Iterator[None]:
+        """Waiting for the length of a block, and back to what was before."""
+        yield from self._during("waiting", what, detail)
+
+    def _during(self, kind: Kind, what: str, detail: str) -> Iterator[None]:
+        before = self.kind, self.what, self.detail
+        self.set(kind, what, detail)
+        try:
+            yield
+        finally:
+            self.set(*before)
+
+    def describe(self) -> dict[str, str | float]:
+        """For the heartbeat: kind, what, detail, since_unix_s."""
+        return {"kind": self.kind, "what": self.what, "detail": self.detail, "since_unix_s": self.since_unix_s}

@@ -1,0 +1,203 @@
+"""Which stage bounds a run, and what to change: drawn from the figures of its last steps, with the numbers behind it.
+
+It changes nothing, and it predicts only what follows from the measured times alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gspo.common.config.schema import Config
+from gspo.common.telemetry.step_time import Share, seconds_by_function, shares
+
+# A step may be odd; older ones may be of another configuration.
+STEPS_LOOKED_AT = 5
+# Where generation and training overlap, a learner that waits longer than this share of its time is held up.
+WAITS = 0.1
+# A saving below this share of a step is not worth a sentence.
+WORTH_IT = 0.05
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What bounds the run.
+
+    Attributes:
+        steps: Number of steps looked at, up to the newest.
+        seconds: Mean time of one of them.
+        shares: Of that time by cause, the largest first.
+        stage: generation, reward, training, push, evaluation, checkpoint, log, issue or intake.
+        because: The numbers that say so, in a sentence.
+        change: What to change, the most promising first; empty where nothing is known to help.
+    """
+
+    steps: int
+    seconds: float
+    shares: tuple[Share, ...]
+    stage: str
+    because: str
+    change: tuple[str, ...]
+
+
+def verdict(figures: Sequence[Mapping[str, float]], config: Config, num_generators: int) -> Verdict | None:
+    """The verdict on the last STEPS_LOOKED_AT steps, given their figures, oldest first; None before the first step."""
+    steps = figures[-STEPS_LOOKED_AT:]
+    found = shares(*steps)
+    if not found:
+        return None
+    times = Times(steps, found, config, num_generators)
+    stage = _stage(times)
+    return Verdict(
+        steps=len(steps),
+        seconds=times.step_s,
+        shares=tuple(Share(s.cause, s.seconds / len(steps), s.share) for s in found),
+        stage=stage,
+        because=_because(stage, times),
+        change=tuple(_CHANGES[stage](times)),
+    )
+
+
+class Times:
+    """Mean seconds of a step, and what they are compared with."""
+
+    def __init__(
+        self, steps: Sequence[Mapping[str, float]], found: Sequence[Share], config: Config, num_generators: int
+    ) -> None:
+        self.steps, self.config, self.num_generators = steps, config, max(1, num_generators)
+        self.by_cause = {share.cause: share.seconds / len(steps) for share in found}
+        self.step_s = sum(self.by_cause.values())
+        self.overlaps = config.staleness.max_lag > 0
+
+    def of(self, *causes: str) -> float:
+        """Seconds of a step by some causes."""
+        return sum(self.by_cause.get(cause, 0.0) for cause in causes)
+
+    @property
+    def generation_s(self) -> float:
+        """Waited for rollouts: for a generator to be free, and for answers to end."""
+        return self.of("queue", "generation")
+
+    @property
+    def busy_s(self) -> float:
+        """In which the learner waits for no other service."""
+        return self.of("training", "log", "checkpoint", "push")
+
+    def saves(self, seconds: float) -> str:
+        """'about 1.5 s of 4.0 s a step'."""
+        return f"about {seconds:.2g} s of {self.step_s:.2g} s a step"
+
+
+def _stage(times: Times) -> str:
+    """The stage that a step lasts as long as.
+
+    Without a lag the stages take turns, and the longest one bounds. With one they overlap: whoever is waited for is
+    the slowest, however long training takes beside it.
+    """
+    waited = {"generation": times.generation_s, "reward": times.of("reward"), "evaluation": times.of("evaluation")}
+    others = {stage: times.of(stage) for stage in ("training", "push", "checkpoint", "log", "issue", "intake")}
+    if times.overlaps and max(waited.values()) > WAITS * times.step_s:
+        return max(waited, key=lambda stage: waited[stage])
+    if times.overlaps:
+        waited = {}
+    everything = {**waited, **others}
+    return max(everything, key=lambda stage: everything[stage])
+
+
+def _because(stage: str, times: Times) -> str:
+    seconds = times.generation_s if stage == "generation" else times.of(stage)
+    share = f"{seconds:.2g} s of {times.step_s:.2g} s ({seconds / times.step_s:.0%})"
+    told = {
+        "generation": f"the learner waits {share} of a step for rollouts, {times.of('queue'):.2g} s of it until a "
+        f"generator is free, with {times.num_generators} of them",
+        "reward": f"the learner waits {share} of a step for rewards{_slowest(times)}",
+        "training": f"training takes {share} of a step, and the learner waits "
+        f"{times.generation_s + times.of('reward'):.2g} s for rollouts and rewards",
+        "push": f"publishing and pushing the weights takes {share} of a step",
+        "evaluation": f"the learner waits {share} of a step for evaluations",
+        "checkpoint": f"checkpoints take {share} of a step",
+        "log": f"writing the log takes {share} of a step",
+        "issue": f"the learner waits {share} of a step for groups that nobody has issued yet",
+        "intake": f"the learner waits {share} of a step for what is scored already",
+    }
+    return told[stage]
+
+
+def _slowest(times: Times) -> str:
+    functions = seconds_by_function(*times.steps)
+    if not functions:
+        return ""
+    name, seconds = next(iter(functions.items()))
+    return f", {seconds / len(times.steps):.2g} s of it for {name}"
+
+
+def _lag(times: Times) -> list[str]:
+    """What an overlap of generation and reward with training would save, where there is none."""
+    waited_s = times.generation_s + times.of("reward")
+    saved_s = min(waited_s, times.busy_s)
+    if times.overlaps or saved_s < WORTH_IT * times.step_s:
+        return []
+    return [f"staleness.max_lag: 1 instead of 0, so that generation and training overlap: {times.saves(saved_s)} less"]
+
+
+def _generation(times: Times) -> list[str]:
+    num, waited_s = times.num_generators, times.generation_s
+    queue_s = times.of("queue")
+    saved_s = min(waited_s, times.step_s / (num + 1)) if times.overlaps else waited_s / (num + 1)
+    one_more = (
+        f"one more generator (generation.replicas: {num + 1}), with cores or a GPU of its own: up to "
+        f"{times.saves(saved_s)} less"
+    )
+    lag = times.config.staleness.max_lag
+    tail = (
+        f"a shorter algorithm.response_length, a faster engine, or staleness.max_lag above {lag}: the learner waits "
+        f"{times.of('generation'):.2g} s of a step for the last answer alone"
+    )
+    found = [one_more, tail] if queue_s >= times.of("generation") / 2 else [tail, one_more]
+    return [*_lag(times), *found]
+
+
+def _reward(times: Times) -> list[str]:
+    name = next(iter(seconds_by_function(*times.steps)), "")
+    workers = times.config.reward.workers
+    faster = f"a faster {name or 'reward function'}: up to {times.saves(times.of('reward'))} less"
+    more = (
+        f"more calls at a time (reward.workers above {workers}, or another reward service), where cores are free, "
+        f"and batches below reward.batch_size {times.config.reward.batch_size}"
+    )
+    return [faster, more, *_lag(times)]
+
+
+def _training(times: Times) -> list[str]:
+    learner = times.config.learner
+    quicker = [] if learner.dtype == "bfloat16" else ["learner.dtype: bfloat16"]
+    means = ", ".join([*quicker, f"learner.ranks above {learner.ranks}", "or a GPU"])
+    return [*_lag(times), f"a faster learner: {means}; another generator would change nothing"]
+
+
+def _push(times: Times) -> list[str]:
+    return [*_lag(times), "a faster network to the generators, or generators nearer to the learner"]
+
+
+def _evaluation(times: Times) -> list[str]:
+    evaluation = times.config.evaluation
+    mixed = ["evaluation.hold_weights: false, with figures of mixed versions"] if evaluation.hold_weights else []
+    return [f"fewer evaluations (evaluation.every above {evaluation.every}) or fewer prompts in them", *mixed]
+
+
+def _checkpoint(times: Times) -> list[str]:
+    every = times.config.run.checkpoint_every
+    return [f"run.checkpoint_every: {2 * every} instead of {every}: {times.saves(times.of('checkpoint') / 2)} less"]
+
+
+_CHANGES: dict[str, Callable[[Times], list[str]]] = {
+    "generation": _generation,
+    "reward": _reward,
+    "training": _training,
+    "push": _push,
+    "evaluation": _evaluation,
+    "checkpoint": _checkpoint,
+    "log": lambda _: ["a faster disk for the run directory"],
+    "issue": lambda _: ["to find what the coordinator waits for: an evaluation before training, or a pause"],
+    "intake": lambda _: ["a Redis nearer to the learner, or with fewer others on it"],
+}

@@ -1,0 +1,22 @@
+"""Start the coordinator: `python -m gspo.coordinator --run-dir DIR`."""
+
+from __future__ import annotations
+
+from gspo.common.host.importing import importing
+from gspo.common.service.app import await_start, parse_options, run_service
+from gspo.coordinator.check import check
+
+MEANING = "Decides what is generated and when, measures the policy, and shows the run."
+
+
+def main() -> None:
+    """Check, or serve until the run ends."""
+    options = parse_options("coordinator", check, meaning=MEANING, checks_in_life=True)
+    with importing():
+        from gspo.coordinator.app import live  # after the options: a check needs no door
+
+    run_service(await_start(options), live)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The coordinator's check of a configuration: the prompts, and the tokenizer and chat template that they need.
+
+It starts nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from gspo.common.config.schema import Config
+from gspo.common.host.memory import free_memory
+from gspo.common.model.batch_memory import check_answers_fit, check_fits, coordinator_bytes
+from gspo.coordinator.data.prompts import PromptSet, held_out_prompts, training_prompts
+from gspo.coordinator.data.tokenizer import load_tokenizer
+
+_MEMORY = "the coordinator's memory"
+
+
+def check(config: Config) -> None:
+    """Read every prompt once; warn on standard error of held-out prompts that are trained on.
+
+    Raises:
+        InputError: Prompts or tokenizer cannot be used, or the groups of a batch cannot be held.
+    """
+    check_fits(config, coordinator_bytes(config), free_memory(), _MEMORY)
+    tokenizer = load_tokenizer(config.model)
+    training = training_prompts(config, tokenizer)
+    if training.num_skipped:
+        _warn(f"data.prompts: {training.num_skipped} of {training.num_rows} prompts are too long and skipped")
+    held_out = held_out_prompts(config, tokenizer)
+    check_answers_fit(config, max(map(len, held_out.values()), default=0), free_memory(), _MEMORY)
+    known = {hash(text) for text in training.texts()} if held_out else set()
+    for name, prompts in held_out.items():
+        _warn_of_overlap(config.evaluation.key_of(name), known, prompts)
+
+
+def _warn_of_overlap(key: str, trained_on: set[int], held_out: PromptSet) -> None:
+    num_common = sum(hash(text) in trained_on for text in held_out.texts())
+    if num_common:
+        _warn(
+            f"{key}: {num_common} of {len(held_out)} held-out prompts are also training prompts; "
+            "the evaluation then measures what was trained on. Take them out of one of the two files"
+        )
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)  # noqa: T201 - for the person who called

@@ -1,0 +1,268 @@
+"""The prompts of one file, ready for the engine: chat template applied, tokenised, further columns as JSON.
+
+Rows are read and tokenised when they are asked for; at the start every row is checked once, in batches, and only
+those that may be too long are tokenised.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError, in_yaml
+from gspo.coordinator.data.dataset_file import open_dataset
+from gspo_proto.rollout_pb2 import Prompt
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+LongPrompt = Literal["error", "skip", "truncate"]
+Progress = Callable[[int, int], None]
+_BATCH = 1024
+# More than any tokenizer puts around a text of its own: begin, end, a leading space.
+_ADDED_TOKENS = 8
+
+
+class PromptSet:
+    """The usable prompts of one file.
+
+    Args:
+        key: The configuration key that names the file, for messages.
+        path: The file or folder.
+        column: The column that holds the prompt: text, or a list of {role, content}.
+        limit: Use only the first so many rows; None is all.
+        prompt_length: Longest prompt, in tokens.
+        on_long_prompt: What happens to a longer one; truncate keeps its end.
+        tools: Descriptions that the chat template puts into every prompt.
+        progress: Called during the check with rows done and rows in all.
+
+    Raises:
+        InputError: The file cannot be used; names the key, and the line where one is at fault.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        path: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        column: str,
+        limit: int | None,
+        prompt_length: int,
+        on_long_prompt: LongPrompt,
+        tools: Sequence[dict[str, Any]] = (),
+        progress: Progress = lambda _done, _total: None,
+    ) -> None:
+        self._tools = list(tools) or None
+        self._key, self._path, self._column = key, path, column
+        self._tokenizer, self._prompt_length, self._on_long_prompt = tokenizer, prompt_length, on_long_prompt
+        rows = open_dataset(key, path, column)
+        self._rows: Dataset = rows if limit is None else rows.select(range(min(limit, len(rows))))
+        self.num_rows = len(self._rows)
+        self._is_text: bool | None = None
+        self._one_byte_one_token = _never_more_tokens_than_bytes(tokenizer)
+        self._usable = self._check(progress)
+
+    def __len__(self) -> int:
+        return len(self._usable)
+
+    @property
+    def num_skipped(self) -> int:
+        """Rows left out because they are too long."""
+        return self.num_rows - len(self)
+
+    def prompts(self, places: Sequence[int]) -> list[Prompt]:
+        """The prompts at these places among the usable ones, each 0 .. len - 1."""
+        rows = [self._usable[place] for place in places]
+        columns = self._rows[rows]
+        values = columns.pop(self._column)
+        texts = self._render(values, rows)
+        tokens = self._tokenise(texts, values)
+        names = list(columns)
+        return [
+            self._prompt(values[i], texts[i], tokens[i], {name: columns[name][i] for name in names})
+            for i in range(len(rows))
+        ]
+
+    def texts(self) -> Iterator[str]:
+        """The text of every usable prompt, in the file's order; batch by batch."""
+        for start in range(0, len(self), _BATCH):
+            rows = list(self._usable[start : start + _BATCH])
+            yield from self._render(self._rows[rows][self._column], rows)
+
+    def _prompt(self, value: Any, text: str, tokens: list[int], columns: dict[str, Any]) -> Prompt:
+        if len(tokens) > self._prompt_length:
+            tokens = tokens[-self._prompt_length :]
+            text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        messages = "" if isinstance(value, str) else json.dumps(_messages(value), ensure_ascii=False)
+        further = json.dumps(columns, ensure_ascii=False, default=str)
+        return Prompt(token_ids=tokens, text=text, messages_json=messages, columns_json=further)
+
+    def _check(self, progress: Progress) -> array[int]:
+        """Row numbers of the usable prompts; every row is looked at once."""
+        usable, long = array("q"), array("q")
+        prompts = self._rows.select_columns([self._column])
+        for start in range(0, self.num_rows, _BATCH):
+            progress(start, self.num_rows)
+            values = prompts[start : start + _BATCH][self._column]
+            too_long = self._too_long(values, range(start, start + len(values)))
+            long.extend(too_long)
+            usable.extend(row for row in range(start, start + len(values)) if row not in too_long)
+        if long and self._on_long_prompt == "error":
+            raise self._long_prompts(long)
+        if not usable:
+            raise InputError(self._key, f"every prompt in {self._path} is too long", "Raise algorithm.prompt_length")
+        return usable
+
+    def _too_long(self, values: list[Any], rows: Sequence[int]) -> set[int]:
+        texts = self._render(values, rows)
+        if self._on_long_prompt == "truncate":
+            return set()
+        unsure = [i for i, text in enumerate(texts) if not self._surely_fits(text)]
+        tokens = self._tokenise([texts[i] for i in unsure], [values[i] for i in unsure])
+        return {rows[i] for i, ids in zip(unsure, tokens, strict=True) if len(ids) > self._prompt_length}
+
+    def _surely_fits(self, text: str) -> bool:
+        return self._one_byte_one_token and len(text.encode()) + _ADDED_TOKENS <= self._prompt_length
+
+    def _long_prompts(self, long: array[int]) -> InputError:
+        first = self._length(long[0])
+        rule = (
+            f"{len(long)} of {self.num_rows} prompts are longer than algorithm.prompt_length: {self._prompt_length} "
+            f"tokens, the first in {self._line(long[0])} with {first} tokens"
+        )
+        return InputError(
+            self._key, rule, "Raise algorithm.prompt_length, or set data.on_long_prompt: skip or truncate"
+        )
+
+    def _length(self, row: int) -> int:
+        values = self._rows[[row]][self._column]
+        return len(self._tokenise(self._render(values, [row]), values)[0])
+
+    def _render(self, values: list[Any], rows: Sequence[int]) -> list[str]:
+        """The text of each value, given as text or as messages."""
+        for value, row in zip(values, rows, strict=True):
+            self._check_form(value, row)
+        if isinstance(values[0], str):
+            self._refuse_tools()
+            return values
+        return self._apply_template([_messages(value) for value in values], rows)
+
+    def _refuse_tools(self) -> None:
+        if self._tools:
+            raise InputError(
+                "environment.tools",
+                f"{self._path} holds prompts as text, and only a chat template can tell the policy of tools",
+                "Give prompts as chat messages, or leave the tools out",
+            )
+
+    def _check_form(self, value: Any, row: int) -> None:
+        if isinstance(value, str):
+            problem = "the prompt is empty" if not value else ""
+        elif not isinstance(value, list):
+            problem = f"the prompt is neither text nor a list of messages, but {in_yaml(value):.80}"
+        else:
+            problem = _message_problem(value)
+        # One way of tokenising a file: a template writes its own special tokens, plain text gets the tokenizer's.
+        self._is_text = isinstance(value, str) if self._is_text is None else self._is_text
+        if not problem and isinstance(value, str) != self._is_text:
+            here, first = ("text", "messages") if isinstance(value, str) else ("messages", "text")
+            problem = f"the prompt is {here}, and the file's first one is {first}: {in_yaml(value):.80}"
+        if problem:
+            fix = "A prompt is text, or a list of messages, each with a role and a content of text"
+            raise InputError(self._key, f"{self._path}, {self._line(row)}: {problem}", fix)
+
+    def _apply_template(self, conversations: list[list[dict[str, Any]]], rows: Sequence[int]) -> list[str]:
+        from jinja2 import TemplateError
+
+        if not self._tokenizer.chat_template:
+            raise InputError(
+                self._key,
+                f"{self._path} holds chat messages, and the tokenizer in model.path has no chat template",
+                "Give prompts as text, or add chat_template to the model's tokenizer_config.json",
+            )
+        try:
+            return list(
+                self._tokenizer.apply_chat_template(
+                    conversations, tools=self._tools, tokenize=False, add_generation_prompt=True
+                )
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            if len(conversations) > 1:  # find the one at fault
+                return [self._apply_template([one], [row])[0] for one, row in zip(conversations, rows, strict=True)]
+            raise InputError(
+                self._key,
+                f"{self._path}, {self._line(rows[0])}: the model's chat template refuses the messages ({error})",
+                "Change the messages to what the template takes, or mend the template",
+            ) from error
+
+    def _tokenise(self, texts: list[str], values: list[Any]) -> list[list[int]]:
+        """A template writes its own special tokens; plain text gets those that the tokenizer puts around a text."""
+        if not texts:
+            return []
+        plain = isinstance(values[0], str)
+        encoded = self._tokenizer(texts, add_special_tokens=plain, return_attention_mask=False, verbose=False)
+        return list(encoded["input_ids"])
+
+    def _line(self, row: int) -> str:
+        return f"line {row + 1}" if self._path.suffix.lower() == ".jsonl" else f"row {row + 1}"
+
+
+def training_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress = lambda _done, _total: None
+) -> PromptSet:
+    """The prompts of data.prompts."""
+    return _from_config("data.prompts", config.data.prompts, None, config, tokenizer, progress)
+
+
+def held_out_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress = lambda _done, _total: None
+) -> dict[str, PromptSet]:
+    """The prompts of each file of evaluation.prompts, by its name; empty where the run has none."""
+    wanted = config.evaluation
+    return {
+        name: _from_config(wanted.key_of(name), path, wanted.limit, config, tokenizer, progress)
+        for name, path in wanted.files.items()
+    }
+
+
+def _from_config(
+    key: str, path: Path, limit: int | None, config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress
+) -> PromptSet:
+    return PromptSet(
+        key,
+        path,
+        tokenizer,
+        column=config.data.prompt_column,
+        limit=limit,
+        prompt_length=config.algorithm.prompt_length,
+        on_long_prompt=config.data.on_long_prompt,
+        tools=config.environment.descriptions,
+        progress=progress,
+    )
+
+
+def _message_problem(messages: list[Any]) -> str:
+    if not messages:
+        return "the list of messages is empty"
+    for number, message in enumerate(messages, start=1):
+        for name in ("role", "content"):
+            if not isinstance(message, dict) or not isinstance(message.get(name), str):
+                return f"message {number} has no {name} that is text: {in_yaml(message):.80}"
+    return ""
+
+
+def _messages(value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as given: `datasets` fills a key that only some of them have with None."""
+    return [{name: part for name, part in message.items() if part is not None} for message in value]
+
+
+def _never_more_tokens_than_bytes(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a token stands for at least one byte of the text as given: a normalizer could lengthen it first."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is not None and backend.normalizer is None

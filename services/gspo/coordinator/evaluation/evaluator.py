@@ -1,0 +1,170 @@
+"""Measuring the policy on held-out prompts: sends the tasks, collects the scored answers, gives the figures.
+
+When to measure is loop.py's; what the figures are is tally.py's. Consumes eval_scored, produces eval_prompts; waits
+for answers, unblocked by generation and reward, given up after evaluation.timeout_s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import structlog
+from redis.asyncio import Redis
+
+from gspo.common.config.schema import Config
+from gspo.common.streams.inbox import Delivery, Inbox, append, new_consumer
+from gspo.common.streams.keys import COORDINATOR, GENERATION, Keys, evaluation_label, rollout_id
+from gspo.common.telemetry import metrics
+from gspo.coordinator.data.prompts import PromptSet
+from gspo.coordinator.evaluation.results import NEWEST_VERSION, Tally
+from gspo.coordinator.groups.tasks import evaluation_tasks
+from gspo.coordinator.redis_state.listing import all_entries
+from gspo_proto.rollout_pb2 import GroupTask
+
+_TAKE = 256
+_BLOCK_S = 0.2
+_PROMPTS_AT_ONCE = 32
+_MARKS_AT_ONCE = 1000
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One evaluation that has ended.
+
+    Attributes:
+        file: Name of the held-out file; empty where there is one without.
+        problem: Why answers are missing or failed; empty where none is.
+        score: What evaluation.keep_best compares; None where this file is not the one it names, or nothing is scored.
+    """
+
+    label: str
+    version: int
+    file: str
+    figures: dict[str, float]
+    problem: str
+    score: float | None
+
+
+class Evaluator:
+    """Runs one evaluation at a time.
+
+    Args:
+        redis: Client with binary replies.
+        files: The held-out prompts of each file, by its name.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, config: Config, files: dict[str, PromptSet]) -> None:
+        self._redis, self._keys, self._config, self.files = redis, keys, config, files
+        self._inbox = Inbox(
+            redis, keys, keys.eval_scored, consumer=new_consumer(COORDINATOR), lease_s=config.services.lease_s
+        )
+        # Twice what the engines run at a time: they never wait for tasks, and the stream stays short.
+        self._window = 2 * config.generation.max_rollouts * config.generation.replicas
+        self._under_way: dict[int, GroupTask] = {}
+        self._tally: Tally | None = None
+
+    def describe(self) -> str:
+        """How far the evaluation under way is; empty where there is none."""
+        tally = self._tally
+        return f"{tally.label}: {len(tally)} of {tally.num_expected} answers scored" if tally else ""
+
+    async def measure(self, version: int, file: str, limit: int | None) -> Measured:
+        """Measure `version` on the first `limit` prompts of a file (all for None) and return the figures."""
+        prompts = self.files[file]
+        num_prompts = min(limit or len(prompts), len(prompts))
+        tally = Tally(evaluation_label(version, file), version, num_prompts, self._config.evaluation)
+        self._tally = tally
+        await self._remove_traces(tally)
+        try:
+            problem = await self._collect(tally, prompts)
+        finally:
+            self._tally, self._under_way = None, {}
+            await self._remove_traces(tally)
+        measured = Measured(tally.label, version, file, tally.figures(), problem, self._score(tally, file))
+        _publish(measured)
+        return measured
+
+    def _score(self, tally: Tally, file: str) -> float | None:
+        """The figure of evaluation.keep_best, of the prompts that an evaluation between two steps asks too.
+
+        None where newer weights took part: a learner that was started again did not hold them back.
+        """
+        best = self._config.best_figure
+        if best is None or best.file != file:
+            return None
+        figures = tally.figures(first=self._config.evaluation.limit_between)
+        return None if NEWEST_VERSION in figures else figures.get(best.figure)
+
+    async def send_again(self) -> None:
+        """Send every task under way again: Redis lost them."""
+        await append(self._redis, self._keys.eval_prompts, [t.SerializeToString() for t in self._under_way.values()])
+
+    async def _collect(self, tally: Tally, prompts: PromptSet) -> str:
+        """Feed tasks and take answers until all are in or time is up; returns what went wrong."""
+        lease_s, limit_s = self._config.services.lease_s, self._config.evaluation.timeout_s
+        deadline, next_reclaim = time.monotonic() + limit_s, time.monotonic() + lease_s
+        next_row = 0
+        while not tally.complete:
+            if time.monotonic() > deadline:
+                return f"given up after {limit_s:g} s (evaluation.timeout_s) with answers missing"
+            next_row = await self._feed(tally, prompts, next_row)
+            deliveries = await self._inbox.take(_TAKE, _BLOCK_S)
+            if time.monotonic() > next_reclaim:
+                deliveries += await self._inbox.reclaim(_TAKE)
+                next_reclaim = time.monotonic() + lease_s
+            await self._absorb(tally, deliveries)
+        return tally.failure
+
+    async def _feed(self, tally: Tally, prompts: PromptSet, next_row: int) -> int:
+        """Send tasks until the window is full or none is left; returns the first row not sent."""
+        while next_row < tally.num_prompts and self._num_under_way() < self._window:
+            rows = range(next_row, min(next_row + _PROMPTS_AT_ONCE, tally.num_prompts))
+            tasks = [
+                task
+                for row, prompt in zip(rows, await asyncio.to_thread(prompts.prompts, rows), strict=True)
+                for task in evaluation_tasks(self._config, row, prompt, label=tally.label, version=tally.version)
+            ]
+            await append(self._redis, self._keys.eval_prompts, [self._sent(task) for task in tasks])
+            next_row = rows.stop
+        return next_row
+
+    def _sent(self, task: GroupTask) -> bytes:
+        task.issued_unix_s = time.time()
+        task.deadline_unix_s = task.issued_unix_s + self._config.evaluation.timeout_s
+        self._under_way[task.group] = task
+        return task.SerializeToString()
+
+    def _num_under_way(self) -> int:
+        return sum(task.num_rollouts for task in self._under_way.values())
+
+    async def _absorb(self, tally: Tally, deliveries: list[Delivery]) -> None:
+        if not deliveries:
+            return
+        for delivery in deliveries:
+            tally.add(delivery.message)
+        await self._inbox.acknowledge(deliveries)
+        missing = set(tally.incomplete_groups(self._under_way))
+        self._under_way = {group: task for group, task in self._under_way.items() if group in missing}
+
+    async def _remove_traces(self, tally: Tally) -> None:
+        """Remove the tasks and marks of this label: a mark without its answer would keep it from being made."""
+        entries = await all_entries(self._redis, self._keys.eval_prompts)
+        marks = [f"{tally.label}:{rollout_id(group, number)}" for group, number in tally.expected()]
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for entry, _ in entries:
+                pipe.xack(self._keys.eval_prompts, GENERATION, entry)
+                pipe.xdel(self._keys.eval_prompts, entry)
+            for start in range(0, len(marks), _MARKS_AT_ONCE):
+                pipe.hdel(self._keys.partial, *marks[start : start + _MARKS_AT_ONCE])
+            await pipe.execute()
+
+
+def _publish(measured: Measured) -> None:
+    metrics.EVALUATION_VERSION.labels(measured.file).set(measured.version)
+    for name, value in measured.figures.items():
+        metrics.EVALUATION_FIGURE.labels(measured.file, name).set(value)
+    write = log.warning if measured.problem else log.info
+    write("evaluated", evaluation=measured.label, problem=measured.problem, **measured.figures)

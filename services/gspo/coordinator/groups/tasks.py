@@ -1,0 +1,95 @@
+"""The tasks that go to generation: one prompt, how to sample, which environment, which reward functions.
+
+It decides nothing about when.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gspo.common.config.environment import ENVIRONMENT_PART
+from gspo.common.config.schema import Config
+from gspo.common.streams.entries import SCHEMA
+from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, RewardUse, Sampling
+
+
+def training_task(config: Config, group: int, prompt: Prompt) -> GroupTask:
+    """A task without its attempt, times and version, which the issue fills in."""
+    return GroupTask(
+        schema=SCHEMA,
+        group=group,
+        num_rollouts=config.algorithm.num_return_sequences_in_group,
+        prompt=prompt,
+        sampling=_sampling(config, config.sampling.temperature),
+        rewards=_rewards(config),
+        **_episode(config),
+    )
+
+
+def evaluation_tasks(config: Config, row: int, prompt: Prompt, *, label: str, version: int) -> list[GroupTask]:
+    """Group 2 * row sampled as in training, and group 2 * row + 1 greedy where that is wanted."""
+    kinds = [(2 * row, config.evaluation.num_answers, config.sampling.temperature)]
+    if config.evaluation.greedy:
+        kinds.append((2 * row + 1, 1, 0.0))
+    return [
+        GroupTask(
+            schema=SCHEMA,
+            group=group,
+            attempt=1,
+            num_rollouts=num_rollouts,
+            prompt=prompt,
+            sampling=_sampling(config, temperature),
+            rewards=_rewards(config),
+            **_episode(config),
+            min_version=version,
+            evaluation=label,
+        )
+        for group, num_rollouts, temperature in kinds
+    ]
+
+
+def _sampling(config: Config, temperature: float) -> Sampling:
+    # The seed stays the engine's own: a generator for each request slows the sampling of a whole batch.
+    return Sampling(
+        temperature=temperature,
+        max_tokens=config.algorithm.response_length,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        stop=config.sampling.stop,
+    )
+
+
+def _episode(config: Config) -> dict[str, Any]:
+    """The environment of a task and how it is played; nothing where there is none."""
+    environment = config.environment
+    if not environment.used:
+        return {}
+    play = Play(
+        version=environment.version or "",
+        tools_json=json.dumps(environment.descriptions) if environment.tools else "",
+        tool_format=environment.tool_format if environment.tools else "",
+        max_turns=environment.max_turns,
+        turn_tokens=environment.turn_tokens or 0,
+        end_long_turns=environment.long_turn == "end",
+        step_timeout_s=environment.step_timeout_s,
+        total_timeout_s=environment.total_timeout_s,
+        prompt_length=config.algorithm.prompt_length,
+    )
+    return {"environment": environment.label, "play": play}
+
+
+def _rewards(config: Config) -> list[RewardUse]:
+    functions = [
+        RewardUse(
+            name=function.label,
+            version=function.version or "",
+            weight=function.weight,
+            part_weights=function.part_weights,
+        )
+        for function in config.reward.functions
+    ]
+    if not config.environment.used:
+        return functions
+    return [*functions, RewardUse(name=ENVIRONMENT_PART, weight=config.environment.weight)]

@@ -1,0 +1,157 @@
+"""What people look at: the state of the run and its newest rollouts, as plain values.
+
+It changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from redis.asyncio import Redis
+
+from gspo.common.config.schema import Config
+from gspo.common.streams.instances import Member, members
+from gspo.common.streams.keys import GENERATION, Keys
+from gspo.common.telemetry.bottleneck import verdict
+from gspo.common.telemetry.step_time import seconds_by_function, shares
+from gspo.coordinator.evaluation.scheduler import Measuring
+from gspo.coordinator.loop import Coordinator
+from gspo.coordinator.redis_state.listing import newest_entries, readable
+from gspo_proto.rollout_pb2 import Outcome, Scored, ScoredRollout
+
+# Entries leave `scored` when their step is logged, so a few are kept here for whoever looks a moment later.
+_LOOK_S = 2.0
+_LOOK_COUNT = 8
+_KEPT = 256
+
+
+async def run_state(redis: Redis, keys: Keys, coordinator: Coordinator) -> dict[str, Any]:
+    """The state of a run with a learner."""
+    slots, ending = coordinator.slots, coordinator.ending
+    what, detail = coordinator.waits_for()
+    return {
+        "run": keys.run,
+        "epoch": coordinator.epoch,
+        # Step s makes version s.
+        "step": slots.version,
+        "version": slots.version,
+        "live_version": slots.live_version,
+        "slots": {"all": slots.num_slots, "taken": slots.num_taken, "free": slots.num_free, "trained": slots.num_held},
+        "groups": {"issued": slots.num_issued, "open": len(slots.open)} | {k: v for k, v in slots.counts.items() if v},
+        "paused": coordinator.paused,
+        "paused_because": coordinator.paused_because,
+        "waits_for": f"{what}: {detail}",
+        "stopping": ending.stop_reason,
+        "training_done": ending.training_reason,
+        "ended": {"reason": ending.finished_reason, "failed": ending.failed} if ending.finished else None,
+    } | await _common_state(redis, keys, coordinator.measuring)
+
+
+async def evaluation_state(redis: Redis, keys: Keys, measuring: Measuring) -> dict[str, Any]:
+    """The state of a run that is one evaluation."""
+    return {"run": keys.run, "version": 0} | await _common_state(redis, keys, measuring)
+
+
+async def _common_state(redis: Redis, keys: Keys, measuring: Measuring) -> dict[str, Any]:
+    return {
+        "evaluation_under_way": measuring.describe(),
+        "evaluations": [asdict(measured) for measured in measuring.records],
+        "members": [asdict(member) for member in await members(redis, keys)],
+    }
+
+
+async def run_status(redis: Redis, keys: Keys, config: Config, steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Who does or waits for what, the last step's time by cause, and the verdict on the last steps.
+
+    Args:
+        steps: Figures of the newest steps, oldest first; without any, `last_step` and `bound` are null.
+    """
+    found, now = await members(redis, keys), time.time()
+    num_generators = sum(member.service == GENERATION for member in found)
+    bound = verdict(steps, config, num_generators)
+    return {
+        "run": keys.run,
+        "services": [_doing(member, now) for member in found],
+        "last_step": _last_step(steps[-1]) if steps else None,
+        "bound": bound and {key: value for key, value in asdict(bound).items() if key != "shares"},
+    }
+
+
+def _doing(member: Member, now: float) -> dict[str, Any]:
+    activity = member.activity
+    since = float(activity.get("since_unix_s", now))
+    return {
+        "service": member.service,
+        "name": member.name,
+        **{key: activity.get(key, "") for key in ("kind", "what", "detail")},
+        "since_unix_s": since,
+        "for_s": max(0.0, now - since),
+    }
+
+
+def _last_step(figures: Mapping[str, float]) -> dict[str, Any]:
+    found = shares(figures)
+    return {
+        "seconds": sum(share.seconds for share in found),
+        "by_cause": [asdict(share) | {"in_words": share.in_words} for share in found],
+        "rewards_by_function": seconds_by_function(figures),
+    }
+
+
+class RecentRollouts:
+    """The newest scored rollouts of training; those of one entry in every so many where they pass quickly."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis, self._keys = redis, keys
+        self._seen: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
+
+    async def run(self) -> None:
+        """Keep looking until cancelled."""
+        while True:
+            await self._look(_LOOK_COUNT)
+            await asyncio.sleep(_LOOK_S)
+
+    async def newest(self, limit: int) -> list[dict[str, Any]]:
+        """The newest `limit`, the newest first."""
+        await self._look(limit)
+        newest = sorted(self._seen.items(), key=lambda item: _position(item[0]), reverse=True)
+        return [shown for _, shown in newest[:limit]]
+
+    async def _look(self, count: int) -> None:
+        for entry, scored in readable(Scored, await newest_entries(self._redis, self._keys.scored, count)):
+            if entry not in self._seen and scored.HasField("rollout"):
+                self._seen[entry] = _shown(scored.rollout)
+        while len(self._seen) > _KEPT:
+            self._seen.popitem(last=False)
+
+
+def _position(entry: bytes) -> tuple[int, ...]:
+    return tuple(int(part) for part in entry.split(b"-"))
+
+
+def _shown(scored: ScoredRollout) -> dict[str, Any]:
+    rollout, score = scored.rollout, scored.score
+    versions = [version for version in rollout.version if version >= 0]
+    return {
+        "group": rollout.group,
+        "number": rollout.number,
+        "attempt": rollout.attempt,
+        "prompt": rollout.prompt.text,
+        "columns": json.loads(rollout.prompt.columns_json or "{}"),
+        "text": rollout.text,
+        "outcome": Outcome.Name(rollout.outcome).removeprefix("OUTCOME_").lower(),
+        "num_tokens": sum(rollout.mask),
+        "version_first": min(versions, default=None),
+        "version_last": max(versions, default=None),
+        "reward": score.reward if score.HasField("reward") else None,
+        "failure": score.failure if score.HasField("failure") else None,
+        "parts": {part.name: part.value for part in score.parts},
+        "generator": rollout.generator,
+        "scored_unix_s": score.scored_unix_s,
+    }

@@ -1,0 +1,53 @@
+"""Start the generation service: `python -m gspo.generation --run-dir DIR`."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import structlog
+
+from gspo.common.host.allocator import keep_freed_memory
+from gspo.common.host.importing import importing
+from gspo.common.service.app import await_start, parse_options, run_service
+from gspo.generation.check import check
+from gspo.generation.engine.forked_process import ForkedProcess
+from gspo.generation.engine.process_environment import before_imports, threads
+
+log = structlog.get_logger()
+MEANING = "Turns prompts into rollouts with vLLM, a log-prob and a policy version for every token."
+
+
+def main() -> None:
+    """Check, or serve until the run ends."""
+    # Its check may import vLLM, which reads the variables below.
+    options = parse_options("generation", check, meaning=MEANING, checks_in_life=True)
+    for name, value in before_imports(options.config).items():
+        os.environ.setdefault(name, value)
+    os.environ.update(threads(options.config))
+    keep_freed_memory()
+    # After the options: importing vLLM takes seconds.
+    with importing():
+        from gspo.generation.app import live
+        from gspo.generation.engine.startup import start_engine
+        from gspo.generation.engine.worker_process import import_engine
+
+        forks = import_engine(options.config.model)
+    options = await_start(options)
+    process = _fork() if forks else None
+    run_service(options, lambda service: live(service, partial(start_engine, process=process)))
+
+
+def _fork() -> ForkedProcess | None:
+    """The engine's process, before anything here has threads or connections; None where an import has made one."""
+    try:
+        return ForkedProcess()
+    except RuntimeError as error:
+        log.warning(
+            "engine_not_forked", reason=str(error), detail="vLLM starts a process that imports everything again"
+        )
+        return None
+
+
+if __name__ == "__main__":
+    main()

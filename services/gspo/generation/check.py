@@ -1,0 +1,124 @@
+"""What the generation service checks before anything starts. It imports vLLM only where arguments for it are given."""
+
+from __future__ import annotations
+
+import math
+
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError, warn
+from gspo.common.host.gpus import PARALLEL_ARGUMENTS, check_gpus_are_seen, visible_gpus, warn_of_float32
+from gspo.common.host.memory import free_memory
+from gspo.common.model.folder import max_positions, model_folder
+from gspo.generation.engine.arguments import check_engine_args
+
+_GIB = 1 << 30
+# vLLM's InputBatch: an int32 token id and a flag for every token of the longest rollout.
+_PLACE_TOKEN_BYTES = 5
+
+
+def check(config: Config) -> None:
+    """Refuse engine arguments that vLLM does not know or take, and lengths and memory that are not there.
+
+    Raises:
+        InputError: Names the key.
+    """
+    try:
+        check_engine_args(config.generation.engine)
+    except (ValueError, ModuleNotFoundError) as error:
+        where, _, rule = str(error).partition(": ")
+        raise InputError(where, rule, "Mend or remove it") from error
+    algorithm = config.algorithm
+    if algorithm.num_return_sequences_in_group > config.generation.max_rollouts:
+        raise InputError(
+            "generation.max_rollouts",
+            f"{config.generation.max_rollouts} is less than a group of {algorithm.num_return_sequences_in_group}",
+            "Raise it, or lower algorithm.num_return_sequences_in_group",
+        )
+    _check_places(config)
+    _check_length(config)
+    _check_gpus(config)
+    _check_memory(config)
+    if config.environment.used:
+        _check_chat_template(config)
+    if config.generation.engine:
+        from gspo.generation.engine.startup import check_values  # here: only what is given is worth vLLM's import
+
+        check_values(config, model_folder(config.model))
+
+
+def _check_places(config: Config) -> None:
+    """vLLM sets up a row of the longest rollout for each one that may be under way."""
+    algorithm, num_places = config.algorithm, config.generation.max_rollouts
+    needed = num_places * (algorithm.prompt_length + algorithm.response_length) * _PLACE_TOKEN_BYTES
+    available = free_memory()
+    if needed > available:
+        raise InputError(
+            "generation.max_rollouts",
+            f"{num_places} rollouts under way take {needed / _GIB:,.1f} GiB in vLLM's tables alone, and "
+            f"{available / _GIB:.1f} GiB are free",
+            "Lower it; a few hundred keep an engine busy",
+        )
+
+
+def _check_gpus(config: Config) -> None:
+    """vLLM would look for them for minutes before it says so, or wait for workers that nobody starts."""
+    engine, gpus = config.generation.engine, visible_gpus()
+    check_gpus_are_seen("generation.engine", gpus)
+    warn_of_float32("generation.dtype", config.generation.dtype, gpus)
+    wanted = {key: engine[key] for key in PARALLEL_ARGUMENTS if type(engine.get(key)) is int}
+    num_wanted = math.prod(wanted.values())
+    if num_wanted <= max(1, len(gpus)):
+        return
+    given = " times ".join(f"{key} {value}" for key, value in wanted.items())
+    fix = f"Lower it to {len(gpus)}, or give this generator more GPUs"
+    raise InputError(
+        f"generation.engine.{next(iter(wanted))}",
+        f"{given} needs {num_wanted} GPUs, and {len(gpus) or 'none'} can be used",
+        fix if gpus else "Leave it out: on a CPU an engine is one process; generation.replicas starts several engines",
+    )
+
+
+def _check_length(config: Config) -> None:
+    longest = config.algorithm.prompt_length + config.algorithm.response_length
+    known = max_positions(model_folder(config.model))
+    if known is not None and longest > known:
+        raise InputError(
+            "algorithm.response_length",
+            f"prompt_length + response_length is {longest}, and the model has {known} positions",
+            "Lower prompt_length or response_length",
+        )
+
+
+def _check_chat_template(config: Config) -> None:
+    """Show a made-up observation to the chat template, and a tool's answer where there are tools."""
+    from transformers import AutoTokenizer  # here: only conversations need it before the start
+
+    from gspo.generation.rollout.chat_turns import ChatTurns, ObservationError
+
+    folder, tools = model_folder(config.model), config.environment.descriptions
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    if not tokenizer.chat_template and not tools:
+        return
+    try:
+        turns = ChatTurns(tokenizer, tools)
+        turns.between("a", "user", None)
+        if tools:
+            turns.between([{"role": "tool", "name": "a", "content": "a"}], "tool", None)
+    except ObservationError as error:
+        said = f"environment: an observation {error}"
+        if tools:
+            raise InputError("environment.tools", said, "Mend chat_template in the model's tokenizer files") from error
+        warn(f"{said}; that is as well where prompts are plain text")
+
+
+def _check_memory(config: Config) -> None:
+    """The KV cache is taken from the machine's memory on a CPU alone."""
+    needed = config.generation.kv_cache_gb * config.generation.replicas
+    available = free_memory() / _GIB
+    if needed > available and not visible_gpus():
+        generators = f"{config.generation.replicas} generators take" if config.generation.replicas > 1 else "takes"
+        raise InputError(
+            "generation.kv_cache_gb",
+            f"{config.generation.kv_cache_gb:g} {generators} {needed:.1f} GiB, and {available:.1f} GiB are available",
+            "Lower it, or use a machine with more memory",
+        )

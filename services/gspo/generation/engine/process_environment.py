@@ -1,0 +1,48 @@
+"""Variables that torch, OpenMP and vLLM read when they are loaded: to be set before the first import of any of them.
+
+It imports none of them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gspo.common.config.schema import Config
+from gspo.common.host.cpu_threads import WAITING, generation_threads
+from gspo.common.host.gpus import torch_is_for_cpus
+
+# Threads float over the cores: a learner shares them, and a bound thread would wait for a core that is taken.
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **WAITING}
+# The engine's process is forked from one without threads. numpy starts some for linear algebra when it is imported,
+# and pyarrow one for an allocator that is not its default. Neither has anything to do here.
+_NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+# vLLM compiles one function of its sampler even where it compiles no model: it counts the tokens that are likelier than
+# the sampled one. Compiling takes 24 s at the first start on a machine and 2 s at each later one. Uncompiled it takes
+# 4 us longer for every 1,000 tokens of the vocabulary, for each sampled token: more than that is worth compiling.
+_SMALL_VOCABULARY = 4096
+
+
+def before_imports(config: Config) -> dict[str, str]:
+    """What is to be set, unless the user has set it; the number of threads is always ours."""
+    if not torch_is_for_cpus():
+        return {}
+    values = {**CPU_ENVIRONMENT, **_NO_THREADS}
+    if config.generation.engine.get("enforce_eager", True) and _vocabulary(config.model.path) <= _SMALL_VOCABULARY:
+        values["TORCH_COMPILE_DISABLE"] = "1"
+    return values
+
+
+def threads(config: Config) -> dict[str, str]:
+    """The number of threads: vLLM leaves one that is set alone, and takes one thread where none is."""
+    return {"OMP_NUM_THREADS": str(generation_threads(config.generation.threads))}
+
+
+def _vocabulary(model: str) -> float:
+    """Tokens of the model in this folder; infinite where it cannot be read, which others refuse with a reason."""
+    try:
+        facts: dict[str, Any] = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        return int(facts.get("vocab_size") or facts["text_config"]["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return float("inf")

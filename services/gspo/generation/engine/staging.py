@@ -1,0 +1,243 @@
+"""The generator's two copies of the policy in shared memory: the one that serves and the one being staged.
+
+What it is not: it neither receives (the gRPC door does) nor loads into vLLM (weights.py, in vLLM's process, does).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from gspo.common.errors import InputError
+from gspo.common.host.memory import free_memory
+from gspo.common.weights.changes import Packed, UnpackError, apply_changes
+from gspo.common.weights.digest import policy_digest
+
+# Cache lines; also more than any dtype's own alignment.
+_ALIGNMENT = 64
+_GIB = 1 << 30
+# The inference dtypes, and the integer of the same width that carries their bits.
+_BITS: Mapping[str, type[np.unsignedinteger[Any]]] = {
+    "float32": np.uint32,
+    "bfloat16": np.uint16,
+    "float16": np.uint16,
+}
+
+
+class StagingError(ValueError):
+    """What was sent does not fit this policy: an unknown tensor, a position beyond its end, a wrong width."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where one tensor lies in a copy: `offset` bytes from its start."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * np.dtype(_BITS[self.dtype]).itemsize
+
+
+class PolicyCopy:
+    """One whole policy in an anonymous shared-memory file.
+
+    The file has no name (memfd): it goes with the process, however that ends, and a container's small /dev/shm
+    does not bound it. vLLM's processes open it by the path of our file descriptor.
+
+    Attributes:
+        names: The tensors of this policy. A model folder may hold more than the learner pushes: those that the
+            architecture ignores.
+    """
+
+    def __init__(self, places: Mapping[str, TensorPlace], num_bytes: int) -> None:
+        self._places = places
+        self.names = set(places)
+        self._file = os.memfd_create("gspo-policy")
+        # Reserved now: an error here instead of a SIGBUS in the middle of a push.
+        try:
+            os.posix_fallocate(self._file, 0, max(num_bytes, 1))
+        except OSError as error:
+            os.close(self._file)
+            raise _no_room(num_bytes, str(error)) from error
+        self._map = mmap.mmap(self._file, max(num_bytes, 1))
+
+    def bits(self, name: str) -> NDArray[np.unsignedinteger[Any]]:
+        """The tensor's elements as a flat writable view of unsigned integers of their width."""
+        place = self._places[name]
+        return np.frombuffer(self._map, _BITS[place.dtype], place.num_elements, place.offset)
+
+    def clear(self) -> None:
+        """Have no tensor, and every element zero."""
+        self.names.clear()
+        np.frombuffer(self._map, np.uint8)[:] = 0
+
+    def copy_from(self, other: PolicyCopy) -> None:
+        """Take over the other copy's tensors."""
+        self.names = set(other.names)
+        np.frombuffer(self._map, np.uint8)[:] = np.frombuffer(other._map, np.uint8)
+
+    def digest(self) -> str:
+        places = (place for place in self._places.values() if place.name in self.names)
+        return policy_digest((place.name, place.dtype, place.shape, self.bits(place.name)) for place in places)
+
+    def update_info(self) -> dict[str, Any]:
+        """What vLLM's processes need to read this copy: weights.SharedPolicy's fields."""
+        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        present: list[dict[str, Any]] = []
+        absent: list[dict[str, Any]] = []
+        for place in self._places.values():
+            (present if place.name in self.names else absent).append(asdict(place))
+        return {"path": path, "tensors": present, "absent": absent}
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _no_room(num_bytes: int, why: str) -> InputError:
+    return InputError(
+        "model.path",
+        f"the policy that serves and the next one take {num_bytes / _GIB:.2f} GiB of shared memory, and {why}",
+        "Give this machine or container more memory, or take a smaller model or generation.dtype",
+    )
+
+
+class StagedWeights:
+    """Two copies of the policy in the inference dtype: `current` serves, `next` is being filled.
+
+    A push is `begin`, then `write` and `change`, then `next_digest`, then Engine.load, which promotes. Calls block for
+    as long as the memory takes: call them in a thread. Not safe for two pushes at a time.
+
+    Args:
+        tensors: Name and shape of every tensor that a policy may have.
+
+    Attributes:
+        places: Where each of them lies in a copy.
+        num_bytes: Of all of them.
+
+    Raises:
+        InputError: There is no room for both.
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+        if dtype not in _BITS:
+            raise ValueError(f"generation.dtype: {dtype!r} is not one of {', '.join(_BITS)}; choose one of these")
+        self.places: dict[str, TensorPlace] = {}
+        end = 0
+        for name, shape in tensors.items():
+            place = TensorPlace(name, dtype, tuple(shape), end)
+            self.places[name] = place
+            end += -(-place.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes = sum(place.num_bytes for place in self.places.values())
+        # Beyond a container's limit the kernel would kill this process instead of refusing it the memory.
+        if 2 * end > (free := free_memory()):
+            raise _no_room(2 * end, f"{free / _GIB:.2f} GiB can be had")
+        self._bits = _BITS[dtype]
+        self.current = PolicyCopy(self.places, end)
+        self.next = PolicyCopy(self.places, end)
+
+    @classmethod
+    def from_folder(cls, folder: Path, dtype: str) -> StagedWeights:
+        """The policy of a model folder, cast as vLLM casts it at start, so that version 0 has a digest.
+
+        FileNotFoundError when the folder has no safetensors or no config.json.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, part in _checkpoint_tensors(folder):
+            shapes[name] = tuple(part.get_slice(name).get_shape())
+        staged = cls(shapes, dtype)
+        for name, part in _checkpoint_tensors(folder):
+            staged.current.bits(name)[:] = _cast_bits(part.get_tensor(name), dtype)
+        return staged
+
+    def begin(self, *, changes: bool) -> None:
+        """Start a push: of what changes in `current`, or of every element of the tensors that it names.
+
+        What it leaves out shows in the digest.
+        """
+        if changes:
+            self.next.copy_from(self.current)
+        else:
+            self.next.clear()
+
+    def write(self, name: str, offset: int, data: bytes) -> None:
+        """Put raw little-endian elements at flat position `offset` of a tensor (a large one comes in pieces)."""
+        itemsize = np.dtype(self._bits).itemsize
+        if len(data) % itemsize:
+            raise StagingError(f"weights: {name}: {len(data)} bytes are not whole elements of {itemsize} bytes")
+        self._run(name, offset, len(data) // itemsize)[:] = np.frombuffer(data, self._bits)
+        self.next.names.add(name)
+
+    def change(self, name: str, offset: int, num_elements: int, packed: Packed) -> None:
+        """Apply packed changes to a run of a tensor's elements."""
+        try:
+            apply_changes(self._run(name, offset, num_elements), packed)
+        except UnpackError as error:
+            raise StagingError(f"weights: {name} from {offset} on: {error}") from error
+
+    def digest(self) -> str:
+        """The digest of the copy that serves."""
+        return self.current.digest()
+
+    def next_digest(self) -> str:
+        """The digest of the copy being staged."""
+        return self.next.digest()
+
+    def promote(self) -> None:
+        """Make the staged copy the current one. Engine.load calls it after a good load."""
+        self.current, self.next = self.next, self.current
+
+    def close(self) -> None:
+        self.current.close()
+        self.next.close()
+
+    def _run(self, name: str, offset: int, num_elements: int) -> NDArray[np.unsignedinteger[Any]]:
+        """A run of a staged tensor's elements."""
+        if name not in self.places:
+            raise StagingError(f"weights: no tensor {name!r} in this model: sender and receiver hold different models")
+        in_all = self.places[name].num_elements
+        if offset + num_elements > in_all:
+            raise StagingError(
+                f"weights: {name} has {in_all} elements; {num_elements} from {offset} on reach beyond its end: sender "
+                "and receiver hold different models"
+            )
+        return self.next.bits(name)[offset : offset + num_elements]
+
+
+def _checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """(name, open safetensors file) of every tensor of the folder that the policy has, in a fixed order."""
+    config = json.loads((folder / "config.json").read_text())
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"model: {folder} has no .safetensors file; save the model with save_pretrained")
+    for file in files:
+        with safe_open(file, framework="pt") as part:
+            for name in sorted(part.keys()):
+                if not (name == "lm_head.weight" and config.get("tie_word_embeddings", False)):
+                    yield name, part
+
+
+def _cast_bits(tensor: torch.Tensor, dtype: str) -> NDArray[np.unsignedinteger[Any]]:
+    """The flat elements of a tensor cast to `dtype`, as integers of the same width."""
+    cast = tensor.to(getattr(torch, dtype)).contiguous().flatten()
+    signed = torch.int32 if _BITS[dtype] is np.uint32 else torch.int16
+    bits: NDArray[np.unsignedinteger[Any]] = cast.view(signed).numpy().view(_BITS[dtype])
+    return bits

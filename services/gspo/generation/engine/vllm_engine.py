@@ -1,0 +1,320 @@
+"""vLLM as this service uses it: generate with a log-prob and a version for every token, load, pause, stop.
+
+What it is not: it knows no streams, no gRPC and no rollouts; a failed load never serves a mixture of weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput, WeightVersionSpan
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from gspo.generation.engine.api import (
+    Completion,
+    EngineBrokenError,
+    Finish,
+    LoadFailedError,
+    LoadTimes,
+    OnUpdate,
+    Sampling,
+    Tokens,
+)
+from gspo.generation.engine.arguments import check_engine_args
+from gspo.generation.engine.forked_process import ForkedProcess
+from gspo.generation.engine.process_environment import CPU_ENVIRONMENT
+from gspo.generation.engine.staging import PolicyCopy, StagedWeights
+from gspo.generation.engine.weights import BACKEND
+from gspo.generation.engine.worker_process import used_by_vllm
+
+_GIB = 1 << 30
+
+# On a CPU vLLM's default is a worker process of its own, bound to all cores but one, and a scheduler process that
+# spins for its answers on the other. In one process there is no hop between the two, nothing to spin for, and one
+# import of everything less at start. Named by its path: vLLM turns the short name "uni" back into "mp".
+IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+# On a GPU vLLM forks its engine by default. This process has threads by then, and gRPC's may hold locks that nobody
+# in the child would let go, so it spawns. On a CPU vLLM spawns anyway, unless it is given a process.
+GPU_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+
+
+class Engine:
+    """One vLLM engine and the version of the policy it serves. All calls from one event loop."""
+
+    def __init__(self, llm: AsyncLLM, version: int) -> None:
+        self.version = version
+        self._llm = llm
+        self._broken: str | None = None
+        self._num_loads = 0
+        self._loading = asyncio.Lock()
+        self._num_restarts = 0
+        self._serving = asyncio.Event()
+        self._serving.set()
+
+    @classmethod
+    async def start(cls, args: AsyncEngineArgs, version: int = 0, process: ForkedProcess | None = None) -> Engine:
+        """Start vLLM with `engine_arguments` and answer one short request, so that the first real one is not slow.
+
+        Takes some 3 s of processor time in `process`, and some 10 where vLLM starts a process itself. ValueError for an
+        argument that vLLM refuses.
+        """
+        environment = _environment(CPU_ENVIRONMENT if current_platform.is_cpu() else GPU_ENVIRONMENT)
+        with environment, used_by_vllm(process) if process else nullcontext():
+            started = cls(AsyncLLM.from_engine_args(args), version)
+        await started._llm.engine_core.set_weight_version_async(str(version))
+        longest = started._llm.model_config.max_model_len
+        await started.generate("warm-up", [0], Sampling(max_tokens=min(4, longest - 1), ignore_eos=True))
+        return started
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Completion:
+        """One answer to one prompt; the same id twice at a time is allowed, and aborted together.
+
+        Cancelling the call ends the request in vLLM. ValueError for a request that vLLM refuses, such as a prompt
+        longer than max_model_len; EngineBrokenError when there is no engine to ask.
+        """
+        # A request that is sent while the weights change would carry the salt of the old ones into the new.
+        await self._serving.wait()
+        self._raise_if_broken()
+        num_restarts = self._num_restarts
+        prompt = tokens_input(prompt_token_ids, cache_salt=str(self._num_loads))
+        try:
+            async for output in self._llm.generate(prompt, _sampling_params(sampling), request_id):
+                completion = _completion(output.outputs[0])
+                ended_by_load = completion.finish == "aborted" and self._num_restarts > num_restarts
+                return replace(completion, finish="restart") if ended_by_load else completion
+        except VLLMClientError as error:
+            raise ValueError(f"request {request_id} refused: {error}") from error
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise self._break(f"vLLM failed while generating: {error!r}") from error
+        raise EngineBrokenError(f"vLLM ended request {request_id} without an output")
+
+    def num_sampled(self, request_id: str) -> int:
+        """Tokens that a request under way has sampled so far; 0 for one that is not."""
+        state = self._request_state(request_id)
+        return int(state.detokenizer.num_output_tokens()) if state is not None else 0
+
+    def so_far(self, request_id: str) -> Tokens:
+        """What a request under way has sampled so far, from vLLM's own account: nothing is streamed for it."""
+        state = self._request_state(request_id)
+        if state is None or state.logprobs_processor.logprobs is None:
+            return Tokens([], [], [])
+        token_ids = list(state.detokenizer.output_token_ids)
+        logp = list(state.logprobs_processor.logprobs.logprobs)
+        return Tokens(token_ids, logp, _version_of_each(state._weight_version_spans()))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its `generate` returns what was sampled so far, as `aborted`."""
+        await self._llm.abort(request_id)
+
+    async def load(self, version: int, staged: StagedWeights, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
+        """Serve the staged copy as `version`; requests in flight go on under it.
+
+        `recompute` drops their KV and computes it again under the new weights, so later log-probs are exactly
+        the new version's; `keep` keeps it: cheaper, and later tokens are conditioned on old KV; `restart` ends them,
+        and their `generate` returns with `finish` restart. LoadFailedError when the old weights are back in place;
+        EngineBrokenError when they are not, or `timeout_s` went by. A cancelled call goes on in the background: a
+        load is never left half done.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._load(version, staged, on_update, timeout_s)))
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End vLLM's processes; requests in flight fail with EngineBrokenError."""
+        self._break("stopped")
+        # In this order: whoever waits for an answer is told, and the end of vLLM's processes is no surprise to it.
+        self._llm.output_processor.propagate_error(EngineDeadError())
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()
+        await asyncio.to_thread(self._llm.shutdown, timeout_s)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that vLLM holds: running and waiting."""
+        return int(self._llm.get_num_unfinished_requests())
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests that vLLM runs at a time; more wait."""
+        return int(self._llm.vllm_config.scheduler_config.max_num_seqs)
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens, of prompts and answers together, whose KV fits."""
+        return int(self._llm.vllm_config.cache_config.kv_cache_size_tokens)
+
+    async def _load(self, version: int, staged: StagedWeights, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
+        async with self._loading:
+            self._raise_if_broken()
+            self._serving.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._load_paused(version, staged, on_update)
+            except TimeoutError as error:
+                raise self._break(f"load of version {version} did not end within {timeout_s} s") from error
+            except EngineDeadError as error:
+                raise self._break(f"vLLM died while loading version {version}") from error
+            finally:
+                self._serving.set()
+
+    async def _load_paused(self, version: int, staged: StagedWeights, on_update: OnUpdate) -> LoadTimes:
+        began = time.monotonic()
+        restarts = on_update == "restart"
+        self._num_restarts += restarts
+        await self._llm.pause_generation(mode="abort" if restarts else "keep", clear_cache=on_update != "keep")
+        paused = time.monotonic()
+        failure = await self._try_weights(staged.next, str(version))
+        if failure is None:
+            staged.promote()
+            self.version = version
+            # Salts the prefix cache: a new request never hits blocks computed before this load.
+            self._num_loads += 1
+        else:
+            await self._restore(staged.current, failure)
+        loaded = time.monotonic()
+        await self._llm.resume_generation()
+        if failure is not None:
+            raise LoadFailedError(
+                f"version {version} did not load, version {self.version} serves on: {failure}"
+            ) from failure
+        return LoadTimes(paused - began, loaded - paused, time.monotonic() - loaded)
+
+    async def _restore(self, old: PolicyCopy, failure: Exception) -> None:
+        again = await self._try_weights(old, str(self.version))
+        if again is not None:
+            raise self._break(f"neither the new weights load ({failure}) nor the old ({again})") from again
+
+    async def _try_weights(self, policy: PolicyCopy, version: str) -> Exception | None:
+        """Load a whole policy into the paused engine, or say why not. What vLLM's processes raise has no one type."""
+        try:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(policy.update_info()))
+            await self._llm.finish_weight_update(version)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a remote error of any kind; the caller restores or gives up
+            return error
+        return None
+
+    def _request_state(self, request_id: str) -> Any:
+        """vLLM's account of a request under way; the first one where an id is there twice."""
+        processor = self._llm.output_processor
+        ids = processor.external_req_ids.get(request_id)
+        return processor.request_states.get(ids[0]) if ids else None
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is None and self._llm.errored:
+            self._broken = "vLLM's processes have died"
+        if self._broken is not None:
+            raise EngineBrokenError(f"generation engine: {self._broken}")
+
+    def _break(self, reason: str) -> EngineBrokenError:
+        self._broken = self._broken or reason
+        return EngineBrokenError(f"generation engine: {self._broken}")
+
+
+def engine_arguments(
+    model: Path,
+    *,
+    dtype: str,
+    max_model_len: int,
+    seed: int = 0,
+    max_num_seqs: int | None = None,
+    kv_cache_gib: float | None = None,
+    trust_remote_code: bool = False,
+    engine: Mapping[str, Any] | None = None,
+) -> AsyncEngineArgs:
+    """vLLM's arguments, ours and the user's.
+
+    `kv_cache_gib` bounds the KV cache on a CPU; on a GPU, and without it, vLLM takes its share of the memory.
+    `max_num_seqs` requests run at a time. `engine` are further engine arguments of vLLM; ValueError for one that is
+    not the user's.
+    """
+    check_engine_args(engine or {})
+    own: dict[str, Any] = {}
+    if current_platform.is_cpu():
+        # To compile takes a CPU half a minute at the first start and ten seconds at each later one.
+        own["enforce_eager"] = True
+        own["distributed_executor_backend"] = IN_PROCESS_EXECUTOR
+        own["kv_cache_memory_bytes"] = None if kv_cache_gib is None else int(kv_cache_gib * _GIB)
+    return AsyncEngineArgs(
+        model=str(model),
+        dtype=dtype,
+        seed=seed,
+        max_model_len=max_model_len,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        enable_prefix_caching=True,
+        max_num_seqs=max_num_seqs,
+        trust_remote_code=trust_remote_code,
+        load_format="safetensors",
+        disable_log_stats=True,
+        **{**own, **(engine or {})},
+    )
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Variables for the processes that are started inside; what the user has set stays."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+@lru_cache(maxsize=64)
+def _sampling_params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=list(sampling.stop),
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        # Exactly the sampled token's log-prob, in one flat list instead of an object a token.
+        logprobs=0,
+        flat_logprobs=True,
+        # Only stop strings need text.
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        # vLLM copies the parameters of each request; a shallow copy will do for ones that nobody changes.
+        skip_clone=True,
+    )
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    token_ids = list(output.token_ids)
+    version = _version_of_each(output.weight_versions)
+    stop_string = output.stop_reason if isinstance(output.stop_reason, str) else None
+    finish: Finish = "stop_string" if stop_string is not None else _FINISH[output.finish_reason]
+    return Completion(token_ids, list(output.logprobs.logprobs), version, finish, stop_string)
+
+
+def _version_of_each(spans: list[WeightVersionSpan] | None) -> list[int]:
+    version: list[int] = []
+    for span in spans or []:
+        version.extend([int(span.version)] * (span.end - span.start))
+    return version
+
+
+_FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}

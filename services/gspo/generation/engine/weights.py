@@ -1,0 +1,154 @@
+"""The part of a weight push that runs inside vLLM's processes: load the policy that lies in shared memory.
+
+What it is not: transport or bookkeeping; the bytes were checked by digest before vLLM was paused.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+
+from gspo.generation.engine.vllm_logs import leave_out_expected
+
+BACKEND = "gspo"
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing to agree on beforehand: every load names its file."""
+
+
+@dataclass
+class SharedPolicy(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One whole policy: a file to map, and name, dtype, shape and byte offset of each tensor in it.
+
+    `absent` describes the tensors that the model folder has beside these.
+    """
+
+    path: str
+    tensors: list[dict[str, Any]]
+    absent: list[dict[str, Any]]
+
+
+class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # type: ignore[misc]
+    """Loads checkpoint-format weights from shared memory, layer by layer, into a model that is serving.
+
+    vLLM repacks weights after loading, so they cannot be written in place: the layerwise reload puts every layer
+    back into checkpoint form, and repacks it once its last tensor has come.
+    """
+
+    init_info_cls = NoInitInfo
+    update_info_cls = SharedPolicy
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        """Nothing to open."""
+
+    def start_weight_update(self) -> None:
+        """Put every layer into the state in which it takes checkpoint tensors."""
+        if current_platform.is_cpu():
+            _forget_expert_kernels(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: SharedPolicy) -> None:
+        """Load all tensors of the policy. On any error the model is left ready for a whole new load, not serving."""
+        try:
+            tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+            self.model.load_weights(_with_head(_mapped_tensors(update_info.path, update_info.tensors), tied))
+            _refuse_untouched_layers(self.model)
+            _refuse_missing_tensors(self.model, update_info)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Repack what is not repacked yet, and bring the layers back to serving form."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
+
+    def _abandon(self) -> None:
+        """Forget the tensors of a failed load: kept, they would count as loaded in the next one."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)
+
+
+def _mapped_tensors(path: str, places: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    with Path(path).open("rb") as file:
+        # Private: vLLM's loaders may write to what they are given without changing the staged copy.
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    for place in places:
+        dtype, shape = getattr(torch, place["dtype"]), place["shape"]
+        flat = torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=place["offset"])
+        yield place["name"], flat.reshape(shape)
+
+
+def _with_head(tensors: Iterator[tuple[str, torch.Tensor]], tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Add the output head that a tied policy leaves out.
+
+    vLLM keeps a repacked copy of its own for the head; without a tensor it would stay at the old weights.
+    """
+    for name, tensor in tensors:
+        yield name, tensor
+        if tied and name.endswith("embed_tokens.weight"):
+            yield "lm_head.weight", tensor
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Have the kernels of a mixture's experts made anew with the next weights.
+
+    On a CPU vLLM brings experts into their kernel's layout only when it makes the kernel: of weights that come later
+    it would read every element as another.
+    """
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
+
+
+def _refuse_untouched_layers(model: torch.nn.Module) -> None:
+    """RuntimeError for a layer that got no tensor: vLLM only warns, and would serve old weights beside new."""
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        has_weights = next(layer.parameters(recurse=False), None) is not None
+        if has_weights and info.can_load() and info.load_numel == 0:
+            raise RuntimeError(f"weights: the push has no tensor for layer {name}")
+
+
+def _refuse_missing_tensors(model: torch.nn.Module, policy: SharedPolicy) -> None:
+    """RuntimeError for an absent tensor that the model would load: its old values would serve beside new ones.
+
+    The architecture alone knows which tensors of a folder it ignores, so it is offered each of them.
+    """
+    layers = [get_layerwise_info(layer) for layer in model.modules()]
+    load_weights: Any = model.load_weights
+    before = [info.load_numel for info in layers]
+    for name, tensor in _mapped_tensors(policy.path, policy.absent):
+        load_weights([(name, tensor)])
+        if [info.load_numel for info in layers] != before:
+            raise RuntimeError(f"weights: the push has no tensor {name!r}, which this model loads")
+
+
+def register() -> None:
+    """Make the backend known to this vLLM process, and its log quieter; vLLM calls it once or more in each."""
+    leave_out_expected()
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)

@@ -1,0 +1,232 @@
+"""Takes pushed weights: fence, staging, digest, and only then the switch. One push at a time.
+
+What it is not: the call itself (door.py) or the load (engine.py). A push that is late, broken or refused changes
+nothing; a switch that has begun goes on to its end, whatever becomes of the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+import structlog
+
+from gspo.common.service.app import Service
+from gspo.common.telemetry import metrics
+from gspo.common.weights.changes import Packed
+from gspo.common.weights.time_limit import TimeLimit
+from gspo.generation.engine.api import EngineBrokenError, EngineLike
+from gspo.generation.engine.staging import StagedWeights, StagingError
+from gspo_proto.generation_pb2 import PushHeader, PushResult, TensorFrame, WeightFrame
+
+log = structlog.get_logger()
+T = TypeVar("T")
+GoAhead: TypeAlias = Callable[[], Awaitable[None]]
+# Bytes a second of a load into the engine, before one was seen; a quarter of it (the margin) is far below any device's.
+_FIRST_LOAD_BYTES_S = 4e8
+
+
+class Refused(Exception):  # noqa: N818 - an answer to the caller, not a fault of ours
+    """A push that must not be applied; the status says whether another kind of push would do."""
+
+    def __init__(self, status: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The learner that this generator obeys: a higher epoch takes over, anything else but the same one is refused."""
+
+    epoch: int = 0
+    learner: str = ""
+
+    def admits(self, header: PushHeader) -> bool:
+        """Whether a push is of the learner that is obeyed, or of one that takes over."""
+        return header.epoch > self.epoch or (header.epoch, header.learner) == (self.epoch, self.learner)
+
+
+class Receiver:
+    """Takes one push after another.
+
+    Args:
+        on_loaded: Called when the engine serves other weights.
+
+    Attributes:
+        digest: Of the weights that serve.
+        fence: The learner that is obeyed.
+        broken: Resolves with the reason once the engine cannot serve any more.
+    """
+
+    def __init__(
+        self, service: Service, engine: EngineLike, staged: StagedWeights, on_loaded: Callable[[], None]
+    ) -> None:
+        self._service, self._engine, self._staged, self._on_loaded = service, engine, staged, on_loaded
+        self._config = service.config.generation
+        self.fence = Fence()
+        self._load_limit = TimeLimit(self._config.push_timeout_s, _FIRST_LOAD_BYTES_S)
+        self._turn = asyncio.Lock()
+        self._staging: asyncio.Timeout | None = None
+        self.digest = staged.digest()
+        self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def receive(self, frames: AsyncIterator[WeightFrame], go_ahead: GoAhead, limit_s: float | None) -> PushResult:
+        """Take one version.
+
+        Args:
+            go_ahead: Awaited when the header is admitted and this push's turn has come.
+            limit_s: Time until the call's deadline, by which everything must be staged; None where it has none.
+
+        Raises:
+            Refused: The push is not for this generator, late or without a deadline, of a learner that was replaced,
+                or not what its header says.
+            StagingError: A frame does not fit this model.
+            LoadFailedError: The weights did not load; the old ones are back.
+            EngineBrokenError: There is no engine any more.
+        """
+        if limit_s is None:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "a push needs a deadline: set a timeout on the call")
+        began = time.monotonic()
+        header = await _header(frames)
+        self._check_model(header)
+        self._pass_fence(header)
+        async with self._turn:
+            self._pass_fence(header)
+            self._check_base(header)
+            digest = await self._stage(header, frames, go_ahead, began + limit_s)
+            staged_s = time.monotonic() - began
+            return await _to_its_end(self._switch(header, digest, staged_s))
+
+    async def _stage(
+        self, header: PushHeader, frames: AsyncIterator[WeightFrame], go_ahead: GoAhead, deadline_s: float
+    ) -> str:
+        """Put the frames into the copy beside the one that serves; the digest of what came."""
+        try:
+            async with asyncio.timeout(deadline_s - time.monotonic()) as self._staging:
+                await go_ahead()
+                await _to_its_end(asyncio.to_thread(self._staged.begin, changes=bool(header.base_digest)))
+                await self._write_all(frames)
+                digest = await _to_its_end(asyncio.to_thread(self._staged.next_digest))
+        except TimeoutError as error:
+            self._pass_fence(header)
+            raise Refused(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"version {header.version} was not here by the deadline of the call; nothing was loaded",
+            ) from error
+        finally:
+            self._staging = None
+        self._pass_fence(header)
+        if digest != header.digest:
+            raise Refused(
+                grpc.StatusCode.DATA_LOSS,
+                f"version {header.version} has digest {header.digest[:12]} and {digest[:12]} came, with "
+                f"{len(self._staged.next.names)} of {header.num_tensors} tensors; nothing was loaded",
+            )
+        return digest
+
+    async def _write_all(self, frames: AsyncIterator[WeightFrame]) -> None:
+        try:
+            async for frame in frames:
+                await _to_its_end(asyncio.to_thread(self._write, frame.tensor))
+        except StagingError:
+            # A refusal that meets frames on their way is lost to "Internal error" at the sender.
+            async for _ in frames:
+                continue
+            raise
+
+    def _write(self, frame: TensorFrame) -> None:
+        if frame.HasField("changes"):
+            packed = Packed(frame.changes.num_listed, frame.changes.packed)
+            self._staged.change(frame.name, frame.offset, frame.num_elements, packed)
+        else:
+            self._staged.write(frame.name, frame.offset, frame.data)
+
+    async def _switch(self, header: PushHeader, digest: str, staged_s: float) -> PushResult:
+        with self._service.activity.doing("loading weights", f"version {header.version}"):
+            try:
+                times = await self._engine.load(
+                    header.version,
+                    self._staged,
+                    on_update=self._config.on_update,
+                    timeout_s=self._load_limit.seconds(header.num_bytes),
+                )
+            except EngineBrokenError as error:
+                if not self.broken.done():
+                    self.broken.set_result(str(error))
+                raise
+        self._load_limit.took(header.num_bytes, times.load_s)
+        self.digest = digest
+        metrics.GENERATOR_VERSION.set(header.version)
+        metrics.PUSH_PAUSE_SECONDS.observe(times.pause_s + times.load_s + times.resume_s)
+        self._on_loaded()
+        log.info("version_loaded", version=header.version, digest=digest[:12], stage_s=round(staged_s, 4))
+        return PushResult(
+            version=header.version,
+            digest=digest,
+            stage_s=staged_s,
+            pause_s=times.pause_s,
+            load_s=times.load_s,
+            resume_s=times.resume_s,
+        )
+
+    def _pass_fence(self, header: PushHeader) -> None:
+        """Obey a learner of a higher epoch from its first word on, and end what an older one was sending."""
+        if not self.fence.admits(header):
+            raise Refused(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"this generator obeys learner {self.fence.learner} of epoch {self.fence.epoch}; this push is of "
+                f"learner {header.learner} of epoch {header.epoch}",
+            )
+        if header.epoch > self.fence.epoch:
+            self.fence = Fence(header.epoch, header.learner)
+            if self._staging and not self._staging.expired():  # one that is late ends by itself
+                self._staging.reschedule(asyncio.get_running_loop().time())
+
+    def _check_model(self, header: PushHeader) -> None:
+        config, num_bytes = self._service.config, self._staged.num_bytes
+        if header.run != config.name:
+            raise _precondition(f"this generator is of run {config.name}, not {header.run}")
+        if header.dtype != self._config.dtype:
+            raise _precondition(f"this generator serves {self._config.dtype}, not {header.dtype}")
+        # Fewer are no mismatch: a folder may hold tensors that the architecture ignores. The engine refuses the others.
+        if header.num_tensors > len(self._staged.places) or header.num_bytes > num_bytes:
+            raise _precondition(
+                f"the push has {header.num_tensors} tensors of {header.num_bytes} bytes, and the model folder of this "
+                f"generator {len(self._staged.places)} of {num_bytes}: sender and receiver hold different models"
+            )
+
+    def _check_base(self, header: PushHeader) -> None:
+        if header.base_digest and header.base_digest != self.digest:
+            raise _precondition(
+                f"the changes are to {header.base_digest[:12]} and {self.digest[:12]} is here; push every element"
+            )
+
+
+def _precondition(reason: str) -> Refused:
+    return Refused(grpc.StatusCode.FAILED_PRECONDITION, reason)
+
+
+async def _header(frames: AsyncIterator[WeightFrame]) -> PushHeader:
+    first = await anext(aiter(frames), None)
+    if first is None or first.WhichOneof("what") != "header":
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "a push begins with its header")
+    return first.header
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Work on the staged copy. A caller that goes away waits for its end: nobody else may touch the copy before.
+
+    It may be cancelled twice: our deadline and gRPC's are the same moment.
+    """
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    finally:
+        while not task.done():
+            with suppress(asyncio.CancelledError):  # the first one is on its way already
+                await asyncio.wait({task})

@@ -1,0 +1,84 @@
+"""The tool calls in a turn of the policy, read by vLLM's own parsers, and what is wrong with those that cannot be.
+
+It calls no tool.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.tool_parsers import ToolParserManager
+
+# What a turn that means to call a tool has in it, in both formats.
+_MARKS = ("<tool_call>", "</tool_call>", "<function=")
+_THOUGHT_ENDS = "</think>"
+_FORMS = {
+    "hermes": '<tool_call>\n{"name": NAME, "arguments": {NAME: VALUE}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=NAME>\n<parameter=NAME>\nVALUE\n</parameter>\n</function>\n</tool_call>",
+}
+# vLLM logs a traceback for each call that it cannot read; here that is an answer to the policy.
+logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a turn calls: `calls` as {name, arguments}, or the problem for which none of them is made."""
+
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    problem: str = ""
+
+
+class ToolParser:
+    """Reads calls of one format.
+
+    Args:
+        format_name: vLLM's name of the parser.
+        tools: Descriptions of what may be called.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, format_name: str, tools: list[dict[str, Any]]) -> None:
+        self._tokenizer, self._format = tokenizer, format_name
+        self._parser = ToolParserManager.get_tool_parser(format_name)
+        self._parameters = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+        self._request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], model="", tools=tools)
+
+    def read(self, text: str) -> Calls:
+        """The calls in a turn's text, special tokens left in; what it only thinks of calling is no call."""
+        text = text.rpartition(_THOUGHT_ENDS)[2]
+        # A parser for each turn: it keeps what it has seen of a text that streams in.
+        found = self._parser(self._tokenizer, self._request.tools).extract_tool_calls(text, self._request)
+        if not found.tools_called:
+            means_to_call = any(mark in text for mark in _MARKS)
+            return Calls(problem=f"cannot be read; write {_FORMS[self._format]}" if means_to_call else "")
+        calls = []
+        for call in found.tool_calls:
+            arguments = _arguments(call.function.arguments)
+            if problem := self._problem(call.function.name, arguments):
+                return Calls(problem=problem)
+            calls.append({"name": call.function.name, "arguments": arguments})
+        return Calls(calls)
+
+    def _problem(self, name: str, arguments: Any) -> str:
+        parameters = self._parameters.get(name)
+        if parameters is None:
+            return f"names '{name}', which is no tool; there are {', '.join(self._parameters)}"
+        if not isinstance(arguments, dict):
+            return f"gives '{name}' arguments that are no JSON object"
+        known = parameters.get("properties", {})
+        if missing := [need for need in parameters.get("required", []) if need not in arguments]:
+            return f"leaves out '{missing[0]}', which '{name}' needs"
+        if unknown := [given for given in arguments if known and given not in known]:
+            return f"gives '{name}' '{unknown[0]}', and it takes {', '.join(known)}"
+        return ""
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except ValueError:
+        return None

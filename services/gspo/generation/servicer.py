@@ -1,0 +1,119 @@
+"""The generator's gRPC face: rollouts on request, new weights, and what this generator is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+
+from gspo.common.network.grpc_guard import refuse_message
+from gspo.common.network.grpc_server import ADMITTED
+from gspo.common.service.app import Service
+from gspo.common.streams.entries import MalformedEntryError, check_message
+from gspo.common.telemetry import metrics
+from gspo.generation.engine.api import EngineBrokenError, EngineLike, LoadFailedError
+from gspo.generation.engine.staging import StagedWeights, StagingError
+from gspo.generation.receiver import Receiver, Refused
+from gspo.generation.rollout.driver import AbortedError, Rollouts
+from gspo.generation.worker import Worker
+from gspo_proto import generation_pb2_grpc
+from gspo_proto.generation_pb2 import (
+    DescribeRequest,
+    GenerateRequest,
+    GeneratorDescription,
+    PushResult,
+    WeightFrame,
+)
+from gspo_proto.rollout_pb2 import GroupTask, Rollout
+
+log = structlog.get_logger()
+SERVICE_NAME = "gspo.Generation"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Door(generation_pb2_grpc.GenerationServicer):
+    """Serves gspo.Generation for one engine."""
+
+    def __init__(
+        self, service: Service, engine: EngineLike, staged: StagedWeights, rollouts: Rollouts, worker: Worker
+    ) -> None:
+        self._service, self._engine, self._rollouts, self._worker = service, engine, rollouts, worker
+        self._receiver = Receiver(service, engine, staged, worker.weights_changed)
+        metrics.GENERATOR_VERSION.set(engine.version)
+
+    def facts(self) -> dict[str, Any]:
+        """What this generator adds to its heartbeat."""
+        return {
+            "version": self._engine.version,
+            "digest": self._receiver.digest,
+            "dtype": self._service.config.generation.dtype,
+            "epoch": self._receiver.fence.epoch,
+            "max_rollouts": self._service.config.generation.max_rollouts,
+            "num_running": self._worker.num_running,
+        }
+
+    async def until_broken(self) -> None:
+        """Ends the process by an error when the engine cannot serve any more."""
+        raise EngineBrokenError(await self._receiver.broken)
+
+    async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Rollout]:
+        """Rollouts of one task, each as soon as it is finished."""
+        try:
+            check_message(request.task)
+        except MalformedEntryError as error:
+            await refuse_message(context, error, "Generate")
+        task = self._fitting(request.task)
+        pending = [self._rollouts.generate(task, number) for number in range(task.num_rollouts)]
+        try:
+            for finished in asyncio.as_completed(pending):
+                yield await finished
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except (AbortedError, EngineBrokenError) as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    def _fitting(self, task: GroupTask) -> GroupTask:
+        """The task, with no more tokens asked for than the engine has places."""
+        algorithm = self._service.config.algorithm
+        places = algorithm.prompt_length + algorithm.response_length - len(task.prompt.token_ids)
+        if 0 < places < task.sampling.max_tokens:
+            task.sampling.max_tokens = places
+        return task
+
+    async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Context) -> PushResult:
+        """Take one version; old weights stay in place on any failure."""
+        try:
+            result = await self._receiver.receive(
+                request_iterator, lambda: context.send_initial_metadata((ADMITTED,)), context.time_remaining()
+            )
+        except (Refused, StagingError, LoadFailedError, EngineBrokenError) as error:
+            metrics.PUSHES_RECEIVED.labels("refused").inc()
+            log.warning("push_refused", reason=str(error), serving=self._engine.version)
+            await context.abort(_status(error), str(error))
+            raise
+        metrics.PUSHES_RECEIVED.labels("loaded").inc()
+        return result
+
+    async def Describe(self, request: DescribeRequest, context: Context) -> GeneratorDescription:
+        """Version, digest, dtype and load of this generator."""
+        config = self._service.config
+        return GeneratorDescription(
+            name=self._service.options.name,
+            version=self._engine.version,
+            digest=self._receiver.digest,
+            dtype=config.generation.dtype,
+            model=config.model.path,
+            epoch=self._receiver.fence.epoch,
+            learner=self._receiver.fence.learner,
+            max_rollouts=config.generation.max_rollouts,
+            num_running=self._worker.num_running,
+        )
+
+
+def _status(error: Exception) -> grpc.StatusCode:
+    if isinstance(error, Refused):
+        return error.status
+    return grpc.StatusCode.INVALID_ARGUMENT if isinstance(error, StagingError) else grpc.StatusCode.INTERNAL

@@ -1,0 +1,64 @@
+"""Start the learner: `python -m gspo.learner --run-dir DIR [--resume]`.
+
+With learner.ranks above 1 it starts as many of itself through torchrun; torchrun or DeepSpeed's launcher may also be
+called by hand, on several hosts that share the run directory.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import structlog
+
+from gspo.common.config.schema import Config
+from gspo.common.errors import EXIT_BAD_INPUT, InputError
+from gspo.common.host.allocator import keep_freed_memory
+from gspo.common.host.cpu_threads import wait_shortly
+from gspo.common.host.importing import importing
+from gspo.common.service.app import await_start, exit_bad_input, parse_options, run_service, stay
+from gspo.learner.check import check
+from gspo.learner.ranks.environment import die_with_the_launcher, is_launched, own_rank
+
+MEANING = "Trains the policy on scored rollouts with DeepSpeed, and pushes every version to the generators."
+
+
+def main() -> None:
+    """Check, or train until the run ends."""
+    wait_shortly()
+    keep_freed_memory()
+    options = parse_options("learner", check, meaning=MEANING)
+    if is_launched():
+        die_with_the_launcher()
+        structlog.contextvars.bind_contextvars(rank=own_rank())
+        _check_as_launched(options.config)
+    elif options.config.learner.ranks > 1:
+        from gspo.learner.ranks.launcher import launch
+
+        options = await_start(options)
+        # A rank that stayed would keep the others waiting for it.
+        code = launch(options.config, [word for word in sys.argv[1:] if word != "--stay"])
+        if code == EXIT_BAD_INPUT and options.stay:
+            refusal = InputError("learner.ranks", "a rank was refused its start", "Its line in this log says why")
+            stay(refusal, options.host, options.http_port)
+        sys.exit(code)
+    # After the options: importing torch and DeepSpeed takes seconds.
+    with importing():
+        from gspo.learner.app import live, live_as_follower
+        from gspo.learner.training.rank_control import Leader, follow
+
+    options = await_start(options)
+    if own_rank():
+        run_service(options, lambda service: live_as_follower(service, follow))
+    run_service(options, lambda service: live(service, Leader))
+
+
+def _check_as_launched(config: Config) -> None:
+    """What was checked before the launch may not hold for the ranks that a user's own launcher started."""
+    try:
+        check(config)
+    except InputError as error:
+        exit_bad_input(error)
+
+
+if __name__ == "__main__":
+    main()

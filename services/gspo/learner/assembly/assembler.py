@@ -1,0 +1,240 @@
+"""Which groups make the next step: complete, the oldest first, none too old, each settled once.
+
+Pure and synchronous: no Redis, no file, no clock. The same rows, seed and step give the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from gspo.common.config.algorithm import AlgorithmConfig
+from gspo.common.config.schema import StalenessConfig
+from gspo.learner.assembly.groups import Group
+from gspo.learner.assembly.rows import Row
+from gspo.learner.assembly.settlements import SettledGroup, Settlement, Settlements
+from gspo.learner.assembly.training_order import in_training_order, take_in, with_advantages
+from gspo_core.advantage import RunningMoments
+from gspo_proto.rollout_pb2 import GroupFailure, ScoredRollout
+
+
+class Added(StrEnum):
+    """What became of an entry. All but NEW may be acknowledged at once."""
+
+    NEW = "new"
+    DUPLICATE = "duplicate"  # this rollout is here, or in the log, already
+    LATE = "late"  # its group has ended
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step to log and train. `groups` end as trained with it; `settled` ended otherwise, now."""
+
+    step: int
+    rows: tuple[Row, ...]  # in training order
+    groups: tuple[int, ...]
+    settled: tuple[SettledGroup, ...]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """No step yet: `what` is 'groups' or 'old_groups', `detail` says it to a reader. `settled` ended now."""
+
+    what: str
+    detail: str
+    settled: tuple[SettledGroup, ...]
+
+
+@dataclass(frozen=True)
+class Exhausted:
+    """No step ever: every group that was issued, and will be, is settled."""
+
+    settled: tuple[SettledGroup, ...]
+
+
+@dataclass(frozen=True)
+class Hopeless:
+    """No step: all groups of max_refill batches failed or were filtered. `reason` names the last one's."""
+
+    reason: str
+    settled: tuple[SettledGroup, ...]
+
+
+class Assembler:
+    """Collects scored rollouts and makes batches of them.
+
+    Args:
+        seed: The run's; with the step it fixes the permutation.
+        settlements: How groups have ended so far, from the run directory; copied.
+        on_failure: What a failed score costs: its rollout or its group.
+        moments: Running moments of rewards as of the last trained step; updated in place under reward_norm: running.
+    """
+
+    def __init__(
+        self,
+        algorithm: AlgorithmConfig,
+        staleness: StalenessConfig,
+        *,
+        seed: int,
+        settlements: Settlements,
+        moments: RunningMoments,
+        on_failure: Literal["rollout", "group"] = "rollout",
+    ) -> None:
+        self.moments = moments
+        self._algorithm, self._staleness, self._seed = algorithm, staleness, seed
+        self._fails_as_one = on_failure == "group"
+        self._settlements = settlements.copy()
+        self._groups: dict[int, Group] = {}
+        self._fruitless: list[SettledGroup] = []
+
+    def add(self, entry: ScoredRollout | GroupFailure) -> Added:
+        """Take an entry of the `scored` stream. ValueError: a malformed rollout; nothing is kept of it."""
+        number = entry.group if isinstance(entry, GroupFailure) else entry.rollout.group
+        if (ended := self._settlements.get(number)) is not None:
+            is_logged = ended is Settlement.TRAINED and isinstance(entry, ScoredRollout)
+            return Added.DUPLICATE if is_logged else Added.LATE
+        group = self._groups.get(number) or Group(number, self._algorithm, fails_as_one=self._fails_as_one)
+        if isinstance(entry, ScoredRollout) and entry.rollout.number in group:
+            return Added.DUPLICATE
+        if group.is_complete:
+            return Added.LATE
+        if isinstance(entry, ScoredRollout):
+            group.add(entry)
+        else:
+            group.given_up = entry.reason
+        self._groups[number] = group
+        return Added.NEW
+
+    def knows(self, group: int) -> bool:
+        """Whether something of this group is here, or it has ended."""
+        return group in self._groups or group in self._settlements
+
+    def next_batch(
+        self, version: int, open_groups: Mapping[int, int], *, num_groups: int | None = None
+    ) -> Batch | Waiting | Exhausted | Hopeless:
+        """The batch that makes version + 1, or why there is none yet; either way, the groups that ended by now.
+
+        What is returned counts as settled from here on: the caller records it before it does anything else.
+
+        Args:
+            version: The learner's version.
+            open_groups: Group -> least version of its tokens, of all groups issued and not settled.
+            num_groups: Groups issued in all once the prompts are exhausted; None before.
+        """
+        settled = self._settle_spent(version)
+        size = self._algorithm.rollout_batch_size
+        complete = sorted(
+            (group for group in self._groups.values() if group.is_complete),
+            key=lambda group: (version if group.oldest is None else group.oldest, group.number),
+        )
+        chosen = complete[:size]
+        if missing := self._missing_old_groups(version, chosen, open_groups):
+            detail = f"{len(chosen)} of {size} groups; {missing}"
+            return self._unless_hopeless(Waiting("old_groups", detail, settled), chosen)
+        is_last = self._all_are_here(num_groups) or self._has_refilled_enough()
+        if len(chosen) == size or (chosen and is_last):
+            return self._make_batch(version, chosen, settled)
+        if self._all_are_here(num_groups):
+            return Exhausted(settled)
+        return self._unless_hopeless(Waiting("groups", f"{len(chosen)} of {size} groups", settled), chosen)
+
+    def settle_unused(self, open_groups: Iterable[int], reason: str) -> tuple[SettledGroup, ...]:
+        """End every group that is open or in hand: the run ends without it."""
+        unsettled = (set(open_groups) | set(self._groups)) - set(self._settlements)
+        return tuple(self._settle(group, Settlement.UNUSED, reason) for group in sorted(unsettled))
+
+    def replay(self, rows: Sequence[Row]) -> None:
+        """Take the rewards of a logged step into the running moments, as its assembly did."""
+        if self._algorithm.reward_norm == "running":
+            take_in(self.moments, rows)
+
+    def _settle(self, group: int, settlement: Settlement, reason: str) -> SettledGroup:
+        left = self._groups.pop(group, None)
+        self._settlements.add(group, settlement)
+        lengths = tuple(row.num_sampled for row in left.rows()) if left and settlement is Settlement.STALE else ()
+        return SettledGroup(group, settlement, reason, lengths)
+
+    def _settle_spent(self, version: int) -> tuple[SettledGroup, ...]:
+        """End the complete groups that cannot be trained on, by number."""
+        settled = []
+        for number in sorted(self._groups):
+            group = self._groups[number]
+            if group.is_complete and (ending := group.ending(version, self._staleness)):
+                settled.append(self._settle(number, *ending))
+        self._fruitless += [s for s in settled if s.settlement in (Settlement.FAILED, Settlement.FILTERED)]
+        return tuple(settled)
+
+    def _missing_old_groups(self, version: int, chosen: Sequence[Group], open_groups: Mapping[int, int]) -> str | None:
+        """Under on_stale: wait, the groups without which this step would make some group too old; None if none.
+
+        A group whose oldest token is of version o must be trained at version o + max_lag at the latest, and there is
+        one batch a version. So among the groups due at version + k or before, at most k batches may be left over.
+        The oldest groups satisfy that at every k, so waiting for them always ends it.
+        """
+        if self._staleness.on_stale != "wait":
+            return None
+        size, max_lag = self._algorithm.rollout_batch_size, self._staleness.max_lag
+        oldest = self._oldest_versions(version, open_groups)
+        taken = {group.number for group in chosen}
+        for k in range(max_lag + 1):
+            due = [group for group in sorted(oldest) if oldest[group] + max_lag <= version + k]
+            missing = [group for group in due if group not in taken]
+            # A lower max_lag on resume may leave more than a batch holds; the rest ends stale then.
+            if missing and len(taken.intersection(due)) < min(size, len(due) - k * size):
+                others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                return f"group {missing[0]}{others} under max_lag {max_lag}"
+        return None
+
+    def _oldest_versions(self, version: int, open_groups: Mapping[int, int]) -> dict[int, int]:
+        """Group -> version of the oldest token that counts in it, or may come."""
+        oldest = {group: least for group, least in open_groups.items() if group not in self._settlements}
+        for number, group in self._groups.items():
+            if group.oldest is None:
+                if group.is_complete:
+                    oldest.pop(number, None)
+            elif group.is_complete:
+                oldest[number] = group.oldest
+            elif group.oldest < version - self._staleness.max_lag:
+                oldest.pop(number, None)  # too old already: waiting would not save it
+            else:
+                oldest[number] = min(group.oldest, oldest.get(number, group.oldest))
+        return oldest
+
+    def _all_are_here(self, num_groups: int | None) -> bool:
+        """Whether the prompts are exhausted and every group that was issued is settled or complete."""
+        if num_groups is None:
+            return False
+        num_complete = sum(group.is_complete for group in self._groups.values())
+        return len(self._settlements) + num_complete >= num_groups
+
+    def _make_batch(self, version: int, chosen: Sequence[Group], settled: tuple[SettledGroup, ...]) -> Batch:
+        step = version + 1
+        rows = [row for group in chosen for row in self._rows_to_train(group, version)]
+        num_mini_batches = self._algorithm.num_mini_batches
+        rows = in_training_order(rows, seed=self._seed, step=step, num_mini_batches=num_mini_batches)
+        rows = with_advantages(rows, self._algorithm, self.moments)
+        for group in chosen:
+            self._settle(group.number, Settlement.TRAINED, f"step {step}")
+        self._fruitless.clear()
+        return Batch(step, tuple(rows), tuple(sorted(group.number for group in chosen)), settled)
+
+    def _rows_to_train(self, group: Group, version: int) -> list[Row]:
+        if self._staleness.on_stale != "mask":
+            return group.rows()
+        return group.rows_without_old_tokens(version, self._staleness.token_age_limit)
+
+    def _has_refilled_enough(self) -> bool:
+        """Whether max_refill batches of groups have ended without training since the last step."""
+        return len(self._fruitless) >= self._algorithm.max_refill * self._algorithm.rollout_batch_size
+
+    def _unless_hopeless(self, waiting: Waiting, chosen: Sequence[Group]) -> Waiting | Hopeless:
+        if chosen or not self._has_refilled_enough():
+            return waiting
+        last = self._fruitless[-1]
+        reason = (
+            f"{len(self._fruitless)} groups in a row failed or were filtered, none was trained; the last one, "
+            f"group {last.group}, was {last.settlement}: {last.reason}"
+        )
+        return Hopeless(reason, waiting.settled)

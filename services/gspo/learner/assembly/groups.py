@@ -1,0 +1,122 @@
+"""One group in the learner's hands: the rollouts that have come, how old they are, and whether anything is left of it.
+
+Which groups make a batch, and when, is assembly.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from gspo.common.config.algorithm import AlgorithmConfig
+from gspo.common.config.schema import StalenessConfig
+from gspo.learner.assembly.rows import Row, lowered, row_from_scored
+from gspo.learner.assembly.settlements import Settlement
+from gspo_core.advantage import overlong_penalty
+from gspo_proto.rollout_pb2 import ScoredRollout
+
+
+class Group:
+    """A group that is not settled yet; the first result of each rollout wins.
+
+    Args:
+        fails_as_one: One failed score fails the group.
+    """
+
+    def __init__(self, number: int, algorithm: AlgorithmConfig, *, fails_as_one: bool = False) -> None:
+        self.number = number
+        self.given_up: str | None = None
+        self.num_rollouts: int | None = None
+        self.oldest: int | None = None  # version of the oldest token that counts
+        self.newest: int | None = None
+        self._rows: dict[int, Row] = {}
+        self._algorithm, self._fails_as_one = algorithm, fails_as_one
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._rows
+
+    @property
+    def num_here(self) -> int:
+        """Rollouts that have come."""
+        return len(self._rows)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing more is to come: all rollouts are here, or the group was given up."""
+        return self.given_up is not None or self.num_here == self.num_rollouts
+
+    def add(self, scored: ScoredRollout) -> None:
+        """Take a rollout. ValueError: it is malformed, or does not fit into its group."""
+        row = row_from_scored(scored)
+        size = self.num_rollouts or row.num_rollouts
+        if row.num_rollouts != size or row.number >= size:
+            raise ValueError(
+                f"rollout {row.group}-{row.number} of {row.num_rollouts} does not fit into a group of {size} rollouts"
+            )
+        self.num_rollouts = size
+        if skipped := self._why_skipped(row):
+            row = replace(row, skipped=skipped)
+        row = self._with_length_penalty(row)
+        self._rows[row.number] = row
+        versions = row.version[row.mask]
+        if row.skipped is None and len(versions):
+            oldest, newest = int(versions.min()), int(versions.max())
+            self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
+            self.newest = newest if self.newest is None else max(self.newest, newest)
+
+    def ending(self, version: int, staleness: StalenessConfig) -> tuple[Settlement, str] | None:
+        """How a complete group ends that the learner at `version` cannot train on, and why; None where it can."""
+        if self.given_up is not None:
+            return Settlement.FAILED, self.given_up
+        failures = [row.failure for row in self.rows() if row.skipped == "failed"]
+        if len(failures) == self.num_here:
+            return Settlement.FAILED, f"every rollout failed, the last one: {failures[-1]}"
+        if failures and self._fails_as_one:
+            return Settlement.FAILED, f"{len(failures)} of its rollouts failed, the last one: {failures[-1]}"
+        if all(row.skipped for row in self._rows.values()):
+            return Settlement.FILTERED, f"no rollout counts: {len(failures)} failed, the others were truncated"
+        if self._algorithm.filter_zero_spread and len(rewards := self._rewards()) == 1:
+            return Settlement.FILTERED, f"zero spread: every reward is {rewards.pop():g}"
+        # Masking leaves something while any token is young enough; otherwise one old token spoils the group.
+        masks = staleness.on_stale == "mask"
+        deciding, limit = (self.newest, staleness.token_age_limit) if masks else (self.oldest, staleness.max_lag)
+        if deciding is not None and version - deciding > limit:
+            return Settlement.STALE, f"sampled by version {deciding}, trained at {version}; at most {limit} behind"
+        return None
+
+    def rows(self) -> list[Row]:
+        """The rollouts by number, `skipped` set where the score failed or the answer was cut off."""
+        return [self._rows[number] for number in sorted(self._rows)]
+
+    def rows_without_old_tokens(self, version: int, max_age: int) -> list[Row]:
+        """The rollouts by number; tokens more than max_age behind `version` leave the mask."""
+        return [_without_old_tokens(row, version - max_age) for row in self.rows()]
+
+    def _why_skipped(self, row: Row) -> str | None:
+        if row.failure is not None:
+            return "failed"
+        return "truncated" if self._algorithm.mask_truncated and row.outcome == "truncated" else None
+
+    def _with_length_penalty(self, row: Row) -> Row:
+        buffer = self._algorithm.overlong_buffer
+        if buffer is None or row.reward is None:
+            return row
+        penalty_B = overlong_penalty(
+            torch.tensor([row.num_sampled]),
+            response_length=self._algorithm.response_length,
+            buffer=buffer,
+            penalty=self._algorithm.overlong_penalty,
+        )
+        return lowered(row, "overlong", penalty_B.item())
+
+    def _rewards(self) -> set[float | None]:
+        """The distinct rewards of the rollouts that count."""
+        return {row.reward for row in self._rows.values() if row.skipped is None}
+
+
+def _without_old_tokens(row: Row, oldest_allowed: int) -> Row:
+    mask = row.mask & (row.version >= oldest_allowed)
+    if row.skipped is None and row.mask.any() and not mask.any():
+        return replace(row, mask=mask, skipped="stale")
+    return replace(row, mask=mask)

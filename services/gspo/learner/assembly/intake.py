@@ -1,0 +1,152 @@
+"""Scored rollouts come in: from the stream into the assembler, while the learner trains.
+
+consumes: scored. produces: nothing; an entry is acknowledged once its rollout is on disk or its group has ended.
+waits for: the reward service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+import structlog
+
+from gspo.common.service.app import Service
+from gspo.common.streams.entries import SCHEMA
+from gspo.common.streams.inbox import Delivery, Inbox
+from gspo.common.streams.keys import LEARNER
+from gspo.common.telemetry import metrics
+from gspo.learner.assembly.assembler import Added, Assembler
+from gspo.learner.assembly.rollout_limits import limits_of
+from gspo.learner.telemetry.rollout_timelines import Journeys
+from gspo_proto.rollout_pb2 import GroupFailure, Rollout, Score, Scored, ScoredRollout
+
+log = structlog.get_logger()
+_BLOCK_S = 1.0
+_AT_A_TIME = 256
+# All that an earlier life took and did not finish; the open groups bound it.
+_EVERYTHING = 1_000_000
+# A learner that is killed hands on everything that waits for its group, so this is far more than accidents make.
+_MOST_LIVES = 20
+
+
+class Intake:
+    """Takes entries of `scored` and remembers which of them stand for which group.
+
+    Attributes:
+        arrived: Set when something new came.
+        journeys: Where the rollouts that are held have been, and when.
+    """
+
+    def __init__(self, service: Service, assembler: Assembler) -> None:
+        self._service, self._assembler = service, assembler
+        self._limits = limits_of(service.config)
+        # One learner at a time holds the run, so its name may outlive the process and find its own entries again.
+        self._inbox = Inbox(
+            service.redis,
+            service.keys,
+            service.keys.scored,
+            consumer=LEARNER,
+            lease_s=service.config.services.lease_s,
+        )
+        self._held: dict[int, list[Delivery]] = defaultdict(list)
+        self.arrived, self.journeys = asyncio.Event(), Journeys()
+
+    async def run(self) -> None:
+        """Take entries until cancelled; first those of an earlier life."""
+        await self._add(await self._inbox.resume(_EVERYTHING))
+        while True:
+            if taken := await self._inbox.take(_AT_A_TIME, _BLOCK_S):
+                await self._add(taken)
+
+    async def acknowledge(self, groups: Iterable[int]) -> None:
+        """Acknowledge every entry of groups that are settled on disk."""
+        await self._inbox.acknowledge([entry for group in groups for entry in self._held.pop(group, [])])
+
+    async def open_groups(self) -> dict[int, int]:
+        """Groups issued and not settled -> the least version of their tokens, as the coordinator says."""
+        found = await self._service.redis.hgetall(self._service.keys.open)
+        return {int(group): _min_version(text) for group, text in found.items()}
+
+    async def _add(self, deliveries: list[Delivery]) -> None:
+        strange = await self._never_issued(deliveries)
+        used_up = []
+        for delivery in deliveries:
+            if (group := _group(_content(delivery.message))) in strange:
+                await self._refuse(delivery, f"group {group} was never issued", [])
+            elif not await self._take_in(delivery):
+                used_up.append(delivery)
+        await self._inbox.acknowledge(used_up)
+        self.arrived.set()
+
+    async def _never_issued(self, deliveries: Iterable[Delivery]) -> set[int]:
+        """Groups that nobody has asked for: they are in no hand, have not ended, and are not in `open`.
+
+        A group is in `open` from the transaction that issues it until the coordinator has heard that it is settled.
+        """
+        groups = {_group(_content(delivery.message)) for delivery in deliveries}
+        unknown = [group for group in groups if not self._assembler.knows(group)]
+        if not unknown:
+            return set()
+        found = await self._service.redis.hmget(self._service.keys.open, [str(group) for group in unknown])
+        return {group for group, entry in zip(unknown, found, strict=True) if entry is None}
+
+    async def _take_in(self, delivery: Delivery) -> bool:
+        """Whether the entry is to be held; if not, it has no further use."""
+        entry = _content(delivery.message)
+        if delivery.attempt > _MOST_LIVES:
+            entry = await self._give_up(delivery, entry)
+        try:
+            if isinstance(entry, ScoredRollout):
+                self._limits.check(entry)
+            added = self._assembler.add(entry)
+        except ValueError as error:
+            await self._refuse(delivery, str(error), self._in_place_of(entry, str(error)))
+            return True
+        if added is Added.NEW:
+            # For its acknowledgement; what it says is in the assembler, and would be here twice.
+            self._held[_group(entry)].append(replace(delivery, payload=b"", message=None))
+            if isinstance(entry, ScoredRollout):
+                self.journeys.add(entry)
+            return True
+        metrics.ROLLOUTS_SKIPPED.labels(added.value).inc()
+        return False
+
+    async def _refuse(self, delivery: Delivery, reason: str, in_its_place: list[bytes]) -> None:
+        metrics.ROLLOUTS_SKIPPED.labels("malformed").inc()
+        await self._inbox.bury(delivery, reason, [(self._service.keys.scored, entry) for entry in in_its_place])
+
+    def _in_place_of(self, entry: ScoredRollout | GroupFailure, reason: str) -> list[bytes]:
+        """A rollout without tokens that failed for the reason: what was refused has a mark, and is not made again."""
+        if isinstance(entry, GroupFailure) or not self._limits.has_room(entry.rollout):
+            return []
+        of = entry.rollout
+        rollout = Rollout(
+            schema=SCHEMA, group=of.group, number=of.number, attempt=of.attempt, num_rollouts=of.num_rollouts
+        )
+        score = Score(failure=reason, failure_kind="malformed", scored_unix_s=time.time())
+        return [Scored(schema=SCHEMA, rollout=ScoredRollout(rollout=rollout, score=score)).SerializeToString()]
+
+    async def _give_up(self, delivery: Delivery, entry: ScoredRollout | GroupFailure) -> GroupFailure:
+        """An entry that so many learners died over: its group fails, so that it holds no slot."""
+        reason = f"handed to {delivery.attempt - 1} learners, and each died with it in hand"
+        await self._inbox.bury(delivery, reason)
+        return GroupFailure(group=_group(entry), attempt=delivery.attempt, reason=reason)
+
+
+@lru_cache(maxsize=100_000)  # an entry changes with its issue alone, and all are looked at many times a step
+def _min_version(open_group: bytes) -> int:
+    return int(json.loads(open_group)["min_version"])
+
+
+def _content(scored: Scored) -> ScoredRollout | GroupFailure:
+    return scored.failure if scored.WhichOneof("what") == "failure" else scored.rollout
+
+
+def _group(entry: ScoredRollout | GroupFailure) -> int:
+    return entry.group if isinstance(entry, GroupFailure) else entry.rollout.group

@@ -1,0 +1,103 @@
+"""What a rollout of this run can hold: tokens that the model has, log-probs that are some, lengths that the run allows.
+
+A rollout beyond them would end the training that it reaches, or bend it unseen. Not here: what any entry must be
+(services/gspo/common/streams/entries.py), and how its arrays go together (rows.py). Neighbour: intake.py asks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo.common.config.schema import Config
+from gspo.common.model.folder import model_folder
+from gspo_proto.rollout_pb2 import Rollout, ScoredRollout
+
+# A probability is at most 1; engines that round reach a little beyond.
+_HIGHEST_LOGP = 1e-2
+# Columns of the log hold token ids and counts as int32.
+_END_OF_INT32 = 2**31
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one run.
+
+    Attributes:
+        num_rollouts: Of a group.
+        prompt_length, response_length: In tokens, at most.
+        vocabulary: Tokens that the model has.
+    """
+
+    num_rollouts: int
+    prompt_length: int
+    response_length: int
+    vocabulary: int
+
+    def check(self, scored: ScoredRollout) -> None:
+        """Refuse what cannot be of this run.
+
+        Raises:
+            ValueError: Names the rollout and the limit.
+        """
+        rollout = scored.rollout
+        if problem := self._problem(rollout) or _number_problem(scored):
+            raise ValueError(f"rollout {rollout.group}-{rollout.number}: {problem}")
+
+    def has_room(self, rollout: Rollout) -> bool:
+        """Whether a group of this run has a rollout of this number."""
+        return rollout.num_rollouts == self.num_rollouts and rollout.number < self.num_rollouts
+
+    def _problem(self, rollout: Rollout) -> str:
+        if not self.has_room(rollout):
+            return f"number {rollout.number} of {rollout.num_rollouts}, and a group of this run has {self.num_rollouts}"
+        if rollout.token_ids and not rollout.prompt.token_ids:
+            return "its prompt has no token"
+        return (
+            self._token_problem("prompt", np.array(rollout.prompt.token_ids, np.uint32), self.prompt_length)
+            or self._token_problem("answer", np.array(rollout.token_ids, np.uint32), self.response_length)
+            or _logp_problem(np.array(rollout.logp, np.float32))
+        )
+
+    def _token_problem(self, what: str, token_ids_T: NDArray[np.uint32], most: int) -> str:
+        if len(token_ids_T) > most:
+            return f"its {what} has {len(token_ids_T)} tokens, and one of this run has at most {most}"
+        if (highest := int(token_ids_T.max(initial=0))) >= self.vocabulary:
+            return f"token {highest} in its {what}, and the model's vocabulary has {self.vocabulary}"
+        return ""
+
+
+def _logp_problem(logp_T: NDArray[np.float32]) -> str:
+    lowest, highest = logp_T.min(initial=0.0), logp_T.max(initial=-1.0)  # NaN where one is
+    if highest <= _HIGHEST_LOGP and lowest > -math.inf:
+        return ""
+    impossible_T = logp_T[~(np.isfinite(logp_T) & (logp_T <= _HIGHEST_LOGP))]
+    return f"a behavior log-prob of {impossible_T[0]:g} is none"
+
+
+def _number_problem(scored: ScoredRollout) -> str:
+    """Counts that the log does not hold, and times that are none."""
+    rollout, score, episode = scored.rollout, scored.score, scored.rollout.episode
+    count = max(rollout.num_turns, episode.num_tool_calls, episode.num_malformed, episode.num_cut_turns)
+    if count >= _END_OF_INT32:
+        return f"a count of {count}, and the log holds none above {_END_OF_INT32 - 1}"
+    times = (rollout.issued_unix_s, rollout.started_unix_s, rollout.finished_unix_s, score.scored_unix_s)
+    others = (score.taken_unix_s, rollout.temperature, *score.seconds.values())
+    return "" if all(map(math.isfinite, (*times, *others))) else "a time or a temperature that is not a finite number"
+
+
+def limits_of(config: Config) -> Limits:
+    """The limits of a run, from its configuration and its model's files."""
+    algorithm = config.algorithm
+    facts = json.loads((model_folder(config.model) / "config.json").read_text(encoding="utf-8"))
+    vocabulary = facts.get("text_config", facts).get("vocab_size")
+    return Limits(
+        num_rollouts=algorithm.num_return_sequences_in_group,
+        prompt_length=algorithm.prompt_length,
+        response_length=algorithm.response_length,
+        vocabulary=vocabulary if isinstance(vocabulary, int) else _END_OF_INT32,
+    )

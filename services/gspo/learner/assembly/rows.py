@@ -1,0 +1,245 @@
+"""One rollout as the learner trains on it and as the step log keeps it: a row, and a table of rows.
+
+It decides nothing (assembly.py does) and touches no file (steplog.py does). The columns are declared once, in Row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from itertools import pairwise
+from typing import Annotated, Any, get_type_hints
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from gspo_proto.rollout_pb2 import Outcome, Rollout, Score, ScoredRollout
+
+SCHEMA_NUMBER = b"1"
+NO_MINI_BATCH = -1
+# Advantages are float32, and made in float64, which holds the square of this.
+_LARGEST_REWARD = float(np.finfo(np.float32).max)
+
+Int = Annotated[int, pa.int64()]
+Small = Annotated[int, pa.int32()]
+Number = Annotated[float, pa.float64()]
+MaybeNumber = Annotated[float | None, pa.float64()]
+Text = Annotated[str, pa.string()]
+MaybeText = Annotated[str | None, pa.string()]
+Ints_T = Annotated[NDArray[np.int32], pa.list_(pa.int32())]
+Floats_T = Annotated[NDArray[np.float32], pa.list_(pa.float32())]
+Bools_T = Annotated[NDArray[np.bool_], pa.list_(pa.bool_())]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One rollout of a step. Arrays of T run over the tokens after the prompt; times are Unix seconds.
+
+    step: Step that trains it; 0 while it belongs to none.
+    logp: Behavior log-prob of each policy token, 0 elsewhere.
+    version: Policy version that sampled each policy token, -1 elsewhere.
+    mask: The tokens that count. Under on_stale: mask without those too old, which `version` still shows.
+    outcome: eos, stop_string, truncated; of a conversation also environment_done, turn_limit, turn_token_limit,
+        time_limit, step_time_limit, environment_failed; unspecified.
+    reward, failure: A number or a reason, never both.
+    parts_json: List of {name, value, weight, version}, one for each reward function.
+    advantage: The normalised reward, null when skipped.
+    skipped: Why the row is not trained on: failed, truncated or stale; null when it is.
+    mini_batch: Optimizer step within the step, from 0; -1 when skipped.
+    num_turns: Of the policy; 1 where it gave one answer.
+    num_malformed_calls, num_cut_turns: Turns with a tool call that cannot be made, and turns cut off at turn_tokens.
+    turns_json: A conversation after its prompt, as chat messages; empty where it is one answer.
+    """
+
+    step: Small
+    group: Int
+    number: Small
+    attempt: Small
+    prompt: Text
+    prompt_token_ids: Ints_T
+    messages_json: Text
+    columns_json: Text
+    token_ids: Ints_T
+    logp: Floats_T
+    version: Ints_T
+    mask: Bools_T
+    text: Text
+    outcome: Text
+    stop: Text
+    reward: MaybeNumber
+    failure: MaybeText
+    parts_json: Text
+    reward_version: Text
+    advantage: MaybeNumber
+    skipped: MaybeText
+    mini_batch: Small
+    num_rollouts: Small
+    temperature: Number
+    generator: Text
+    scorer: Text
+    issued_unix_s: Number
+    started_unix_s: Number
+    finished_unix_s: Number
+    scored_unix_s: Number
+    num_turns: Small = 1
+    num_tool_calls: Small = 0
+    num_malformed_calls: Small = 0
+    num_cut_turns: Small = 0
+    turns_json: Text = ""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled, whether they count or not."""
+        return int((self.version >= 0).sum())
+
+
+def _schema() -> Any:
+    columns = get_type_hints(Row, include_extras=True)
+    nullable = {MaybeNumber, MaybeText}
+    declared = [pa.field(f.name, columns[f.name].__metadata__[0], columns[f.name] in nullable) for f in fields(Row)]
+    return pa.schema(declared, metadata={"gspo.schema": SCHEMA_NUMBER})
+
+
+SCHEMA = _schema()
+
+
+def row_from_scored(scored: ScoredRollout) -> Row:
+    """A row that belongs to no step yet, from an entry of the `scored` stream.
+
+    A reward that is not finite becomes a failure with its reason: it is not a number to train on.
+    ValueError: the arrays differ in length, a policy token has no version, or there is neither reward nor failure.
+    """
+    rollout, score = scored.rollout, scored.score
+    arrays = _token_arrays(rollout)
+    reward, failure = _reward_or_failure(score)
+    return Row(
+        step=0,
+        group=rollout.group,
+        number=rollout.number,
+        attempt=rollout.attempt,
+        prompt=rollout.prompt.text,
+        prompt_token_ids=np.array(rollout.prompt.token_ids, dtype=np.int32),
+        messages_json=rollout.prompt.messages_json,
+        columns_json=rollout.prompt.columns_json,
+        **arrays,
+        text=rollout.text,
+        outcome=Outcome.Name(rollout.outcome).removeprefix("OUTCOME_").lower(),
+        stop=rollout.stop,
+        reward=reward,
+        failure=failure,
+        parts_json=_parts_json(score),
+        reward_version=score.version,
+        advantage=None,
+        skipped=None,
+        mini_batch=NO_MINI_BATCH,
+        num_rollouts=rollout.num_rollouts,
+        temperature=rollout.temperature,
+        generator=rollout.generator,
+        scorer=score.scorer,
+        issued_unix_s=rollout.issued_unix_s,
+        started_unix_s=rollout.started_unix_s,
+        finished_unix_s=rollout.finished_unix_s,
+        scored_unix_s=score.scored_unix_s,
+        num_turns=max(1, rollout.num_turns),
+        num_tool_calls=rollout.episode.num_tool_calls,
+        num_malformed_calls=rollout.episode.num_malformed,
+        num_cut_turns=rollout.episode.num_cut_turns,
+        turns_json=rollout.episode.turns_json,
+    )
+
+
+def lowered(row: Row, name: str, penalty: float) -> Row:
+    """The row with its reward lowered by a penalty of ours, which becomes a part of that name beside the functions'."""
+    if row.reward is None or penalty == 0:
+        return row
+    part = {"name": name, "value": -penalty, "weight": 1.0, "version": ""}
+    return replace(row, reward=row.reward - penalty, parts_json=json.dumps([*json.loads(row.parts_json), part]))
+
+
+def _token_arrays(rollout: Rollout) -> dict[str, Any]:
+    where = f"rollout {rollout.group}-{rollout.number}"
+    lengths = {name: len(getattr(rollout, name)) for name in ("token_ids", "logp", "version", "mask")}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"{where}: its arrays run over the same tokens and have lengths {lengths}")
+    arrays = {
+        "token_ids": np.array(rollout.token_ids, dtype=np.int32),
+        "logp": np.array(rollout.logp, dtype=np.float32),
+        "version": np.array(rollout.version, dtype=np.int32),
+        "mask": np.frombuffer(rollout.mask, dtype=np.uint8).astype(np.bool_),
+    }
+    if (arrays["version"][arrays["mask"]] < 0).any():
+        raise ValueError(f"{where}: a policy token has no version")
+    return arrays
+
+
+def _reward_or_failure(score: Score) -> tuple[float | None, str | None]:
+    result = score.WhichOneof("result")
+    if result is None:
+        raise ValueError("a score holds neither a reward nor a failure")
+    if result == "failure":
+        return None, score.failure
+    if not math.isfinite(score.reward):
+        return None, f"the reward is {score.reward}, not a finite number"
+    if abs(score.reward) > _LARGEST_REWARD:
+        return None, f"the reward is {score.reward:g}, beyond what float32 holds ({_LARGEST_REWARD:g})"
+    return score.reward, None
+
+
+def _parts_json(score: Score) -> str:
+    """The parts as strict JSON: a value that is not finite becomes null."""
+    parts = [
+        {
+            "name": part.name,
+            "value": part.value if math.isfinite(part.value) else None,
+            "weight": part.weight,
+            "version": part.version,
+        }
+        for part in score.parts
+    ]
+    return json.dumps(parts)
+
+
+def to_table(rows: Sequence[Row]) -> Any:
+    """A pyarrow Table with the rows in their order; numbers keep their bits."""
+    columns = [_to_column([getattr(row, column.name) for row in rows], column.type) for column in SCHEMA]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def _to_column(values: list[Any], arrow_type: Any) -> Any:
+    if not pa.types.is_list(arrow_type):
+        return pa.array(values, arrow_type)
+    offsets = np.cumsum([0, *(len(value) for value in values)], dtype=np.int32)
+    flat = np.concatenate(values) if values else np.empty(0, dtype=arrow_type.value_type.to_pandas_dtype())
+    return pa.ListArray.from_arrays(offsets, pa.array(flat, arrow_type.value_type), type=arrow_type)
+
+
+def from_table(table: Any) -> list[Row]:
+    """The rows of a table that `to_table` made. ValueError: its columns are others."""
+    table = _with_added(table)
+    if not table.schema.equals(SCHEMA):
+        raise ValueError(f"the table's columns are not those of a step file of this version:\n{table.schema}")
+    columns = [_from_column(table.column(column.name), column.type) for column in SCHEMA]
+    return [Row(*values) for values in zip(*columns, strict=True)]
+
+
+def _with_added(table: Any) -> Any:
+    """A table of a log from before conversations, with the columns that came with them."""
+    if "num_turns" in table.column_names:
+        return table
+    for added in (field for field in fields(Row) if field.default is not MISSING):
+        column = SCHEMA.field(added.name)
+        table = table.append_column(column, pa.array([added.default] * len(table), column.type))
+    return table
+
+
+def _from_column(column: Any, arrow_type: Any) -> Iterable[Any]:
+    if not pa.types.is_list(arrow_type):
+        values: list[Any] = column.to_pylist()
+        return values
+    lists = column.combine_chunks()
+    # A copy: Arrow's memory is read-only, and torch warns about tensors on such memory.
+    flat = lists.values.to_numpy(zero_copy_only=False).copy()
+    return [flat[first:last] for first, last in pairwise(lists.offsets.to_numpy())]

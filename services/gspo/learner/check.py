@@ -1,0 +1,239 @@
+"""The learner's check of a configuration and of the machine: milliseconds, and no engine is started.
+
+It imports neither torch nor DeepSpeed nor a model: it reads files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo.common.config.learner import LearnerConfig
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError, nearest, warn
+from gspo.common.host.gpus import check_gpus_are_seen, generators_on, visible_gpus, warn_of_float32
+from gspo.common.host.memory import free_memory, shared_memory
+from gspo.common.model.batch_memory import check_fits, learner_bytes
+from gspo.common.model.files import (
+    ALL_LINEAR,
+    FUSED,
+    ModelFiles,
+    causal_model_types,
+    is_stacked,
+    read_model_files,
+)
+from gspo.common.model.folder import model_folder
+from gspo.common.model.training_memory import FLOAT32_BYTES, host_bytes, kept_bytes, layers_of, training_bytes
+from gspo.learner.ranks.environment import is_launched, num_local_ranks, num_ranks
+from gspo.learner.telemetry.trackers import check_trackers
+from gspo.learner.training.deepspeed_config import engine_config
+from gspo.learner.training.gpu_memory import check_gpu_memory
+
+_TARGETS = "learner.lora.target_modules"
+# The ZeRO stage at which a rank holds a part of every weight.
+_SPREAD = 3
+_GIB = 1 << 30
+# NCCL's buffers in shared memory: up to 33 MB for each of a rank's two neighbours.
+_SHARED_A_RANK = 64 << 20
+
+
+def check(config: Config) -> None:
+    """Refuse what the learner cannot train.
+
+    Raises:
+        InputError: A key contradicts another, the model folder is not whole, or the machine lacks what it needs.
+    """
+    if warning := check_fits(config, learner_bytes(config), free_memory(), "the learner's memory"):
+        warn(warning)
+    engine_config(config)
+    check_trackers(config.tracking)
+    _check_lengths(config)
+    _check_ranks(config)
+    folder = model_folder(config.model)
+    files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
+    _check_kind(config, files.config)
+    _check_context(config, files.config)
+    _check_vocabulary(folder, files)
+    _check_shapes(folder, files)
+    _check_adapters(config.learner, folder, files)
+    _check_memory(config, files)
+
+
+def _check_lengths(config: Config) -> None:
+    longest = config.algorithm.prompt_length + config.algorithm.response_length
+    if config.micro_batch_tokens < longest:
+        raise InputError(
+            "learner.micro_batch_tokens",
+            f"{config.micro_batch_tokens} is less than the longest rollout, prompt_length + response_length "
+            f"= {longest} tokens",
+            f"Set it to at least {longest}, or lower algorithm.prompt_length or response_length",
+        )
+
+
+def _check_context(config: Config, model: Mapping[str, Any]) -> None:
+    longest = config.algorithm.prompt_length + config.algorithm.response_length
+    context = _text_config(model).get("max_position_embeddings")
+    if isinstance(context, int) and longest > context:
+        raise InputError(
+            "algorithm.response_length",
+            f"prompt_length + response_length = {longest} tokens, and the model ({config.model.path}) reads at most "
+            f"{context}",
+            "Lower algorithm.prompt_length or response_length",
+        )
+
+
+def _check_kind(config: Config, model: Mapping[str, Any]) -> None:
+    kind = model.get("model_type")
+    if "auto_map" in model and config.model.trust_remote_code:
+        return  # a model that brings its own code
+    if kind not in causal_model_types():
+        raise InputError(
+            "model.path",
+            f"{config.model.path} is a model of type {kind!r}, which the installed transformers does not know as a "
+            "causal language model",
+            "Take another model, or a newer transformers; set model.trust_remote_code where it comes with Python code",
+        )
+
+
+def _check_shapes(folder: Path, files: ModelFiles) -> None:
+    """config.json and the weights are of one model where they agree on the input embedding."""
+    facts = _text_config(files.config)
+    wanted = [facts.get("vocab_size"), facts.get("hidden_size")]
+    if files.embedding is not None and None not in wanted and files.embedding != wanted:
+        raise InputError(
+            "model.path",
+            f"{folder}: config.json speaks of an input embedding of {wanted}, the weights hold one of "
+            f"{files.embedding} (vocab_size, hidden_size)",
+            "Copy config.json and weights from the same model",
+        )
+
+
+def _check_adapters(learner: LearnerConfig, folder: Path, files: ModelFiles) -> None:
+    """Every name fits layers that can have adapters, as they are asked for; a pickle is not looked into."""
+    names = learner.lora.target_modules
+    if not learner.lora.rank or not files.linear:
+        return
+    layers = list(files.linear)
+    if names != (ALL_LINEAR,):
+        for name in names:
+            _check_name(name, folder, files)
+        layers = layers_of(names, files)
+    if stacked := {layer.rpartition(".")[2] for layer in layers if is_stacked(layer)}:
+        _check_stacked(learner, stacked)
+
+
+def _check_name(name: str, folder: Path, files: ModelFiles) -> None:
+    chosen = layers_of((name,), files)
+    if not chosen:
+        raise InputError(
+            _TARGETS,
+            f"{name!r} fits no linear layer of {folder} (embeddings and the output layer cannot have adapters)",
+            nearest(name, {layer.rpartition(".")[2] for layer in files.linear} | {ALL_LINEAR}),
+        )
+    last = name.rpartition(".")[2]
+    if name != last and any(is_stacked(layer) for layer in chosen):
+        raise InputError(
+            _TARGETS,
+            f"{name!r} names one expert or router: peft adapts those of all layers, or none",
+            f"Name {last}",
+        )
+
+
+def _check_stacked(learner: LearnerConfig, stacked: set[str]) -> None:
+    """Refuse what peft cannot do with the parameters that hold a mixture's experts, or its routers."""
+    for pair in FUSED:
+        if len(stacked.intersection(pair)) == 1:
+            raise InputError(
+                _TARGETS,
+                f"an expert's {' and '.join(pair)} lie in one parameter, and only one of them is named",
+                "Name both, or neither",
+            )
+    chosen = f"experts and routers ({', '.join(sorted(stacked))} of {_TARGETS})"
+    if learner.lora.dropout:
+        raise InputError(
+            "learner.lora.dropout",
+            f"{learner.lora.dropout:g}: peft has no dropout at the adapters of {chosen}",
+            "Set it to 0, or name other layers alone, such as q_proj",
+        )
+    if learner.zero_stage == _SPREAD:
+        raise InputError(
+            "learner.zero_stage",
+            f"{_SPREAD} spreads weights over the ranks, which is not supported with adapters of {chosen}",
+            "Set it to 2 or less, or name other layers alone, such as q_proj",
+        )
+
+
+def _check_ranks(config: Config) -> None:
+    """Every rank has a device of its own, and every optimizer step has the same work for each."""
+    ranks = num_ranks(config)
+    if is_launched() and config.learner.ranks not in (0, 1, num_local_ranks()):
+        raise InputError(
+            "learner.ranks",
+            f"{config.learner.ranks} is not what the launcher started on this machine, {num_local_ranks()} rank(s)",
+            "Set it to 0 where torchrun or deepspeed is called by hand",
+        )
+    here = num_local_ranks() if is_launched() else ranks
+    gpus = visible_gpus()
+    check_gpus_are_seen("learner.ranks", gpus)
+    warn_of_float32("learner.dtype", config.learner.dtype, gpus)
+    if gpus and here > len(gpus):
+        raise InputError(
+            "learner.ranks", f"{here} ranks need a GPU each, and {len(gpus)} can be seen", f"Set it to {len(gpus)}"
+        )
+    if gpus and here > 1 and (given := shared_memory()) < here * _SHARED_A_RANK:
+        raise InputError(
+            "learner.ranks",
+            f"NCCL connects {here} ranks through /dev/shm, which holds {given >> 20} MiB here and must hold "
+            f"{here * _SHARED_A_RANK >> 20}",
+            "Give the container more: shm_size in Compose, a memory-backed emptyDir on Kubernetes, docker --shm-size",
+        )
+    algorithm = config.algorithm
+    if algorithm.num_rollouts % (algorithm.num_mini_batches * ranks):
+        raise InputError(
+            "algorithm.rollout_batch_size",
+            f"{algorithm.rollout_batch_size} groups of {algorithm.num_return_sequences_in_group} are "
+            f"{algorithm.num_rollouts} rollouts, which {algorithm.num_mini_batches} mini-batches (num_mini_batches) on "
+            f"{ranks} rank(s) do not divide",
+            f"Choose them so that the rollouts are a multiple of {algorithm.num_mini_batches * ranks}",
+        )
+
+
+def _check_vocabulary(folder: Path, files: ModelFiles) -> None:
+    """Every token of the tokenizer must have a row in the model; a model may have more, for alignment."""
+    rows = _text_config(files.config).get("vocab_size")
+    highest = files.highest_token
+    if isinstance(rows, int) and highest is not None and highest >= rows:
+        raise InputError(
+            "model.path",
+            f"{folder}: the tokenizer has token ids up to {highest}, the model a vocabulary of {rows}",
+            "Use the tokenizer that the model was trained with, or resize the model's embeddings",
+        )
+
+
+def _check_memory(config: Config, files: ModelFiles) -> None:
+    on_device, on_host = training_bytes(config, files, num_ranks(config))
+    ranks_here = num_local_ranks() if is_launched() else num_ranks(config)
+    if gpus := visible_gpus()[:ranks_here]:
+        # Every rank loads the whole policy before ZeRO 3 spreads it.
+        most = max(on_device, FLOAT32_BYTES * files.num_parameters)
+        check_gpu_memory(config, int(most), gpus, generators_on(gpus))
+    a_rank = host_bytes(files, (on_device, on_host), on_gpu=bool(gpus))
+    needed = a_rank * ranks_here + kept_bytes(config, files)
+    available = free_memory()
+    if needed > available:
+        raise InputError(
+            "model.path",
+            f"training {files.num_parameters / 1e6:,.0f} M parameters takes {needed / _GIB:.1f} GiB of this machine's "
+            f"memory for {'loading and keeping weights' if gpus else 'weights, gradients and optimizer'}"
+            f"{', and the reference' if config.algorithm.needs_reference and not gpus else ''}"
+            f"{f', on {ranks_here} ranks' if ranks_here > 1 else ''}; "
+            f"{available / _GIB:.1f} GiB are available",
+            "Use a smaller model or a machine with more memory",
+        )
+
+
+def _text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Models of several modalities keep the language model's settings one level down."""
+    inner = model.get("text_config")
+    return inner if isinstance(inner, dict) else model

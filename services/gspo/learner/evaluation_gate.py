@@ -1,0 +1,92 @@
+"""Evaluations as the learner takes them: recorded, waited for before newer weights go out, the best version kept.
+
+The coordinator measures and says when one is over. consumes: EvaluationDone. waits for: the evaluations of a version,
+unblocked by the coordinator, given up by a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from gspo.common.config.schema import Config
+from gspo.common.streams.keys import evaluation_label
+from gspo.common.telemetry.activity import Activity
+from gspo.learner.storage.best_version import Best
+from gspo.learner.storage.run_directory import RunDir
+from gspo_proto.rollout_pb2 import EvaluationDone
+
+# A stop has no signal of its own.
+_LOOK_AGAIN_S = 0.25
+log = structlog.get_logger()
+
+
+class HeldOut:
+    """What is known of the run's evaluations.
+
+    Attributes:
+        recorded_unix_s: When the last one was written down; 0 before any.
+
+    Args:
+        activity: Shows what is waited for.
+    """
+
+    def __init__(self, config: Config, run_dir: RunDir, activity: Activity) -> None:
+        self._config, self._run_dir, self._activity = config, run_dir, activity
+        self._figure = config.best_figure
+        self._best = Best(run_dir.path, self._figure.figure, run_dir.scores()) if self._figure else None
+        self._recorded = asyncio.Event()
+        self.recorded_unix_s = 0.0
+
+    @property
+    def patience_s(self) -> float:
+        """Longest that the evaluations of one version may take."""
+        return self._config.evaluation.timeout_s * max(1, len(self._config.evaluation.files))
+
+    async def record(self, done: EvaluationDone) -> None:
+        """Write an evaluation down, and keep its version where it is the best."""
+        score = done.score if done.HasField("score") else None
+        await asyncio.to_thread(
+            self._run_dir.append_evaluation,
+            done.evaluation,
+            done.version,
+            done.step,
+            done.figures,
+            file=done.file,
+            score=score,
+        )
+        if self._best is not None and self._figure is not None and done.file == self._figure.file:
+            await asyncio.to_thread(self._best.measured, done.version, score)
+        self.recorded_unix_s = time.time()
+        self._recorded.set()
+
+    def put_aside(self, version: int, write: Callable[[Path], None], *, last: bool = False) -> None:
+        """Keep a version that will be measured until it is: of the start, between two steps, or the `last`."""
+        if self._best is not None and (last or version == 0 or self._config.is_measured(version)):
+            self._best.put_aside(version, write)
+
+    async def wait(self, version: int, stopped: Callable[[], bool]) -> float:
+        """Wait until a version that is measured between two steps has its figures; the seconds it took."""
+        began = time.monotonic()
+        while (missing := self._missing(version)) and not stopped():
+            if time.monotonic() - began > self.patience_s + self._config.run.start_timeout_s:
+                log.warning("evaluation_missing", labels=missing, reason="newer weights go out without it")
+                break
+            self._activity.set("waiting", "evaluation", ", ".join(missing))
+            self._recorded.clear()
+            try:
+                async with asyncio.timeout(_LOOK_AGAIN_S):
+                    await self._recorded.wait()
+            except TimeoutError:
+                continue
+        return time.monotonic() - began
+
+    def _missing(self, version: int) -> list[str]:
+        if not self._config.evaluation.hold_weights or not self._config.is_measured(version):
+            return []
+        labels = [evaluation_label(version, file) for file in self._config.evaluation.files]
+        return [label for label in labels if label not in self._run_dir.evaluations()]

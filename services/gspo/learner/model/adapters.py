@@ -1,0 +1,125 @@
+"""LoRA through peft: which parts of a policy get adapters, the weights with the adapters merged in, the adapters alone.
+
+Only adapters are trained; generators and exports see ordinary weights. Merging writes to copies, never to what is
+trained.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gspo.common.config.learner import LoraConfig as LoraSection
+from gspo.common.errors import InputError
+from gspo.common.model.files import ALL_LINEAR
+from gspo.learner.model.named_weights import NamedWeight
+
+_NAME = "default"  # peft's own name of an adapter that has none
+_OF_ADAPTERS, _WRAPPED = ".lora_", "base_layer"
+
+
+class Adapters:
+    """The adapters of one policy. What they start as depends on the seed alone; their product starts at zero.
+
+    Args:
+        causal_lm: What the chosen names stand for is wrapped in place, all its own weights are frozen. The names are
+            those of a checkpoint: peft knows that a loaded mixture has its experts in fewer, larger parameters.
+
+    Raises:
+        InputError: A name fits no layer that can have adapters.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, lora: LoraSection, *, seed: int) -> None:
+        chosen = list(lora.target_modules)
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            torch.manual_seed(seed)
+            # It speaks of the rank of fused experts, which does take hold.
+            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
+            try:
+                self._peft: PeftModel = get_peft_model(
+                    causal_lm,
+                    LoraConfig(
+                        r=lora.rank,
+                        lora_alpha=lora.alpha,
+                        lora_dropout=lora.dropout,
+                        target_modules=ALL_LINEAR if chosen == [ALL_LINEAR] else chosen,
+                        task_type="CAUSAL_LM",
+                    ),
+                )
+            except ValueError as error:
+                raise InputError(
+                    "learner.lora.target_modules", f"{chosen}: {error}", "Name linear layers, such as q_proj"
+                ) from error
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The policy without its adapters: the base."""
+        with self._peft.disable_adapter():
+            yield
+
+    def base_of(self, policy: nn.Module) -> WithoutAdapters:
+        """What LoRA started from: `policy`, or the engine around it, without its adapters."""
+        return WithoutAdapters(policy, self)
+
+    def weights(self) -> dict[str, NamedWeight]:
+        """The policy's weights under the names that they have without adapters, the products added in copies."""
+        causal_lm = self._peft.get_base_model()
+        adapted = {
+            _plain(f"{name}.{getattr(layer, 'parameter_name', 'weight')}"): layer
+            for name, layer in causal_lm.named_modules()
+            if isinstance(layer, LoraLayer)
+        }
+        return {
+            plain: _merged(weight, adapted.get(plain))
+            for name, weight in causal_lm.state_dict(keep_vars=True).items()
+            if _OF_ADAPTERS not in name
+            for plain in [_plain(name)]
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write the adapters in peft's own form: adapter_config.json and adapter_model.safetensors."""
+        self._peft.save_pretrained(str(folder), save_embedding_layers=False)
+
+
+def _merged(weight: Tensor, layer: LoraLayer | None) -> NamedWeight:
+    if layer is None:
+        return NamedWeight([weight], weight.detach)
+    parts = [weight, layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight]
+    return NamedWeight(parts, lambda: weight.detach() + layer.get_delta_weight(_NAME).detach())
+
+
+def _plain(name: str) -> str:
+    """A name without the layers that peft put around: one for a linear layer, one for each weight of experts."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPED)
+
+
+class WithoutAdapters:
+    """A policy, or the engine around it, as it is without its adapters: what LoRA started from, held once.
+
+    Called like the policy; it has what a scorer of log-probs asks of a module.
+    """
+
+    def __init__(self, policy: nn.Module, adapters: Adapters) -> None:
+        self._policy, self._adapters = policy, adapters
+
+    def __call__(self, *inputs: Any) -> Any:
+        """What the policy gives for the same inputs with its adapters off."""
+        with self._adapters.off():
+            return self._policy(*inputs)
+
+    def eval(self) -> None:
+        """Without dropout."""
+        self._policy.eval()
+
+    def train(self) -> None:
+        """With dropout, where there is any."""
+        self._policy.train()

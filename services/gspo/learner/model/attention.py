@@ -1,0 +1,199 @@
+"""How the policy attends: rollouts laid one after another see themselves alone, and short rows are fast on a CPU.
+
+A packed line of rollouts is never attended to as a whole, whose cost is the square of its length: its rollouts are
+laid side by side, alike in length, and each is a row of its own. torch's fused attention is made for long rows: at
+150 positions on a CPU its backward pass takes five times as long as two matrix products and a softmax (and most of a
+step), so short rows there take those. Long rows, masks and GPUs stay with torch's.
+A model whose layers ask for more than this, such as attention sinks, keeps its own attention (`use_own_attention`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from gspo.learner.model.packed_rollouts import Block, PackedLine
+
+NAME = "gspo"
+OWN_ATTENTION = "eager"
+# What a layer may pass: a window is carried, positions are in query and key already, `is_causal` is the module's.
+_CARRIED = {"sliding_window", "position_ids", "is_causal"}
+# Beyond this the scores no longer fit the caches and torch's fused attention wins.
+_LONGEST = 512
+# Of each of two rows, to compare two ways to attend.
+_TRIAL_TOKENS = 16
+_TOLERANCE = 1e-3
+
+
+class _Packed:
+    """The line that the model is given at the moment. Not a call's argument: with gradient checkpointing the backward
+    pass attends again, and not every model hands on what it does not know."""
+
+    line: PackedLine | None = None
+
+
+class _Passed:
+    """Names of what layers passed to the attention; collected while this is a set."""
+
+    names: set[str] | None = None
+
+
+def attend_to(line: PackedLine | None) -> None:
+    """What the next forward and its backward are given: a packed line, or rows by themselves (None)."""
+    _Packed.line = line
+
+
+def attention_name() -> str:
+    """The attention to load a model with."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    return NAME
+
+
+@torch.no_grad()
+def use_own_attention(causal_lm: PreTrainedModel) -> str:
+    """Give a model that was loaded with `attention_name()` its own attention back, where this one is not the same.
+
+    Two things are tried on a few tokens: what the layers ask the attention for, and what the model makes of it.
+    Returns why; empty where the model keeps ours. Where there is a reason and `has_own_attention` still says no, its
+    code cannot change its attention, nor the mask that goes with it: load it anew with `OWN_ATTENTION`.
+    """
+    if has_own_attention(causal_lm):
+        return "its code knows a few attentions by name alone"
+    vocabulary, rows = causal_lm.config.get_text_config().vocab_size, 2
+    token_RS = (torch.arange(rows * _TRIAL_TOKENS, device=causal_lm.device) * 7 % vocabulary).view(rows, -1)
+    attend_to(None)
+    _Passed.names = set()
+    try:
+        ours = causal_lm(input_ids=token_RS, use_cache=False).logits
+        unknown = _Passed.names - _CARRIED
+    finally:
+        _Passed.names = None
+    causal_lm.set_attn_implementation(OWN_ATTENTION)
+    if not has_own_attention(causal_lm):
+        return "its code takes no other attention"
+    own = causal_lm(input_ids=token_RS, use_cache=False).logits
+    if unknown:
+        return f"its layers pass {', '.join(sorted(unknown))}"
+    if not torch.allclose(ours.log_softmax(-1), own.log_softmax(-1), rtol=_TOLERANCE, atol=_TOLERANCE):
+        return "its log-probs differ"
+    causal_lm.set_attn_implementation(NAME)
+    return ""
+
+
+def has_own_attention(causal_lm: PreTrainedModel) -> bool:
+    """Whether the model attends by itself, and not through this module."""
+    return bool(causal_lm.config.get_text_config()._attn_implementation != NAME)
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """transformers' own, but for a packed line, of which it would make a square."""
+    if _Packed.line is not None:
+        return None
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention. query [R, heads, S, head width], key and value [R, kv heads, S, head width]."""
+    if _Passed.names is not None:
+        _Passed.names |= {name for name, value in kwargs.items() if value is not None and value is not False}
+    if _Packed.line is None:
+        return _attention_of_rows(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
+    # [positions, heads, head width] of the whole line.
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    window = kwargs.get("sliding_window")
+    attended = []
+    for block in _Packed.line.blocks:
+        q_rows, k_rows, v_rows = (block.to_rows(tensor).transpose(1, 2) for tensor in (q, k, v))
+        mask = _window_mask(block, window, query.device)
+        found = _attention_of_rows(module, q_rows, k_rows, v_rows, mask, dropout, scaling, kwargs)
+        attended.append(block.to_line(found))
+    return torch.cat(attended)[None], None
+
+
+def _attention_of_rows(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """[R, S, heads, head width]."""
+    short = query.device.type == "cpu" and query.shape[2] == key.shape[2] <= _LONGEST
+    if not short or mask is not None or dropout or not getattr(module, "is_causal", True):
+        fused: Tensor = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        )[0]
+        return fused
+    return short_causal_attention(query, key, value, scaling).transpose(1, 2).contiguous()
+
+
+def _window_mask(block: Block, window: int | None, device: torch.device) -> Tensor | None:
+    """Bool [1, 1, S, S] where rows are longer than a layer's sliding window; None where it cuts nothing off."""
+    if window is None or block.width <= window:
+        return None
+    place_S = torch.arange(block.width, device=device)
+    back_SS = place_S[:, None] - place_S
+    return ((back_SS >= 0) & (back_SS < window))[None, None]
+
+
+def short_causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None) -> Tensor:
+    """softmax(query key^T * scaling, no later position) value: [R, heads, S, value's width].
+
+    The query heads that share a key head stand side by side, so that no key or value is copied.
+    """
+    R, num_heads, S, width = query.shape
+    shared = num_heads // key.shape[1]
+    scale = 1 / math.sqrt(width) if scaling is None else scaling
+    later_SS = value.new_full((S, S), -math.inf).triu(1).repeat(shared, 1)
+    # Under autocast the norms leave query and key in float32.
+    q, k, v = (t.to(value.dtype).reshape(R * key.shape[1], -1, t.shape[-1]) for t in (query, key, value))
+    attended: Tensor = _CausalAttention.apply(q, k, v, later_SS, scale)  # type: ignore[no-untyped-call]
+    return attended.view(R, num_heads, S, value.shape[-1])
+
+
+class _CausalAttention(torch.autograd.Function):
+    """With p the attention, o = p v and g the gradient that arrives for o:
+
+    dv = p^T g,   dp = g v^T,   ds = p (dp - sum(p dp)),   dq = scale ds k,   dk = scale ds^T q
+
+    Written out so that each matrix of scores is touched as few times as can be, in the dtype of the query: softmax
+    sums in float32 inside, autocast would copy its input to float32 first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scale)
+            p = torch.softmax(scores, -1)
+            ctx.save_for_backward(q, k, v, p)
+            ctx.scale = scale
+            return p @ v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, p = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            ds = torch._softmax_backward_data(g @ v.transpose(1, 2), p, -1, p.dtype).mul_(ctx.scale)
+            return ds @ k, ds.transpose(1, 2) @ q, p.transpose(1, 2) @ g, None, None

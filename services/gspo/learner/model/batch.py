@@ -1,0 +1,190 @@
+"""The rollouts of a step as tensors, cut into micro-batches for the model.
+
+Not the loss, and not the model: it knows lengths, places and targets.
+
+Letters: B rollouts that count, T positions after the prompt, S positions of the model's input, N counted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gspo.learner.assembly.rows import Row
+from gspo.learner.model.packed_rollouts import PackedLine
+from gspo_core.packing import micro_batches, packed_micro_batches
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Everything a step trains on. Rows that were skipped, or of which no token counts, are not in it.
+
+    Attributes:
+        sequences: Per rollout, the model's input: prompt and answer up to the token before the last one that counts.
+        prompt_length_B: Tokens of each prompt.
+        mask_BT: The tokens that count; behavior_BT and version_BT mean nothing elsewhere.
+        mini_batch_B: The optimizer step of each rollout.
+    """
+
+    rows: tuple[Row, ...]
+    sequences: tuple[Tensor, ...]
+    prompt_length_B: Tensor
+    token_BT: Tensor
+    behavior_BT: Tensor
+    version_BT: Tensor
+    mask_BT: Tensor
+    mini_batch_B: Tensor
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Row]) -> StepBatch:
+        """Rows in training order. ValueError: a prompt without a token, so that nothing predicts the first answer."""
+        kept = tuple(row for row in rows if row.skipped is None and row.mask.any())
+        for row in kept:
+            if not len(row.prompt_token_ids):
+                raise ValueError(f"rollout {row.group}-{row.number}: the prompt has no token")
+        return cls(
+            rows=kept,
+            sequences=tuple(_model_input(row) for row in kept),
+            prompt_length_B=torch.tensor([len(row.prompt_token_ids) for row in kept], dtype=torch.long),
+            token_BT=_side_by_side([row.token_ids for row in kept]).long(),
+            behavior_BT=_side_by_side([row.logp for row in kept]).float(),
+            version_BT=_side_by_side([row.version for row in kept]).long(),
+            mask_BT=_side_by_side([row.mask for row in kept]).bool(),
+            mini_batch_B=torch.tensor([row.mini_batch for row in kept], dtype=torch.long),
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward sees: R of the step's rollouts.
+
+    Packed they lie one after another in one row; otherwise each is a row of its own, padded on the right, where
+    causal attention never looks.
+
+    Attributes:
+        row_R: Their places in the step.
+        input_RS: Token ids; R is 1 where they are packed.
+        line: How they lie there; None where they are padded.
+        state_N: For each counted token, the flat place in [R, S] of the state that predicts it.
+        target_N: The counted tokens.
+        mask_RT: Where they stand, in an answer's positions up to the longest here.
+        backward: Whether its loss has a gradient.
+    """
+
+    row_R: Tensor
+    input_RS: Tensor
+    line: PackedLine | None
+    state_N: Tensor
+    target_N: Tensor
+    mask_RT: Tensor
+    backward: bool
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Everything that the model and the loss touch on `device`; `row_R` stays where the step's matrices are."""
+        return MicroBatch(
+            self.row_R,
+            self.input_RS.to(device),
+            self.line.to(device) if self.line else None,
+            self.state_N.to(device),
+            self.target_N.to(device),
+            self.mask_RT.to(device),
+            self.backward,
+        )
+
+    @property
+    def width(self) -> int:
+        """T of this micro-batch."""
+        return self.mask_RT.shape[1]
+
+    def take(self, matrix_BT: Tensor) -> Tensor:
+        """This micro-batch's part [R, T] of a matrix of the whole step; of a mask, `take_mask` is the part."""
+        return matrix_BT[self.row_R, : self.width].to(self.mask_RT.device)
+
+    def take_mask(self, mask_BT: Tensor) -> Tensor:
+        """This micro-batch's part [R, T] of a mask of the whole step: of a row that is not counted here, nothing."""
+        return self.take(mask_BT) & self.mask_RT
+
+    def spread(self, values_N: Tensor) -> Tensor:
+        """Values of counted tokens at their places in [R, T], 0 elsewhere. Differentiable."""
+        return values_N.new_zeros(self.mask_RT.shape).masked_scatter(self.mask_RT, values_N)
+
+
+def rank_micro_batches(
+    batch: StepBatch,
+    rows: Sequence[int],
+    max_tokens: int,
+    *,
+    rank: int,
+    num_ranks: int,
+    packing: bool,
+    backward: bool = True,
+    counted: bool = True,
+) -> list[MicroBatch]:
+    """Cut some rows of a step into this rank's micro-batches of at most max_tokens, with their padding.
+
+    Rows go to the ranks in turn, the longest first, so that all have like work; every rank gets the same number of
+    micro-batches, as its collective calls demand, the last of them with nothing that counts where it has fewer.
+
+    Args:
+        packing: Lay rows one after another; otherwise pad them.
+        backward: Whether the loss of these rows has a gradient.
+        counted: Whether their tokens count; without, they are there for a gradient of zero.
+    """
+    ordered = sorted(rows, key=lambda row: -len(batch.sequences[row]))
+    cuts = []
+    for r in range(num_ranks):
+        own = ordered[r::num_ranks]
+        lengths = [len(batch.sequences[row]) for row in own]
+        cut = packed_micro_batches(lengths, max_tokens) if packing else micro_batches(lengths, max_tokens)
+        cuts.append([[own[i] for i in part] for part in cut])
+    missing = max(map(len, cuts)) - len(cuts[rank])
+    parts = cuts[rank] + [ordered[-1:]] * missing
+    made = [_micro_batch(batch, part, max_tokens if packing else None, backward) for part in parts]
+    first_empty = len(cuts[rank]) if counted else 0
+    return made[:first_empty] + [_empty(micro) for micro in made[first_empty:]]
+
+
+def _side_by_side(arrays: Sequence[NDArray[Any]]) -> Tensor:
+    """[B, T], filled up with 0 on the right; the mask, an array among them, says what was there."""
+    tensors = [torch.as_tensor(array) for array in arrays]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True) if tensors else torch.zeros(0, 0)
+
+
+def _model_input(row: Row) -> Tensor:
+    """The last token that counts is predicted, and needs not be read; nor does anything behind it."""
+    last = int(row.mask.nonzero()[0][-1])
+    prompt, answer = torch.as_tensor(row.prompt_token_ids), torch.as_tensor(row.token_ids[:last])
+    return torch.cat([prompt.long(), answer.long()])
+
+
+def _micro_batch(batch: StepBatch, rows: Sequence[int], packed_tokens: int | None, backward: bool) -> MicroBatch:
+    row_R = torch.tensor(rows, dtype=torch.long)
+    sequences = [batch.sequences[row] for row in rows]
+    length_R = torch.tensor([len(sequence) for sequence in sequences])
+    if packed_tokens:
+        line, input_RS = PackedLine.of(length_R.tolist(), packed_tokens), torch.cat(sequences)[None]
+        start_R = length_R.cumsum(0) - length_R
+    else:
+        line, input_RS = None, torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        start_R = torch.arange(len(rows)) * input_RS.shape[1]
+    mask_RT = _trimmed(batch.mask_BT[row_R])
+    r_N, t_N = mask_RT.nonzero(as_tuple=True)
+    state_N = start_R[r_N] + batch.prompt_length_B[row_R][r_N] + t_N - 1
+    return MicroBatch(row_R, input_RS, line, state_N, batch.token_BT[row_R][r_N, t_N], mask_RT, backward)
+
+
+def _trimmed(mask_RT: Tensor) -> Tensor:
+    return mask_RT[:, : int(mask_RT.any(0).nonzero()[-1]) + 1]
+
+
+def _empty(micro: MicroBatch) -> MicroBatch:
+    nothing = micro.state_N[:0]
+    return replace(micro, state_N=nothing, target_N=nothing, mask_RT=torch.zeros_like(micro.mask_RT))

@@ -1,0 +1,85 @@
+"""A policy's weights under the names of a checkpoint, one after another, so that no rank ever holds more than it keeps.
+
+Not a file format: export.py writes, weights.py makes bits of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+if TYPE_CHECKING:
+    from gspo.learner.model.adapters import Adapters
+
+# A block in which these tensors are whole, where they are spread over the ranks.
+Whole = Callable[[Sequence[Tensor]], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class NamedWeight:
+    """One weight of the policy.
+
+    Attributes:
+        parts: The tensors that it is made of: itself, or a frozen one and its adapter.
+        value: Makes it of them, detached, once they are whole.
+    """
+
+    parts: Sequence[Tensor]
+    value: Callable[[], Tensor]
+
+
+def checkpoint_tensors(
+    causal_lm: PreTrainedModel,
+    dtype: torch.dtype,
+    adapters: Adapters | None = None,
+    *,
+    whole: Whole = nullcontext,
+    kept: bool = True,
+) -> dict[str, Tensor]:
+    """Every weight under the name that a checkpoint gives it, tied ones once, as contiguous CPU copies in `dtype`.
+
+    Adapters are merged in, in their own dtype and before anything is rounded.
+
+    Args:
+        whole: Entered for one weight after another, on every rank in the same order.
+        kept: False on a rank that only takes part in the gathering: nothing is returned.
+    """
+    tied = _tied_names(causal_lm)
+    copies = {}
+    for name, weight in _weights(causal_lm, adapters).items():
+        if name in tied:
+            continue
+        with whole(weight.parts):
+            if kept:
+                copies[name] = weight.value().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+    if not kept:
+        return {}
+    # It splits, turns and renames: no number changes, so it may come after the rounding.
+    named: Mapping[str, Tensor] = revert_weight_conversion(causal_lm, copies)
+    return {name: _of_its_own(tensor) for name, tensor in named.items()}
+
+
+def _weights(causal_lm: PreTrainedModel, adapters: Adapters | None) -> dict[str, NamedWeight]:
+    if adapters is not None:
+        return adapters.weights()
+    return {name: NamedWeight([it], it.detach) for name, it in causal_lm.state_dict(keep_vars=True).items()}
+
+
+def _of_its_own(tensor: Tensor) -> Tensor:
+    """In memory that it shares with no other: a file of tensors cannot be written otherwise."""
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _tied_names(causal_lm: PreTrainedModel) -> set[str]:
+    if not causal_lm.config.get_text_config().tie_word_embeddings:
+        return set()
+    return set(getattr(causal_lm, "all_tied_weights_keys", {}))

@@ -1,0 +1,228 @@
+"""A Hugging Face causal language model that gives log-probs of chosen tokens.
+
+Not the optimizer, and no engine: trainer.py wraps it in DeepSpeed. It never makes logits for all positions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+from gspo.learner.model.attention import OWN_ATTENTION, attend_to, attention_name, has_own_attention, use_own_attention
+from gspo.learner.model.experts import experts_name
+from gspo.learner.model.packed_rollouts import PackedLine
+from gspo_core.logprobs import token_logprobs
+
+if TYPE_CHECKING:
+    from gspo.learner.model.adapters import Adapters
+
+log = structlog.get_logger()
+# 128 MiB of logits in float32: with a small vocabulary more rows at a time, and fewer of the fixed costs of a turn.
+_LOGITS_AT_A_TIME = 2**25
+_LEAST_ROWS = 1024
+_OTHER_ARCHITECTURE = (
+    "Use an architecture whose logits are hidden states times the output weight, such as Qwen or Llama"
+)
+# What the code of an architecture raises that does not work as others do.
+_TRIAL_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+# A mixture's experts lie in one tensor: [experts, out, in].
+_STACKED = 3
+
+
+class PolicyModel(nn.Module):
+    """Log-probs and entropies at a temperature.
+
+    The parameters are float32; under bfloat16 the matrix products are made in bfloat16 (autocast), so that the
+    optimizer's weights are the float32 master weights themselves.
+
+    Attributes:
+        adapters: What is trained under LoRA; None where the weights themselves are.
+    """
+
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        temperature: float,
+        dtype: torch.dtype,
+        adapters: Adapters | None = None,
+    ) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.adapters = adapters
+        self._temperature = temperature
+        self._dtype = dtype
+
+    def forward(
+        self, input_RS: Tensor, line: PackedLine | None, state_N: Tensor, target_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(logp_N, entropy_N), float32, of target_N, each predicted by the state at its flat place in [R, S].
+
+        `line` says how rollouts lie in the one row of input_RS; None where each row is one.
+        """
+        lower = self._dtype != torch.float32
+        with torch.autocast(input_RS.device.type, dtype=self._dtype, enabled=lower):
+            hidden_RSD = hidden_states(self.causal_lm, input_RS, line)
+        hidden_ND = hidden_RSD.flatten(0, 1).index_select(0, state_N)
+        head_VD = self.head
+        rows = max(_LEAST_ROWS, _LOGITS_AT_A_TIME // len(head_VD))
+        return token_logprobs(hidden_ND, head_VD, target_N, temperature=self._temperature, chunk_size=rows)
+
+    @property
+    def head(self) -> nn.Parameter:
+        """The output weight [V, D]."""
+        weight: nn.Parameter = self.causal_lm.get_output_embeddings().weight
+        return weight
+
+
+def hidden_states(causal_lm: PreTrainedModel, input_RS: Tensor, line: PackedLine | None) -> Tensor:
+    """The states [R, S, D] that predict the next tokens; what attends in a backward pass attends as in here."""
+    attend_to(line)
+    positions = {} if line is None else {"position_ids": line.position_S[None]}
+    states: Tensor = causal_lm.base_model(input_ids=input_RS, use_cache=False, **positions).last_hidden_state
+    return states
+
+
+@torch.no_grad()
+def can_be_packed(causal_lm: PreTrainedModel) -> bool:
+    """Whether the model keeps rollouts apart that lie one after another: not if it recurs, or attends its own way."""
+    if has_own_attention(causal_lm):
+        return False
+    kinds = set(getattr(causal_lm.config.get_text_config(), "layer_types", None) or ())
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        return False
+    vocabulary, device = causal_lm.config.get_text_config().vocab_size, causal_lm.device
+    tokens = [torch.arange(1, 1 + length, device=device) * 7 % vocabulary for length in (5, 5, 3)]
+    line = PackedLine.of([len(token_S) for token_S in tokens], 10).to(device)
+    training = causal_lm.training
+    causal_lm.eval()
+    try:
+        apart = [hidden_states(causal_lm, token_S[None], None)[0] for token_S in tokens]
+        packed = hidden_states(causal_lm, torch.cat(tokens)[None], line)[0]
+    except _TRIAL_ERRORS:
+        return False  # it takes no positions, say
+    finally:
+        causal_lm.train(training)
+        attend_to(None)
+    return torch.allclose(torch.cat(apart), packed, rtol=1e-3, atol=1e-3)
+
+
+def load_policy_model(folder: Path, config: Config) -> PolicyModel:
+    """Load a model folder for training, with adapters where the configuration asks for them.
+
+    Raises:
+        InputError: The folder does not load, or the model does more to its logits than one matrix product, so its
+            log-probs would be others.
+    """
+    causal_lm = _load_causal_lm(folder, config)
+    adapters = _adapters(causal_lm, config) if config.learner.lora.rank else None
+    if config.learner.gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    # A model is loaded to evaluate: left so, gradient checkpointing and dropout would do nothing.
+    return _policy_model(causal_lm, config, adapters).train()
+
+
+def _adapters(causal_lm: PreTrainedModel, config: Config) -> Adapters:
+    from gspo.learner.model.adapters import Adapters  # here: peft takes a second to import, and few runs need it
+
+    return Adapters(causal_lm, config.learner.lora, seed=config.seed)
+
+
+def load_reference_model(folder: Path, config: Config) -> PolicyModel:
+    """The first policy, frozen, for a KL term.
+
+    Under bfloat16 its linear layers and experts are held in bfloat16: what autocast rounds them to at every use, so
+    half the memory gives the same bits. The output layer stays: its product is made in float32.
+    """
+    reference = _policy_model(_load_causal_lm(folder, config), config, None)
+    for module in reference.causal_lm.base_model.modules():
+        for weight in module.parameters(recurse=False):
+            if isinstance(module, nn.Linear) or weight.ndim == _STACKED:
+                weight.data = weight.data.to(_dtype_of(config))
+    return reference.eval().requires_grad_(False)
+
+
+def _load_causal_lm(folder: Path, config: Config) -> PreTrainedModel:
+    try:
+        causal_lm = _from_pretrained(folder, config, attention_name())
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise InputError(
+            "model.path",
+            f"{folder} does not load as a causal language model ({type(error).__name__}: {error})",
+            "Give a folder that `save_pretrained` wrote and that AutoModelForCausalLM loads",
+        ) from error
+    try:
+        if reason := use_own_attention(causal_lm):
+            if not has_own_attention(causal_lm):
+                causal_lm = _from_pretrained(folder, config, OWN_ATTENTION)
+            log.info("own_attention", model=type(causal_lm).__name__, reason=reason, effect="rollouts are padded")
+        _refuse_changed_logits(causal_lm, folder)
+        _refuse_what_reads_ahead(causal_lm, folder)
+    except _TRIAL_ERRORS as error:
+        raise InputError(
+            "model.path",
+            f"{folder} ({type(causal_lm).__name__}) does not turn tokens into hidden states and logits as the learner "
+            f"needs it ({type(error).__name__}: {error})",
+            _OTHER_ARCHITECTURE,
+        ) from error
+    return causal_lm
+
+
+def _from_pretrained(folder: Path, config: Config, attention: str) -> PreTrainedModel:
+    """With this attention, or with the model's own where its code knows a few attentions by name alone."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            experts_implementation=experts_name(),
+            trust_remote_code=config.model.trust_remote_code,
+            use_safetensors=None if config.model.allow_pickle else True,
+        )
+    except KeyError as error:
+        if error.args != (attention,) or attention == OWN_ATTENTION:
+            raise
+    return _from_pretrained(folder, config, OWN_ATTENTION)
+
+
+def _policy_model(causal_lm: PreTrainedModel, config: Config, adapters: Adapters | None) -> PolicyModel:
+    return PolicyModel(causal_lm, temperature=config.sampling.temperature, dtype=_dtype_of(config), adapters=adapters)
+
+
+def _dtype_of(config: Config) -> torch.dtype:
+    """Arithmetic of the learner's matrix products."""
+    return torch.bfloat16 if config.learner.dtype == "bfloat16" else torch.float32
+
+
+@torch.no_grad()
+def _refuse_changed_logits(causal_lm: PreTrainedModel, folder: Path) -> None:
+    token_RS = torch.arange(8).view(1, 8) % causal_lm.config.get_text_config().vocab_size
+    hidden_RSD = hidden_states(causal_lm, token_RS, None)
+    ours, theirs = hidden_RSD @ causal_lm.get_output_embeddings().weight.T, causal_lm(input_ids=token_RS).logits
+    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
+        raise InputError(
+            "model.path",
+            f"{folder} ({type(causal_lm).__name__}) changes its logits after the output layer (a bias, cap or scale)",
+            _OTHER_ARCHITECTURE,
+        )
+
+
+@torch.no_grad()
+def _refuse_what_reads_ahead(causal_lm: PreTrainedModel, folder: Path) -> None:
+    """Rows are padded behind their ends, so what stands there must change nothing before it."""
+    token_S = torch.arange(8) * 5 % causal_lm.config.get_text_config().vocab_size
+    alone_SD = hidden_states(causal_lm, token_S[None, :5], None)[0]
+    padded_SD = hidden_states(causal_lm, torch.stack([token_S, token_S * (torch.arange(8) < 5)]), None)[1, :5]
+    if not torch.allclose(alone_SD, padded_SD, rtol=1e-3, atol=1e-3):
+        raise InputError(
+            "model.path",
+            f"{folder} ({type(causal_lm).__name__}) changes what it makes of a token with what stands behind it",
+            "Use an architecture that reads from left to right, such as Qwen or Llama",
+        )

@@ -1,0 +1,86 @@
+"""What a push sends of a policy: every element, or what changed since another version, in frames of bounded size.
+
+Changes are packed in threads while earlier frames are on their way, and kept, so that several generators cost one
+packing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from gspo.common.weights.changes import Bits, pack_changes
+from gspo.learner.push.policy_weights import Policy
+from gspo_proto.generation_pb2 import WeightFrame
+
+# Far below gRPC's limit for a message. Larger ones are slower (4 MiB: a third of the rate): each copy of one is memory
+# that the allocator takes from the system anew.
+FRAME_BYTES = 2**20
+# Frames that are packed before they are asked for.
+_AHEAD = 4
+
+
+class Frames:
+    """The frames of one push, in order; iterate as often as wanted.
+
+    Args:
+        base: What the receiver holds; None where it needs every element.
+        frame_bytes: Weights in one frame, at most.
+    """
+
+    def __init__(self, policy: Policy, base: Policy | None = None, frame_bytes: int = FRAME_BYTES) -> None:
+        self._policy, self._base = policy, base
+        self._runs = [
+            (name, slice(start, start + frame_bytes // bits.itemsize))
+            for name, bits in policy.bits.items()
+            for start in range(0, bits.size, frame_bytes // bits.itemsize)
+        ]
+        self._packed: dict[int, asyncio.Future[WeightFrame | None]] = {}
+
+    async def __aiter__(self) -> AsyncIterator[WeightFrame]:
+        if self._base is None:
+            for name, run in self._runs:
+                # To copy so little takes less time than to hand it to a thread.
+                yield _whole(name, run, self._policy.bits[name].reshape(-1)[run])
+            return
+        for number in range(len(self._runs)):
+            for ahead in range(number, min(number + _AHEAD, len(self._runs))):
+                if ahead not in self._packed:
+                    packing = asyncio.to_thread(self._pack, self._base, *self._runs[ahead])
+                    self._packed[ahead] = asyncio.ensure_future(packing)
+                    self._packed[ahead].add_done_callback(_take_notice)
+            # Another push may wait for the same frame when this one is cancelled.
+            frame = await asyncio.shield(self._packed[number])
+            if frame is not None:
+                yield frame
+
+    def _pack(self, base: Policy, name: str, run: slice) -> WeightFrame | None:
+        """What changed in a run, or all of it where that is less; None where nothing changed."""
+        new = self._policy.bits[name].reshape(-1)[run]
+        packed = pack_changes(new, base.bits[name].reshape(-1)[run])
+        if not packed.num_listed:
+            return None
+        if len(packed.data) >= new.nbytes:
+            return _whole(name, run, new)
+        frame = _frame(name, run, new)
+        frame.tensor.changes.num_listed, frame.tensor.changes.packed = packed
+        return frame
+
+
+def _take_notice(packed: asyncio.Future[WeightFrame | None]) -> None:
+    """One that failed is raised where it is awaited; those ahead of it, which nobody awaits any more, are no news."""
+    if not packed.cancelled():
+        packed.exception()
+
+
+def _whole(name: str, run: slice, elements: Bits) -> WeightFrame:
+    frame = _frame(name, run, elements)
+    frame.tensor.data = elements.tobytes()
+    return frame
+
+
+def _frame(name: str, run: slice, elements: Bits) -> WeightFrame:
+    """A frame without its elements: they are put into it in place, because a message put into another is copied."""
+    frame = WeightFrame()
+    frame.tensor.name, frame.tensor.offset, frame.tensor.num_elements = name, run.start, len(elements)
+    return frame

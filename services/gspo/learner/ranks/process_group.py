@@ -1,0 +1,114 @@
+"""The process group of the learner's ranks: joining it, sums over it, and bytes from the first rank to the others.
+
+Every wait for another rank ends after learner.rank_timeout_s. What is said is orders.py's, what is summed the
+trainer's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch import Tensor, distributed
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+from gspo.learner.ranks.environment import is_launched
+from gspo_core.stats import Stats
+
+_LOOPBACKS = ("lo", "lo0")
+# What the libraries' messages about other ranks have in common; torch has no class for gloo's.
+_MARKS = ("gloo", "nccl", "connection closed", "timed out", "connection reset", "broken pipe")
+
+
+class RanksError(RuntimeError):
+    """Another rank has ended, or did not answer in time."""
+
+
+def join(backend: str, timeout_s: float) -> None:
+    """Join the group of the launcher's ranks, or make one of this process alone, which needs no port."""
+    if distributed.is_initialized():
+        return
+    if is_launched():
+        with in_time(timeout_s):
+            distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    else:
+        # gloo listens for other ranks even where there are none, on the address of the host's name.
+        for _, interface in socket.if_nameindex():
+            if interface in _LOOPBACKS:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def set_deadlines(timeout_s: float) -> None:
+    """Give every group that exists, also those that a library made for itself, the same deadline."""
+    for group in list(_world.pg_map):
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+@contextmanager
+def in_time(timeout_s: float) -> Iterator[None]:
+    """Say of what the libraries raise about other ranks what it means.
+
+    Raises:
+        RanksError: Another rank has ended, or was silent for longer than `timeout_s`.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        words = str(error)
+        if isinstance(error, RanksError) or not any(mark in words.lower() for mark in _MARKS):
+            raise
+        raise RanksError(
+            f"another rank of the learner has ended, or was silent for more than learner.rank_timeout_s "
+            f"({timeout_s:g} s); its own reason is in its log ({words.splitlines()[0]})"
+        ) from error
+
+
+def sum_over_ranks(value: Tensor, device: torch.device) -> Tensor:
+    """The sum of a tensor over all ranks, where the tensor is; `device` is where the ranks talk."""
+    if distributed.get_world_size() == 1:
+        return value
+    summed = value.to(device, copy=True)
+    distributed.all_reduce(summed)
+    return summed.to(value.device)
+
+
+def sum_stats(stats: Stats, device: torch.device) -> Stats:
+    """Sums added up over the ranks, and the largest of maxima. Every rank gives the same names."""
+    if distributed.get_world_size() == 1:
+        return stats
+    summed = {}
+    for key in sorted(stats):
+        summed[key] = stats[key].to(device)
+        kind = distributed.ReduceOp.MAX if key.endswith(".max") else distributed.ReduceOp.SUM
+        distributed.all_reduce(summed[key], kind)
+    return summed
+
+
+class Line:
+    """Bytes from rank 0 to all others, over the hosts' network whatever the devices are. All ranks make it at once."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def send(self, message: bytes) -> None:
+        """Called by rank 0 alone."""
+        distributed.broadcast(torch.tensor([len(message)]), src=0, group=self._group)
+        distributed.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), src=0, group=self._group)
+
+    def receive(self) -> bytes:
+        """The next message; called by every rank but 0."""
+        length = torch.zeros(1, dtype=torch.long)
+        distributed.broadcast(length, src=0, group=self._group)
+        message = torch.empty(int(length), dtype=torch.uint8)
+        distributed.broadcast(message, src=0, group=self._group)
+        return message.numpy().tobytes()
+
+    def meet(self) -> None:
+        """Wait until every rank is here."""
+        distributed.barrier(group=self._group)

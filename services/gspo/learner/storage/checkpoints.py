@@ -1,0 +1,156 @@
+"""The checkpoint folders: one appears under its name when all of it is on the disk, with the digest of every file.
+
+What is in them is the trainer's.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from gspo.learner.storage.durable_files import fsync, replace_whole, temporary
+
+# Lists every file with its size and SHA-256.
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{6,})")
+_DAMAGED = ".damaged"
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint after a step is, or will be."""
+        return self.folder / f"step-{step:06d}"
+
+    def begin(self, step: int) -> Path:
+        """An empty folder that every rank may fill; `finish` makes it the checkpoint after `step`.
+
+        FileExistsError: there is a whole checkpoint of that step.
+        """
+        if self.is_whole(step):
+            raise FileExistsError(f"{self.path(step)} is a whole checkpoint")
+        unfinished = temporary(self.path(step))
+        for leftover in (unfinished, self.path(step)):
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        unfinished.mkdir(parents=True)
+        return unfinished
+
+    def finish(self, step: int) -> Path:
+        """Give the filled folder its name; all of it is on the disk when this returns. Called by one rank."""
+        unfinished = temporary(self.path(step))
+        for name in _sizes(unfinished):
+            fsync(unfinished / name)
+        for folder in filter(Path.is_dir, unfinished.rglob("*")):
+            fsync(folder)
+        replace_whole(unfinished / MANIFEST, json.dumps(_manifest(step, unfinished), indent=2).encode())
+        unfinished.rename(self.path(step))
+        fsync(self.folder)
+        return self.path(step)
+
+    def all_steps(self) -> list[int]:
+        """The steps that have a checkpoint folder, damaged or not, in order."""
+        return sorted(int(match[1]) for folder in self.folder.iterdir() if (match := _NAME.fullmatch(folder.name)))
+
+    def steps(self) -> list[int]:
+        """The steps that have a whole checkpoint, in order."""
+        return [step for step in self.all_steps() if self.is_whole(step)]
+
+    def newest(self) -> int | None:
+        """The step of the newest whole checkpoint; None while there is none."""
+        return max(self.steps(), default=None)
+
+    def is_whole(self, step: int) -> bool:
+        """Whether the checkpoint after `step` is there with every file at its full size; reads no file's content."""
+        files = self._listed(step)
+        return files is not None and {name: _size_of(entry) for name, entry in files.items()} == _sizes(self.path(step))
+
+    def damage(self, step: int) -> str:
+        """What differs from the moment when the checkpoint was written; empty where every byte is as it was.
+
+        Reads every file. A checkpoint from before digests were kept is held against its sizes alone.
+        """
+        try:
+            return self._difference(step)
+        except OSError as error:
+            if error.errno != errno.EIO:  # a right that is missing, say, is for the user to mend
+                raise
+            return f"a file cannot be read ({error.strerror}): the disk has lost a part of it"
+
+    def _difference(self, step: int) -> str:
+        files, folder = self._listed(step), self.path(step)
+        if files is None:
+            return f"{MANIFEST} is missing or unreadable"
+        has_digests = not all(isinstance(entry, int) for entry in files.values())
+        found: dict[str, Any] = {"step": step, "files": _sizes(folder)}
+        if has_digests:
+            found = _manifest(step, folder)
+        if json.loads((folder / MANIFEST).read_bytes()) == found:
+            return ""
+        for name, entry in sorted(files.items()):
+            if (present := found["files"].get(name)) != entry:
+                return f"{name}: expected {_words(entry)}, found {_words(present)}"
+        return f"{MANIFEST} or the files beside it have changed"
+
+    def move_damaged(self, step: int) -> Path:
+        """Move a checkpoint out of the way, for its owner to look at; returns where it is now."""
+        damaged = self.path(step).with_name(self.path(step).name + _DAMAGED)
+        if damaged.exists():
+            shutil.rmtree(damaged)
+        self.path(step).rename(damaged)
+        fsync(self.folder)
+        return damaged
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint. Its name goes first: half of one is never taken for whole."""
+        leaving = temporary(self.path(step))
+        self.path(step).rename(leaving)
+        shutil.rmtree(leaving)
+
+    def _listed(self, step: int) -> dict[str, Any] | None:
+        """What the manifest says of each file; None where it cannot be read."""
+        try:
+            manifest = json.loads((self.path(step) / MANIFEST).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        files = manifest.get("files") if isinstance(manifest, dict) else None
+        return files if isinstance(files, dict) else None
+
+
+def _manifest(step: int, folder: Path) -> dict[str, Any]:
+    """What the manifest of an undamaged folder says: the files' sizes and digests, read in parallel."""
+    sizes = _sizes(folder)
+    with ThreadPoolExecutor() as threads:  # hashlib lets other threads run
+        digests = threads.map(lambda name: _sha256(folder / name), sizes)
+        files = {name: {"bytes": sizes[name], "sha256": digest} for name, digest in zip(sizes, digests, strict=True)}
+    return {"step": step, "files": files}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
+
+
+def _size_of(entry: Any) -> Any:
+    return entry.get("bytes") if isinstance(entry, dict) else entry
+
+
+def _words(entry: Any) -> str:
+    if isinstance(entry, dict) and isinstance(digest := entry.get("sha256"), str):
+        return f"{entry.get('bytes')} bytes with SHA-256 {digest[:12]}..."
+    return "no such file" if entry is None else f"{entry} bytes"

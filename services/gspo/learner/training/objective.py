@@ -1,0 +1,126 @@
+"""From the run's algorithm keys to advantages and losses: the one place where they become gspo_core's arguments.
+
+No formula is written here (gspo_core has them), and no model runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspo.common.config.algorithm import AlgorithmConfig
+from gspo.learner.model.batch import MicroBatch, StepBatch
+from gspo_core.advantage import token_advantages
+from gspo_core.correction import behavior_stats, behavior_weights
+from gspo_core.kl import kl_divergence
+from gspo_core.loss import aggregate_loss, policy_loss
+from gspo_core.stats import Stats, mean_stats
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the log-probs of a step are held against. All [B, T].
+
+    Attributes:
+        old_BT: Denominator of the ratio.
+        reference_BT: Log-probs of the first policy, where the algorithm needs them.
+        mask_BT: The tokens that count, without those that the behavior correction took out.
+        stats: What that correction found, over the whole step; empty where there is none.
+    """
+
+    old_BT: Tensor
+    reference_BT: Tensor | None
+    advantage_BT: Tensor
+    mask_BT: Tensor
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """`loss` adds up over the micro-batches and ranks of an optimizer step; so do the stats."""
+
+    loss: Tensor
+    stats: Stats
+
+
+def step_targets(algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor, reference_BT: Tensor | None) -> Targets:
+    """Correct for stale behavior, penalise by KL, and place the advantages, over the whole step."""
+    weight_BT, keep_BT, stats = _behavior_weights(algorithm, batch, old_BT)
+    mask_BT = batch.mask_BT & keep_BT
+    penalty_BT = None
+    if algorithm.add_token_level_kl and reference_BT is not None:
+        penalty_BT = algorithm.kl_coef * kl_divergence(old_BT, reference_BT, "k1")
+    advantage_BT = token_advantages(
+        torch.tensor([row.advantage for row in batch.rows], dtype=torch.float64),
+        mask_BT,
+        token_penalty_BT=penalty_BT,
+        gamma=algorithm.gamma,
+        whiten_advantages=algorithm.whiten_advantages,
+        advantage_clip=algorithm.advantage_clip,
+    )
+    return Targets(old_BT, reference_BT, (advantage_BT * weight_BT).float(), mask_BT, stats)
+
+
+def has_gradient(algorithm: AlgorithmConfig, targets: Targets) -> Tensor:
+    """Of which rollouts the loss has a gradient, Bool [B]: where no advantage is, only a KL term has one."""
+    if algorithm.use_kl_loss and algorithm.kl_loss_coef:
+        return targets.mask_BT.any(-1)
+    return (targets.mask_BT & (targets.advantage_BT != 0)).any(-1)
+
+
+def micro_batch_loss(
+    algorithm: AlgorithmConfig,
+    micro: MicroBatch,
+    logp_RT: Tensor,
+    entropy_RT: Tensor,
+    targets: Targets,
+    *,
+    num_sequences: int,
+    num_tokens: int,
+) -> MicroBatchLoss:
+    """The clipped objective, and the KL term where it is asked for. N and M count the whole optimizer step."""
+    mask_RT = micro.take_mask(targets.mask_BT)
+    low, high = algorithm.clip
+    policy = policy_loss(
+        logp_RT,
+        micro.take(targets.old_BT),
+        micro.take(targets.advantage_BT),
+        mask_RT,
+        importance_sampling=algorithm.importance_sampling,
+        pg_clip_low=low,
+        pg_clip_high=high,
+        dual_clip=algorithm.dual_clip,
+        loss_agg_mode=algorithm.loss_agg_mode,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        max_response_length=algorithm.response_length,
+    )
+    stats = {**policy.stats, **mean_stats("entropy", entropy_RT, mask_RT)}
+    if targets.reference_BT is None:
+        return MicroBatchLoss(policy.loss, stats)
+    kl_RT = kl_divergence(logp_RT, micro.take(targets.reference_BT), algorithm.kl_kind)
+    stats |= mean_stats("reference_kl", kl_RT, mask_RT)
+    if not algorithm.use_kl_loss:
+        return MicroBatchLoss(policy.loss, stats)
+    kl_loss = aggregate_loss(
+        kl_RT,
+        mask_RT,
+        loss_agg_mode=algorithm.loss_agg_mode,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        max_response_length=algorithm.response_length,
+    )
+    return MicroBatchLoss(policy.loss + algorithm.kl_loss_coef * kl_loss, stats)
+
+
+def _behavior_weights(algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor) -> tuple[Tensor, Tensor, Stats]:
+    kind, level = algorithm.behavior_correction, algorithm.behavior_level
+    compared = old_BT, batch.behavior_BT, batch.mask_BT
+    if kind == "none":
+        return *behavior_weights(*compared, behavior_correction=kind), {}
+    # Truncation only caps: a lower bound would raise the weight of what the policy has moved away from.
+    bounds = (algorithm.behavior_low if kind == "mask" else 0.0, algorithm.behavior_high)
+    weight_BT, keep_BT = behavior_weights(*compared, behavior_correction=kind, behavior_level=level, bounds=bounds)
+    return weight_BT, keep_BT, behavior_stats(*compared, behavior_level=level, bounds=bounds)

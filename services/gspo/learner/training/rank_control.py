@@ -1,0 +1,154 @@
+"""How the learner's ranks act as one: rank 0 tells the others each call of the trainer, and they make it too.
+
+Rank 0 alone talks to Redis, gRPC and the log; the others know the run directory for its checkpoints, and what they
+are told. consumes: rank 0's orders. waits for: the next one, which comes at the latest with the next sign of life.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import structlog
+from torch import Tensor, distributed
+
+from gspo.common.config.schema import Config
+from gspo.learner.assembly.rows import Row, from_table, to_table
+from gspo.learner.ranks.process_group import Line, in_time
+from gspo.learner.training.trainer import Trainer
+from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, Trained
+
+log = structlog.get_logger()
+_END, _SIGN_OF_LIFE = "end", "sign_of_life"
+
+
+class Leader:
+    """Rank 0's trainer, with the others behind it; the trainer itself where there are no others.
+
+    Args:
+        run_dir: The shared run directory, as this host knows it.
+    """
+
+    def __init__(self, config: Config, model: Path, run_dir: Path) -> None:
+        self._timeout_s, self._run_dir = config.learner.rank_timeout_s, run_dir
+        with in_time(self._timeout_s):
+            self._trainer = Trainer(config, model, seed=config.seed)
+            self._line = Line(self._timeout_s) if distributed.get_world_size() > 1 else None
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether there are other ranks."""
+        return self._line is not None
+
+    def train(
+        self,
+        step: int,
+        rows: Sequence[Row],
+        known: Collection[int] = (),
+        hyperparameters: Hyperparameters | None = None,
+    ) -> Trained:
+        """As Trainer.train."""
+        with in_time(self._timeout_s):
+            values = asdict(hyperparameters) if hyperparameters else None
+            self._order("train", rows, step=step, known=sorted(known), hyperparameters=values)
+            return self._trainer.train(step, rows, known, hyperparameters)
+
+    def policy(self) -> dict[str, Tensor]:
+        """As Trainer.policy."""
+        with in_time(self._timeout_s):
+            self._order("policy")
+            return self._trainer.policy()
+
+    def save(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """As Trainer.save, into a folder of the run directory."""
+        with in_time(self._timeout_s):
+            self._order("save", folder=str(folder.relative_to(self._run_dir)))
+            self._trainer.save(folder, state)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """As Trainer.load, from a folder of the run directory."""
+        with in_time(self._timeout_s):
+            self._order("load", folder=str(folder.relative_to(self._run_dir)))
+            return self._trainer.load(folder)
+
+    def export(self, folder: Path) -> None:
+        """As Trainer.export."""
+        with in_time(self._timeout_s):
+            self._order("export", folder=str(folder.relative_to(self._run_dir)))
+            self._trainer.export(folder)
+
+    def sign_of_life(self) -> None:
+        """Show the others that there will be orders, and see that they are there."""
+        with in_time(self._timeout_s):
+            self._order(_SIGN_OF_LIFE)
+            if self._line:
+                self._line.meet()
+
+    def close(self) -> None:
+        """Let the others end."""
+        with in_time(self._timeout_s):
+            self._order(_END)
+
+    def _order(self, what: str, rows: Sequence[Row] = (), **details: Any) -> None:
+        if self._line:
+            head = json.dumps({"what": what, **details}).encode()
+            self._line.send(head + b"\n" + _packed(rows))
+
+
+def follow(config: Config, model: Path, run_dir: Path) -> None:
+    """Make every call of the trainer that rank 0 makes, until it says that this is the end.
+
+    Raises:
+        RanksError: Another rank has ended or is silent.
+    """
+    with in_time(config.learner.rank_timeout_s):
+        trainer = Trainer(config, model, seed=config.seed)
+        line = Line(config.learner.rank_timeout_s)
+        log.info("rank_ready", rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
+        while True:
+            head, _, table = line.receive().partition(b"\n")
+            order = json.loads(head)
+            if order["what"] == _END:
+                return
+            if order["what"] == _SIGN_OF_LIFE:
+                line.meet()
+            else:
+                _obey(trainer, order, table, run_dir)
+
+
+def _obey(trainer: Trainer, order: Mapping[str, Any], table: bytes, run_dir: Path) -> None:
+    match order["what"]:
+        case "train":
+            values = order["hyperparameters"]
+            hyperparameters = Hyperparameters(**values) if values else None
+            try:
+                trainer.train(order["step"], _unpacked(table), order["known"], hyperparameters)
+            except NotFiniteError as error:
+                log.info("training_ended", reason=str(error))  # rank 0 came to the same end, and says what follows
+        case "policy":
+            trainer.policy()
+        case "save":
+            trainer.save(run_dir / order["folder"], {})
+        case "load":
+            trainer.load(run_dir / order["folder"])
+        case "export":
+            trainer.export(run_dir / order["folder"])
+        case unknown:
+            raise ValueError(f"rank 0 ordered {unknown!r}, which nobody knows: the ranks run unlike versions")
+
+
+def _packed(rows: Sequence[Row]) -> bytes:
+    table = to_table(rows)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    packed: bytes = sink.getvalue().to_pybytes()
+    return packed
+
+
+def _unpacked(packed: bytes) -> list[Row]:
+    return from_table(pa.ipc.open_stream(packed).read_all())

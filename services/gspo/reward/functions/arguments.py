@@ -1,0 +1,342 @@
+"""Reward functions of a configuration: reading one, its version, and what the parameters of any function are given.
+
+It runs no user code: the sandbox's process loads the source and tells its signature.
+
+A function by TRL's convention takes any of these by name, each a list with one item a completion:
+  prompts         text, or chat messages where the prompt was given as messages
+  completions     text, or [{"role": "assistant", "content": text}] where the prompt was given as messages; of a
+                  conversation its last turn, or where the prompt was given as messages all turns and observations
+  completion_ids  token ids, special tokens included
+  outcomes        eos, stop_string, truncated; of a conversation also environment_done, turn_limit, turn_token_limit,
+                  time_limit or step_time_limit
+  stops           the stop string that ended the answer, or ""
+  truncated       whether the answer was cut off at response_length
+  any other name  the data set's column of that name; `**columns` takes all columns
+A function by verl's convention is called for each answer with
+  data_source     the column, or ""
+  solution_str    the answer's text
+  ground_truth    the column ground_truth, else ground_truth within the column reward_model, else the column answer
+  extra_info      the column, or {}
+  any other name  the data set's column of that name
+A function by OpenRLHF's remote form takes, each a list with one item an answer
+  queries         the prompt's text and the answer's behind it
+  prompts         the prompt's text
+  labels          the right answer, by verl's rule; None where there is none
+Whatever a configuration gives as `args` stands above a column of that name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gspo.common.config.reward import RewardConfig, RewardFunction
+from gspo.common.errors import InputError, nearest
+from gspo.reward.registry.submission import version_of
+from gspo.reward.sandbox.calls import CallFailed, Code, CodeKind
+from gspo.reward.sandbox.replies import SignatureReply
+from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout
+
+TRL_GIVEN = ("prompts", "completions", "completion_ids", "outcomes", "stops", "truncated")
+OPENRLHF_GIVEN = ("queries", "prompts", "labels")
+VERL_GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
+GIVEN = {"trl": TRL_GIVEN, "verl": VERL_GIVEN, "openrlhf": OPENRLHF_GIVEN, "environment": ()}
+BUILTINS = Path(__file__).parent / "builtins"
+NOT_ASKED = "Unaskable"
+_FILES = {"code_tests": "code_runner.py"}
+GROUND_TRUTH_RULE = "column ground_truth, else reward_model.ground_truth, else column answer"
+
+
+class Unaskable(CallFailed):
+    """A function cannot be asked about a rollout."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("exception", text, error_type=NOT_ASKED)
+
+
+class MissingColumn(Unaskable):
+    """The data set lacks a column that the function needs."""
+
+    def __init__(self, column: str, columns: Collection[str]) -> None:
+        super().__init__(f"needs the column '{column}', and the data set has {', '.join(sorted(columns)) or 'none'}")
+        self.column = column
+
+
+@dataclass(frozen=True)
+class Source:
+    """One reward function as text.
+
+    Attributes:
+        path: Of its file; of one that was registered or comes with gspo, a name to show.
+        version: `version_of` of the file's bytes, entry and args.
+        args: Further keyword arguments, from the configuration.
+        reads: Files and folders beside its own text that it may read and import from.
+    """
+
+    name: str
+    path: Path
+    text: str
+    version: str
+    entry: str | None
+    weight: float
+    args: dict[str, Any] = field(default_factory=dict)
+    kind: CodeKind = "reward"
+    reads: tuple[Path, ...] = ()
+
+    @property
+    def code(self) -> Code:
+        """What the sandbox loads."""
+        return Code(self.name, self.text, self.version, str(self.path), self.entry, self.kind, self.reads)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a loaded function takes, as its process told."""
+
+    entry: str
+    convention: Literal["trl", "verl", "openrlhf", "environment"]
+    takes: frozenset[str]
+    required: tuple[str, ...]
+    takes_any: bool
+
+    @classmethod
+    def from_reply(cls, told: SignatureReply) -> Signature:
+        """What a worker told, in the form that was checked."""
+        return cls(told.entry, told.convention, frozenset(told.takes), tuple(told.required), told.takes_any)
+
+    def missing(self, columns: Collection[str]) -> list[str]:
+        """Columns that the function cannot do without and that `columns` lacks."""
+        given = {*columns, *GIVEN[self.convention]}
+        return [name for name in self.required if name not in given]
+
+
+def read_sources(config: RewardConfig) -> list[Source]:
+    """Read every file and built-in of the configuration; addresses and registered names are not among them.
+
+    Raises:
+        InputError: A file is missing or not Python.
+    """
+    return [
+        read_source(function, f"reward.functions.{index}")
+        for index, function in enumerate(config.functions)
+        if function.path or function.builtin
+    ]
+
+
+def check_names(config: RewardConfig) -> None:
+    """Refuse two functions of one name.
+
+    Raises:
+        InputError: Names the second one.
+    """
+    labels = [function.label for function in config.functions]
+    for index, label in enumerate(labels):
+        if label in labels[:index]:
+            raise InputError(
+                f"reward.functions.{index}.name",
+                f"'{label}' names two functions",
+                "Give each a name of its own with `name:`",
+            )
+
+
+def read_source(function: RewardFunction, key: str) -> Source:
+    """Read one file or built-in; `key` is its place in the configuration.
+
+    Raises:
+        InputError: It cannot be read, or is not Python: with line and column.
+    """
+    path = function.path or BUILTINS / _FILES.get(function.builtin or "", f"{function.builtin}.py")
+    data, text = read_python(path, f"{key}.path")
+    version = version_of(data, entry=function.entry, args=function.args)
+    # A built-in's file lies among others of the same names as the libraries that they use.
+    shown = path if function.path else Path(f"{function.builtin}.py")
+    reads = tuple(existing(place, f"{key}.reads.{i}") for i, place in enumerate(function.reads))
+    return Source(function.label, shown, text, version, function.entry, function.weight, function.args, reads=reads)
+
+
+def read_python(path: Path, key: str) -> tuple[bytes, str]:
+    """A file's bytes and its text, which compiles; `key` names it in the configuration.
+
+    Raises:
+        InputError: It cannot be read, or is not Python: with line and column.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(key, f"{path} cannot be read ({error.strerror})", "Mend the path") from error
+    try:
+        text = importlib.util.decode_source(data)
+        compile(text, str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        where = f"{path}, line {error.lineno}, column {error.offset}" if error.lineno else str(path)
+        raise InputError(key, f"{where}: {error.msg}", "Mend that line") from error
+    except (ValueError, LookupError) as error:  # bytes that are no text, or in an encoding that is none
+        raise InputError(key, f"{path} is not Python text: {error}", "Give a Python file") from error
+    return data, text
+
+
+def existing(place: Path, key: str) -> Path:
+    """A file or folder that user code reads.
+
+    Raises:
+        InputError: It is not there.
+    """
+    if not place.exists():
+        raise InputError(key, f"{place} does not exist", "Give a file or folder that the function reads")
+    return place.resolve()
+
+
+def arguments_for(
+    signature: Signature, rollouts: Sequence[Rollout], args: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The question to the function's process: `arguments` of one call, or `rows` for one call each.
+
+    Args:
+        args: Further keyword arguments, the same in every call.
+
+    Raises:
+        Unaskable: A column that it needs is not in the data set, or a rollout's columns are not JSON.
+    """
+    try:
+        return _arguments(signature, rollouts, args or {})
+    except ValueError as error:
+        raise Unaskable(f"cannot be asked: {error}") from error
+
+
+def _arguments(signature: Signature, rollouts: Sequence[Rollout], args: dict[str, Any]) -> dict[str, Any]:
+    columns = [_columns(rollout) for rollout in rollouts]
+    match signature.convention:
+        case "verl":
+            return {"rows": [_verl_row(signature, *pair, args) for pair in zip(rollouts, columns, strict=True)]}
+        case "openrlhf":
+            return {"arguments": _openrlhf_arguments(rollouts, columns) | args}
+        case "environment":
+            raise Unaskable("is an environment, which answers steps and scores no answers")
+    return {"arguments": _trl_arguments(signature, rollouts, columns, args) | args}
+
+
+def _columns(rollout: Rollout) -> dict[str, Any]:
+    """The data set's columns.
+
+    Raises:
+        ValueError: They are not a JSON object.
+    """
+    try:
+        found = json.loads(rollout.prompt.columns_json or "{}")
+    except RecursionError as error:
+        raise ValueError("its columns are nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"its columns are {type(found).__name__}, not a JSON object")
+    return found
+
+
+def _openrlhf_arguments(rollouts: Sequence[Rollout], columns: list[dict[str, Any]]) -> dict[str, Any]:
+    prompts = [rollout.prompt.text for rollout in rollouts]
+    return {
+        "queries": [prompt + rollout.text for prompt, rollout in zip(prompts, rollouts, strict=True)],
+        "prompts": prompts,
+        "labels": [_label(row) for row in columns],
+    }
+
+
+def _label(columns: dict[str, Any]) -> Any:
+    try:
+        return ground_truth(columns)
+    except MissingColumn:
+        return None
+
+
+def _trl_arguments(
+    signature: Signature, rollouts: Sequence[Rollout], columns: list[dict[str, Any]], args: dict[str, Any]
+) -> dict[str, Any]:
+    names = {name for row in columns for name in row}
+    if missing := signature.missing({*names, *args}):
+        raise MissingColumn(missing[0], names)
+    wanted = names if signature.takes_any else names & signature.takes
+    arguments: dict[str, Any] = {name: [row.get(name) for row in columns] for name in wanted}
+    for name in TRL_GIVEN:
+        if name in signature.takes or (signature.takes_any and name in ("prompts", "completions")):
+            arguments[name] = [_trl_value(name, rollout) for rollout in rollouts]
+    return arguments
+
+
+def _trl_value(name: str, rollout: Rollout) -> Any:
+    messages = rollout.prompt.messages_json
+    match name:
+        case "prompts":
+            return json.loads(messages) if messages else rollout.prompt.text
+        case "completions":
+            return _completion(rollout) if messages else rollout.text
+        case "completion_ids":
+            return list(rollout.token_ids)
+        case "outcomes":
+            return Outcome.Name(rollout.outcome).removeprefix("OUTCOME_").lower()
+        case "stops":
+            return rollout.stop
+        case _:
+            return rollout.outcome == OUTCOME_TRUNCATED
+
+
+def _completion(rollout: Rollout) -> list[dict[str, Any]]:
+    """The answer as chat messages, the policy's last one at the end: a limit may have been hit behind it."""
+    turns = json.loads(rollout.episode.turns_json or "[]")
+    while turns and turns[-1]["role"] != "assistant":
+        turns.pop()
+    return turns or [{"role": "assistant", "content": rollout.text}]
+
+
+def _verl_row(signature: Signature, rollout: Rollout, columns: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
+    if missing := signature.missing({*columns, *args}):
+        raise MissingColumn(missing[0], columns)
+    given = {
+        "data_source": columns.get("data_source", ""),
+        "solution_str": rollout.text,
+        "ground_truth": ground_truth(columns),
+        "extra_info": columns.get("extra_info") or {},
+    }
+    taken = {name: value for name, value in (columns | given).items() if signature.takes_any or name in signature.takes}
+    return taken | args
+
+
+def ground_truth(columns: dict[str, Any]) -> Any:
+    """The right answer of a row: GROUND_TRUTH_RULE.
+
+    Raises:
+        MissingColumn: The row has none of them.
+    """
+    if columns.get("ground_truth") is not None:
+        return columns["ground_truth"]
+    model = columns.get("reward_model")
+    if isinstance(model, dict) and model.get("ground_truth") is not None:
+        return model["ground_truth"]
+    if columns.get("answer") is not None:
+        return columns["answer"]
+    raise MissingColumn("ground_truth", columns)
+
+
+def check_columns(source: Source, signature: Signature, row: dict[str, Any], where: str) -> None:
+    """Check that a data set whose first row's columns are `row` has what the function asks for.
+
+    Raises:
+        InputError: Names the column and the nearest one there is.
+    """
+    missing = signature.missing({*row, *source.args})
+    if signature.convention == "verl" and not missing:
+        try:
+            ground_truth(row)
+        except MissingColumn:
+            raise InputError(
+                where,
+                f"has no right answer for {signature.entry} of {source.path} ({GROUND_TRUTH_RULE})",
+                nearest("ground_truth", row) if row else "Add a column ground_truth",
+            ) from None
+    if missing:
+        raise InputError(
+            where,
+            f"has no column '{missing[0]}', which {signature.entry} of {source.path} asks for",
+            nearest(missing[0], row) if row else "Add the column, or give the parameter a default",
+        )

@@ -1,0 +1,58 @@
+"""What `code_tests` runs in the sandbox for one answer: its code, and then calls of it. The other half, which knows
+the right results, is functions/code_tests.py: they never come in here, so no answer can look them up.
+
+It is an environment without steps, because an environment's functions may return any JSON value.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import sys
+from typing import Any
+
+
+def reset(task: dict[str, Any]) -> tuple[Any, str]:
+    """Run `code` once for each of `runs`: {"call": expression} or {"stdin": text}; their results, in order.
+
+    A result is {"value": JSON}, {"text": repr of what JSON cannot carry}, {"stdout": text} or {"error": class: text}.
+    """
+    return [run(task["code"], each) for each in task["runs"]], ""
+
+
+def step(state: Any, action: str) -> tuple[Any, str, float, bool]:
+    """There is none."""
+    return state, action, 0.0, True
+
+
+def run(code: str, each: dict[str, Any]) -> dict[str, Any]:
+    """One run in names of its own."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed = io.StringIO()
+    sys.stdin = io.StringIO(each.get("stdin", ""))
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, "answer.py", "exec"), names)  # noqa: S102 - what the sandbox is for
+            if "call" in each:
+                return value_of(eval(compile(ast.parse(each["call"], mode="eval"), "test", "eval"), names))  # noqa: S307
+    except SystemExit as error:
+        if "call" in each or error.code not in (None, 0):
+            return {"error": f"SystemExit: {error.code}"}
+    except BaseException as error:  # noqa: BLE001 - whatever the answer does wrong is its result
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    return {"stdout": printed.getvalue()}
+
+
+def value_of(value: Any) -> dict[str, Any]:
+    """A result as JSON; what JSON would change (tuples, sets, keys that are no text) by its repr."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+        if json.loads(text) == value:
+            return {"value": json.loads(text)}
+    except (TypeError, ValueError, RecursionError):
+        pass
+    if isinstance(value, set | frozenset):
+        return {"text": f"set of {sorted(map(repr, value))}"}
+    return {"text": repr(value)[:10_000]}

@@ -1,0 +1,104 @@
+"""The built-in environment `tools`, inside its sandbox: a calculator, and Python programs.
+
+An episode has no state: a turn with calls is answered with what they gave, and a turn without any is the policy's last
+word. It rewards nothing; the run's reward functions do. The other half is services/gspo/reward/functions/tool_calls.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import operator
+from collections.abc import Callable
+from typing import Any
+
+Action = dict[str, Any] | str
+_SHOWN_CHARS = 2000
+# A number of more digits, and what would make one, is refused: it takes time and tells nothing.
+_MOST_BITS = 4096
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_SIGNS: dict[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+def reset(task: Any) -> tuple[dict[str, Any], str]:  # noqa: ARG001 - the convention of environments
+    """An episode begins with its prompt alone."""
+    return {}, ""
+
+
+def step(state: dict[str, Any], action: Action) -> tuple[dict[str, Any], Any, float, bool]:
+    """The results of a turn's calls, in their order; done when there is none."""
+    calls = action["calls"] if isinstance(action, dict) else []
+    if not calls:
+        return state, "", 0.0, True
+    messages = [{"role": "tool", "name": call["name"], "content": answer(call)} for call in calls]
+    return state, messages, 0.0, False
+
+
+def answer(call: dict[str, Any]) -> str:
+    """What one call gives, as text."""
+    arguments = call["arguments"]
+    if call["name"] == "calculator":
+        return calculate(str(arguments.get("expression", "")))
+    return run(str(arguments.get("code", "")))
+
+
+def calculate(expression: str) -> str:
+    """The value of an arithmetic expression, or what is wrong with it."""
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        return str(value)
+    except ZeroDivisionError:
+        return "error: division by zero"
+    except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError, TypeError) as error:
+        said = error.msg if isinstance(error, SyntaxError) else str(error)
+        return f"error: {said}"[:200]
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _SIGNS:
+        return _SIGNS[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow):
+            _check_power(left, right)
+        return _checked(_OPERATORS[type(node.op)](left, right))
+    raise ValueError("only numbers, + - * / // % ** and brackets are known")
+
+
+def _check_power(base: Any, exponent: Any) -> None:
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * max(1, exponent) > _MOST_BITS:
+        raise ValueError("the number is too large")
+
+
+def _checked(value: Any) -> Any:
+    if isinstance(value, complex):
+        raise ValueError("the result is no real number")
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ValueError("the number is too large")
+    return value
+
+
+def run(code: str) -> str:
+    """What a program prints, and how it ended if it did so by an exception."""
+    printed = io.StringIO()
+    said = ""
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, "program.py", "exec"), {"__name__": "__main__"})  # noqa: S102 - what the sandbox is for
+    except BaseException as error:  # noqa: BLE001 - whatever the program does wrong is its result
+        said = f"{type(error).__name__}: {error}"
+    shown = printed.getvalue()
+    if len(shown) > _SHOWN_CHARS:
+        shown = f"{shown[:_SHOWN_CHARS]}... ({len(shown)} characters)"
+    return "\n".join(part for part in (shown.rstrip("\n"), said[:500]) if part) or "(it printed nothing)"

@@ -1,0 +1,167 @@
+"""The built-in `reward_model`: a Hugging Face sequence-classification model scores each answer.
+
+Here is its process and what is asked of it; torch is in builtins/reward_model.py alone. A call that takes too long
+ends the process, and the next call starts it again. Neighbour: library.py opens it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from pydantic import PositiveInt, ValidationError
+
+from gspo.common.config.fields import Section
+from gspo.common.config.reward import RewardFunction
+from gspo.common.errors import InputError, nearest
+from gspo.reward.functions.arguments import BUILTINS, Signature, Source
+from gspo.reward.registry.submission import version_of
+from gspo.reward.sandbox.calls import Answer, CallFailed, Question
+
+PROGRAM = BUILTINS / "reward_model.py"
+LOAD_TIMEOUT_S, END_TIMEOUT_S = 300.0, 10.0
+MAX_LINE_BYTES = 8 * 2**20
+
+
+class ClassifierOptions(Section):
+    """`args` of the built-in."""
+
+    model: str
+    device: str = ""
+    max_length: PositiveInt = 4096
+    batch_size: PositiveInt = 8
+
+
+def read_classifier(function: RewardFunction, key: str) -> tuple[Source, ClassifierOptions]:
+    """The reward model of a configuration.
+
+    Raises:
+        InputError: An option is missing, unknown or of a wrong type.
+    """
+    try:
+        options = ClassifierOptions.model_validate(function.args)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        fix = nearest(name, ClassifierOptions.model_fields) if first["type"] == "extra_forbidden" else "Mend it"
+        raise InputError(f"{key}.args.{name}", first["msg"], fix) from error
+    version = version_of(PROGRAM.read_bytes(), args=options.model_dump())
+    return Source(function.label, Path(options.model), "", version, None, function.weight), options
+
+
+class Classifier:
+    """The process with the model.
+
+    Args:
+        timeout_s: Longest that one call may take.
+    """
+
+    signature = Signature("reward_model", "trl", frozenset({"prompts", "completions"}), (), takes_any=False)
+
+    def __init__(self, options: ClassifierOptions, *, timeout_s: float) -> None:
+        self._options, self._timeout_s = options, timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._words: deque[str] = deque(maxlen=20)
+        self._lock = asyncio.Lock()
+
+    async def load(self) -> Signature:
+        """Start the process and load the model.
+
+        Raises:
+            CallFailed: It cannot be loaded.
+        """
+        async with self._lock:
+            await self._ready()
+        return self.signature
+
+    async def call(self, question: Question, *, session: str | None = "") -> Answer:  # noqa: ARG002 - it has no state
+        """The scores of one batch.
+
+        Raises:
+            CallFailed: The process failed or took too long.
+        """
+        arguments = question["arguments"]
+        pairs = zip(arguments["prompts"], arguments["completions"], strict=True)
+        conversations = [_messages(prompt, "user") + _messages(text, "assistant") for prompt, text in pairs]
+        async with self._lock:
+            process, started = await self._ready(), time.perf_counter()
+            reply = await self._ask(process, {"conversations": conversations}, self._timeout_s)
+        return Answer(reply["scores"], "", time.perf_counter() - started)
+
+    async def _ready(self) -> asyncio.subprocess.Process:
+        if self._process is not None:
+            return self._process
+        told = json.dumps(self._options.model_dump())
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", str(PROGRAM), told),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
+        )
+        self._words.clear()
+        self._listening = asyncio.create_task(self._listen(self._process))
+        try:
+            await self._ask(self._process, None, LOAD_TIMEOUT_S)
+        except CallFailed as error:
+            error.loading = True
+            raise
+        return self._process
+
+    async def _ask(self, process: asyncio.subprocess.Process, body: Any, timeout_s: float) -> Any:
+        """One line in and one out; a process that does not answer is ended."""
+        answered = False
+        assert process.stdin is not None and process.stdout is not None  # noqa: S101 - both are pipes
+        try:
+            async with asyncio.timeout(timeout_s):
+                if body is not None:
+                    process.stdin.write(json.dumps(body).encode() + b"\n")
+                    await process.stdin.drain()
+                line = await process.stdout.readline()
+            if not line:
+                raise CallFailed("crash", f"the reward model's process ended: {await self._last_words(process)}")
+            answered = True
+            return json.loads(line)
+        except TimeoutError:
+            raise CallFailed("timeout", f"the reward model took longer than {timeout_s:g} s") from None
+        except (ConnectionError, ValueError) as error:
+            raise CallFailed("crash", f"the reward model's process failed: {error}") from error
+        finally:
+            if not answered:
+                await self.close()
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None  # noqa: S101 - it is a pipe
+        while chunk := await process.stderr.read(65536):
+            self._words.extend(line for line in chunk.decode(errors="replace").splitlines() if line.strip())
+
+    async def _last_words(self, process: asyncio.subprocess.Process) -> str:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await process.wait()
+        if self._listening is not None:
+            await asyncio.wait({self._listening}, timeout=1.0)
+        missing = any("No module named 'torch'" in line for line in self._words)
+        return "it needs torch: pip install gspo[reward-model]" if missing else " ".join(list(self._words)[-2:])
+
+    async def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await process.wait()
+        if self._listening is not None:
+            self._listening.cancel()
+
+
+def _messages(value: Any, role: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else list(value)

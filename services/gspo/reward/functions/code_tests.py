@@ -1,0 +1,191 @@
+"""The built-in `code_tests`: the share of unit tests that the code in an answer passes, or 1 only where all pass.
+
+The answer's code runs in the sandbox, one answer at a time and each in a process of its own; what its calls return
+comes out and is compared here. So an answer cannot read the right results, patch the comparison, or spoil the next
+answer. An answer whose code is killed scores 0: a policy that could turn its own failures into dropped rollouts
+would learn to.
+
+A test, in the column `tests` (or args.tests for all), is one of
+  {"call": "add(1, 2)", "expected": 3}        by value
+  {"stdin": "1 2", "expected": "3"}           a whole program, by what it prints, white space around lines apart
+  "assert add(1, 2) == 3"                     the same as the first; other assertions are refused
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from gspo.reward.functions.arguments import Signature
+from gspo.reward.functions.judge import text_of
+from gspo.reward.sandbox.calls import Answer, CallFailed, Question
+from gspo.reward.sandbox.execution import Sandbox
+
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# Of the whole answer: its own fault, so it scores 0.
+_ITS_OWN_FAULT = ("timeout", "memory", "crash", "forbidden", "output_too_large", "exception", "invalid_return")
+
+
+class UnreadableTestError(Exception):
+    """A test of the data set that cannot be read; the message names the forms."""
+
+
+@dataclass(frozen=True)
+class UnitTest:
+    """One run of the answer's code, and what must come of it."""
+
+    run: dict[str, str]
+    expected: Any
+
+    def passed(self, result: dict[str, Any]) -> bool:
+        """Whether the result of the run is the right one."""
+        if "stdin" in self.run:
+            return _lines(str(result.get("stdout", ""))) == _lines(str(self.expected))
+        if "value" in result:
+            return same(result["value"], self.expected)
+        return "text" in result and result["text"] == shown(self.expected)
+
+
+class CodeTests:
+    """The comparing half.
+
+    `args` are `tests`, for every answer instead of the column, and `partial`: a share for some of the tests passed,
+    instead of 1 for all and 0 otherwise.
+
+    Args:
+        sandbox: Has builtins/code_runner.py loaded.
+    """
+
+    signature = Signature("code_tests", "trl", frozenset({"completions", "tests", "partial"}), (), takes_any=False)
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+
+    async def load(self) -> Signature:
+        """Load the runner.
+
+        Raises:
+            CallFailed: It cannot be.
+        """
+        await self._sandbox.load()
+        return self.signature
+
+    async def call(self, question: Question, *, session: str | None = "") -> Answer:  # noqa: ARG002 - one an answer
+        """A score for each answer; one whose tests cannot be read fails."""
+        arguments, started = question["arguments"], time.perf_counter()
+        completions, tests = arguments["completions"], arguments.get("tests")
+        if not isinstance(tests, list):
+            raise CallFailed("exception", "there are no tests: give a column tests, or args.tests")
+        # A column has a list for each answer; of args.tests each item is one test.
+        each = tests if _is_column(tests, len(completions)) else [tests] * len(completions)
+        partial = bool(arguments.get("partial", False))
+        pairs = zip(completions, each, strict=True)
+        values = await asyncio.gather(*(self._score(text_of(text), tests, partial) for text, tests in pairs))
+        return Answer(list(values), "", time.perf_counter() - started)
+
+    async def _score(self, text: str, tests: Any, partial: bool) -> Any:
+        try:
+            wanted = read_tests(tests)
+        except UnreadableTestError as error:
+            return {"error": {"type": "Unfit", "text": str(error), "place": "", "traceback": "", "kind": "exception"}}
+        task = {"code": code_of(text), "runs": [test.run for test in wanted]}
+        try:
+            answer = await self._sandbox.call({"function": "reset", "arguments": {"task": task}}, session=None)
+        except CallFailed as error:
+            if error.kind in _ITS_OWN_FAULT and not error.loading:
+                return 0.0
+            raise
+        results = answer.values[0] if isinstance(answer.values, list) and answer.values else []
+        if not isinstance(results, list) or len(results) != len(wanted):
+            return 0.0  # the answer's code reached the runner and broke it
+        pairs = zip(wanted, results, strict=True)
+        try:
+            num_passed = sum(test.passed(result) for test, result in pairs if isinstance(result, dict))
+        except RecursionError:
+            return 0.0  # nested deeper than any expected value is
+        share = num_passed / len(wanted)
+        return share if partial else float(share == 1.0)
+
+    async def close(self) -> None:
+        """End the sandbox."""
+        await self._sandbox.close()
+
+
+def _is_column(tests: list[Any], count: int) -> bool:
+    return len(tests) == count and all(
+        isinstance(one, list) or (isinstance(one, str) and one[:1] == "[") for one in tests
+    )
+
+
+def read_tests(given: Any) -> list[UnitTest]:
+    """The tests of one answer.
+
+    Raises:
+        UnreadableTestError: There is none, or one is of none of the three forms.
+    """
+    try:
+        tests = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise UnreadableTestError(f"its tests are not JSON: {error}") from error
+    if not isinstance(tests, list) or not tests:
+        raise UnreadableTestError("it has no tests: the column `tests` is a list of them")
+    return [_read_test(test) for test in tests]
+
+
+def _read_test(test: Any) -> UnitTest:
+    if isinstance(test, str):
+        return _read_assertion(test)
+    if isinstance(test, dict) and "expected" in test:
+        for form in ("call", "stdin"):
+            if isinstance(test.get(form), str):
+                return UnitTest({form: test[form]}, test["expected"])
+    raise UnreadableTestError(
+        f"a test is {str(test)[:100]}; write {{call, expected}}, {{stdin, expected}} or an assert"
+    )
+
+
+def _read_assertion(text: str) -> UnitTest:
+    """`assert CALL == LITERAL`, either way round."""
+    try:
+        statement = ast.parse(text.strip()).body[0]
+        compared = statement.test if isinstance(statement, ast.Assert) else None
+        if isinstance(compared, ast.Compare) and len(compared.ops) == 1 and isinstance(compared.ops[0], ast.Eq):
+            for call, literal in ((compared.left, compared.comparators[0]), (compared.comparators[0], compared.left)):
+                try:
+                    return UnitTest({"call": ast.unparse(call)}, ast.literal_eval(literal))
+                except ValueError:
+                    continue
+    except (SyntaxError, IndexError):
+        pass
+    raise UnreadableTestError(f"a test is {text[:100]!r}; of assertions only `assert CALL == LITERAL` can be read")
+
+
+def shown(value: Any) -> str:
+    """What builtins/code_runner.py says of a value that JSON would change."""
+    return f"set of {sorted(map(repr, value))}" if isinstance(value, set | frozenset) else repr(value)
+
+
+def same(given: Any, expected: Any) -> bool:
+    """Equal, and of one kind: neither 1 for True nor a list for a tuple."""
+    if isinstance(given, list):
+        pairs = type(given) is type(expected) and len(given) == len(expected)
+        return pairs and all(same(*pair) for pair in zip(given, expected, strict=True))
+    if isinstance(given, dict):
+        keys = isinstance(expected, dict) and given.keys() == expected.keys()
+        return keys and all(same(given[key], expected[key]) for key in given)
+    return isinstance(given, bool) == isinstance(expected, bool) and bool(given == expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def code_of(text: str) -> str:
+    """The code in an answer: its last fenced block of Python, else all of it."""
+    fenced = _FENCED.findall(text)
+    return fenced[-1] if fenced else text

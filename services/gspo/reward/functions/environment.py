@@ -1,0 +1,108 @@
+"""The steps of a multi-turn environment: pure functions in a sandbox, their state a JSON value that the caller keeps.
+
+What comes back is checked here; nothing is remembered, so any replica can take any step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from gspo.reward.functions.arguments import NOT_ASKED
+from gspo.reward.sandbox.calls import Callee, CallFailed
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Where an episode stands after reset (reward 0, not done) or a step."""
+
+    state_json: str
+    observation_json: str
+    reward: float
+    done: bool
+    output: str = field(default="", compare=False)
+
+
+async def reset(callee: Callee, task_json: str, *, session: str | None) -> Turn:
+    """`reset(task) -> state, observation`.
+
+    Raises:
+        CallFailed: It failed, or returned something else.
+    """
+    arguments = {"task": _read(task_json, "the task")}
+    found = await callee.call({"function": "reset", "arguments": arguments}, session=session)
+    state, observation = _fields(found.values, 2, "reset returned {}, not (state, observation)")
+    return Turn(_dump(state), _observation(observation), 0.0, done=False, output=found.output)
+
+
+async def step(callee: Callee, state_json: str, action: str, calls_json: str = "", *, session: str | None) -> Turn:
+    """`step(state, action) -> state, observation, reward, done`.
+
+    Args:
+        action: The turn's text.
+        calls_json: The tool calls in it, where the policy has tools: the action is then {text, calls}.
+
+    Raises:
+        CallFailed: It failed, or returned something else.
+    """
+    given = {"text": action, "calls": _read(calls_json, "the calls")} if calls_json else action
+    arguments = {"state": _read(state_json, "the state"), "action": given}
+    found = await callee.call({"function": "step", "arguments": arguments}, session=session)
+    state, observation, reward, done = _fields(
+        found.values, 4, "step returned {}, not (state, observation, reward, done)"
+    )
+    number = _finite(reward)
+    if number is None:
+        raise _invalid(f"step returned a reward that is no finite number: {_dump(reward)[:100]}")
+    if not isinstance(done, bool):
+        raise _invalid(f"step returned a done that is neither true nor false: {_dump(done)[:100]}")
+    return Turn(_dump(state), _observation(observation), number, done, found.output)
+
+
+def _read(text: str, what: str) -> Any:
+    try:
+        return json.loads(text or "null")
+    except (ValueError, RecursionError) as error:
+        raise CallFailed("exception", f"{what} is not JSON: {error}", error_type=NOT_ASKED) from error
+
+
+def _dump(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError as error:
+        raise _invalid("it returned a value that is nested too deeply") from error
+
+
+def _finite(value: Any) -> float | None:
+    """A finite number as a float; None for anything else, also for an integer beyond every float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _fields(values: Any, count: int, otherwise: str) -> list[Any]:
+    if not isinstance(values, list) or len(values) != count:
+        was = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
+        raise _invalid(otherwise.format(was))
+    return values
+
+
+def _observation(value: Any) -> str:
+    """Text, or a list of chat messages, as JSON."""
+    messages = isinstance(value, list) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        for one in value
+    )
+    if not isinstance(value, str) and not messages:
+        raise _invalid("the observation is neither text nor a list of messages with role and content")
+    return _dump(value)
+
+
+def _invalid(text: str) -> CallFailed:
+    return CallFailed("invalid_return", text, error_type="InvalidReturn")

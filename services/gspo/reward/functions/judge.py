@@ -1,0 +1,140 @@
+"""The built-in `llm_judge`: a language model at an OpenAI-compatible address says what an answer is worth.
+
+Each answer is one POST to URL/chat/completions, at temperature 0; the last number of the reply is the score. It is a
+trusted part of gspo that needs the network, so it runs beside the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+
+from gspo.common.config.fields import Section
+from gspo.common.config.reward import RewardFunction
+from gspo.common.errors import InputError, nearest
+from gspo.reward.functions.arguments import Signature, Source, ground_truth
+from gspo.reward.functions.remote import TEXT_CHARS, HttpCaller
+from gspo.reward.sandbox.calls import Answer, CallFailed, Question
+
+PROMPT = """Judge the answer to a task.
+
+Task:
+{prompt}
+
+Answer:
+{answer}
+
+Say in one or two sentences what is right and wrong with it. Then end with a line that holds one number from 0 (wrong
+or useless) to 10 (entirely right) and nothing else."""
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_SIGNATURE = Signature("llm_judge", "trl", frozenset({"prompts", "completions"}), (), takes_any=True)
+
+
+class JudgeOptions(Section):
+    """`args` of the built-in."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$", description="Address up to and including /v1")]
+    model: str
+    prompt: str = Field(PROMPT, description="With {prompt}, {answer} and {ground_truth} where they belong")
+    divide_by: PositiveFloat = Field(10.0, description="The number is divided by this")
+    max_tokens: PositiveInt = 512
+    concurrency: PositiveInt = Field(16, description="Requests under way at a time")
+    api_key_variable: str = Field("GSPO_JUDGE_API_KEY", description="Environment variable with the key, if one is set")
+
+
+def read_judge(function: RewardFunction, key: str) -> tuple[Source, JudgeOptions]:
+    """The judge of a configuration; its version is that of its options, the key left out.
+
+    Raises:
+        InputError: An option is missing, unknown or of a wrong type.
+    """
+    try:
+        options = JudgeOptions.model_validate(function.args)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        fix = nearest(name, JudgeOptions.model_fields) if first["type"] == "extra_forbidden" else "Mend it"
+        raise InputError(f"{key}.args.{name}", first["msg"], fix) from error
+    version = hashlib.sha256(options.model_dump_json().encode()).hexdigest()
+    return Source(function.label, Path(options.url), "", version, None, function.weight), options
+
+
+class Judge:
+    """One judge.
+
+    Args:
+        timeout_s: Longest that one answer's judgement may take, all tries together.
+    """
+
+    signature = _SIGNATURE
+
+    def __init__(self, options: JudgeOptions, *, timeout_s: float) -> None:
+        self._options = options
+        key = os.environ.get(options.api_key_variable, "")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        url = options.url.rstrip("/") + "/chat/completions"
+        self._http = HttpCaller(url, timeout_s=timeout_s, headers=headers)
+        self._free = asyncio.Semaphore(options.concurrency)
+
+    async def load(self) -> Signature:
+        """Nothing to load: the server is first asked when there is something to score."""
+        return self.signature
+
+    async def call(self, question: Question, *, session: str | None = "") -> Answer:  # noqa: ARG002 - it has no state
+        """A score for each answer; one that cannot be judged fails alone."""
+        arguments, started = question["arguments"], time.perf_counter()
+        count = len(arguments["completions"])
+        columns = {name: values for name, values in arguments.items() if isinstance(values, list)}
+        rows = [{name: values[i] for name, values in columns.items()} for i in range(count)]
+        values = await asyncio.gather(*(self._judge(row) for row in rows))
+        return Answer(list(values), "", time.perf_counter() - started)
+
+    async def _judge(self, row: dict[str, Any]) -> Any:
+        told = {"{prompt}": text_of(row["prompts"]), "{answer}": text_of(row["completions"])}
+        if "{ground_truth}" in self._options.prompt:
+            told["{ground_truth}"] = str(ground_truth(row))
+        # All at once: an answer that holds "{ground_truth}" must not be filled in itself.
+        parts = re.split(r"(\{(?:prompt|answer|ground_truth)\})", self._options.prompt)
+        body = {
+            "model": self._options.model,
+            "messages": [{"role": "user", "content": "".join(told.get(part, part) for part in parts)}],
+            "temperature": 0,
+            "max_tokens": self._options.max_tokens,
+        }
+        try:
+            async with self._free:
+                return read_score(await self._http.post(body)) / self._options.divide_by
+        except CallFailed as error:
+            return {"error": {"type": "Unfit", "text": str(error), "place": "", "traceback": "", "kind": error.kind}}
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+
+def text_of(value: Any) -> str:
+    """A prompt or answer as text, also where it was given as chat messages."""
+    return value if isinstance(value, str) else "\n".join(str(message.get("content", "")) for message in value)
+
+
+def read_score(reply: Any) -> float:
+    """The last number of the judge's reply.
+
+    Raises:
+        CallFailed: There is none, or it is no reply of a chat completion.
+    """
+    try:
+        text = reply["choices"][0]["message"]["content"]
+        found = _NUMBER.findall(text)
+    except (KeyError, IndexError, TypeError) as error:
+        raise CallFailed("invalid_return", f"the judge sent no chat completion: {str(reply)[:TEXT_CHARS]}") from error
+    if not found:
+        raise CallFailed("invalid_return", f"the judge named no number: {text[-TEXT_CHARS:]}")
+    return float(found[-1])

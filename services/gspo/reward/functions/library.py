@@ -1,0 +1,312 @@
+"""The functions that score, by name and version: those of the run's configuration, and those registered over REST.
+
+Each is loaded when it is first asked for, and stays loaded while it is among the MAX_LOADED last used. A call keeps
+the function it began with, so moving a name to another version disturbs nothing that is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from gspo.common.config.environment import EnvironmentConfig
+from gspo.common.config.reward import RewardConfig, RewardFunction
+from gspo.common.errors import InputError, nearest
+from gspo.reward.functions.arguments import Source, check_names, read_source
+from gspo.reward.functions.classifier import Classifier, read_classifier
+from gspo.reward.functions.code_tests import CodeTests
+from gspo.reward.functions.configured_environment import ENVIRONMENT_KEY, open_environment
+from gspo.reward.functions.judge import Judge, read_judge
+from gspo.reward.functions.remote import Remote, read_remote
+from gspo.reward.registry.offline import RegistryCopy
+from gspo.reward.registry.records import Content, NotRegisteredError
+from gspo.reward.registry.store import Registry
+from gspo.reward.registry.submission import Kind
+from gspo.reward.registry.submission import Limits as AskedLimits
+from gspo.reward.registry.usage import UsageCounter
+from gspo.reward.sandbox.calls import Callee, CallFailed, Code, Limits, failing_only_the_call
+from gspo.reward.sandbox.execution import Sandbox
+from gspo.reward.sandbox.levels import Found, find_level
+from gspo.reward.submissions.source_check import SourceReader
+
+# Each holds a process or more; a run uses a handful.
+MAX_LOADED = 32
+HOW_TO_REGISTER = (
+    "Submit it first (`gspo reward serve`, then `gspo reward submit FILE`), or name a file with `path:` or a `builtin:`"
+)
+
+
+@dataclass
+class Function:
+    """One version of a function, and what has it loaded."""
+
+    source: Source
+    callee: Callee
+    calls_under_way: int = field(default=0, compare=False)
+
+
+class UnknownFunctionError(Exception):
+    """There is no function of this name and version, or it cannot be loaded; the message says why."""
+
+
+class Library:
+    """Finds functions.
+
+    Args:
+        configured: Those of the run's configuration, loaded; more may be put in while it opens.
+        limits: What a call may take where a registered function says nothing itself.
+        containment: How user code is contained.
+        num_workers: Calls of one function that are answered at once.
+        registry: None where nothing is registered, as in a check.
+        usage: Counts calls; None counts none.
+        step_timeout_s: Wall clock of a registered environment's step that says nothing itself; None is as of others.
+    """
+
+    def __init__(
+        self,
+        configured: Sequence[Function],
+        limits: Limits,
+        *,
+        containment: Found,
+        num_workers: int = 1,
+        registry: Registry | RegistryCopy | None = None,
+        usage: UsageCounter | None = None,
+        step_timeout_s: float | None = None,
+    ) -> None:
+        call = ("reward.timeout_s", limits.timeout_s)
+        step = ("environment.step_timeout_s", step_timeout_s) if step_timeout_s is not None else call
+        self._timeouts: dict[Kind, tuple[str, float]] = {"reward": call, "environment": step}
+        self.containment, self._num_workers = containment, num_workers
+        self.configured = {function.source.name: function for function in configured}
+        self.usage = usage
+        self._limits, self._registry = limits, registry
+        self.source_reader = SourceReader(self.sandbox)
+        self._loaded: OrderedDict[tuple[str, str], Function] = OrderedDict()
+        self._loading: dict[tuple[str, str], asyncio.Task[Function]] = {}
+
+    async def find(self, name: str, version: str = "") -> Function:
+        """The function, loaded: of the configuration, else the registered one's active or given version.
+
+        Raises:
+            UnknownFunctionError: There is none, or it cannot be loaded.
+        """
+        if name in self.configured:
+            return self._configured(name, version)
+        if self._registry is None:
+            raise UnknownFunctionError(
+                f"there is no reward function of this name; there are {', '.join(self.configured)}"
+            )
+        try:
+            content = await self._registry.resolve(name, version)
+        except NotRegisteredError as error:
+            raise UnknownFunctionError(str(error)) from error
+        try:
+            return await self.load(name, content)
+        except CallFailed as error:
+            raise UnknownFunctionError(f"version {content.version[:12]} cannot be loaded: {error}") from error
+
+    def _configured(self, name: str, version: str) -> Function:
+        function = self.configured[name]
+        if not function.source.version.startswith(version):
+            held = function.source.version[:12]
+            raise UnknownFunctionError(f"version {version[:12]} is asked for and {held} is loaded")
+        return function
+
+    async def load(self, name: str, content: Content) -> Function:
+        """A registered version, loaded once however many ask at a time.
+
+        Raises:
+            CallFailed: It cannot be loaded.
+        """
+        key = (name, content.version)
+        if key not in self._loaded:
+            if key not in self._loading:
+                self._loading[key] = asyncio.create_task(self._load(name, content), name=f"load {name}")
+                self._loading[key].add_done_callback(lambda _: self._loading.pop(key, None))
+            # One of several that wait may be cancelled; the others still get it.
+            function = await asyncio.shield(self._loading[key])
+            self._loaded[key] = function
+            await self._forget_oldest(key)
+            return function
+        self._loaded.move_to_end(key)
+        return self._loaded[key]
+
+    async def _load(self, name: str, content: Content) -> Function:
+        # It was admitted under a configuration that allowed more.
+        if beyond := self.beyond_limits(content.kind, content.limits):
+            raise CallFailed("forbidden", beyond[0][1])
+        source = source_of(name, content)
+        function = Function(source, self.sandbox(source.code, self.limits_of(content)))
+        try:
+            with failing_only_the_call(name):
+                await function.callee.load()
+        except CallFailed:
+            await function.callee.close()
+            raise
+        return function
+
+    def sandbox(self, code: Code, limits: Limits, *, load_timeout_s: float | None = None) -> Sandbox:
+        """Where a submitted or registered function runs."""
+        level, num_workers = self.containment.level, self._num_workers
+        return Sandbox(code, limits, level, num_workers=num_workers, load_timeout_s=load_timeout_s)
+
+    def limits_of(self, content: Content) -> Limits:
+        """What one call of a version may take."""
+        own = content.limits
+        return Limits(
+            timeout_s=own.timeout_s or self._timeouts[content.kind][1],
+            memory_mb=own.memory_mb or self._limits.memory_mb,
+            cpu_s=own.cpu_s or self._limits.cpu_s,
+        )
+
+    def beyond_limits(self, kind: Kind, asked: AskedLimits) -> list[tuple[str, str]]:
+        """What a version asks for beyond the configuration: pairs of field, and what is wrong with it."""
+        bounds = {
+            "timeout_s": self._timeouts[kind],
+            "memory_mb": ("reward.memory_mb", self._limits.memory_mb),
+            "cpu_s": ("reward.cpu_s", self._limits.cpu_s),
+        }
+        found = []
+        for name, (key, most) in bounds.items():
+            value = getattr(asked, name)
+            if value is not None and most is not None and value > most:
+                text = f"limits.{name}: is {value:g}, and {key} allows {most:g} at most. Ask for less, or raise {key}"
+                found.append((f"limits.{name}", text))
+        return found
+
+    async def _forget_oldest(self, newest: tuple[str, str]) -> None:
+        """End the processes of what was not used for longest; never of what is being called, or will be: `newest`."""
+        idle = [key for key, function in self._loaded.items() if not function.calls_under_way and key != newest]
+        # All leave the list at once: another load may be here while these are waited for.
+        forgotten = [self._loaded.pop(key) for key in idle[: max(0, len(self._loaded) - MAX_LOADED)]]
+        await asyncio.gather(*(function.callee.close() for function in forgotten))
+
+    async def close(self) -> None:
+        """End every process."""
+        for task in self._loading.values():
+            task.cancel()
+        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+        functions = [*self.configured.values(), *self._loaded.values()]
+        await asyncio.gather(self.source_reader.close(), *(function.callee.close() for function in functions))
+
+
+def source_of(name: str, content: Content) -> Source:
+    """A registered version as the sandbox loads it."""
+    return Source(
+        name, Path(f"{name}.py"), content.source, content.version, content.entry or None, 1.0, kind=content.kind
+    )
+
+
+@asynccontextmanager
+async def open_library(
+    config: RewardConfig,
+    *,
+    environment: EnvironmentConfig | None = None,
+    registry: Registry | RegistryCopy | None = None,
+    usage: UsageCounter | None = None,
+) -> AsyncIterator[Library]:
+    """The library of a run, with every function of its configuration loaded, and its environment.
+
+    Raises:
+        InputError: One cannot be read or loaded, takes other arguments than it is given, or is not registered.
+    """
+    check_names(config)
+    found = await find_level(config.sandbox_minimum)
+    limits = Limits(config.timeout_s, config.memory_mb, config.cpu_s)
+    keys = [f"reward.functions.{index}" for index in range(len(config.functions))]
+    named = dict(zip(keys, config.functions, strict=True))
+    library = Library(
+        [],
+        limits,
+        containment=found,
+        num_workers=config.workers,
+        registry=registry,
+        usage=usage,
+        step_timeout_s=environment.step_timeout_s if environment is not None else None,
+    )
+    configured = {
+        key: open_function(function, key, limits, library) for key, function in named.items() if not function.registered
+    }
+    if environment is not None and environment.used and not environment.registered:
+        configured[ENVIRONMENT_KEY] = Function(*open_environment(environment, limits, library.sandbox))
+    library.configured.update((function.source.name, function) for function in configured.values())
+    try:
+        for key, function in configured.items():
+            await _load_configured(function, key)
+        if registry is not None:
+            for key, wanted in named.items():
+                if wanted.registered:
+                    await _load_registered(library, wanted.label, wanted.version, key)
+            if environment is not None and environment.registered:
+                await _load_registered(library, environment.label, environment.version, ENVIRONMENT_KEY)
+        yield library
+    finally:
+        await library.close()
+
+
+def open_function(function: RewardFunction, key: str, limits: Limits, library: Library) -> Function:
+    """A function of the configuration, not loaded yet; `key` is its place in there.
+
+    Raises:
+        InputError: It cannot be read, or an argument of it is wrong.
+    """
+    own = Limits(function.timeout_s or limits.timeout_s, function.memory_mb or limits.memory_mb, limits.cpu_s)
+    if function.url is not None:
+        source = read_remote(function)
+        return Function(source, Remote(function.url, timeout_s=own.timeout_s, fields=function.args))
+    if function.builtin == "llm_judge":
+        source, judging = read_judge(function, key)
+        return Function(source, Judge(judging, timeout_s=own.timeout_s))
+    if function.builtin == "reward_model":
+        source, options = read_classifier(function, key)
+        return Function(source, Classifier(options, timeout_s=own.timeout_s))
+    source = read_source(function, key)
+    if function.builtin == "code_tests":
+        return Function(source, CodeTests(library.sandbox(replace(source.code, kind="environment"), own)))
+    return Function(source, library.sandbox(source.code, own))
+
+
+async def _load_configured(function: Function, key: str) -> None:
+    source = function.source
+    try:
+        signature = await function.callee.load()
+    except CallFailed as error:
+        raise InputError(key, f"{source.path} {error}", _how_to_mend(error, key)) from error
+    for name in source.args:
+        if name not in signature.takes and not signature.takes_any:
+            raise InputError(
+                f"{key}.args.{name}",
+                f"is no parameter of {signature.entry} of {source.path}",
+                nearest(name, signature.takes),
+            )
+
+
+async def _load_registered(library: Library, name: str, version: str | None, key: str) -> None:
+    """Find a registered function or environment before the run needs it."""
+    try:
+        function = await library.find(name, version or "")
+    except UnknownFunctionError as error:
+        raise InputError(f"{key}.name", str(error), HOW_TO_REGISTER) from error
+    kind = "environment" if key == ENVIRONMENT_KEY else "reward"
+    if function.source.kind != kind:
+        are = {"environment": "an environment", "reward": "a reward function"}
+        rule = f"'{name}' is registered as {are[function.source.kind]}, not {are[kind]}"
+        raise InputError(f"{key}.name", rule, "Name another, or submit it as that kind")
+
+
+def _how_to_mend(error: CallFailed, key: str) -> str:
+    if key == ENVIRONMENT_KEY and error.error_type == "Unfit":
+        return "Define reset(task) and step(state, action), or name the object that has them: `entry:`"
+    if "several" in str(error):
+        return "Name one with `entry:`, or list the file once for each with `name:` and `entry:`"
+    if error.error_type == "Unfit":
+        return "Define reward(prompts, completions, **columns) or verl's compute_score, or name the function: `entry:`"
+    if error.error_type == "MemoryError":
+        return "Raise reward.memory_mb"
+    if error.kind == "timeout":
+        return "Do less at the top of the file: it is run before the first answer is scored"
+    return "Mend the file; it must load in the Python of this service"

@@ -1,0 +1,175 @@
+"""What crosses the sandbox's wall: the code that is loaded, a call, its answer, and the ways in which a call fails.
+
+Types, and the line between a call and everything else.
+
+A question is one of
+  {"arguments": {...}}                       one call of a reward function for a whole batch
+  {"rows": [{...}, ...]}                     one call for each row
+  {"function": NAME, "arguments": {...}}     one call of a function of an environment: any JSON value comes back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+import structlog
+
+if TYPE_CHECKING:
+    from gspo.reward.functions.arguments import Signature
+
+CodeKind = Literal["reward", "environment"]
+Question = dict[str, Any]
+# timeout            the call took longer than its wall clock or processor time
+# memory             it asked for more memory than it has
+# crash              its process ended: a signal, os._exit
+# forbidden          it tried what the sandbox does not let it do, or wrote into the channel of results
+# output_too_large   it printed, returned or wrote to its scratch more than it may
+# invalid_return     it returned something else than what was asked for
+# exception          it raised
+FailureKind = Literal["timeout", "memory", "crash", "forbidden", "output_too_large", "invalid_return", "exception"]
+FAILURE_KINDS: frozenset[str] = frozenset(get_args(FailureKind))
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one call of a function may take.
+
+    Attributes:
+        timeout_s: Wall clock of a call.
+        memory_mb: Address space of the process, MiB.
+        cpu_s: Processor time of a call, over all its threads; None leaves it to timeout_s.
+    """
+
+    timeout_s: float = 10.0
+    memory_mb: int = 2048
+    cpu_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Code:
+    """One version of a user's code.
+
+    Attributes:
+        name: Name in logs and metrics.
+        text: Source text.
+        version: SHA-256 of the text's bytes.
+        filename: Shown in tracebacks; `__file__` of the module.
+        entry: The function, or for an environment the object that has reset and step; None: the one that fits.
+        reads: Files and folders beside its own text that it may read and import from.
+    """
+
+    name: str
+    text: str
+    version: str
+    filename: str
+    entry: str | None = None
+    kind: CodeKind = "reward"
+    reads: tuple[Path, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call gave.
+
+    Attributes:
+        values: For `arguments` and `rows` a list, each item as inside/results.py encodes it; for `function`
+            the JSON value.
+        output: The end of what it printed.
+        seconds: From question to answer, waiting for a free process not counted.
+    """
+
+    values: Any
+    output: str
+    seconds: float
+
+
+class CallFailed(Exception):  # noqa: N818 - it carries a kind
+    """A call gave nothing. Its text is one line for people.
+
+    Attributes:
+        kind: How it failed.
+        error_type: Class of the exception in the user's code, else "".
+        traceback: The end of its traceback, else "".
+        output: The end of what it printed.
+        loading: Whether the code failed before it could be called.
+        line: Line of the user's file, where one is known.
+    """
+
+    def __init__(
+        self,
+        kind: FailureKind,
+        text: str,
+        *,
+        error_type: str = "",
+        traceback: str = "",
+        output: str = "",
+        loading: bool = False,
+        line: int | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.kind, self.error_type, self.traceback, self.output = kind, error_type, traceback, output
+        self.loading, self.line = loading, line
+
+
+def values_of(answer: Answer, num_completions: int) -> list[Any]:
+    """The values of a batch, one for each completion.
+
+    Raises:
+        CallFailed: There are more or fewer, or something else.
+    """
+    values = answer.values
+    if not isinstance(values, list) or len(values) != num_completions:
+        got = len(values) if isinstance(values, list) else "other"
+        text = f"returned {got} values for {num_completions} completions"
+        raise CallFailed("invalid_return", text, error_type="InvalidReturn", output=answer.output)
+    return values
+
+
+@contextmanager
+def failing_only_the_call(name: str) -> Iterator[None]:
+    """Turn whatever the block raises into a failure of a call of function `name`, and log it.
+
+    One function's answers, which may be anything, must not end what serves the others.
+
+    Raises:
+        CallFailed: The block raised something.
+    """
+    try:
+        yield
+    except CallFailed:
+        raise
+    except Exception as error:
+        log.exception("call_raised", function=name)
+        raise CallFailed(
+            "exception", f"its answer could not be taken: {type(error).__name__}: {error}"[:500]
+        ) from error
+
+
+class Callee(Protocol):
+    """Whatever answers questions: a sandbox, or an HTTP server."""
+
+    @property
+    def signature(self) -> Signature:
+        """What it takes; known after `load`."""
+
+    async def load(self) -> Signature:
+        """Make it ready.
+
+        Raises:
+            CallFailed: It cannot be.
+        """
+
+    async def call(self, question: Question, *, session: str | None = "") -> Answer:
+        """Answer one question.
+
+        Raises:
+            CallFailed: It did not.
+        """
+
+    async def close(self) -> None:
+        """End what it has started."""

@@ -1,0 +1,50 @@
+"""Reads a submitted source without running it: does it compile, what does it import, what does it define.
+
+A parser and a compiler can be made to take any time and memory by a few hundred bytes, so they run in the sandbox, as
+an environment without steps. Neighbour outside: services/gspo/reward/submissions/source_check.py.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+MAX_IMPORTS = 1000
+
+
+def reset(task: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What `task["source"]` holds: {"wrong": [text, line, column]}, or
+    {"imports": [[module, line, column], ...], "defined": [[name, line, column], ...]}.
+    """
+    try:
+        tree = ast.parse(task["source"])
+        compile(tree, "submission", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        line, column = error.lineno or 1, max(error.offset or 1, 1)
+        return {"wrong": [f"line {line}, column {column}: {error.msg}", line, column]}, ""
+    except (ValueError, RecursionError, MemoryError, OverflowError) as error:
+        return {"wrong": [f"the source cannot be compiled: {str(error) or type(error).__name__}", 1, 1]}, ""
+    found = [(module, node.lineno, node.col_offset + 1) for node, module in imports(tree)]
+    if len(found) > MAX_IMPORTS:
+        return {"wrong": [f"the source has {len(found)} imports, and at most {MAX_IMPORTS} are read", 1, 1]}, ""
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    return {"imports": found, "defined": [(node.name, node.lineno, node.col_offset + 1) for node in functions]}, ""
+
+
+def step(state: Any, action: str) -> tuple[Any, str, float, bool]:
+    """There is none."""
+    return state, action, 0.0, True
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    """Every import with the full name of its module; a relative one starts with a dot."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node, "." * node.level + (node.module or "")
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("__import__", "import_module") and isinstance(node.args[0].value, str):
+                yield node, node.args[0].value

@@ -1,0 +1,150 @@
+"""Which function of a user's module is the one to call, and what it takes.
+
+It calls nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+MAX_PARAMETERS, MAX_NAME_CHARS = 100, 100
+# The names that a file may use without telling `entry`.
+TRL_NAME, VERL_NAME, OPENRLHF_NAME = "reward", "compute_score", "reward_func"
+# By these parameters a function is recognised; see functions.py for what each one is given.
+TRL_PARAMETERS = frozenset({"completions", "completion_ids"})
+VERL_PARAMETERS = frozenset({"solution_str", "ground_truth"})
+OPENRLHF_PARAMETERS = frozenset({"queries", "labels"})
+ENVIRONMENT_FUNCTIONS = {"reset": ("task",), "step": ("state", "action")}
+
+
+class Unfit(Exception):  # noqa: N818 - it says what the file is
+    """The file holds no function that can be called; the message completes 'the file ...'."""
+
+
+def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function to call and its signature.
+
+    It is `entry` where given; else `reward`, `compute_score` or `reward_func`; else the only public function of the
+    file whose parameters fit.
+
+    Raises:
+        Unfit: There is none, or more than one.
+    """
+    defined = {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    }
+    if entry is not None:
+        if not callable(function := getattr(module, entry, None)):
+            raise Unfit(f"has no function '{entry}'; {_listed(defined)}")
+        return function, describe_signature(entry, function)
+    named = [name for name in (TRL_NAME, VERL_NAME, OPENRLHF_NAME) if callable(getattr(module, name, None))]
+    fitting = named or [name for name, value in defined.items() if _fits(name, value)]
+    if len(fitting) > 1:
+        raise Unfit(f"holds several reward functions: {', '.join(fitting)}")
+    if not fitting:
+        raise Unfit(f"holds no reward function; {_listed(defined)}{_what_it_may_be(defined)}")
+    function = getattr(module, fitting[0])
+    return function, describe_signature(fitting[0], function)
+
+
+def _listed(defined: Iterable[str]) -> str:
+    names = ", ".join(defined)
+    return f"it defines {names}" if names else "it defines no function"
+
+
+def _what_it_may_be(defined: Mapping[str, Callable[..., Any]]) -> str:
+    """A word about the one function that nearly fits, or about an environment."""
+    if defined.keys() >= ENVIRONMENT_FUNCTIONS.keys():
+        return ", as an environment does (kind: environment)"
+    if len(defined) == 1:
+        return _nearly(next(iter(defined.values())))
+    return ""
+
+
+def _nearly(function: Callable[..., Any]) -> str:
+    """The parameter that is nearly one of a convention's."""
+    known = TRL_PARAMETERS | VERL_PARAMETERS | OPENRLHF_PARAMETERS
+    for name in inspect.signature(function).parameters:
+        if name not in known and (near := difflib.get_close_matches(name, known, 1, 0.8)):
+            return f"; did you mean '{near[0]}' by '{name}'?"
+    return ""
+
+
+def _fits(name: str, function: Callable[..., Any]) -> bool:
+    try:
+        return not describe_signature(name, function)["takes_any_alone"]
+    except Unfit:
+        return False
+
+
+def describe_signature(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """Convention and parameters of a function: entry, convention, takes, required, takes_any.
+
+    Raises:
+        Unfit: It follows neither convention, or cannot be called by keyword.
+    """
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes = {p.name for p in by_name}
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    if len(takes) > MAX_PARAMETERS or any(len(text) > MAX_NAME_CHARS for text in (name, *takes)):
+        raise Unfit(
+            f"takes more than {MAX_PARAMETERS} parameters, or a name is longer than {MAX_NAME_CHARS} characters"
+        )
+    if any(p.kind == p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
+        raise Unfit(f"defines {name}{signature}, whose positional-only parameters cannot be given by name")
+    if takes >= VERL_PARAMETERS:
+        convention = "verl"
+    elif takes >= OPENRLHF_PARAMETERS:
+        convention = "openrlhf"
+    elif takes & TRL_PARAMETERS:
+        convention = "trl"
+    elif takes_any and not takes:
+        # A decorator without functools.wraps hides the parameters; only the name is left to go by.
+        convention = "verl" if name == VERL_NAME else "trl"
+    else:
+        raise Unfit(
+            f"defines {name}{signature}, which is neither reward(prompts, completions, **columns), "
+            "nor compute_score(data_source, solution_str, ground_truth, extra_info), "
+            f"nor reward_func(queries, prompts, labels){_nearly(function)}"
+        )
+    return {
+        "entry": name,
+        "convention": convention,
+        "takes": sorted(takes),
+        "required": [p.name for p in by_name if p.default is p.empty],
+        "takes_any": takes_any,
+        "takes_any_alone": takes_any and not takes,
+    }
+
+
+def find_environment(module: types.ModuleType, entry: str | None) -> tuple[dict[str, Callable[..., Any]], str]:
+    """reset and step of a module, or of its object or class `entry`; and where they were found.
+
+    Raises:
+        Unfit: One of them is missing or takes other parameters.
+    """
+    holder: Any = module
+    if entry is not None:
+        holder = getattr(module, entry, None)
+        if holder is None:
+            raise Unfit(f"has no '{entry}'")
+        holder = holder() if inspect.isclass(holder) else holder
+    found = {}
+    for name, parameters in ENVIRONMENT_FUNCTIONS.items():
+        function = getattr(holder, name, None)
+        if not callable(function):
+            raise Unfit(f"is no environment: {entry or 'the module'} has no {name}({', '.join(parameters)})")
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(parameters))
+        except TypeError as error:
+            raise Unfit(f"defines {name}{inspect.signature(function)}, not ({', '.join(parameters)})") from error
+        found[name] = function
+    return found, entry or ""

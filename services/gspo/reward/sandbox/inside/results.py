@@ -1,0 +1,134 @@
+"""Plain values of what user code returned or raised, so that JSON can carry them.
+
+It runs on the user's side of the wall: what it says of a result is the user's word, and the parent checks it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .recognise import Unfit
+
+TRACEBACK_CHARS = 4000
+TEXT_CHARS = 500
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+# Too many files or threads, a read-only file system, a link out of scratch.
+_REFUSED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EROFS, errno.EXDEV)
+_SHOWN = ("/usr/", "/lib", "/bin/", "/proc/self/")
+NO_MORE_THREADS = "can't start new thread"
+
+
+class InvalidReturn(Exception):  # noqa: N818 - it says what came back
+    """User code returned something else than was asked for."""
+
+
+def list_values(result: Any) -> list[Any]:
+    """The values of a batch: a list, tuple, array or tensor of numbers, or of dicts of named parts."""
+    if isinstance(result, dict) and "rewards" in result:
+        return _openrlhf_values(result)
+    if hasattr(result, "tolist"):
+        result = result.tolist()
+    if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
+        raise InvalidReturn(f"returned {type_name(result)} where a list of numbers belongs, one for each completion")
+    return [plain_value(value) for value in result]
+
+
+def _openrlhf_values(result: dict[str, Any]) -> list[Any]:
+    """The rewards of OpenRLHF's form, each with what `extra_logs` has for its row."""
+    rewards, given = list_values(result["rewards"]), result.get("extra_logs") or {}
+    extras = {str(name): list_values(values) for name, values in given.items()}
+    if not extras:
+        return rewards
+    if any(len(values) != len(rewards) for values in extras.values()):
+        raise InvalidReturn("returned extra_logs of another length than its rewards")
+    return [
+        {"parts": {"score": reward, **{name: values[i] for name, values in extras.items()}}}
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def plain_value(value: Any) -> Any:
+    """A number, None, {"parts": {name: number or None}}, or {"type": what it was instead}."""
+    if type(value) is float:
+        return value
+    if isinstance(value, dict):
+        return {"parts": {str(name): plain_value(part) for name, part in value.items()}}
+    if hasattr(value, "item"):
+        with contextlib.suppress(ValueError, RuntimeError):  # more than one element
+            value = value.item()
+    if value is None or isinstance(value, int | float):
+        return None if value is None else float(value)
+    return {"type": type_name(value)}
+
+
+def type_name(value: Any) -> str:
+    """Name of a value's class, for people."""
+    return "None" if value is None else str(type(value).__name__)
+
+
+def describe_error(error: BaseException, path: str) -> dict[str, Any]:
+    """Kind, class, message in one line and place of an exception, and its traceback from the user's file on."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    line = frames[-1].lineno if frames else getattr(error, "lineno", None)
+    own = isinstance(error, Unfit | InvalidReturn)
+    text = str(error) if own else " ".join("".join(traceback.format_exception_only(error)).split())[:TEXT_CHARS]
+    kind = failure_kind(error)
+    if kind == "forbidden" and isinstance(error, FileNotFoundError):
+        text += " (what is outside the sandbox is hidden)"
+    first = error.__traceback__
+    while first is not None and frames and first.tb_frame.f_code.co_filename != path:
+        first = first.tb_next
+    return {
+        "kind": kind,
+        "type": type(error).__name__,
+        "text": text,
+        "place": f"{Path(path).name} line {line}" if frames else "",
+        "line": line,
+        # Of what the harness itself says only the lines below the user's are of use.
+        "traceback": ""
+        if own and not frames
+        else "".join(traceback.format_exception(type(error), error, first))[-TRACEBACK_CHARS:],
+    }
+
+
+def nameless_error(error: BaseException) -> dict[str, Any]:
+    """What is left to say where describing a failure failed, by `error`, itself."""
+    text = f"raised or returned what cannot be shown ({type_name(error)})"
+    kind = "memory" if isinstance(error, MemoryError) else "exception"
+    return {"kind": kind, "type": "", "text": text, "place": "", "line": None, "traceback": ""}
+
+
+def failure_kind(error: BaseException) -> str:
+    """One of services/gspo/reward/sandbox/calls.py's kinds, as far as an exception tells."""
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError) or number == errno.ENOMEM:
+        return "memory"
+    if isinstance(error, InvalidReturn):
+        return "invalid_return"
+    if number in _FULL:
+        return "output_too_large"
+    # A name cannot be looked up because no socket can be opened.
+    if isinstance(error, PermissionError | socket.gaierror) or number in _REFUSED or _is_hidden(error):
+        return "forbidden"
+    if isinstance(error, RuntimeError) and error.args == (NO_MORE_THREADS,):
+        return "forbidden"
+    # urllib keeps the reason in an attribute, others raise from it.
+    reason = getattr(error, "reason", None) or error.__cause__
+    return failure_kind(reason) if isinstance(reason, OSError) and reason is not error else "exception"
+
+
+def _is_hidden(error: BaseException) -> bool:
+    """Whether a file is said not to be there that may only not be shown."""
+    name = error.filename if isinstance(error, FileNotFoundError) else None
+    if not isinstance(name, str):
+        return False
+    if name.startswith("/"):
+        return not name.startswith((os.environ["HOME"], *_SHOWN))
+    return Path(name).is_symlink()

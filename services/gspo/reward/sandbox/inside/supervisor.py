@@ -1,0 +1,293 @@
+"""The trusted process of a sandbox: it runs no user code, starts and ends the workers that do, and looks at them.
+
+It takes orders on a socket of packets, one JSON object each, from the reward service alone, and decides nothing:
+  {"op": "start", "id": N, "memory": BYTES} with two descriptors, the worker's channel and its output
+  {"op": "look", "id": N, "ticket": T}    answered by {"ticket": T, "look": {"cpu_s", "num_threads", "scratch_bytes"}}
+  {"op": "stop", "id": N, "ticket": T}    stops the worker, then as `look`
+  {"op": "resume", "id": N}
+  {"op": "kill", "id": N}
+A worker's end is told by {"id": N, "ended": WAIT STATUS}. When the socket closes, everything ends.
+Started as a program by services/gspo/reward/sandbox/launch.py with its task as JSON in the first packet.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from . import confine, scratch, worker
+from .preload import preload, use_as_temporary
+
+PACKET_BYTES = 65536
+# A worker's descriptors: standard input, output, error, and its channel.
+_CHANNEL_FD = 3
+_NICE, _MAX_REMOVERS = 10, 4
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Serve on the socket that is descriptor `argv[1]` until it closes."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    sys.argv = [""]
+    Supervisor(control, json.loads(control.recv(PACKET_BYTES))).run()
+
+
+class Supervisor:
+    """Holds the workers of one sandbox.
+
+    Args:
+        task: What start.py asks for: scratch, reads, devices, uid, user_namespace, num_files, num_tasks, file_bytes,
+            packages, num_slots (file systems of limited size in scratch, one for each worker; 0: there are none), and
+            whether there is a filter, whose bytes are the next packet.
+    """
+
+    def __init__(self, control: socket.socket, task: dict[str, Any]) -> None:
+        self._control, self._task = control, task
+        self._program = control.recv(PACKET_BYTES) if task["filter"] else b""
+        self._pids: dict[int, int] = {}
+        self._folders: dict[int, Path] = {}
+        self._removers: dict[int, Path] = {}
+        self._scratch = Path(task["scratch"])
+        self._free_slots = [self._scratch / str(slot) for slot in range(task["num_slots"])]
+        self._preload_folder = self._scratch / "preload"
+        self._reads = [Path(path) for path in task["reads"]]
+        # Packages may remember the temporary folder of their import: workers read it, and write in their own.
+        readable = [*self._reads, self._preload_folder]
+        self._rules = confine.FileRules(readable, [Path(path) for path in task["devices"]])
+
+    def run(self) -> None:
+        """Take orders until the socket closes, then end every worker."""
+        told = self._confine()
+        told["failed_imports"] = preload(self._task["packages"], self._preload_folder)
+        gc.collect()
+        gc.freeze()  # the collector would touch, and so copy, what workers share with this process
+        wake, waker = socket.socketpair()
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._own = (wake, waker)
+        self._tell(told | {"ready": True})
+        while True:
+            ready, _, _ = select.select([self._control, wake], [], [])
+            if wake in ready:
+                wake.recv(4096)
+                self._reap()
+            if self._control in ready and not self._take_order():
+                break
+        for number in list(self._pids):
+            self._kill(number)
+        for pid in (*self._pids.values(), *self._removers):
+            os.waitpid(pid, 0)
+        # The service does so too, unless it was killed.
+        scratch.remove(self._scratch)
+
+    def _confine(self) -> dict[str, Any]:
+        """Become the sandbox's user; what could be had is told."""
+        uid, told = self._task["uid"], {"landlock": self._rules.abi, "own_user": False, "user_namespace": False}
+        if uid and os.geteuid() == 0 and _readable_by(uid, self._reads):
+            with suppress(OSError):  # no such user may exist in a container's user namespace
+                confine.become(uid)
+                told["own_user"] = True
+        if self._task["user_namespace"] and told["own_user"]:  # root cannot be mapped into one without privileges
+            confine.enter_user_namespace()
+            told["user_namespace"] = True
+        confine.drop_capabilities()
+        confine.no_new_privileges()
+        confine.hide()
+        return told
+
+    def _take_order(self) -> bool:
+        data, given, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 2)
+        if not data:
+            return False
+        order = json.loads(data)
+        number = order["id"]
+        match order["op"]:
+            case "start":
+                self._start(number, order["memory"], given)
+            case "kill":
+                self._kill(number)
+            case "look" | "stop" as op:
+                if op == "stop":
+                    self._signal(number, signal.SIGSTOP)
+                self._tell({"ticket": order["ticket"], "look": self._look(number)})
+            case "resume":
+                self._signal(number, signal.SIGCONT)
+        return True
+
+    def _start(self, number: int, memory: int, given: list[int]) -> None:
+        parent = os.getpid()
+        try:
+            folder = self._folders[number] = self._new_folder()
+            pid = os.fork()
+        except OSError as error:
+            self._remove_folder(number)
+            self._tell({"id": number, "ended": 0, "why": f"no process can be made: {error.strerror}"})
+            return
+        finally:
+            if os.getpid() == parent:
+                for fd in given:
+                    os.close(fd)
+        if pid == 0:
+            self._become_worker(parent, folder, memory, given)
+        self._pids[number] = pid
+
+    def _become_worker(self, parent: int, folder: Path, memory: int, given: list[int]) -> None:
+        """In the copy: give up everything, then serve; never returns."""
+        try:
+            os.setsid()
+            confine.die_with_parent(parent)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            channel = _take_descriptors(*given)
+            os.chdir(folder)
+            use_as_temporary(folder)
+            confine.show()
+            confine.be_first_to_go()
+            self._rules.apply(folder)
+            task = self._task
+            confine.limit(confine.Bounds(memory, task["file_bytes"], task["num_files"], task["num_tasks"]))
+            if self._program:
+                confine.load_filter(self._program)
+            sys.stdout, sys.stderr = _text_to(1), _text_to(2)
+            worker.serve(channel)
+        except OSError as error:
+            os.write(2, f"the sandbox: {error}\n".encode())
+            os._exit(1)
+        os._exit(0)
+
+    def _new_folder(self) -> Path:
+        """A worker's scratch, under a name that no other worker can guess: some can ask what is at a path."""
+        while self._task["num_slots"] and not self._free_slots:
+            if not self._removers:
+                raise OSError(errno.EAGAIN, "every slot for scratch is taken")
+            self._end_remover(*os.waitpid(next(iter(self._removers)), 0))
+        place = self._free_slots.pop() if self._free_slots else self._scratch
+        folder = place / os.urandom(16).hex()
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def _remove_folder(self, number: int) -> None:
+        """Remove a worker's scratch; where there is much in it, beside the orders that come meanwhile."""
+        folder = self._folders.pop(number, None)
+        if folder is None:
+            return
+        with suppress(OSError):
+            folder.rmdir()
+        pid = self._start_remover(folder) if folder.exists() else 0
+        self._removers[pid] = folder
+        if not pid:
+            self._end_remover(pid)
+
+    def _start_remover(self, folder: Path) -> int:
+        if len(self._removers) >= _MAX_REMOVERS:  # no more is written than can be removed
+            self._end_remover(*os.waitpid(next(iter(self._removers)), 0))
+        return _fork_remover(self._control, folder)
+
+    def _end_remover(self, pid: int, _status: int = 0) -> None:
+        folder = self._removers.pop(pid)
+        if self._task["num_slots"]:
+            self._free_slots.append(folder.parent)
+
+    def _kill(self, number: int) -> None:
+        if number in self._pids:
+            with suppress(ProcessLookupError):  # before it has a group of its own it is killed alone
+                os.killpg(self._pids[number], signal.SIGKILL)
+            self._signal(number, signal.SIGKILL)
+
+    def _signal(self, number: int, which: signal.Signals) -> None:
+        """All threads of a worker; only this process reaps it, so its id is nobody else's."""
+        if number in self._pids:
+            os.kill(self._pids[number], which)
+
+    def _reap(self) -> None:
+        for pid in list(self._removers):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                self._end_remover(pid)
+        for number, pid in list(self._pids.items()):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                del self._pids[number]
+                self._tell({"id": number, "ended": status})  # the next order waits here, its caller need not
+                self._remove_folder(number)
+
+    def _look(self, number: int) -> dict[str, Any] | None:
+        """What a worker has used; None where it is gone. It may be named by any bytes, and may hide its files."""
+        try:
+            pid = self._pids[number]
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            # The fields of stat after the name: 11 and 12 are the ticks in user and kernel mode, 17 the threads.
+            cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+            folder = self._folders[number]
+            held = scratch.size(folder) + scratch.nameless_size(pid, folder)
+            return {"cpu_s": cpu_s, "num_threads": int(fields[17]), "scratch_bytes": held}
+        except (KeyError, OSError, ValueError, IndexError):
+            return None
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._control.send(json.dumps(what).encode())
+
+
+def _fork_remover(control: socket.socket, folder: Path) -> int:
+    """A process that removes a folder and ends; 0 where there can be none, and it is removed already."""
+    parent = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError:
+        scratch.remove(folder)
+        return 0
+    if pid == 0:
+        try:
+            confine.die_with_parent(parent)
+            signal.set_wakeup_fd(-1)
+            control.close()
+            os.nice(_NICE)
+            scratch.remove(folder)
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _take_descriptors(channel: int, output: int) -> socket.socket:
+    """Keep the worker's four descriptors and close all others."""
+    channel, output = os.dup(channel), os.dup(output)  # out of the way of the places below
+    while min(channel, output) <= _CHANNEL_FD:
+        channel, output = os.dup(channel), os.dup(output)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2), (channel, _CHANNEL_FD)):
+        os.dup2(source, target, inheritable=False)
+    os.closerange(_CHANNEL_FD + 1, max(channel, output, nothing, 1024) + 1)
+    return socket.socket(fileno=_CHANNEL_FD)
+
+
+def _text_to(fd: int) -> TextIO:
+    return open(fd, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+
+
+def _readable_by(uid: int, places: Iterable[Path]) -> bool:
+    """Whether another user can reach all these places; tried by a process that becomes that user."""
+    pid = os.fork()
+    if pid == 0:
+        with suppress(OSError):
+            confine.become(uid)
+            os._exit(0 if all(os.access(place, os.R_OK) for place in places if _exists(place)) else 1)
+        os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _exists(place: Path) -> bool:
+    try:
+        return place.exists()
+    except PermissionError:
+        return True

@@ -1,0 +1,213 @@
+"""One worker: the process that user code runs in. It loads the code and answers questions on a socket of its own.
+
+It starts as a copy of the supervisor, already confined. User code shares this process and can do to it what it
+likes: what comes from here is the user's word and nothing more, and the parent treats it so. An answer repeats the
+question's id, which is new for each question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import linecache
+import os
+import socket
+import sys
+import types
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from .frames import HEAD_BYTES, body_size, frame, read
+from .recognise import Unfit, find_environment, find_function
+from .results import InvalidReturn, describe_error, list_values, nameless_error, plain_value, type_name
+
+_CHUNK_BYTES = 2**18
+MODULE_PREFIX = "reward_file_"
+_TASKS = "/proc/self/task"
+# Bound before user code can put something else in their place.
+_frame, _read = frame, read
+
+
+def serve(channel: socket.socket) -> None:
+    """Answer frames until the channel closes."""
+    worker, frames, num_threads = Worker(), Frames(channel), _num_threads()
+    while (question := frames.read()) is not None:
+        answer = _answer(worker, question)
+        if (left := _num_threads() - num_threads) > 0:
+            answer["threads_left"] = left
+        _flush()
+        channel.sendall(_framed(answer, question["id"]))
+
+
+def _answer(worker: Worker, question: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return worker.answer(question)
+    except BaseException as error:  # noqa: BLE001 - the outermost loop: the caller gets the reason
+        try:
+            return {"error": describe_error(error, worker.path)}
+        except BaseException as again:  # noqa: BLE001 - an exception that cannot even be shown
+            return {"error": nameless_error(again)}
+
+
+def _framed(answer: dict[str, Any], mark: str) -> bytes:
+    answer["id"] = mark
+    try:
+        return _frame(answer)
+    except (MemoryError, RecursionError, ValueError, TypeError) as error:
+        return _frame({"error": nameless_error(error), "id": mark})
+
+
+def _num_threads() -> int:
+    """Tasks of this process: the folder of them has a link for each beside its own two."""
+    try:
+        return os.stat(_TASKS).st_nlink - 2  # noqa: PTH116 - for each call: quicker
+    except OSError:
+        return 1
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # closed or replaced by the user's code
+            continue
+
+
+class Frames:
+    """Questions as they come in; a short one in one go."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel, self._buffer = channel, bytearray()
+
+    def read(self) -> dict[str, Any] | None:
+        """The next question; None when the channel is closed."""
+        if not self._fill(HEAD_BYTES):
+            return None
+        end = HEAD_BYTES + body_size(self._buffer)
+        if not self._fill(end):
+            return None
+        question: dict[str, Any] = _read(self._buffer[:HEAD_BYTES], bytes(self._buffer[HEAD_BYTES:end]))
+        del self._buffer[:end]
+        return question
+
+    def _fill(self, size: int) -> bool:
+        while len(self._buffer) < size:
+            if not (part := self._channel.recv(_CHUNK_BYTES)):
+                return False
+            self._buffer += part
+        return True
+
+
+class NamedModules(MetaPathFinder):
+    """Finds modules and packages by the very files that may be read: the folders that these lie in may not be."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self._files = files
+
+    def find_spec(self, fullname: str, _path: Any, _target: Any = None) -> ModuleSpec | None:
+        """Called by import."""
+        file = self._files.get(fullname)
+        return spec_from_file_location(fullname, file) if file else None
+
+
+class Worker:
+    """Holds the loaded code."""
+
+    def __init__(self) -> None:
+        self.path = ""
+        self._function: Callable[..., Any] = _nothing_loaded
+        self._bind: Callable[..., inspect.BoundArguments] = inspect.signature(_nothing_loaded).bind
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Load code, call with `arguments`, call once for each of `rows`, or call one function of an environment."""
+        if "source" in question:
+            self.path = question["path"]
+            return {"signature": self._load(question)}
+        if "function" in question:
+            function = self._functions[question["function"]]
+            return {"values_json": _as_json(self._wait(function(**question["arguments"])))}
+        if "rows" in question:
+            return {"values": self._call_rows(question["rows"])}
+        return {"values": list_values(self._wait(self._call(question["arguments"])))}
+
+    def _load(self, question: dict[str, Any]) -> dict[str, Any]:
+        sys.meta_path.insert(0, NamedModules(question.get("modules", {})))
+        module = load_module(self.path, question["source"], question["folders"])
+        if question["kind"] == "environment":
+            self._functions, entry = find_environment(module, question["entry"])
+            return {"entry": entry, "convention": "environment", "takes": [], "required": [], "takes_any": False}
+        self._function, signature = find_function(module, question["entry"])
+        self._bind = inspect.signature(self._function).bind
+        return signature
+
+    def _call(self, arguments: dict[str, Any]) -> Any:
+        """Bind before the call, so that a signature that does not fit is told from a TypeError within."""
+        try:
+            bound = self._bind(**arguments)
+        except TypeError as error:
+            raise Unfit(f"takes other arguments than it is given: {error}") from error
+        return self._function(*bound.args, **bound.kwargs)
+
+    def _call_rows(self, rows: list[dict[str, Any]]) -> list[Any]:
+        """One call a row; coroutines run side by side. A row that raises leaves the others alone."""
+        results: list[Any] = []
+        for row in rows:
+            try:
+                results.append(self._call(row))
+            except Exception as error:  # noqa: BLE001 - the row's own failure, reported as such
+                results.append(error)
+        waiting = [index for index, result in enumerate(results) if inspect.isawaitable(result)]
+        if waiting:
+            for index, result in zip(waiting, self._wait(_gather([results[i] for i in waiting])), strict=True):
+                results[index] = result
+        return [self._row(result) for result in results]
+
+    def _row(self, result: Any) -> Any:
+        if isinstance(result, BaseException):
+            return {"error": describe_error(result, self.path)}
+        return plain_value(result)
+
+    def _wait(self, result: Any) -> Any:
+        """An awaitable's result; its loop ends with the call, and so does what it left in it."""
+        if not inspect.isawaitable(result):
+            return result
+        with asyncio.Runner() as runner:
+            return runner.run(_finish(result))
+
+
+async def _finish(awaitable: Any) -> Any:
+    return await awaitable
+
+
+async def _gather(awaitables: list[Any]) -> list[Any]:
+    return await asyncio.gather(*awaitables, return_exceptions=True)
+
+
+def _nothing_loaded(**_given: Any) -> Any:
+    raise Unfit("is not loaded")
+
+
+def _as_json(value: Any) -> str:
+    """The value, where JSON can carry it: tuples become lists."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidReturn(f"returned {type_name(value)} that JSON cannot carry: {error}") from error
+
+
+def load_module(path: str, source: str, folders: list[str]) -> types.ModuleType:
+    """Run the file's text as a module; `folders` are where its own imports come from, before the installed ones."""
+    module = types.ModuleType(MODULE_PREFIX + Path(path).stem)
+    module.__file__ = path
+    sys.path[:0] = folders
+    sys.modules[module.__name__] = module
+    # Tracebacks quote the lines of a file that is not there to be read.
+    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+    exec(compile(source, path, "exec"), module.__dict__)  # noqa: S102 - what this process is for
+    return module

@@ -1,0 +1,194 @@
+"""Starts a sandbox's supervisor at a level: inside namespaces that bubblewrap makes, or beside the service.
+
+It knows paths, users and command lines, and nothing of calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Literal
+
+from gspo.reward.sandbox import inside
+from gspo.reward.sandbox.inside import scratch as scratch_folders
+
+LevelName = Literal["bubblewrap", "landlock", "rlimits"]
+# Weakest first.
+LEVEL_NAMES: tuple[LevelName, ...] = ("rlimits", "landlock", "bubblewrap")
+FILE_BYTES = 64 * 2**20
+SCRATCH_BYTES = 64 * 2**20
+# Workers that are being ended while others start in their place need scratch of their own.
+_MORE_SLOTS = 2
+NUM_FILES = 256
+MAX_THREADS = 128
+# Tasks of one user: those of all workers. Where the user is also the service's, its own are many and change.
+_TASKS_OF_OWN_USER, _TASKS_OF_SHARED_USER = 1024, 16384
+_INSIDE = Path(inside.__file__).parent
+_PROGRAM = """
+import sys
+# -I leaves out PYTHONPATH, on which all packages may lie.
+sys.path += [path for path in {paths!r} if path not in sys.path]
+sys.path.insert(0, {folder!r})
+from inside import supervisor
+del sys.path[0]
+supervisor.main()
+"""
+_SCRATCH_INSIDE = "/scratch"
+# What programs and libraries of a Linux system need to be found and loaded, and nothing that is anybody's.
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/opt/rh")
+_ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/mime.types")
+_SHOWN = ("/sys/devices/system/cpu",)
+_FACTS = ("/proc/cpuinfo", "/proc/meminfo", *_SHOWN)
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+# systemd's range for users that exist only while a service runs: nobody else is in it.
+_FIRST_UID, _NUM_UIDS = 61184, 4336
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class Level:
+    """How user code is contained.
+
+    Attributes:
+        name: The level.
+        filter: seccomp's filter; empty where there is none.
+        lacks: What the machine does not have for the levels above, each with what to do.
+    """
+
+    name: LevelName
+    filter: bytes = b""
+    lacks: tuple[str, ...] = ()
+
+
+@dataclass
+class Started:
+    """A supervisor that is being started: its process, and the socket that it takes orders on."""
+
+    process: asyncio.subprocess.Process
+    control: socket.socket
+    scratch: Path | None = None
+    errors: Path | None = field(default=None)
+
+    def remove(self) -> None:
+        """Remove what lies on disk for it."""
+        if self.scratch is not None:
+            scratch_folders.remove(self.scratch)
+
+
+async def start_supervisor(
+    level: Level, reads: Sequence[Path], packages: Sequence[str], *, num_workers: int
+) -> Started:
+    """Start one.
+
+    Args:
+        level: How.
+        reads: What the user's code may read beside Python and the installed packages.
+        packages: What is imported before user code runs.
+        num_workers: At most so many at a time; where scratch lies in memory, each has a file system of its own.
+    """
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here.setblocking(False)
+    wrapped = level.name == "bubblewrap"
+    scratch = None if wrapped else _make_scratch()
+    uid = _FIRST_UID + (os.getpid() * 64 + next(_numbers)) % _NUM_UIDS if os.geteuid() == 0 else 0
+    if scratch is not None and uid:
+        # Its user is known only once the supervisor has tried to become one; the folders in it are 0700.
+        scratch.chmod(0o1777)
+    places = [*python_places(), *reads]
+    shared_user = not wrapped and uid == 0
+    num_slots = num_workers + _MORE_SLOTS if wrapped else 0
+    task = {
+        "scratch": str(scratch or _SCRATCH_INSIDE),
+        "reads": [str(path) for path in (*map(Path, _SYSTEM + _ETC + _FACTS), *places)],
+        "devices": _DEVICES,
+        "uid": uid,
+        "user_namespace": wrapped and bool(uid),
+        "num_files": NUM_FILES,
+        "num_tasks": _TASKS_OF_SHARED_USER if shared_user else _TASKS_OF_OWN_USER,
+        "file_bytes": FILE_BYTES,
+        "packages": list(packages),
+        "num_slots": num_slots,
+        "filter": bool(level.filter),
+    }
+    program = _PROGRAM.format(folder=str(_INSIDE.parent), paths=_site_folders())
+    python = [sys.executable, "-I", "-X", "utf8", "-c", program]
+    command = [*(_bubblewrap(places, uid, num_slots) if wrapped else []), *python, str(there.fileno())]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd="/",
+            env=environment(),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            pass_fds=(there.fileno(),),
+            start_new_session=True,
+        )
+    finally:
+        there.close()
+    here.send(json.dumps(task).encode())
+    if level.filter:
+        here.send(level.filter)
+    return Started(process, here, scratch)
+
+
+def environment() -> dict[str, str]:
+    """What user code knows of the world: nothing of the service's, and one thread for each numerical library."""
+    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
+    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", **one}
+
+
+def python_places() -> list[Path]:
+    """Folders that Python and the installed packages are in, none within another of them."""
+    found = {Path(path) for path in (sys.prefix, sys.base_prefix, *_site_folders(), str(_INSIDE))}
+    found |= {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    # A virtual environment's python is a link, maybe through several folders.
+    found.add(Path(sys.executable).resolve().parent.parent)
+    return [path for path in sorted(found) if not any(path.is_relative_to(other) for other in found - {path})]
+
+
+def _site_folders() -> list[str]:
+    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+
+
+def _make_scratch() -> Path:
+    return Path(tempfile.mkdtemp(prefix="gspo-scratch-")).resolve()  # as the kernel names it in lists of maps
+
+
+def _bubblewrap(places: Sequence[Path], uid: int, num_slots: int) -> list[str]:
+    """The command line before the program: new namespaces, a file system of what is named, no capabilities.
+
+    As root the supervisor takes a user of its own and a user namespace by itself: bubblewrap's own maps to root.
+    """
+    as_root = uid != 0
+    words = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    words += ["--die-with-parent", "--cap-drop", "ALL"]
+    words += (
+        ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        if as_root
+        else ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    )
+    for name in _SYSTEM:
+        path = Path(name)
+        if path.is_symlink():
+            words += ["--symlink", str(path.readlink()), name]
+        elif path.is_dir():
+            words += ["--ro-bind", name, name]
+    words += ["--proc", "/proc", "--dev", "/dev"]
+    for folder in (_SCRATCH_INSIDE, *(f"{_SCRATCH_INSIDE}/{slot}" for slot in range(num_slots))):
+        words += ["--size", str(SCRATCH_BYTES), "--perms", "1777", "--tmpfs", folder]
+    for path in (*map(Path, (*_ETC, *_SHOWN)), *places):
+        if not any(path.is_relative_to(name) for name in _SYSTEM):
+            for parent in reversed(path.parents[:-1]):  # by itself bubblewrap makes them for root alone
+                words += ["--perms", "0755", "--dir", str(parent)]
+            words += ["--ro-bind-try", str(path), str(path)]
+    return [*words, "--remount-ro", "/", "--chdir", "/", "--hostname", "sandbox", "--"]

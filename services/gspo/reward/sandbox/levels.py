@@ -1,0 +1,151 @@
+"""Which level of containment this machine gives: tried, strongest first, by running a probe that tries to get out."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import platform
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gspo.common.errors import InputError
+from gspo.reward.sandbox import syscalls
+from gspo.reward.sandbox.calls import CallFailed, Code, Limits
+from gspo.reward.sandbox.execution import Sandbox
+from gspo.reward.sandbox.inside import confine
+from gspo.reward.sandbox.launch import LEVEL_NAMES, Level, LevelName
+
+_PROBE_LIMITS = Limits(timeout_s=20.0, memory_mb=2048)
+# Each attempt is something that the level must not let happen.
+_PROBE = """
+import os, socket
+
+def attempts(task):
+    yield "read a file outside", lambda: open(task["file"]).read()
+    yield "write a file outside", lambda: open(task["file"], "a").write("x")
+    yield "open a socket", lambda: socket.socket().close()
+    yield "make a process", lambda: os.fork() or os._exit(0)
+    yield "signal the service", lambda: os.kill(task["pid"], 0)
+    yield "signal its supervisor", lambda: os.kill(os.getppid(), 0)
+
+def reset(task):
+    escapes = []
+    for name, attempt in attempts(task):
+        try:
+            attempt()
+            escapes.append(name)
+        except OSError:
+            pass
+    spaces = {name: os.readlink("/proc/self/ns/" + name) for name in ("user", "mnt", "pid", "net", "ipc")}
+    return {"escapes": escapes, "spaces": spaces}
+
+def step(state, action):
+    raise NotImplementedError
+"""
+_MEND_SECCOMP = "Install libseccomp (Debian: apt-get install libseccomp2)"
+_MEND_BUBBLEWRAP = "Install bubblewrap (Debian: apt-get install bubblewrap)"
+_MEND_NAMESPACES = (
+    "Let this user make namespaces (sysctl kernel.unprivileged_userns_clone=1 and user.max_user_namespaces above 0, on "
+    "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0); in a container give it the security option "
+    "seccomp=unconfined and, as root, the capability SYS_ADMIN"
+)
+_MEND_LANDLOCK = (
+    "Run Linux 5.13 or later with Landlock among its security modules (kernel parameter lsm=); in a container take "
+    "Docker 23 or later, or give it the security option seccomp=unconfined"
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The level, and what it is made of here."""
+
+    level: Level
+    parts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.level.name} ({', '.join(self.parts)})"
+
+
+class _Lacking(Exception):  # noqa: N818 - a fact about the machine
+    pass
+
+
+async def find_level(minimum: LevelName) -> Found:
+    """The strongest level that holds on this machine.
+
+    Raises:
+        InputError: It is below `minimum`; the message says what is lacking and what to do.
+    """
+    lacks: list[str] = []
+    found = await _strongest(lacks)
+    if LEVEL_NAMES.index(found.level.name) < LEVEL_NAMES.index(minimum):
+        reached = f"is {minimum}, and this machine reaches {found.level.name}: {'; '.join(lacks)}"
+        raise InputError("reward.sandbox_minimum", reached, f"Or accept {found.level.name} by naming it here")
+    return replace(found, level=replace(found.level, lacks=tuple(lacks)))
+
+
+async def _strongest(lacks: list[str]) -> Found:
+    for name in ("bubblewrap", "landlock"):
+        try:
+            return await try_level(name)
+        except _Lacking as lack:
+            lacks.append(f"{name}: {lack}")
+    return Found(Level("rlimits"), ("rlimits", "a process for each session"))
+
+
+async def try_level(name: LevelName) -> Found:
+    """A level, if it holds here.
+
+    Raises:
+        _Lacking: What it lacks, and what to do.
+    """
+    try:
+        program = syscalls.filter_bytes(signals=confine.landlock_abi() >= confine.SIGNAL_SCOPE_ABI)
+    except syscalls.Unavailable as error:
+        raise _Lacking(f"{error}. {_MEND_SECCOMP}") from error
+    if name == "bubblewrap" and shutil.which("bwrap") is None:
+        raise _Lacking(f"there is no bwrap on the PATH. {_MEND_BUBBLEWRAP}")
+    if name == "landlock" and confine.landlock_abi() == 0:
+        raise _Lacking(f"the kernel ({platform.release()}) has no Landlock, or it is refused. {_MEND_LANDLOCK}")
+    level = Level(name, program)
+    try:
+        seen, told = await _probe(level)
+    except CallFailed as error:
+        mend = _MEND_NAMESPACES if name == "bubblewrap" else _MEND_LANDLOCK
+        raise _Lacking(f"a trial failed ({error}). {mend}") from error
+    if seen["escapes"]:
+        raise _Lacking(f"in a trial user code could {', '.join(seen['escapes'])}")
+    return Found(level, tuple(_parts(seen["spaces"], told)))
+
+
+async def _probe(level: Level) -> tuple[dict[str, Any], dict[str, Any]]:
+    code = Code("probe", _PROBE, hashlib.sha256(_PROBE.encode()).hexdigest(), "probe.py", kind="environment")
+    sandbox = Sandbox(code, _PROBE_LIMITS, level)
+    outside = await asyncio.to_thread(_file_outside)
+    try:
+        await sandbox.load()
+        task = {"file": str(outside), "pid": os.getpid()}
+        answer = await sandbox.call({"function": "reset", "arguments": {"task": task}})
+        return answer.values, sandbox.told
+    finally:
+        await sandbox.close()
+        outside.unlink()
+
+
+def _file_outside() -> Path:
+    """A file that every user of the machine could read and write."""
+    with tempfile.NamedTemporaryFile(prefix="gspo-probe-", delete=False) as file:
+        Path(file.name).chmod(0o666)
+        return Path(file.name)
+
+
+def _parts(spaces: dict[str, str], told: dict[str, Any]) -> list[str]:
+    own = [name for name, link in spaces.items() if link != os.readlink(f"/proc/self/ns/{name}")]  # noqa: PTH115
+    parts = [f"namespaces {' '.join(own)}"] if own else []
+    parts += [f"Landlock {told['landlock']}"] if told["landlock"] else []
+    parts += ["seccomp", "rlimits"]
+    return parts + (["a user of its own"] if told["own_user"] else [])

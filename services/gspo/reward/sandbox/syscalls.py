@@ -1,0 +1,147 @@
+"""Which system calls user code may make: a seccomp filter, compiled by libseccomp into bytes that the sandbox loads.
+
+A call of ALLOWED works; one of REFUSED fails with EPERM, which reaches people as `forbidden`; any other, also one that
+a later kernel brings, fails with ENOSYS, as if the kernel did not have it. No process is made and no program started:
+what user code is, is one process with threads, which share their descriptors. No socket is opened; a connected pair of
+stream sockets is, because event loops wake themselves with one. A timer sends SIGALRM, SIGVTALRM or SIGPROF alone:
+none can wake a process that is stopped. Refused is also what Landlock leaves open to the owner of a file by its path
+alone: mode, times, attributes, watching, and on older kernels its length.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+_CLOEXEC, _INHERIT, _NOT_BLOCKING, _READABLE = 0x5451, 0x5450, 0x5421, 0x541B  # ioctl: FIOCLEX, FIONCLEX, ...
+_TERMINAL, _WINDOW = 0x5401, 0x5413  # what isatty and print's libraries ask
+_DUP_CLOEXEC, _SET_PIPE, _GET_PIPE = 1030, 1031, 1032
+# Calls that are many in one: name, the argument that says which, those that work, and those that are refused; any other
+# fails with ENOSYS. A worker ends with its supervisor (prctl 1) and can be looked at by it (4), and must not be able to
+# wish otherwise; the owner of a file (fcntl 8 and 15, ioctl 0x8901 and 0x8902) is sent a signal, of any number (10).
+_BY_COMMAND: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...] = (
+    ("prctl", 0, (2, 3, 7, 15, 16, 21, 23, 29, 30, 36, 37, 38, 39, 40, 41, 42, 47), (1, 4, 22, 0x53564D41)),
+    ("fcntl", 1, (*range(8), 9, 11, 16, 36, 37, 38, _DUP_CLOEXEC, _GET_PIPE, 1034), (8, 10, 15, 1026, _SET_PIPE)),
+    ("ioctl", 1, (_TERMINAL, _WINDOW, _READABLE, _NOT_BLOCKING, _INHERIT, _CLOEXEC), (0x8901, 0x8902)),
+)
+# CLONE_THREAD, CLONE_FS, CLONE_FILES: a thread, without descriptors or a working directory of its own.
+_FLAGS_OF_A_THREAD = (0x00010000, 0x00000200, 0x00000400)
+_THREAD = sum(_FLAGS_OF_A_THREAD)
+_UNSHARE_FILES = 2  # of close_range
+_OUT_OF_BAND = 1  # MSG_OOB
+_NEW_NAMESPACES = 0x7E020080  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET, NEWTIME
+_SOCKET_TYPE = 0xF  # without SOCK_CLOEXEC and SOCK_NONBLOCK
+
+ALLOWED = """
+    read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek close dup dup2 dup3
+    pipe pipe2 fsync fdatasync ftruncate fallocate fadvise64 readahead sync_file_range sendfile
+    copy_file_range
+    open openat openat2 creat access faccessat faccessat2 stat lstat fstat newfstatat statx statfs fstatfs
+    getdents getdents64 getcwd chdir fchdir readlink readlinkat mkdir mkdirat rmdir unlink unlinkat rename renameat
+    renameat2 link linkat symlink symlinkat umask
+    mmap munmap mremap mprotect madvise msync mincore brk mlock mlock2 munlock mlockall munlockall membarrier
+    get_mempolicy set_mempolicy pkey_alloc pkey_free pkey_mprotect cachestat
+    poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2
+    eventfd eventfd2 timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4
+    recvfrom recvmsg recvmmsg shutdown getsockname getpeername getsockopt
+    rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack pause
+    restart_syscall alarm getitimer setitimer
+    nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time times
+    futex futex_waitv set_robust_list get_robust_list set_tid_address rseq arch_prctl
+    exit exit_group wait4 waitid sched_yield sched_getaffinity sched_getparam sched_getscheduler
+    sched_get_priority_max sched_get_priority_min sched_rr_get_interval getcpu getpriority
+    getpid gettid getppid getpgid getpgrp getsid getuid geteuid getgid getegid getgroups getresuid getresgid
+    getrlimit getrusage sysinfo uname getrandom capget
+"""
+SIGNALS = "kill tkill tgkill"
+REFUSED = """
+    socket connect bind listen accept accept4 sendmsg sendmmsg
+    fork vfork execve execveat ptrace process_vm_readv process_vm_writev process_madvise process_mrelease kcmp
+    pidfd_open pidfd_getfd pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo
+    unshare setns mount umount2 pivot_root chroot move_mount open_tree fsopen fsconfig fsmount fspick mount_setattr
+    memfd_create memfd_secret shmget shmat shmctl shmdt semget semop semtimedop semctl msgget msgsnd msgrcv msgctl
+    mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr
+    io_uring_setup io_uring_enter io_uring_register io_setup io_submit io_getevents io_destroy io_cancel
+    bpf perf_event_open userfaultfd add_key request_key keyctl fanotify_init fanotify_mark
+    name_to_handle_at open_by_handle_at mknod mknodat chown fchown lchown fchownat
+    truncate chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat
+    getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
+    inotify_init inotify_init1 inotify_add_watch inotify_rm_watch splice tee vmsplice
+    setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
+    setuid setgid setreuid setregid setresuid setresgid setgroups setfsuid setfsgid capset personality
+    setpgid setsid setpriority ioprio_set sched_setaffinity sched_setparam sched_setscheduler sched_setattr
+    mbind migrate_pages move_pages setrlimit
+    init_module finit_module delete_module kexec_load kexec_file_load reboot swapon swapoff acct quotactl quotactl_fd
+    settimeofday clock_settime clock_adjtime adjtimex sethostname setdomainname syslog vhangup iopl ioperm
+    lookup_dcookie nfsservctl
+    setsockopt flock timer_create timer_settime timer_gettime timer_getoverrun timer_delete
+    landlock_create_ruleset landlock_add_rule landlock_restrict_self seccomp
+"""
+
+
+class Unavailable(Exception):  # noqa: N818 - a fact about the machine
+    """The machine has no libseccomp, or not this architecture's calls."""
+
+
+def filter_bytes(*, signals: bool) -> bytes:
+    """The filter as an array of `struct sock_filter`.
+
+    Args:
+        signals: Whether kill is let through, because something else keeps a signal from reaching other processes.
+
+    Raises:
+        Unavailable: libseccomp is missing or refuses a rule.
+    """
+    try:
+        import pyseccomp as seccomp  # raises at import where the machine has no libseccomp
+    except (ImportError, RuntimeError, OSError) as error:
+        raise Unavailable(f"libseccomp cannot be loaded ({error})") from error
+    try:
+        return _compile(seccomp, signals)
+    except OSError as error:
+        raise Unavailable(f"libseccomp refuses the filter ({error})") from error
+
+
+def _compile(seccomp: Any, signals: bool) -> bytes:
+    made = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))
+    refuse = seccomp.ERRNO(errno.EPERM)
+    arg, masked, equal = seccomp.Arg, seccomp.MASKED_EQ, seccomp.EQ
+    allow = seccomp.ALLOW
+    for name in _known(seccomp, ALLOWED + (SIGNALS if signals else "")):
+        made.add_rule(allow, name)
+    for name in _known(seccomp, REFUSED + ("" if signals else SIGNALS)):
+        made.add_rule(refuse, name)
+    # A thread, but no process and no namespace. clone3 hides its flags behind a pointer: ENOSYS makes glibc take clone.
+    made.add_rule(allow, "clone", arg(0, masked, _THREAD | _NEW_NAMESPACES, _THREAD))
+    for flag in _FLAGS_OF_A_THREAD:
+        made.add_rule(refuse, "clone", arg(0, masked, flag, 0))
+    made.add_rule(allow, "close_range", arg(2, masked, _UNSHARE_FILES, 0))
+    made.add_rule(refuse, "close_range", arg(2, masked, _UNSHARE_FILES, _UNSHARE_FILES))
+    made.add_rule(allow, "sendto", arg(3, masked, _OUT_OF_BAND, 0))
+    made.add_rule(refuse, "sendto", arg(3, masked, _OUT_OF_BAND, _OUT_OF_BAND))
+    stream = arg(1, masked, _SOCKET_TYPE, socket.SOCK_STREAM)
+    made.add_rule(allow, "socketpair", arg(0, equal, socket.AF_UNIX), stream)
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):  # these could send to any address
+        made.add_rule(refuse, "socketpair", arg(1, masked, _SOCKET_TYPE, kind))
+    # By their low 32 bits: the kernel looks at no more of them.
+    for name, place, allowed, refused in _BY_COMMAND:
+        for commands, action in ((allowed, allow), (refused, refuse)):
+            for command in commands:
+                made.add_rule(action, name, arg(place, masked, 0xFFFFFFFF, command))
+    # Its own limits may be read and lowered, those of another process not.
+    made.add_rule(allow, "prlimit64", arg(0, equal, 0))
+    made.add_rule(refuse, "prlimit64", arg(0, seccomp.NE, 0))
+    with tempfile.TemporaryFile() as file:
+        made.export_bpf(file)
+        file.seek(0)
+        return file.read()
+
+
+def _known(seccomp: Any, names: str) -> Iterator[str]:
+    """The names that this libseccomp knows; a call younger than it is not in the filter, so ENOSYS."""
+    for name in names.split():
+        if seccomp.resolve_syscall(0, name) != -1:
+            yield name

@@ -1,0 +1,112 @@
+"""gRPC: scores on request, and the steps of environments.
+
+It decides nothing: scorer.py and environments.py do. Neighbour: proto/gspo_proto/reward.proto.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable
+from typing import Any
+
+import grpc
+
+from gspo.common.network.grpc_guard import refuse_message
+from gspo.common.streams.entries import MalformedEntryError, check_message
+from gspo.reward.functions.environment import Turn
+from gspo.reward.functions.environments import Environments
+from gspo.reward.functions.library import Function, UnknownFunctionError
+from gspo.reward.sandbox.calls import CallFailed
+from gspo.reward.scoring.scorer import Scorer
+from gspo_proto import reward_pb2, reward_pb2_grpc
+
+GRPC_SERVICE = reward_pb2.DESCRIPTOR.services_by_name["Reward"].full_name
+# Of one Score: far beyond what a batch needs, and few enough that nobody waits for its reading.
+MAX_ROLLOUTS, MAX_SCORE_BYTES, MAX_FUNCTIONS = 1024, 32 * 2**20, 64
+# As much as an environment may return.
+MAX_JSON_CHARS = 4 * 2**20
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RewardServicer(reward_pb2_grpc.RewardServicer):
+    """Scores, resets and steps."""
+
+    def __init__(self, scorer: Scorer, *, session: str) -> None:
+        self._scorer = scorer
+        self._environments = Environments(scorer.library.usage, session=session)
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreReply:
+        """A score for each rollout, in their order."""
+        try:
+            _check_size(request)
+            for rollout in request.rollouts:
+                check_message(rollout)
+        except MalformedEntryError as error:
+            await refuse_message(context, error, "Score")
+        return reward_pb2.ScoreReply(scores=await self._scorer.score(request.rollouts))
+
+    async def ResetEnvironment(self, request: reward_pb2.ResetRequest, context: Context) -> reward_pb2.EnvironmentReply:
+        """The first state and observation of a task."""
+        function = await self._find(request.environment, request.version, context)
+        await _check_json(request.task_json, "task_json", context)
+        return await _reply(function, self._environments.reset(function, request.task_json))
+
+    async def StepEnvironment(self, request: reward_pb2.StepRequest, context: Context) -> reward_pb2.EnvironmentReply:
+        """What an action leads to."""
+        function = await self._find(request.environment, request.version, context)
+        await _check_json(request.state_json, "state_json", context)
+        await _check_json(request.calls_json, "calls_json", context)
+        asked = self._environments.step(function, request.state_json, request.action, request.calls_json)
+        return await _reply(function, asked)
+
+    async def _find(self, name: str, version: str, context: Context) -> Function:
+        try:
+            function = await self._scorer.library.find(name, version)
+        except UnknownFunctionError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        if function.source.kind != "environment":
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{name} is a reward function, no environment")
+        return function
+
+
+def _check_size(request: reward_pb2.ScoreRequest) -> None:
+    """Refuse what would take long before its first call.
+
+    Raises:
+        MalformedEntryError: It is larger than one Score may be.
+    """
+    functions = {(use.name, use.version) for rollout in request.rollouts for use in rollout.rewards}
+    sizes = {
+        "rollouts": (len(request.rollouts), MAX_ROLLOUTS),
+        "bytes": (request.ByteSize(), MAX_SCORE_BYTES),
+        "functions": (len(functions), MAX_FUNCTIONS),
+    }
+    for what, (number, most) in sizes.items():
+        if number > most:
+            raise MalformedEntryError(f"{number} {what} in one Score, and at most {most} are scored", "too_large")
+
+
+async def _check_json(text: str, field: str, context: Context) -> None:
+    if len(text) > MAX_JSON_CHARS:
+        why = f"{field} has {len(text)} characters, and at most {MAX_JSON_CHARS} are taken"
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
+    try:
+        json.loads(text or "null")
+    except (ValueError, RecursionError) as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{field} is not JSON: {error}")
+
+
+async def _reply(function: Function, asked: Awaitable[Turn]) -> reward_pb2.EnvironmentReply:
+    version = function.source.version
+    try:
+        turn = await asked
+    except CallFailed as error:
+        failure = reward_pb2.EnvironmentFailure(kind=error.kind, text=str(error), traceback=error.traceback)
+        return reward_pb2.EnvironmentReply(version=version, failure=failure)
+    return reward_pb2.EnvironmentReply(
+        state_json=turn.state_json,
+        observation_json=turn.observation_json,
+        reward=turn.reward,
+        done=turn.done,
+        version=version,
+    )

@@ -1,0 +1,62 @@
+"""TensorBoard: event files in `tensorboard/` of the run directory, x axis the step.
+
+Not a server: `tensorboard --logdir runs` shows them. tensorboardX writes them, which needs neither torch nor the rest
+of TensorBoard; not by its SummaryWriter, whose flush returns before its queue is written. Neighbour: follower.py.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import hparams, scalar, text
+
+from gspo.common.config.schema import Config
+from gspo.tracking.follower import Record, hyperparameters
+from gspo.tracking.position import Position
+
+FOLDER = "tensorboard"
+# The hyperparameter view shows these beside the keys.
+_SHOWN = ("train/reward_mean", "eval/sampled_mean", "eval/greedy_mean")
+
+
+class TensorBoard:
+    """One session; each writes a file of its own."""
+
+    def __init__(self, run_dir: Path, config: Config, position: Position) -> None:
+        (run_dir / FOLDER).mkdir(exist_ok=True)
+        # The name that the writer makes holds seconds: two sessions in one would share a file.
+        own = f".{time.time_ns()}"
+        self._writer = EventsWriter(str(run_dir / FOLDER / "events"), own)
+        if position.num_sent:
+            # Steps from here on that a killed session wrote and did not remember are dropped by the reader.
+            self._write(position.last_step + 1, time.time(), session_log=SessionLog(status=SessionLog.START))
+        else:
+            self._describe(config)
+
+    def send(self, record: Record) -> None:
+        """Write a record's figures as scalars."""
+        for name, value in record.figures.items():
+            self._write(record.step, record.unix_s, summary=scalar(name, value))
+
+    def flush(self) -> None:
+        """Bring everything to the disk."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _describe(self, config: Config) -> None:
+        keys = hyperparameters(config)
+        for summary in hparams(keys, dict.fromkeys(_SHOWN, 0.0)):
+            self._write(0, time.time(), summary=summary)
+        words = text("config", f"```\n{yaml.safe_dump(keys, sort_keys=False)}```")
+        self._write(0, time.time(), summary=words)
+
+    def _write(self, step: int, unix_s: float, **what: Any) -> None:
+        self._writer.write_event(Event(step=step, wall_time=unix_s, **what))

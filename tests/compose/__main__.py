@@ -1,0 +1,288 @@
+"""docker-compose.yml from a user's seat, with a real engine: `make compose-test`.
+
+Build, start, watch, scale, kill, submit a reward function from outside, read Prometheus, and see the arithmetic example
+through to its end; then what is refused, in words. Grafana's image is left out: what is checked of it is in the other
+tests. Exit codes: 0 all held, 1 something did not, 3 there is no engine, so nothing was tested.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pandas
+
+from tests.compose.docker_engine import ROOT, Docker, NoEngineError, engine
+from tests.compose.project import House, say, until
+from tests.compose.refusals import a_stranger, refusals, unreadable_secrets
+
+EXIT_FAILED, EXIT_NOT_TESTED = 1, 3
+NOT_HERE = ("grafana",)
+SERVICES = ("coordinator", "reward", "generation", "learner")
+MAX_LIGHT_MB = 300
+# Far more than a quiet machine takes: CI shares its own with other work.
+READY_S = 900
+OUTSIDE = ("pypi.org", "1.1.1.1")
+WHEELS = ROOT / "deploy/docker/wheels"
+BETTER = """
+def reward(prompts, completions, answer, **columns):
+    return [float(a in str(c)) for c, a in zip(completions, answer)]
+"""
+# Everything in a container but its process 1 and whoever asks: as when it runs out of memory.
+KILL_ALL = "import os; os.kill(-1, 9)"
+
+
+def torch_wheel() -> None:
+    """The images take torch from PyTorch's index; a machine that finds it elsewhere puts it into the build context."""
+    (version,) = re.findall(r" (torch==[\w.+]+); fi", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
+    if not list(WHEELS.glob("torch-*.whl")):
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(WHEELS), version]
+        found = subprocess.run(pip, capture_output=True, check=False, timeout=300).returncode == 0
+        say(f"{version}: {'taken along' if found else 'from the index of PyTorch'}")
+
+
+def build(docker: Docker) -> None:
+    """Both files are sound, every image can be built, and those without torch are small."""
+    docker.compose("config", "-q")
+    docker.compose("-f", "docker-compose.yml", "-f", "docker-compose.gpu.yml", "config", "-q")
+    torch_wheel()
+    docker.compose("build", timeout_s=900)
+    base = docker.inspect("python:3.11-slim-bookworm")["Size"]
+    for name in ("coordinator", "reward", "door", "engine"):
+        image = docker.inspect(f"gspo-{name}")
+        added = (image["Size"] - base) / 1e6
+        say(f"image gspo-{name} adds {added:.0f} MB to its base")
+        assert image["Config"]["User"] == "gspo", f"gspo-{name} runs as {image['Config']['User'] or 'root'}"
+        assert name == "engine" or added < MAX_LIGHT_MB, f"gspo-{name} adds {added:.0f} MB"
+
+
+def start(house: House, services: list[str], line: str) -> None:
+    """`up` until everything is ready."""
+    # What is left out of the test must be left out by name: all others are named instead.
+    house.as_documented(
+        line, "--wait", "--wait-timeout", str(READY_S), "--no-recreate", *services, timeout_s=READY_S + 30
+    )
+
+
+def contained(house: House) -> None:
+    """Each service runs without root, capabilities or a root file system to write to, within its limits."""
+    docker = house.docker
+    for service in SERVICES:
+        container = docker.containers(service)[0]
+        facts = docker.python(container, "print(open('/proc/self/status').read())")
+        status = dict(line.split(":\t", 1) for line in facts.splitlines() if ":\t" in line)
+        assert status["Uid"].split()[0] == "1000", service
+        assert int(status["CapEff"], 16) == 0, f"{service} has capabilities {status['CapEff']}"
+        assert status["NoNewPrivs"] == "1", service
+        host = docker.inspect(container)["HostConfig"]
+        assert host["ReadonlyRootfs"], service
+        assert host["Memory"] > 0, service
+        assert host["PidsLimit"] > 0, service
+        written = docker.run("exec", container, "python", "-c", "open('/app/x', 'w')", check=False)
+        assert "Read-only file system" in written.stderr, f"{service}: {written.stderr}"
+    redis = docker.run("exec", docker.containers("redis")[0], "redis-cli", "ping", check=False)
+    assert "NOAUTH" in redis.stdout, f"Redis answers without its password: {redis.stdout}"
+    reward = docker.containers("reward")[0]
+    shut_off(docker, reward)
+    ready = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8000/readyz').read().decode())"
+    sandbox = json.loads(docker.python(reward, ready))["sandbox"]
+    assert sandbox.startswith(("landlock", "bubblewrap")), f"user code is contained by {sandbox}"
+    assert "seccomp" in sandbox
+    say(f"contained; reward functions by {sandbox}")
+
+
+def shut_off(docker: Docker, reward: str) -> None:
+    """The reward service reaches nothing of what a service beside it reaches outside."""
+    reach = "import socket, sys; socket.create_connection((sys.argv[1], 443), 3)"
+
+    def reaches(container: str, host: str) -> bool:
+        return docker.run("exec", container, "python", "-c", reach, host, check=False).returncode == 0
+
+    (beside,) = docker.containers("coordinator")
+    outside = [host for host in OUTSIDE if reaches(beside, host)]
+    assert outside, f"none of {OUTSIDE} can be reached from here, so nothing is told about the reward service"
+    assert not [host for host in outside if reaches(reward, host)], f"the reward service reaches one of {outside}"
+
+
+def scale(house: House, services: list[str]) -> None:
+    """A second generator and scorer join, under names of their own, and both generate."""
+    start(house, services, "docker compose up -d --scale generation=2 --scale reward=2")
+
+    def both() -> list[str] | None:
+        names = [member["name"] for member in house.state()["members"] if member["service"] == "generation"]
+        return names if len(names) == 2 else None
+
+    names = until("a second generator", both, 60)
+    assert len(set(names)) == 2, f"replicas share a name: {names}"
+    assert all(re.fullmatch(r"generation-[0-9a-f]{12}", name) for name in names), names
+    house.ask("GSPO_PORT", "/v1/resume", post=True)
+    generated = 'sum by (instance) (gspo_rollouts_generated_total{evaluation="no"}) > 0'
+    until("rollouts of both generators", lambda: found if len(found := house.query(generated)) == 2 else None, 90)
+    say(f"two generators at work: {', '.join(names)}")
+
+
+def gspo(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """A command of gspo on this machine, outside of every container."""
+    command = [sys.executable, "-m", "gspo.cli", *words]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+
+
+def submit(house: House, folder: Path) -> None:
+    """A reward function from outside, by the command of the README, through the published port."""
+    file, rows = folder / "better.py", folder / "rows.jsonl"
+    file.write_text(BETTER)
+    rows.write_text(json.dumps({"prompt": "1+1=", "completion": "2", "answer": "2"}) + "\n")
+    environment = {
+        **os.environ,
+        "GSPO_REWARD_URL": house.address("GSPO_REWARD_PORT"),
+        "GSPO_REWARD_TOKEN": house.token,
+    }
+    for words in (["submit", str(file), "--name", "better"], ["try", "better", str(rows)], ["list"]):
+        done = gspo(environment, "reward", *words)
+        assert done.returncode == 0, f"gspo reward {words[0]}: {done.stdout}{done.stderr}"
+    assert "better" in done.stdout
+    wrong = gspo({**environment, "GSPO_REWARD_TOKEN": "wrong"}, "reward", "list")
+    assert wrong.returncode == 2, f"a wrong token was let in: {wrong.stdout}{wrong.stderr}"
+    say("a reward function was submitted and tried from outside")
+
+
+def kill(house: House, service: str) -> None:
+    """Kill everything in one container at once; the engine starts it again, and the run goes on."""
+    container, before = house.docker.containers(service)[0], int(house.state()["step"])
+    house.docker.python(container, KILL_ALL, check=False)
+
+    def again() -> bool | None:
+        facts = house.docker.inspect(container)
+        return True if facts["RestartCount"] >= 1 and facts["State"]["Running"] else None
+
+    until(f"a restart of {service}", again, 60)
+    after = until(f"a step after {before}", house.step_above(before + 1), 240)
+    say(f"{service} killed at step {before}, run at step {after}")
+
+
+def watched(house: House) -> None:
+    """Prometheus sees every process of every service, by its service's name."""
+
+    def all_up() -> dict[str, float] | None:
+        found = house.query("sum by (job) (up)")
+        return found if found.keys() >= set(SERVICES) and found["generation"] == 2 and min(found.values()) > 0 else None
+
+    up = until("all targets in Prometheus", all_up, 60)
+    # A learner that was started again serves its step from the next one on.
+    until("a step in Prometheus", lambda: house.query("max(gspo_step) > 0") or None, 120)
+    say(f"Prometheus: {up}")
+
+
+def finish(house: House) -> None:
+    """The run ends by itself: every service with exit code 0."""
+
+    def ended() -> dict[str, int] | None:
+        states = {c: house.docker.inspect(c)["State"] for service in SERVICES for c in house.docker.containers(service)}
+        return None if any(s["Running"] for s in states.values()) else {c: s["ExitCode"] for c, s in states.items()}
+
+    codes = until("the end of the run", ended, 420)
+    assert set(codes.values()) == {0}, f"exit codes {codes}"
+    say("the run has ended")
+
+
+def results(house: House, folder: Path) -> None:
+    """What the run left: every step once, every group in one of them, and a model that adds better than before."""
+    told = house.as_documented("docker compose run --rm gspo report /runs/current")
+    assert "report.html" in told, told
+    # Into a folder that this test removes.
+    house.as_documented("docker compose cp prepare:/runs ./runs".replace("./runs", str(folder / "runs")))
+    followed = house.first_line("docker compose logs -f learner")
+    assert "learner" in followed, followed
+    run = (folder / "runs/current").resolve()
+    log = pandas.concat(
+        [pandas.read_parquet(path, columns=["step", "group"]) for path in run.glob("log/step-*.parquet")]
+    )
+    steps = sorted(set(log["step"]))
+    assert steps == list(range(1, len(steps) + 1))
+    assert (log.groupby("group")["step"].nunique() == 1).all(), "a group was trained in two steps"
+    measured = [json.loads(line)["figures"] for line in (run / "log/evaluations.jsonl").read_text().splitlines()]
+    first, last = measured[0]["sampled_mean"], measured[-1]["sampled_mean"]
+    assert last > first + 0.2, f"accuracy {first:.2f} before, {last:.2f} after"
+    say(f"{len(steps)} steps, accuracy {first:.2f} before and {last:.2f} after")
+
+
+@contextmanager
+def project(environment: dict[str, str]) -> Iterator[House]:
+    """A compose project of its own with ports of its own; nothing of it is left behind."""
+    names = ("GSPO_PORT", "GSPO_REWARD_PORT", "GSPO_PROMETHEUS_PORT", "GSPO_GRAFANA_PORT")
+    with ExitStack() as probes:
+        sockets = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
+        ports = dict(zip(names, (one.getsockname()[1] for one in sockets), strict=True))
+    own = {"COMPOSE_PROJECT_NAME": f"gspo-test-{os.getpid()}", **{name: str(port) for name, port in ports.items()}}
+    docker = Docker({**environment, **own, "GSPO_START_PERIOD": f"{READY_S}s"})
+    try:
+        yield House(docker, own["COMPOSE_PROJECT_NAME"], ports)
+    finally:
+        docker.compose(
+            "--profile", "tools", "down", "-v", "--timeout", "20", "--remove-orphans", timeout_s=180, check=False
+        )
+        left = docker.run(
+            "ps", "-a", "-q", "--filter", f"label=com.docker.compose.project={own['COMPOSE_PROJECT_NAME']}"
+        )
+        assert not left.stdout.strip(), f"containers were left behind: {left.stdout}"
+
+
+def story(house: House) -> None:
+    """The whole of it, in a user's order."""
+    docker = house.docker
+    services = [name for name in docker.compose("config", "--services").split() if name not in NOT_HERE]
+    build(docker)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        refusals(docker, folder)
+        say("what cannot work is refused in one line")
+        start(house, services, "docker compose up -d --build --wait")
+        house.token = house.as_documented("docker compose exec coordinator cat /secrets/token").strip()
+        assert house.as_documented("docker compose exec coordinator cat /secrets/grafana_password").strip()
+        say(f"ready: {', '.join(services)}")
+        house.ask("GSPO_PORT", "/v1/pause", post=True)
+        contained(house)
+        submit(house, folder)
+        unreadable_secrets(docker, folder)
+        a_stranger(house, folder)
+        say("a generator with another token is named by both sides, and the run goes on without it")
+        scale(house, services)
+        kill(house, "generation")
+        kill(house, "learner")
+        watched(house)
+        finish(house)
+        results(house, folder)
+        house.as_documented("docker compose down")
+        kept = docker.run("volume", "ls", "-q", "--filter", f"label=com.docker.compose.project={house.project}").stdout
+        assert f"{house.project}_runs" in kept.split(), f"`down` removed the run: {kept}"
+
+
+def main() -> None:
+    """Run the story, and show the services' last words where it does not hold."""
+    try:
+        with engine() as environment, project(dict(environment)) as house:
+            try:
+                story(house)
+            except (AssertionError, OSError):
+                print(house.docker.compose("ps", "-a", check=False))
+                print(house.docker.compose("logs", "--no-color", "--tail", "25", check=False))
+                raise
+    except NoEngineError as error:
+        print(f"compose-test: NOT TESTED: {error}", file=sys.stderr)
+        sys.exit(EXIT_NOT_TESTED)
+    except (AssertionError, OSError, subprocess.SubprocessError) as error:
+        print(f"compose-test: FAILED: {error}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+    say("compose-test: all held")
+
+
+if __name__ == "__main__":
+    main()

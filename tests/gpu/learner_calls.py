@@ -1,0 +1,90 @@
+"""The learner's side of the parts: its configuration, rollouts as rows, and its log-probs of what vLLM sampled.
+
+It imports no vLLM: a training step needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gspo.common.config.loading import parse_config
+from gspo.generation.engine.api import Completion
+from gspo.learner.assembly.rows import Row
+from gspo.learner.model.batch import StepBatch, rank_micro_batches
+from gspo.learner.model.network import can_be_packed, load_policy_model
+from tests.gpu.part_run import Case
+from tests.support.training.rollout_rows import row_of
+
+
+@dataclass(frozen=True)
+class Difference:
+    """vLLM's log-probs minus the learner's, over the tokens of all answers."""
+
+    std: float
+    largest: float
+    mean: float
+
+
+def rows_of(prompts: Sequence[list[int]], completions: Sequence[Completion], num_in_group: int = 4) -> list[Row]:
+    """Answers as the learner gets them."""
+    return [
+        row_of(
+            step=1,
+            group=number // num_in_group,
+            number=number % num_in_group,
+            prompt_token_ids=np.array(prompt, dtype=np.int32),
+            token_ids=np.array(done.token_ids, dtype=np.int32),
+            logp=np.array(done.logp, dtype=np.float32),
+            version=np.array(done.version, dtype=np.int32),
+            mask=np.ones(len(done.token_ids), dtype=np.bool_),
+            reward=float(number % 2),
+            advantage=float(number % 2) - 0.5,
+            mini_batch=0,
+            temperature=1.0,
+            num_rollouts=num_in_group,
+        )
+        for number, (prompt, done) in enumerate(zip(prompts, completions, strict=True))
+    ]
+
+
+def learner_config(case: Case, model: Path, dtype: str, **learner: Any) -> Any:
+    """A configuration of the learner on this model."""
+    sizes = case.sizes
+    given = {
+        "name": "gpu",
+        "model": {"path": str(model)},
+        "data": {"prompts": "prompts.jsonl"},
+        "reward": {"functions": [{"path": "reward.py"}]},
+        "algorithm": {"prompt_length": sizes.prompt_tokens, "response_length": sizes.answer_tokens},
+        "generation": {"dtype": "bfloat16"},
+        "run": {"total_steps": 10},
+        "learner": {"dtype": dtype, "micro_batch_tokens": 8 * (sizes.prompt_tokens + sizes.answer_tokens), **learner},
+    }
+    return parse_config(given, case.folder)
+
+
+@torch.no_grad()
+def difference(
+    case: Case, model: Path, dtype: str, prompts: Sequence[list[int]], completions: Sequence[Completion]
+) -> Difference:
+    """vLLM's log-probs against the learner's of the same tokens, packed as training packs them."""
+    config, device = learner_config(case, model, dtype), torch.device(case.device)
+    policy = load_policy_model(model, config).to(device).eval()
+    batch = StepBatch.from_rows(rows_of(prompts, completions))
+    logp_BT = torch.zeros_like(batch.behavior_BT)
+    packing = can_be_packed(policy.causal_lm)
+    case.require(packing, "the learner's model does not keep packed rollouts apart")
+    for cpu_micro in rank_micro_batches(
+        batch, range(len(batch)), config.micro_batch_tokens, rank=0, num_ranks=1, packing=packing, backward=False
+    ):
+        micro = cpu_micro.to(device)
+        logp_N, _ = policy(micro.input_RS, micro.line, micro.state_N, micro.target_N)
+        logp_BT[micro.row_R, : micro.width] += micro.spread(logp_N).cpu()
+    delta_N = (batch.behavior_BT - logp_BT)[batch.mask_BT].double()
+    return Difference(float(delta_N.std()), float(delta_N.abs().max()), float(delta_N.mean()))

@@ -1,0 +1,64 @@
+"""The arithmetic example as `gspo run` runs it, with every service; neighbours: examples/arithmetic."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.gpu.machine_facts import ROOT
+from tests.gpu.part_run import Case
+
+_EXAMPLE = ROOT / "examples/arithmetic"
+_ENGINE = {"gpu_memory_utilization": 0.3, "enforce_eager": True}
+
+
+def run(case: Case) -> None:
+    """Cold start, run, and look at its summary."""
+    folder = case.folder / f"demo-{case.device}"
+    words = ["--steps", str(case.sizes.cold_start_steps)] if case.sizes.cold_start_steps else []
+    began = time.monotonic()
+    subprocess.run([sys.executable, str(_EXAMPLE / "cold_start.py"), str(folder), *words], check=True)
+    case.note(cold_start_s=time.monotonic() - began)
+    config = _config(case, folder)
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "gspo.cli", "run", str(config)], check=False)
+    case.note(run_s=time.monotonic() - began)
+    case.require(done.returncode == 0, f"gspo run ended with exit code {done.returncode}; its output is in demo.log")
+    run_dir = folder / "runs" / yaml.safe_load(config.read_text())["name"]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    case.note(
+        steps=summary["steps"], accuracy_before=summary["accuracy_before"], accuracy_after=summary["accuracy_after"]
+    )
+    case.require(summary["steps"] == case.sizes.demo_steps, f"{summary['steps']} steps were trained")
+    case.require((run_dir / "report.html").exists(), "there is no report")
+    if case.device == "cuda":
+        case.require(summary["accuracy_after"] > summary["accuracy_before"], "the model has not learned")
+
+
+def _config(case: Case, folder: Path) -> Path:
+    """The example's configuration, cut to the sizes, with as much of the sandbox as this machine has."""
+    config: dict[str, Any] = yaml.safe_load((_EXAMPLE / "config.yaml").read_text())
+    config["name"] = time.strftime("demo-%H%M%S")
+    config["run"] = {"directory": str(folder / "runs"), "total_steps": case.sizes.demo_steps}
+    config["evaluation"] |= {"every": 30, "num_answers": 1}
+    config["reward"]["functions"][0]["path"] = str(_EXAMPLE / "reward.py")
+    level = _sandbox_level()
+    case.note(sandbox=level)
+    config["reward"]["sandbox_minimum"] = level
+    if case.device == "cuda":
+        config["generation"]["engine"] = {**_ENGINE, **case.engine}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return path
+
+
+def _sandbox_level() -> str:
+    command = [sys.executable, "-m", "gspo.reward.sandbox"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    return str(json.loads(done.stdout)["level"])

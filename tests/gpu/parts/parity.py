@@ -1,0 +1,21 @@
+"""Log-probs of what vLLM samples, against the learner's own; neighbours: asking.py, learning.py."""
+
+from __future__ import annotations
+
+from tests.gpu.engine_calls import answers, engine_of, prompts_of
+from tests.gpu.learner_calls import difference
+from tests.gpu.part_run import Case
+
+# Wider than rounding: what computes something else is past them. bfloat16 has 8 bits, so a logit of 2 errs by 0.008.
+LIMITS = {"bfloat16": 0.05, "float32": 0.005}
+
+
+async def run(case: Case) -> None:
+    """Sample in each dtype, then hold every token's log-prob against the learner's in the same dtype."""
+    prompts = prompts_of(case)
+    for dtype, limit in LIMITS.items():
+        async with engine_of(case, dtype) as engine:
+            done = await answers(engine, prompts, case.sizes.answer_tokens, dtype)
+        found = difference(case, case.model, dtype, prompts, done)
+        case.note(**{f"{dtype}_std": found.std, f"{dtype}_max": found.largest, f"{dtype}_mean": found.mean})
+        case.require(found.std <= limit, f"{dtype}: the log-probs differ by {found.std:.3g} (std); at most {limit}")

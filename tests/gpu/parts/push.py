@@ -1,0 +1,95 @@
+"""New weights while requests are in flight: how long the engine stands, and whether it then computes with them.
+
+The staged copy is filled by hand: what carries the bytes has no part in the GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from gspo.generation.engine.api import Completion, OnUpdate
+from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.vllm_engine import Engine
+from gspo.learner.push.policy_weights import Policy, policy_from
+from tests.gpu.engine_calls import answers, engine_of, prompts_of
+from tests.gpu.learner_calls import difference
+from tests.gpu.part_run import Case
+from tests.gpu.parts.parity import LIMITS
+
+_PIECE_BYTES = 16 << 20
+_GIB = 1 << 30
+
+
+async def run(case: Case) -> None:
+    """Push a changed policy, then a third, and compare what is sampled afterwards with the learner's log-probs."""
+    prompts = prompts_of(case)
+    staged = StagedWeights.from_folder(case.model, "bfloat16")
+    case.note(policy_gib=staged.num_bytes / _GIB)
+    async with engine_of(case, "bfloat16") as engine:
+        for version, on_update in ((1, "recompute"), (2, "keep")):
+            folder, policy = _changed_model(case, version)
+            await _push(case, engine, staged, policy, on_update)
+            case.require(staged.digest() == policy.digest, f"version {version} serves with another digest")
+            fresh = await answers(engine, prompts, case.sizes.answer_tokens // 2, f"after-{version}")
+            case.require({v for it in fresh for v in it.version} == {version}, f"not all tokens are of {version}")
+            found = difference(case, folder, "bfloat16", prompts, fresh)
+            case.note(**{f"parity_after_{version}_std": found.std})
+            case.require(found.std <= LIMITS["bfloat16"], f"version {version} is not what vLLM computes with: {found}")
+    staged.close()
+
+
+async def _push(case: Case, engine: Engine, staged: StagedWeights, policy: Policy, on_update: OnUpdate) -> None:
+    """Stage one policy, and load it while every request of the part is under way."""
+    prompts, num_tokens = prompts_of(case, seed=policy.version), case.sizes.answer_tokens
+    began = time.monotonic()
+    await asyncio.to_thread(_stage, staged, policy)
+    case.note(**{f"{on_update}_stage_s": time.monotonic() - began})
+    case.require(staged.next_digest() == policy.digest, "what was staged has another digest than the learner's")
+    # Not before: a fast card would be done with the answers while a slow host stages.
+    flight = asyncio.create_task(answers(engine, prompts, num_tokens, f"flight-{policy.version}"))
+    name = f"flight-{policy.version}-0"
+    async with asyncio.timeout(60):
+        while not engine.num_sampled(name) and not flight.done():
+            await asyncio.sleep(0.005)
+    times = await engine.load(policy.version, staged, on_update=on_update, timeout_s=120)
+    stall_s = times.pause_s + times.load_s + times.resume_s
+    case.note(**{f"{on_update}_load_s": times.load_s, f"{on_update}_stall_s": stall_s})
+    done = await flight
+    case.note(**{f"{on_update}_crossing": sum(len(set(it.version)) == 2 for it in done)})
+    _judge_versions(case, done, policy.version, num_tokens)
+
+
+def _judge_versions(case: Case, done: list[Completion], version: int, num_tokens: int) -> None:
+    case.require(all(len(it.token_ids) == num_tokens for it in done), "an answer was lost or cut off by the push")
+    case.require(all(a <= b for it in done for a, b in pairwise(it.version)), "versions go back within an answer")
+    seen = {number for it in done for number in it.version}
+    case.require(seen == {version - 1, version}, f"the tokens in flight are of versions {seen}")
+
+
+def _stage(staged: StagedWeights, policy: Policy) -> None:
+    staged.begin(changes=False)
+    for name, bits in policy.bits.items():
+        data, itemsize = memoryview(bits.reshape(-1)).cast("B"), bits.itemsize
+        for start in range(0, len(data), _PIECE_BYTES):
+            staged.write(name, start // itemsize, bytes(data[start : start + _PIECE_BYTES]))
+
+
+def _changed_model(case: Case, version: int) -> tuple[Path, Policy]:
+    """The model with every weight moved a little: a folder, and the same as the learner publishes it."""
+    folder = case.folder / f"model-{case.device}-{version}"
+    shutil.copytree(case.model, folder, dirs_exist_ok=True)
+    chance = torch.Generator().manual_seed(version)
+    tensors: Mapping[str, torch.Tensor] = {
+        name: (tensor.float() * (1 + 0.2 * torch.randn(tensor.shape, generator=chance))).bfloat16().contiguous()
+        for name, tensor in load_file(case.model / "model.safetensors").items()
+    }
+    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, policy_from(version, tensors)

@@ -1,0 +1,260 @@
+"""The push as a reconciliation loop: who lacks what gets it, and whatever goes wrong, the old weights serve on.
+
+Real publisher, frames, gRPC, door, staging and Redis; the engine is a stand-in that can be slow or refuse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from prometheus_client import REGISTRY
+from redis.asyncio import Redis
+
+from gspo.common.errors import InputError
+from gspo.common.network.grpc_server import open_channel
+from gspo.generation.receiver import Refused
+from gspo.learner.push import replicas
+from gspo.learner.push.policy_weights import Policy
+from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
+from gspo_proto.generation_pb2_grpc import GenerationStub
+from tests.support.push_peers import generator, learner, policy, run_config, serve
+from tests.support.service_process import make_run
+
+pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failed pushes are tried again soon."""
+    monkeypatch.setattr(replicas, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(replicas, "_LONGEST_PAUSE_S", 0.05)
+
+
+def flipped(frame: WeightFrame) -> WeightFrame:
+    """One bit of the weights is another."""
+    broken = WeightFrame()
+    broken.CopyFrom(frame)
+    broken.tensor.data = bytes([frame.tensor.data[0] ^ 1]) + frame.tensor.data[1:]
+    return broken
+
+
+async def sent_to(address: str, frames: AsyncIterator[WeightFrame], timeout_s: float | None = 10.0) -> PushResult:
+    async with open_channel(address) as channel:
+        return await GenerationStub(channel).PushWeights(frames, timeout=timeout_s)
+
+
+def header_of(version: Policy, *, epoch: int, learner: str) -> WeightFrame:
+    return WeightFrame(
+        header=PushHeader(
+            run="test",
+            epoch=epoch,
+            learner=learner,
+            version=version.version,
+            digest=version.digest,
+            dtype=version.dtype,
+            num_tensors=len(version.bits),
+            num_bytes=version.num_bytes,
+        )
+    )
+
+
+async def test_changes_go_to_who_has_the_version_before_and_everything_to_who_joins(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, make_run)
+    async with generator(config, redis_url) as first, learner(config, redis_url) as learning:
+        for version in (3, 4):
+            learning.publisher.publish(policy(version))
+            await learning.until(lambda version=version: serve([first], policy(version)))
+        assert [bool(header.base_digest) for header in first.headers] == [False, True]
+        # In the middle of the run; the name and the process id are the first one's, as in two containers.
+        async with generator(config, redis_url) as second:
+            await learning.until(lambda: serve([second], policy(4)))
+            learning.publisher.publish(policy(5))
+            await learning.until(lambda: serve([first, second], policy(5)))
+            await learning.until(lambda: learning.states() == ["current", "current"])
+            assert [bool(header.base_digest) for header in second.headers] == [False, True]
+    assert [live.policy.version for live in learning.live] == [3, 4, 5]
+    assert learning.live[1].num_bytes < 0.01 * learning.live[0].num_bytes
+
+
+async def test_a_generator_that_misses_its_deadline_holds_nobody_up_and_is_asked_what_it_has(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, make_run, push_timeout_s=0.5)
+    async with (
+        generator(config, redis_url) as slow,
+        generator(config, redis_url) as quick,
+        learner(config, redis_url) as learning,
+    ):
+        slow.engine.load_s = 1.5
+        learning.publisher.publish(policy(1))
+        await learning.until(lambda: serve([quick], policy(1)))
+        learning.publisher.publish(policy(2))
+        await learning.until(lambda: serve([quick], policy(2)))
+        assert slow.serves == (0, policy(0).digest)
+        # Its load goes on after the call has ended, and the version that came of it is the base of the next changes.
+        await learning.until(lambda: slow.engine.version == 1)
+        slow.engine.load_s = 0.0
+        await learning.until(lambda: serve([slow], policy(2)))
+        await learning.until(lambda: learning.states() == ["current", "current"])
+
+
+async def test_what_comes_with_another_digest_is_never_loaded(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run)
+    async with (
+        generator(config, redis_url, "generation-0") as bad,
+        generator(config, redis_url, "generation-1") as good,
+        learner(config, redis_url) as learning,
+    ):
+        bad.corrupt = flipped
+        for version in (1, 2):
+            learning.publisher.publish(policy(version))
+            await learning.until(lambda version=version: serve([good], policy(version)))
+        await learning.until(lambda: learning.states() == ["current", "out"])
+        assert bad.serves == (0, policy(0).digest)
+        assert learning.publisher.trouble() == ""
+        (out,) = [target for target in learning.publisher.describe() if target["state"] == "out"]
+        assert out["name"] == f"generation-0 ({bad.address})"
+        assert "DATA_LOSS: version 2 has digest" in out["problem"] and "nothing was loaded" in out["problem"]
+        # Counted at the publisher's next look.
+        await learning.until(lambda: REGISTRY.get_sample_value("gspo_generators", {"state": "out"}) == 1)
+        assert REGISTRY.get_sample_value("gspo_push_failures_total", {"status": "data_loss"}) >= 3
+
+        bad.corrupt = None
+        await learning.until(lambda: serve([bad, good], policy(2)))
+        await learning.until(lambda: learning.states() == ["current", "current"])
+        await learning.until(lambda: REGISTRY.get_sample_value("gspo_generators", {"state": "out"}) == 0)
+
+
+async def test_where_every_engine_refuses_the_learner_says_so(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run)
+    async with learner(config, redis_url) as learning:
+        assert learning.publisher.trouble() == "no generator is registered"
+        async with generator(config, redis_url) as only:
+            only.engine.refusing = True
+            learning.publisher.publish(policy(1))
+            await learning.until(lambda: learning.states() == ["out"])
+            assert only.serves == (0, policy(0).digest)
+            told = learning.publisher.trouble()
+            assert told == f"every generator is out: generation-0 ({only.address}): INTERNAL: version 1 did not load"
+            only.engine.refusing = False
+            await learning.until(lambda: serve([only], policy(1)) and learning.states() == ["current"])
+            assert learning.publisher.trouble() == ""
+
+
+async def test_a_newer_learner_takes_over_and_the_older_one_ends(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run)
+    async with generator(config, redis_url) as only, learner(config, redis_url, epoch=1) as old:
+        old.publisher.publish(policy(1))
+        await old.until(lambda: serve([only], policy(1)))
+        async with learner(config, redis_url, epoch=2) as new:
+            new.publisher.publish(policy(5))
+            await new.until(lambda: serve([only], policy(5)))
+            old.publisher.publish(policy(2))
+            with pytest.raises(InputError, match=r"another learner has taken over the run 'test'.*epoch 2"):
+                await old.until(lambda: False)
+            assert serve([only], policy(5))
+        # A second learner of the same epoch, as of another run directory of the same name.
+        async with learner(config, redis_url, epoch=2) as second:
+            second.publisher.publish(policy(6))
+            with pytest.raises(InputError, match="another learner has taken over"):
+                await second.until(lambda: False)
+        assert serve([only], policy(5))
+
+
+async def test_what_an_older_learner_was_sending_ends_when_a_newer_one_speaks(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, make_run, push_timeout_s=50.0)
+
+    async def for_ever() -> AsyncIterator[WeightFrame]:
+        yield header_of(policy(9), epoch=1, learner="old")
+        await asyncio.sleep(50.0)
+
+    async with generator(config, redis_url) as only, learner(config, redis_url, epoch=2) as new:
+        stuck = asyncio.create_task(sent_to(only.address, for_ever(), timeout_s=50.0))
+        while not only.headers:
+            await asyncio.sleep(0.01)
+        new.publisher.publish(policy(1))
+        await new.until(lambda: serve([only], policy(1)))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stuck
+        assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_learner_that_was_told_to_go_ahead_gives_way_too(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run, push_timeout_s=50.0)
+    admitted = asyncio.Event()
+
+    async def header_alone() -> AsyncIterator[WeightFrame]:
+        yield header_of(policy(9), epoch=1, learner="old")
+
+    async def slow_go_ahead() -> None:
+        admitted.set()
+        await asyncio.sleep(50.0)
+
+    async with generator(config, redis_url) as only, learner(config, redis_url, epoch=2) as new:
+        stuck = asyncio.create_task(only.door._receiver.receive(header_alone(), slow_go_ahead, 50.0))
+        await admitted.wait()
+        new.publisher.publish(policy(1))
+        await new.until(lambda: serve([only], policy(1)))
+        with pytest.raises(Refused, match=r"obeys learner .* of epoch 2"):
+            await stuck
+
+
+async def test_the_fence_is_raised_by_a_push_that_fails_too(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run)
+
+    async def header_alone(epoch: int) -> AsyncIterator[WeightFrame]:
+        yield header_of(policy(1), epoch=epoch, learner=f"learner-{epoch}")
+
+    async with generator(config, redis_url) as only:
+        for epoch, status in ((7, "DATA_LOSS"), (6, "PERMISSION_DENIED"), (7, "DATA_LOSS"), (8, "DATA_LOSS")):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await sent_to(only.address, header_alone(epoch))
+            assert refused.value.code().name == status
+        assert only.serves == (0, policy(0).digest)
+
+
+async def test_a_push_that_stalls_ends_at_the_generator_too(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run)
+
+    async def stalling() -> AsyncIterator[WeightFrame]:
+        yield header_of(policy(1), epoch=1, learner="a")
+        await asyncio.sleep(20.0)
+
+    async def admitted() -> None:
+        pass
+
+    async with generator(config, redis_url) as only:
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await sent_to(only.address, stalling(), timeout_s=0.3)
+        assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert only.serves == (0, policy(0).digest)
+        # By itself, too: a learner that stands still cancels nothing.
+        with pytest.raises(Refused, match="was not here by the deadline of the call; nothing was loaded"):
+            await only.door._receiver.receive(stalling(), admitted, 0.1)
+        # It is free for the next one at once.
+        async with learner(config, redis_url, epoch=2) as learning:
+            learning.publisher.publish(policy(1))
+            await learning.until(lambda: serve([only], policy(1)), 5.0)
+        with pytest.raises(grpc.aio.AioRpcError, match="a push needs a deadline"):
+            await sent_to(only.address, stalling(), timeout_s=None)
+
+
+async def test_frames_that_cannot_be_made_end_the_learner_with_the_reason(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(tmp_path, make_run)
+    monkeypatch.setattr("gspo.learner.push.weight_frames.pack_changes", lambda *_: 1 / 0)
+    async with generator(config, redis_url) as only, learner(config, redis_url) as learning:
+        learning.publisher.publish(policy(1))
+        await learning.until(lambda: serve([only], policy(1)))
+        learning.publisher.publish(policy(2))
+        with pytest.raises(ZeroDivisionError):
+            await learning.until(lambda: False)

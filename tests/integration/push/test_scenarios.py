@@ -1,0 +1,162 @@
+"""Pushes that meet something else: others that are due, a learner that resumes, a pause, another list of tensors.
+
+Real publisher, frames, gRPC, servicer, staging and Redis; the engine is a stand-in. Neighbour: test_push.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from gspo.common.telemetry.metrics import PUSH_FAILURES
+from gspo.common.weights.time_limit import TimeLimit
+from gspo.learner.push import replicas
+from gspo.learner.push.policy_weights import Policy
+from gspo.learner.push.weight_frames import Frames
+from gspo_proto.generation_pb2 import PushResult, WeightFrame
+from tests.support.push_peers import generator, learner, policy, run_config, serve
+from tests.support.service_process import make_run
+
+pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failed pushes are tried again soon."""
+    monkeypatch.setattr(replicas, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(replicas, "_LONGEST_PAUSE_S", 0.05)
+
+
+async def test_an_answer_that_names_other_weights_makes_nothing_live(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, make_run)
+    async with generator(config, redis_url) as only, learner(config, redis_url) as learning:
+        for wrong in (PushResult(version=1, digest=policy(2).digest), PushResult(version=0, digest=policy(1).digest)):
+            only.answer = wrong
+            learning.publisher.publish(policy(1))
+            reason = f"the generator answers that it serves version {wrong.version} with digest {wrong.digest[:12]}"
+            await learning.until(lambda reason=reason: reason in learning.publisher.trouble())
+            assert learning.live == []
+            assert only.serves == (0, policy(0).digest)
+        only.answer = None
+        await learning.until(lambda: serve([only], policy(1)) and learning.states() == ["current"])
+        await learning.until(lambda: [live.policy.version for live in learning.live] == [1])
+
+
+async def test_whole_pushes_that_are_due_together_come_through(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six generators, and a deadline of twice a single push: sent all at once, each would take six times as long."""
+    config = run_config(tmp_path, make_run)
+    monkeypatch.setattr("gspo.learner.push.publisher.Frames", FramesOfOneLink)
+    async with learner(config, redis_url) as learning, contextlib.AsyncExitStack() as running:
+        first = await running.enter_async_context(generator(config, redis_url))
+        learning.publisher.publish(policy(3))
+        await learning.until(lambda: serve([first], policy(3)) and bool(learning.live))
+        deadline_s = 2 * learning.live[0].push_s
+        monkeypatch.setattr(TimeLimit, "seconds", lambda *_: deadline_s)
+        failed = num_failures()
+        six = [await running.enter_async_context(generator(config, redis_url)) for _ in range(6)]
+        await learning.until(lambda: sum(target["waiting"] for target in learning.publisher.describe()) == 5)
+        await learning.until(lambda: serve(six, policy(3)), 20.0)
+        assert num_failures() == failed
+
+
+class FramesOfOneLink(Frames):
+    """A dozen frames of a policy, which share one slow link with those of every other push."""
+
+    link = asyncio.Lock()
+
+    def __init__(self, policy: Policy, base: Policy | None = None) -> None:
+        super().__init__(policy, base, frame_bytes=6000)
+
+    async def __aiter__(self) -> AsyncIterator[WeightFrame]:
+        async for frame in super().__aiter__():
+            async with self.link:
+                await asyncio.sleep(0.05)
+            yield frame
+
+
+def num_failures() -> float:
+    """Pushes that failed so far, for whatever reason."""
+    return sum(sample.value for metric in PUSH_FAILURES.collect() for sample in metric.samples)
+
+
+async def test_tensors_that_the_architecture_ignores_are_no_mismatch(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, make_run)
+    more = {"ignored": (30, 10)}
+    async with generator(config, redis_url, ignored=more) as only, learner(config, redis_url) as learning:
+        assert only.serves != (0, policy(0).digest)
+        for version in (0, 1, 2):
+            learning.publisher.publish(policy(version))
+            await learning.until(lambda version=version: serve([only], policy(version)))
+        assert [bool(header.base_digest) for header in only.headers] == [False, True, True]
+
+
+async def test_a_tensor_that_the_generator_does_not_have_is_refused_by_name(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, make_run)
+    bits = policy(1).bits
+    async with generator(config, redis_url) as only, learner(config, redis_url) as learning:
+        for tensors, reason in (
+            ({"a": bits["a"], "c": bits["b"]}, "no tensor 'c' in this model"),
+            ({"a": bits["a"], "b": bits["b"][:9]}, "with 2 of 2 tensors; nothing was loaded"),
+            ({**bits, "c": bits["b"]}, "the push has 3 tensors"),
+        ):
+            learning.publisher.publish(Policy(1, policy(1).digest, "bfloat16", tensors))
+            await learning.until(
+                lambda reason=reason: any(reason in target["problem"] for target in learning.publisher.describe())
+            )
+        assert only.serves == (0, policy(0).digest)
+
+
+async def test_a_learner_that_resumes_while_every_engine_is_paused_gets_through(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    """The learner dies while its version is being loaded: the loads end without it, and the engines go on."""
+    config = run_config(tmp_path, make_run)
+    async with generator(config, redis_url) as first, generator(config, redis_url) as second:
+        both = [first, second]
+        async with learner(config, redis_url) as dying:
+            for one in both:
+                one.engine.may_load.clear()
+            dying.publisher.publish(policy(3))
+            await dying.until(lambda: all(one.engine.loading.is_set() for one in both))
+        async with learner(config, redis_url, epoch=2) as resumed:
+            # From its newest checkpoint, which is a version before the one that is being loaded.
+            resumed.publisher.publish(policy(2))
+            await resumed.until(lambda: len(first.headers) == 2)
+            assert first.serves == (0, policy(0).digest)
+            for one in both:
+                one.engine.may_load.set()
+            await resumed.until(lambda: serve(both, policy(2)))
+            resumed.publisher.publish(policy(3))
+            await resumed.until(lambda: serve(both, policy(3)))
+            await resumed.until(lambda: [live.policy.version for live in resumed.live] == [2, 3])
+
+
+async def test_a_generator_that_is_started_again_in_the_middle_of_a_pause_gets_everything(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, make_run)
+    async with learner(config, redis_url) as learning:
+        async with generator(config, redis_url, "generation-0") as dying:
+            dying.engine.may_load.clear()
+            learning.publisher.publish(policy(1))
+            await learning.until(dying.engine.loading.is_set)
+        # The same name, another process: what it holds is the model folder again.
+        async with generator(config, redis_url, "generation-0") as again:
+            await learning.until(lambda: serve([again], policy(1)))
+            learning.publisher.publish(policy(2))
+            await learning.until(lambda: serve([again], policy(2)))
+            assert [bool(header.base_digest) for header in again.headers] == [False, True]
+            await learning.until(lambda: [live.policy.version for live in learning.live] == [1, 2])

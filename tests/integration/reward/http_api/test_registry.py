@@ -1,0 +1,259 @@
+"""The registry: what replicas share, what a wiped Redis costs, and many callers at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from gspo.reward.registry.offline import RegistryCopy
+from gspo.reward.registry.records import ConflictError, Content, NotRegisteredError
+from gspo.reward.registry.store import Registry
+from gspo.reward.registry.submission import Submission
+from gspo_proto.rollout_pb2 import RewardUse
+from tests.integration.reward.http_api.rest_client import NEWER, SOURCE, open_desk
+from tests.support.reward_rollouts import answer_of, outcome_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+
+
+def submission(name: str = "exact", number: int = 0, *, activate: bool = False) -> Submission:
+    return Submission(name=name, source=f"{SOURCE}# {number}\n", activate=activate)
+
+
+def content(of: Submission) -> Content:
+    return Content(version=of.version, kind=of.kind, source=of.source, entry="")
+
+
+async def keep(registry: Registry, of: Submission, who: str = "ann") -> str:
+    await registry.submit(of, content(of), who=who)
+    return of.version
+
+
+async def test_a_wiped_redis_gets_back_what_a_replica_has_on_disk(redis: Redis, tmp_path: Path) -> None:
+    here, there = (Registry(redis, tmp_path / name, replica=name) for name in ("here", "there"))
+    one, two = await keep(here, submission()), await keep(here, submission(number=1))
+    await here.activate("exact", two, who="ann")
+    assert (await there.resolve("exact")).version == two
+    await there.copy.sync()  # as it does every second
+    await redis.flushall()
+    # The other replica, which has only ever looked.
+    assert (await there.resolve("exact")).version == two
+    assert (await here.name("exact")).versions.keys() == {one, two}
+    await redis.flushall()
+    assert (await here.name("exact")).active == two
+    assert [(line.action, line.was) for line in await here.audit("exact", 10)] == [
+        ("activate", one),
+        ("submit", ""),
+        ("submit", ""),
+    ]
+    anew = Registry(redis, tmp_path / "anew", replica="anew")
+    assert (await anew.resolve("exact", one[:12])).source == submission().source
+    assert (await RegistryCopy(tmp_path / "anew").resolve("exact")).version == two
+
+
+async def test_an_older_copy_does_not_undo_a_newer_state(redis: Redis, tmp_path: Path) -> None:
+    old, new = (Registry(redis, tmp_path / name, replica=name) for name in ("old", "new"))
+    one = await keep(old, submission())
+    two = await keep(new, submission(number=1, activate=True))
+    await redis.flushall()
+    await old.copy.sync()  # knows the first version alone
+    known = await old.name("exact")
+    assert known.active == one
+    await new.copy.sync()
+    assert (await old.name("exact")).active == two
+    await old.copy.put_back(known)  # it had looked before the other wrote
+    assert (await old.name("exact")).active == two
+    assert (await old.name("exact")).versions.keys() == {one, two}
+
+
+async def test_two_redis_that_share_a_folder_agree(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    other = Redis.from_url(redis_url.replace("/0", "/1"), protocol=2)
+    try:
+        ours, theirs = Registry(redis, tmp_path, replica="ours"), Registry(other, tmp_path, replica="theirs")
+        one = await keep(ours, submission())
+        assert (await theirs.resolve("exact")).version == one
+        two = await keep(theirs, submission(number=1, activate=True))
+        assert (await ours.name("exact")).active == two
+    finally:
+        await other.aclose()
+
+
+async def test_what_does_not_fit_is_refused(redis: Redis, tmp_path: Path) -> None:
+    registry = Registry(redis, tmp_path, replica="test")
+    with pytest.raises(NotRegisteredError, match="Nothing is registered yet"):
+        await registry.resolve("exact")
+    version = await keep(registry, submission())
+    with pytest.raises(NotRegisteredError, match="Did you mean 'exact'"):
+        await registry.resolve("exacd")
+    with pytest.raises(NotRegisteredError, match="exact has no version 00000000; its newest are"):
+        await registry.resolve("exact", "00000000")
+    other = submission().model_copy(update={"kind": "environment"})
+    with pytest.raises(ConflictError, match="holds functions of kind reward"):
+        await registry.submit(other, content(other).model_copy(update={"kind": "environment"}), who="ann")
+    with pytest.raises(ConflictError, match="is active, and not none"):
+        await registry.activate("exact", version, who="ann", if_active="")
+
+
+async def test_a_thousand_callers_lose_nothing(redis: Redis, tmp_path: Path) -> None:
+    """Each submits one of 40 sources under one of 8 names, makes its own version active only if it saw the last state,
+    and tries what is active; no update is lost and every version can be had."""
+    names, sources = [f"f{number}" for number in range(8)], [f"{SOURCE}# {number}\n" for number in range(40)]
+    swaps: list[tuple[str, str, str]] = []
+
+    async with open_desk(tmp_path, redis, calls_per_minute=1_000_000) as (client, _, registry):
+
+        async def one_caller(number: int) -> None:
+            name = names[number % len(names)]
+            told = await client.post("", json={"name": name, "source": sources[number % len(sources)]})
+            assert told.status_code == 201, told.text
+            version, active = told.json()["version"], (await client.get(f"/{name}")).json()["active"]
+            await asyncio.sleep(number % 7 / 70)
+            moved = await client.post(f"/{name}/activate", json={"version": version, "if_active": active})
+            assert moved.status_code in (200, 409), moved.text
+            if moved.status_code == 200:
+                assert moved.json()["was"] == active
+                swaps.append((name, active, version))
+            if number % 10 == 0:
+                tried = await client.post(f"/{name}/try", json={"rows": [{"completion": "4", "answer": "4"}]})
+                assert tried.json()["results"][0]["reward"] == 1.0, tried.text
+
+        await asyncio.gather(*(one_caller(number) for number in range(1000)))
+        for name in names:
+            found = await registry.name(name)
+            # From the first version on, each activation that was answered began where another had ended.
+            own = [(before, after) for swapped, before, after in swaps if swapped == name]
+            first = next(iter(found.versions))
+            ends = [first, *(after for _, after in own)]
+            assert sorted([*(before for before, _ in own), found.active]) == sorted(ends)
+            assert found.revision == len(found.versions) + len(own)
+            for version in found.versions:
+                source = (await client.get(f"/{name}/source", params={"version": version})).json()["source"]
+                assert source in sources
+        lines = await registry.audit(None, 10_000)
+        assert sum(line.action == "submit" for line in lines) == 1000
+        assert sum(line.action == "activate" for line in lines) == len(swaps)
+
+
+async def test_a_removed_version_is_gone_everywhere_and_stays_so(redis: Redis, tmp_path: Path) -> None:
+    here, there = (Registry(redis, tmp_path / name, replica=name) for name in ("here", "there"))
+    one, two = await keep(here, submission()), await keep(here, submission(number=1))
+    await keep(here, submission("other"))
+    await there.copy.sync()
+    with pytest.raises(ConflictError, match="is active"):
+        await here.remove("exact", one, who="ann")
+    assert await here.remove("exact", two[:8], who="bob") == two
+    assert [(line.action, line.version, line.who) for line in await here.audit("exact", 1)] == [("remove", two, "bob")]
+    await there.copy.sync()
+    for registry, folder in ((here, "here"), (there, "there")):
+        assert set((await registry.name("exact")).versions) == {one}
+        with pytest.raises(NotRegisteredError, match="exact has no version"):
+            await registry.resolve("exact", two)
+        assert not (tmp_path / folder / "content" / f"{two}.json").exists()
+    assert await redis.hlen("gspo:{@rewards}:content") == 1
+
+    # A copy from before does not bring it back; to hand it in again does.
+    await redis.flushall()
+    older = Registry(redis, tmp_path / "older", replica="older")
+    await keep(older, submission())
+    await keep(older, submission(number=1))
+    await redis.flushall()
+    stale = await there.name("exact")
+    assert set(stale.versions) == {one}
+    removed_again = await keep(there, submission(number=1))
+    assert set((await here.name("exact")).versions) == {one, removed_again}
+
+    # The content stays while another name has it; a name without versions is none.
+    await here.retire("exact", who="ann")
+    for version in (one, two):
+        await here.remove("exact", version, who="ann")
+    assert [name.name for name in await there.names()] == ["other"]
+    assert (await there.resolve("other")).version == one
+    with pytest.raises(NotRegisteredError, match="there is no reward function 'exact'"):
+        await there.name("exact")
+    other = submission().model_copy(update={"kind": "environment"})
+    await there.submit(other, content(other).model_copy(update={"kind": "environment"}), who="ann")
+
+
+async def test_a_version_that_a_run_asks_for_is_not_removed(redis: Redis, tmp_path: Path) -> None:
+    registry = Registry(redis, tmp_path, replica="test")
+    one, _ = await keep(registry, submission()), await keep(registry, submission(number=1, activate=True))
+    await registry.resolve("exact", one[:10])
+    with pytest.raises(ConflictError, match="is asked for by its number"):
+        await registry.remove("exact", one, who="ann")
+
+
+async def test_what_is_beyond_a_quota_is_refused_until_there_is_room(redis: Redis, tmp_path: Path) -> None:
+    quotas = {"versions": 3, "versions_per_name": 2, "total_mb": 2, "name_mb": 1}
+    async with open_desk(tmp_path, redis, quotas=quotas) as (client, _, _):
+
+        async def submit(name: str, number: int, *tests: dict[str, object]) -> httpx.Response:
+            body = {"name": name, "source": f"{SOURCE}# {number}\n", "tests": list(tests)}
+            return await client.post("", json=body)
+
+        case = {"input": {"completion": "4", "answer": "4", "filler": "x" * 600_000}, "expected": 1}
+        heavy = await submit("a", 0, case)
+        assert heavy.status_code == 201
+        full = await submit("a", 1, case)  # the test cases count
+        assert full.status_code == 409
+        assert full.json()["detail"].startswith(
+            "'a' has 0.6 MiB, this version has 0.6, and reward.quotas.name_mb is 1."
+        )
+        assert (await submit("a", 1)).status_code == 201
+        assert "'a' has 2 versions, and reward.quotas.versions_per_name is 2. Remove" in (await submit("a", 2)).text
+        assert (await submit("a", 1)).status_code == 201, "it is there already"
+        assert (await submit("b", 0)).status_code == 201
+        full = await submit("b", 1)
+        assert "the registry has 3 versions, and reward.quotas.versions is 3. Remove versions" in full.json()["detail"]
+        version = heavy.json()["version"]
+        assert (await client.delete(f"/a/versions/{version}")).status_code == 409, "it is active"
+        assert (await client.delete("/a")).status_code == 200
+        assert (await client.delete(f"/a/versions/{version}")).json() == {"name": "a", "removed": version}
+        assert (await submit("b", 1)).status_code == 201
+
+
+async def test_an_unreadable_entry_costs_nobody_the_others(redis: Redis, tmp_path: Path) -> None:
+    async with open_desk(tmp_path, redis) as (client, scorer, registry):
+        good = (await client.post("", json={"name": "good", "source": SOURCE})).json()["version"]
+        bad = (await client.post("", json={"name": "bad", "source": NEWER})).json()["version"]
+        fields = await redis.hgetall("gspo:{@rewards}:name:good")
+        await redis.sadd("gspo:{@rewards}:names", "ruined")
+        await redis.hset("gspo:{@rewards}:name:ruined", mapping={**fields, b"kind": b"nonsense"})
+        (tmp_path / "registry/names/torn.json").write_bytes(b"\xff{")
+        for text in ('{"entry": 5, "convention": ["x"]}', "x" * 100, ""):
+            broken = json.dumps({"version": bad, "kind": "reward", "source": "x", "entry": 5, "signature": text})
+            await _spoil(redis, registry, tmp_path / "registry", bad, broken)
+            listed = {one["name"]: one for one in (await client.get("")).json()["rewards"]}
+            assert (listed["good"]["active"], listed["good"]["unreadable"]) == (good, "")
+            assert listed["bad"]["unreadable"].startswith(f"version {bad[:12]} cannot be read (")
+            assert listed["ruined"]["unreadable"].startswith("ruined cannot be read (kind: ")
+            (version,) = (await client.get("/bad/versions")).json()["versions"]
+            assert (version["version"], version["unreadable"] != "") == (bad, True)
+            assert (await client.get(f"/bad/versions/{bad}")).json()["unreadable"] == version["unreadable"]
+            for path in ("/bad/source", "/ruined"):
+                shown = await client.get(path)
+                assert (shown.status_code, "cannot be read (" in shown.json()["detail"]) == (404, True)
+            both = [answer_of("4", answer="4") for _ in range(2)]
+            for rollout, name in zip(both, ("good", "bad"), strict=True):
+                rollout.rewards.append(RewardUse(name=name, weight=1.0))
+            scored, failed = await scorer.score(both)
+            assert (outcome_of(scored), "cannot be read" in failed.failure) == (1.0, True)
+        # To hand it in again mends it, and so it can be removed.
+        assert (await client.post("", json={"name": "bad", "source": NEWER})).status_code == 201
+        assert (await client.get("/bad")).json()["unreadable"] == ""
+        await _spoil(redis, registry, tmp_path / "registry", bad, "{}")
+        assert (await client.delete("/bad")).status_code == 200
+        assert (await client.delete(f"/bad/versions/{bad}")).status_code == 200
+        await registry.copy.sync(whole=True)
+        assert {one["name"] for one in (await client.get("")).json()["rewards"]} == {"r", "good", "ruined"}
+
+
+async def _spoil(redis: Redis, registry: Registry, folder: Path, version: str, text: str) -> None:
+    """Put something else in a version's place, in Redis and on disk."""
+    await redis.hset("gspo:{@rewards}:content", version, text)
+    (folder / "content" / f"{version}.json").write_text(text)
+    registry._contents.clear()

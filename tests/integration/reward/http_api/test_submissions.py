@@ -1,0 +1,297 @@
+"""REST as a user meets it: what is taken, what is refused and why, trying, activating, retiring, who may."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from gspo.reward.registry.records import Content
+from gspo.reward.registry.submission import Limits, Submission
+from gspo_proto.rollout_pb2 import RewardUse
+from tests.integration.reward.http_api.rest_client import NEWER, SOURCE, open_desk
+from tests.support.reward_rollouts import answer_of, outcome_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+
+CASE = {"input": {"prompt": "2+2=", "completion": "4", "answer": "4"}, "expected": 1.0}
+ENVIRONMENT = """
+def reset(task):
+    return {"left": task["tries"], "number": task["number"]}, "Guess."
+
+def step(state, action):
+    state["left"] -= 1
+    right = action == str(state["number"])
+    if action == "break":
+        raise ValueError("broken")
+    return state, "Right." if right else "No.", float(right), right or state["left"] == 0
+"""
+
+
+async def test_a_function_is_submitted_tried_replaced_and_retired(redis: Redis, tmp_path: Path) -> None:
+    async with open_desk(tmp_path, redis) as (client, scorer, _):
+        first = await client.post("", json={"name": "exact", "source": SOURCE, "tests": [CASE]})
+        told = first.json()
+        assert (first.status_code, told["active"], told["new"], told["tests"]) == (201, True, True, 1)
+        assert told["version"] == hashlib.sha256(SOURCE.encode()).hexdigest()
+        again = await client.post("", files={"file": ("exact.py", SOURCE)}, data={"name": "exact"})
+        assert (again.status_code, again.json()["version"], again.json()["new"]) == (201, told["version"], False)
+        one, two = told["version"], (await client.post("", json={"name": "exact", "source": NEWER})).json()["version"]
+
+        rollout = answer_of("4", answer="4")
+        rollout.rewards.append(RewardUse(name="exact", weight=1.0))
+        pinned = answer_of("4", answer="4")
+        pinned.rewards.append(RewardUse(name="exact", version=one[:12], weight=1.0))
+
+        async def scored() -> list[tuple[Any, str]]:
+            return [(outcome_of(score), score.version) for score in await scorer.score([rollout, pinned])]
+
+        assert await scored() == [(1.0, one), (1.0, one)]
+        moved = (await client.post("/exact/activate", json={"version": two[:8]})).json()
+        assert (moved["active"], moved["was"]) == (two, one)
+        assert await scored() == [(2.0, two), (1.0, one)]
+        stale = await client.post("/exact/activate", json={"version": two, "if_active": one})
+        assert (stale.status_code, "Look and try again" in stale.json()["detail"]) == (409, True)
+        assert (await client.post("/exact/activate", json={"version": one})).json()["was"] == two
+        assert await scored() == [(1.0, one), (1.0, one)]
+
+        assert (await client.delete("/exact")).json()["active"] is None
+        (refused, _), kept = await scored()
+        assert str(refused).startswith("exact: exact was retired, and no version of it is asked for")
+        assert kept == (1.0, one)
+        shown = (await client.get("/exact")).json()
+        assert (shown["retired"], shown["active"], shown["versions"]) == (True, None, 2)
+        await _look_back(client, one, two)
+
+
+async def _look_back(client: Any, one: str, two: str) -> None:
+    versions = (await client.get("/exact/versions")).json()["versions"]
+    assert [(version["version"], version["submitted_by"]) for version in versions] == [
+        (one, "anonymous"),
+        (two, "anonymous"),
+    ]
+    assert (await client.get("/exact/source", params={"version": two})).json()["source"] == NEWER
+    assert (await client.get(f"/exact/versions/{two[:10]}")).json()["version"] == two
+    usage = {used["version"]: used for used in (await client.get("/exact/usage")).json()["usage"]}
+    assert (usage[one]["calls"], usage[two]["calls"], usage[one]["errors"]) == (6, 1, {})
+    assert 0 < usage[one]["latency_s"]["p50"] <= usage[one]["latency_s"]["longest"]
+    lines = (await client.get("/exact/log")).json()["lines"]
+    assert [line["action"] for line in lines] == ["retire", "activate", "activate", "submit", "submit", "submit"]
+    assert {line["who"] for line in lines} == {"anonymous"}
+    listed = {reward["name"]: reward["origin"] for reward in (await client.get("")).json()["rewards"]}
+    assert listed == {"r": "configured", "exact": "registered"}
+
+
+# What is changed in a good submission: status, rule, line and column, and what is said.
+REFUSED: list[tuple[dict[str, Any], int, str | None, Any, str]] = [
+    ({"source": "x = 1\ndef reward(completions:\n"}, 422, "syntax", (2, 11), "'(' was never closed"),
+    ({"source": "import os\nimport requests\n" + SOURCE}, 422, "import", (2, 1), "imports 'requests'"),
+    ({"source": SOURCE + "  import torch.nn\n"}, 422, "syntax", (3, None), "unindent"),
+    ({"source": SOURCE + "def f():\n  import torch.nn\n"}, 422, "import", (4, 3), "imports 'torch'"),
+    ({"source": "def score(a): ...\n"}, 422, "signature", (1, 1), "holds no reward function"),
+    ({"source": SOURCE + "1 / 0\n"}, 422, "load", (3, 1), "ZeroDivisionError"),
+    ({"source": SOURCE, "entry": "other"}, 422, "signature", (1, 1), "has no function 'other'"),
+    ({"tests": [{**CASE, "expected": 0.5}]}, 422, "test", (None, None), "tests.0: gave 1, and 0.5 is expected"),
+    ({"tests": [{"input": {"completion": "4"}, "expected": 1}]}, 422, "test", (None, None), "needs the column"),
+    (
+        {"tests": [{"input": {"completions": "4"}, "expected": 0}]},
+        422,
+        "field",
+        (None, None),
+        "is missing or no text",
+    ),
+    ({"source": "x = bytearray(2**33)\n" + SOURCE}, 422, "load", (1, 1), "Raise limits.memory_mb"),
+    ({"tests": [{"input": {"a": float("nan")}, "expected": 1}]}, 422, "field", (None, None), "JSON"),
+    ({"limits": {"timeout_s": 0}}, 422, "field", (None, None), "limits.timeout_s"),
+    ({"limits": {"timeout": 1}}, 422, "field", (None, None), "limits.timeout: is no field of this call"),
+    ({"name": "../etc"}, 422, "field", (None, None), "name"),
+    ({"kind": "environment"}, 422, "signature", (None, None), "reset"),
+    ({"name": "r"}, 409, None, None, "the run's configuration has a function 'r'"),
+]
+
+
+async def test_what_is_refused_and_where(redis: Redis, tmp_path: Path) -> None:
+    async with open_desk(tmp_path, redis) as (client, _, registry):
+        for change, status, rule, place, said in REFUSED:
+            body = json.dumps({"name": "exact", "source": SOURCE, **change})
+            reply = await client.post("", content=body, headers={"content-type": "application/json"})
+            told = reply.json()
+            assert (reply.status_code, said in told["detail"]) == (status, True), (change, told)
+            if rule is not None:
+                (problem,) = told["problems"]
+                assert problem["rule"] == rule, change
+                assert "inside" not in problem["traceback"], "it is the function's own"
+                found = (problem["line"], problem["column"])
+                assert all(wanted in (None, given) for wanted, given in zip(place, found, strict=True)), change
+        assert await registry.names() == []
+
+
+async def test_a_trial_shows_scores_output_and_the_functions_own_traceback(redis: Redis, tmp_path: Path) -> None:
+    body = "print('seen', completions)\n    return [{'a': float(c), 'b': 1} for c in completions]"
+    source = f"def reward(completions):\n    {body}\n"
+    async with open_desk(tmp_path, redis) as (client, _, _):
+        await client.post("", json={"name": "parts", "source": source})
+        good = (await client.post("/parts/try", json={"rows": [{"completion": "2"}]})).json()
+        (result,) = good["results"]
+        assert (result["reward"], result["parts"], result["failure"]) == (3.0, {"a": 2.0, "b": 1.0}, None)
+        assert (good["output"], good["seconds"] > 0) == ("seen ['2']\n", True)
+        (bad,) = (await client.post("/parts/try", json={"rows": [{"completion": "x"}]})).json()["results"]
+        assert (bad["reward"], bad["failure"]["kind"]) == (None, "exception")
+        assert "could not convert string to float: 'x'" in bad["failure"]["text"]
+        assert "line 3, in <listcomp>" in bad["failure"]["traceback"]
+        # Nothing of a trial is counted as a call of a run.
+        assert (await client.get("/parts/usage")).json()["usage"][0]["calls"] == 0
+        for body, said in (
+            ({"actions": ["a"]}, "send `rows`"),
+            ({"rows": [{"completions": "2"}]}, "rows.0.completion: Field required"),
+            ("{", "the body is not JSON: "),
+            ([], "the body: is no JSON object; send one, with content-type: application/json"),
+        ):
+            content = body if isinstance(body, str) else json.dumps(body)
+            refused = await client.post("/parts/try", content=content, headers={"content-type": "application/json"})
+            assert (refused.status_code, said in refused.json()["detail"]) == (422, True), refused.json()
+
+
+async def test_an_environment_is_tried_turn_by_turn(redis: Redis, tmp_path: Path) -> None:
+    case = {"input": {"task": {"tries": 2, "number": 7}, "actions": ["3", "7"]}, "expected": 1.0}
+    body = {"name": "guess", "kind": "environment", "source": ENVIRONMENT, "tests": [case]}
+    async with open_desk(tmp_path, redis) as (client, _, _):
+        assert (await client.post("", json=body)).status_code == 201
+        trial = {"task": {"tries": 3, "number": 7}, "actions": ["3", "break", "7"]}
+        results = (await client.post("/guess/try", json=trial)).json()["results"]
+        assert [(turn["observation"], turn["reward"], turn["done"]) for turn in results] == [
+            ("Guess.", 0.0, False),
+            ("No.", 0.0, False),
+            (None, None, None),
+        ]
+        assert results[-1]["failure"]["kind"] == "exception"
+        wrong = await client.post("", json={**body, "tests": [{**case, "expected": 2.0}]})
+        assert wrong.json()["detail"] == "tests.0: gave 1, and 2 is expected"
+
+
+async def test_the_page_at_docs_needs_no_internet(redis: Redis, tmp_path: Path) -> None:
+    async with open_desk(tmp_path, redis) as (client, _, _):
+        for path in ("/docs", "/redoc"):
+            page = await httpx.AsyncClient.request(client, "GET", path)
+            parts = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+            assert (page.status_code, len(parts) >= 2) == (200, True)
+            for part in parts:
+                assert part.startswith("/")
+                assert (await httpx.AsyncClient.request(client, "GET", part)).status_code == 200
+            assert not re.findall(r"https?://", page.text)
+
+
+async def test_tokens_have_roles_and_callers_a_rate(redis: Redis, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("# people\nann submit ann-secret-0123456789\nbob read bob-secret-0123456789\n")
+    ann, bob = ({"authorization": f"Bearer {name}-secret-0123456789"} for name in ("ann", "bob"))
+    body = {"name": "exact", "source": SOURCE}
+    async with open_desk(tmp_path, redis, tokens=tokens, calls_per_minute=2) as (client, _, _):
+        assert (await client.get("")).status_code == 401
+        assert (await client.get("", headers={"authorization": "Bearer nobody"})).status_code == 401
+        assert (await client.get("", headers=bob)).status_code == 200
+        refused = await client.post("", json=body, headers=bob)
+        assert (refused.status_code, refused.json()["detail"].startswith("bob has a token to read")) == (403, True)
+        assert (await client.post("", json=body, headers=ann)).json()["submitted_by"] == "ann"
+        assert (await client.delete("/exact", headers=ann)).status_code == 200
+        for status in (200, 200, 429):
+            late = await client.post("/exact/try", json={"rows": [], "version": "0" * 8}, headers=ann)
+            assert late.status_code == (404 if status == 200 else status)
+        assert int(late.headers["retry-after"]) >= 1
+        # Too many trials keep nobody from submitting.
+        assert (await client.post("", json=body, headers=ann)).status_code == 201
+        tokens.write_text("bob submit bob-secret-0123456789\n")
+        assert (await client.get("", headers=ann)).status_code == 401
+        assert (await client.post("", json=body, headers=bob)).status_code == 201
+
+
+async def test_the_token_is_asked_for_before_the_body(redis: Redis, tmp_path: Path) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        raise AssertionError("the body was read")
+        yield b""
+
+    async with open_desk(tmp_path, redis, service_token="a-secret-0123456789") as (client, _, _):
+        for method, path in (("POST", ""), ("POST", "/r/try"), ("POST", "/r/activate"), ("GET", "/nobody")):
+            headers = {"content-type": "application/json"}
+            refused = await client.request(method, path, content=body(), headers=headers)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+
+
+async def test_the_configuration_bounds_what_a_submission_asks_for(redis: Redis, tmp_path: Path) -> None:
+    bounds = {"memory_mb": 1024, "timeout_s": 5.0}
+    async with open_desk(tmp_path, redis, **bounds) as (client, scorer, registry):
+        asked = {"memory_mb": 65536, "timeout_s": 5.5, "cpu_s": 100.0}
+        refused = await client.post("", json={"name": "big", "source": SOURCE, "limits": asked})
+        slow, memory = refused.json()["problems"]
+        assert (refused.status_code, memory["field"], slow["field"]) == (422, "limits.memory_mb", "limits.timeout_s")
+        said = "limits.memory_mb: is 65536, and reward.memory_mb allows 1024 at most. Ask for less, or raise that key"
+        assert memory["text"] == said.replace("that key", "reward.memory_mb")
+        within = {"name": "big", "source": SOURCE, "limits": {"memory_mb": 1024, "timeout_s": 0.5}}
+        assert (await client.post("", json=within)).status_code == 201
+        # What was admitted under a configuration that allowed more is not run under one that allows less.
+        submission = Submission(name="old", source=SOURCE, limits=Limits(memory_mb=4096))
+        content = Content(version=submission.version, kind="reward", source=SOURCE, entry="", limits=submission.limits)
+        await registry.submit(submission, content, who="ann")
+        rollout = answer_of("4", answer="4")
+        rollout.rewards.append(RewardUse(name="old", weight=1.0))
+        (score,) = await scorer.score([rollout])
+        assert "limits.memory_mb: is 4096, and reward.memory_mb allows 1024 at most" in score.failure
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {f"field-{number}": 1 for number in range(200_000)},
+        {f"field-{'x' * 10_000}-{number}": 1 for number in range(20)},
+        {"limits": {f"field-{number}": 1 for number in range(200_000)}},
+        {"tests": [{"input": {"completion": "4"}, "expected": {str(number): "x" for number in range(200_000)}}]},
+        {"tests": [{"input": 1, "expected": "x"}] * 60},
+        {"rows": [{"completion": "4", "prompt": [1] * 900_000}]},
+    ],
+    ids=["fields", "long names", "limits", "parts", "tests", "messages"],
+)
+async def test_the_answer_to_bad_input_is_short(redis: Redis, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = "/r/try" if "rows" in wrong else ""
+    async with open_desk(tmp_path, redis) as (client, _, _):
+        body = json.dumps({"name": "exact", "source": SOURCE, **wrong})
+        began = time.process_time()
+        reply = await client.post(path, content=body, headers={"content-type": "application/json"})
+        assert time.process_time() - began < 1.0
+        assert (reply.status_code, len(reply.content) < 50_000) == (422, True)
+        assert 1 <= len(reply.json()["problems"]) <= 20
+
+
+async def test_large_bodies_count_as_many_calls(redis: Redis, tmp_path: Path) -> None:
+    async with open_desk(tmp_path, redis, calls_per_minute=10) as (client, _, _):
+        large = {"rows": [{"completion": "4", "answer": "4", "filler": "x" * 500_000}]}
+        assert [(await client.post("/r/try", json=large)).status_code for _ in range(2)] == [200, 429]
+
+
+async def test_a_body_that_is_too_large_or_of_another_form_is_refused(redis: Redis, tmp_path: Path) -> None:
+    async with open_desk(tmp_path, redis) as (client, _, _):
+        huge = await client.post("", json={"name": "a", "source": "#" * (5 * 2**20)})
+        assert (huge.status_code, "bytes" in huge.json()["detail"]) == (413, True)
+        nested = await client.post("/r/try", json={"rows": [{"completion": "4", "more": [[]] * 30_000}]})
+        assert (nested.status_code, "opening brackets" in nested.json()["detail"]) == (413, True)
+        long = await client.post("", json={"name": "a", "source": "#" * (300 * 2**10)})
+        assert (long.status_code, long.json()["problems"][0]["field"]) == (422, "source")
+        other = await client.post("", content="x", headers={"content-type": "text/plain"})
+        assert (other.status_code, "multipart/form-data" in other.json()["detail"]) == (415, True)
+        broken = await client.post("", content="{", headers={"content-type": "application/json"})
+        assert (broken.status_code, broken.json()["detail"].startswith("the body is not JSON: ")) == (422, True)
+        binary = await client.post("", files={"file": ("a.py", b"\xff\xfe\x00")}, data={"name": "a"})
+        assert (binary.status_code, binary.json()["problems"][0]["field"]) == (422, "file")
+        for coding in ("rot13", "zlib", "punycode", "utf-7", "nonsense"):
+            file = f"# coding: {coding}\n{SOURCE}"
+            strange = await client.post("", files={"file": ("a.py", file)}, data={"name": "a"})
+            assert (strange.status_code, strange.json()["problems"][0]["field"]) == (422, "file")
+        old = f"# coding: latin-1\n{SOURCE}# \xe9\n".encode("latin-1")
+        assert (await client.post("", files={"file": ("a.py", old)}, data={"name": "a"})).status_code == 201

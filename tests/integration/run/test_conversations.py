@@ -1,0 +1,127 @@
+"""Both conversation examples as a user starts them, cold start and all, cut short: their log, figures and report.
+
+Not here: what a turn is made of (tests/unit/generation, tests/integration/generation), and learning, for which a
+policy of so few lessons is too poor.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gspo.common.config.loading import read_config
+from tests.support.gspo_run import WholeRun, to_its_end
+
+pytestmark = pytest.mark.timeout(600)
+EXAMPLES = Path(__file__).parents[3] / "examples"
+STEPS, ROLLOUTS = 2, 16 * 8
+# Enough for tool calls that can be read and for guesses that are numbers.
+LESSONS = 60
+
+
+def demo(name: str, folder: Path) -> WholeRun:
+    command: list[str | Path] = [sys.executable, EXAMPLES / name / "demo.py", "--steps", str(STEPS)]
+    command += ["--cold-start-steps", str(LESSONS), "--runs", folder / "runs", "--cache", folder / "cache"]
+    printed = to_its_end(command)
+    (run_dir,) = (path.parent for path in folder.glob("runs/*/summary.json"))
+    return WholeRun(folder, run_dir, printed)
+
+
+def check_rows(rows: list[dict[str, Any]]) -> None:
+    """Only the policy's tokens have a version, and there are as many stretches of them as turns."""
+    assert len(rows) == ROLLOUTS
+    assert {row["failure"] for row in rows} == {None}
+    for row in rows:
+        assert [version == -1 for version in row["version"]] == [not counts for counts in row["mask"]]
+        stretches = "".join("x" if counts else " " for counts in row["mask"]).split()
+        assert len(stretches) == row["num_turns"] >= 1
+        turns = json.loads(row["turns_json"])
+        assert sum(turn["role"] == "assistant" for turn in turns) == row["num_turns"]
+
+
+def check_figures(rows: list[dict[str, Any]], figures: dict[str, float]) -> None:
+    """A step's figures are those of its rows."""
+    for figure, column in (
+        ("turns_mean", "num_turns"),
+        ("tool_calls_mean", "num_tool_calls"),
+        ("malformed_calls_mean", "num_malformed_calls"),
+        ("cut_turns_mean", "num_cut_turns"),
+    ):
+        assert figures[figure] == pytest.approx(sum(row[column] for row in rows) / len(rows)), figure
+    done = [row["num_turns"] for row in rows if row["outcome"] == "environment_done"]
+    assert done, "the environment ended no conversation"
+    assert figures["turns_done_mean"] == pytest.approx(sum(done) / len(done))
+    shares = {outcome: number / len(rows) for outcome, number in Counter(row["outcome"] for row in rows).items()}
+    ended = {name.removeprefix("ended_"): share for name, share in figures.items() if name.startswith("ended_")}
+    assert ended == pytest.approx(shares)
+
+
+def check_log_probs(run: WholeRun, rows: list[dict[str, Any]]) -> None:
+    """The first step's are those of the cold start over the logged tokens: the engine computed on these very ones."""
+    path = read_config(run.run_dir / "config.yaml").model.path
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for row in [row for row in rows if set(row["version"]) <= {-1, 0}][:32]:
+        prompt, tokens = row["prompt_token_ids"], torch.tensor(row["token_ids"])
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + row["token_ids"]])).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])[:, 0]
+        counts = torch.tensor(row["mask"])
+        assert torch.allclose(torch.tensor(row["logp"])[counts], expected[counts], atol=1e-4)
+
+
+def check_run(run: WholeRun) -> list[dict[str, Any]]:
+    """The books of the run; all its rows."""
+    assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == STEPS
+    lines, rows = run.lines("metrics.jsonl"), [run.rows(step) for step in range(1, STEPS + 1)]
+    for line, of_step in zip(lines, rows, strict=True):
+        check_rows(of_step)
+        check_figures(of_step, line["figures"])
+    check_log_probs(run, rows[0])
+    return [row for of_step in rows for row in of_step]
+
+
+def plots_of(run: WholeRun) -> set[str]:
+    """Names of the plots that the report shows."""
+    page = (run.run_dir / "report.html").read_text()
+    plots = {path.stem: base64.b64encode(path.read_bytes()).decode() for path in (run.run_dir / "plots").glob("*.png")}
+    return {name for name, data in plots.items() if data in page}
+
+
+def test_the_calculator_is_called_and_its_answers_are_in_the_conversations(tmp_path: Path) -> None:
+    run = demo("calculator", tmp_path)
+    rows = check_run(run)
+    called = [row for row in rows if row["num_tool_calls"]]
+    assert called
+    for row in called:
+        said = [turn for turn in json.loads(row["turns_json"]) if turn["role"] == "tool"]
+        assert len(said) == row["num_tool_calls"] + row["num_malformed_calls"]
+    # A turn without a call is the last.
+    assert {row["outcome"] for row in rows if row["num_turns"] == 1} <= {"environment_done", "truncated"}
+    assert {row["outcome"] for row in called} >= {"environment_done"}
+    assert plots_of(run) >= {"turns", "ends", "tools"}
+
+
+@pytest.mark.long
+def test_a_game_ends_with_the_right_guess_and_its_steps_are_the_reward(tmp_path: Path) -> None:
+    run = demo("guess", tmp_path)
+    rows = check_run(run)
+    won = [row for row in rows if row["outcome"] == "environment_done"]
+    assert won
+    for row in rows:
+        (part,) = json.loads(row["parts_json"])
+        assert (part["name"], part["value"]) == ("environment", row["reward"])
+    for row in won:
+        last = json.loads(row["turns_json"])[-1]
+        assert last == {"role": "user", "content": "right"}
+        assert row["text"] == str(json.loads(row["columns_json"])["number"])
+    shown = plots_of(run)
+    assert shown >= {"turns", "ends"}
+    assert "tools" not in shown

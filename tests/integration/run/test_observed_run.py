@@ -1,0 +1,151 @@
+"""A real run as people watch it: dashboards, traces, status, and the commands of the pages, all while it went.
+
+What it is not: a check of what the run trained (test_run.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from gspo.common.service.traces import ids_of
+from gspo.common.telemetry.step_time import seconds_by_cause
+from tests.integration.run.conftest import STEPS
+from tests.support.gspo_run import WholeRun
+from tests.support.monitoring.otlp_collector import Span
+from tests.support.monitoring.prometheus_server import ROOT
+from tests.support.monitoring.run_observer import Watched, commands_of_pages
+
+pytestmark = pytest.mark.timeout(600)
+# Grafana puts four scrapes there; the run is short.
+RATE_INTERVAL = "15s"
+
+
+def panels() -> list[Any]:
+    """(dashboard, title, query) of every query of every panel."""
+    return [
+        pytest.param(target["expr"], id=f"{path.stem}: {panel['title']} {target['refId']}")
+        for path in sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
+        for panel in json.loads(path.read_text())["panels"]
+        for target in panel.get("targets", ())
+    ]
+
+
+@pytest.mark.parametrize("query", panels())
+def test_every_panel_has_data_of_a_real_run(query: str, run: WholeRun, watched: Watched) -> None:
+    asked = query.replace("$__rate_interval", RATE_INTERVAL)
+    found = watched.prometheus.query_range(asked, watched.began_unix_s, watched.ended_unix_s)
+    values = [float(value) for series in found for _, value in series["values"]]
+    assert any(math.isfinite(value) for value in values), found
+
+
+def test_the_rules_are_evaluated_on_a_real_run(run: WholeRun, watched: Watched) -> None:
+    found = watched.prometheus.query_range("gspo:step_time_share:rate5m", watched.began_unix_s, watched.ended_unix_s)
+    last = {series["metric"]["cause"]: float(series["values"][-1][1]) for series in found}
+    assert last["training"] > 0
+    assert sum(last.values()) == pytest.approx(1)
+
+
+def test_no_process_serves_what_is_another_service_s(run: WholeRun, watched: Watched) -> None:
+    for metric, job in (
+        ("gspo_step", "learner"),
+        ("gspo_slots", "coordinator"),
+        ("gspo_rollouts_running", "generation"),
+    ):
+        found = watched.prometheus.query_range(metric, watched.began_unix_s, watched.ended_unix_s)
+        assert {series["metric"]["job"] for series in found} == {job}
+
+
+STATIONS = [
+    ("coordinator", "prompt", ""), ("generation", "queue", "generate"), ("generation", "generate", ""),
+    ("reward", "queue", "score"), ("reward", "score", ""), ("learner", "wait", ""), ("learner", "train", ""),
+    ("learner", "push", ""),
+]  # fmt: skip
+
+
+def stations(spans: list[Span]) -> dict[tuple[str, str, str], Span]:
+    """(service, name, what it is the queue of) -> the span below the root; fails where two are the same."""
+    below = [span for span in spans if span.parent]
+    found = {(s.service.removeprefix("gspo-"), s.name, s.attributes.get("gspo.before", "")): s for s in below}
+    assert len(found) == len(below)
+    return found
+
+
+def test_every_rollout_that_was_trained_has_its_whole_way_in_one_trace(run: WholeRun, watched: Watched) -> None:
+    traces: dict[int, list[Span]] = defaultdict(list)
+    for span in watched.collector.spans:
+        traces[span.trace].append(span)
+    rows = [row for step in range(1, STEPS + 1) for row in run.rows(step)]
+    for row in rows:
+        trace, root_id = ids_of("whole", f"{row['group']}-{row['number']}")
+        spans = traces[trace]
+        (root,) = [span for span in spans if not span.parent]
+        assert (root.span, root.name, root.service) == (root_id, "rollout", "gspo-coordinator")
+        assert {span.parent for span in spans if span is not root} == {root_id}
+        found = stations(spans)
+        assert set(found) == set(STATIONS)
+        way = [found[station] for station in STATIONS[1:]]
+        for before, after in pairwise(way):
+            # Each station begins where the one before ended; a version is held back until the one before is measured.
+            assert after.start_unix_s == pytest.approx(before.end_unix_s, abs=1e-3) or after.name == "push"
+            assert before.start_unix_s <= before.end_unix_s <= after.end_unix_s
+        assert root.start_unix_s <= found[STATIONS[0]].start_unix_s + 1e-3
+        generate, score = found[STATIONS[2]], found[STATIONS[4]]
+        assert generate.attributes["gspo.tokens"] == len(row["token_ids"])
+        assert generate.end_unix_s == pytest.approx(row["finished_unix_s"], abs=1e-3)
+        assert score.attributes["gspo.reward"] == row["reward"]
+
+
+def test_all_was_seen(run: WholeRun, watched: Watched) -> None:
+    assert watched.trouble == ""
+
+
+@pytest.mark.parametrize("command", commands_of_pages())
+def test_the_pages_commands_work_while_a_run_goes(command: str, run: WholeRun, watched: Watched) -> None:
+    (found,) = [(code, printed) for ran, code, printed in watched.commands if ran == command]
+    assert found[0] == 0, found[1]
+    assert found[1].strip()
+
+
+def test_status_says_what_everybody_waits_for_while_the_run_is_paused(run: WholeRun, watched: Watched) -> None:
+    doing = {service["service"]: service for service in watched.status["services"]}
+    assert set(doing) == {"coordinator", "generation", "reward", "learner"}
+    assert (doing["coordinator"]["kind"], doing["coordinator"]["what"]) == ("waiting", "resume")
+    assert (doing["generation"]["kind"], doing["learner"]["what"]) == ("waiting", "rollouts")
+    assert 0 < doing["coordinator"]["for_s"] < 60
+    last, bound = watched.status["last_step"], watched.status["bound"]
+    assert sum(cause["share"] for cause in last["by_cause"]) == pytest.approx(1)
+    assert bound["stage"]
+    assert bound["because"]
+
+
+def test_the_live_page_shows_what_each_process_uses_and_where_the_time_goes(run: WholeRun, watched: Watched) -> None:
+    *_, learner = [line for line in watched.page.splitlines() if "learner-0 " in line and " cores" in line]
+    assert re.search(r"learner-0 +\d+ \w+ +[\d.]+ cores +[\d,]+ MiB +(waiting for )?[a-z]+", learner), learner
+    cores, memory = learner.split(" cores")[0].split()[-1], learner.split(" MiB")[0].split()[-1]
+    assert 0 <= float(cores) < 64
+    assert float(memory.replace(",", "")) > 100
+    assert "bound by " in watched.page
+    assert "%" in watched.page
+
+
+def test_every_second_of_a_step_has_its_cause(run: WholeRun, watched: Watched) -> None:
+    for line in run.lines("metrics.jsonl"):
+        figures = line["figures"]
+        whole = figures["step_s"] + figures["checkpoint_s"] + figures["record_s"]
+        assert sum(seconds_by_cause(figures).values()) == pytest.approx(whole, abs=1e-6)
+    paused = [line["figures"]["wait_issue_s"] for line in run.lines("metrics.jsonl")]
+    assert max(paused) > 1, "while the run was paused, the next groups were not issued"
+
+
+def test_the_report_says_what_bounded_the_run(run: WholeRun, watched: Watched) -> None:
+    bound = json.loads((run.run_dir / "summary.json").read_text())["bound"]
+    page = (run.run_dir / "report.html").read_text()
+    assert f"bound by <b>{bound['stage']}</b>" in page
+    assert "waiting for groups to be issued" in page

@@ -1,0 +1,91 @@
+"""`gspo run` as a user starts it, on a tiny model, to its end; and what it left.
+
+What it is not: a benchmark, or a run that learns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import yaml
+
+# Rewards spread in most groups of a random model: whether the first character is in the first half of the alphabet.
+REWARD = """
+def reward(prompts, completions, answer, **columns):
+    return [float(c[0]["content"][:1] < "P") for c in completions]
+"""
+_TIMEOUT_S = 500
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A finished run and what it left."""
+
+    folder: Path
+    run_dir: Path
+    printed: str
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """The records of a file in the log."""
+        return [json.loads(line) for line in (self.run_dir / "log" / name).read_text().splitlines()]
+
+    def rows(self, step: int) -> list[dict[str, Any]]:
+        """The rollouts of a step, in training order."""
+        return pq.read_table(self.run_dir / "log" / f"step-{step:06d}.parquet").to_pylist()
+
+
+def whole_run(
+    folder: Path,
+    model: Path,
+    meanwhile: Callable[[subprocess.Popen[bytes], Path], None] | None = None,
+    **sections: dict[str, Any],
+) -> WholeRun:
+    """A synchronous run in float32 with two mini-batches a step; `sections` go over these keys.
+
+    `meanwhile` is called with the process and its run directory once it is started.
+    """
+    for name, numbers in (("prompts.jsonl", range(20)), ("eval.jsonl", range(20, 26))):
+        records = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "answer": str(2 * n)} for n in numbers]
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "reward.py").write_text(REWARD)
+    config: dict[str, Any] = {
+        "name": "whole",
+        "model": {"path": str(model)},
+        "data": {"prompts": "prompts.jsonl"},
+        "reward": {"functions": [{"path": "reward.py"}]},
+        "algorithm": {"prompt_length": 64, "response_length": 24, "num_mini_batches": 2},
+        "staleness": {"max_lag": 0},
+        "generation": {"kv_cache_gb": 0.25, "max_rollouts": 64},
+        "learner": {"threads": 1},
+    }
+    for name, section in sections.items():
+        config[name] = {**config.get(name, {}), **section}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    command: list[str | Path] = [sys.executable, "-m", "gspo.cli", "run", str(folder / "config.yaml"), "--plain"]
+    run_dir = folder / "runs" / "whole"
+    watch = None if meanwhile is None else lambda process: meanwhile(process, run_dir)
+    return WholeRun(folder, run_dir, to_its_end(command, watch))
+
+
+def to_its_end(command: list[str | Path], meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None) -> str:
+    """Run a command that must succeed, with all that it starts; what it printed."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        if meanwhile is not None:
+            meanwhile(process)
+        printed = process.communicate(timeout=_TIMEOUT_S)[0].decode()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+    assert process.returncode == 0, printed
+    return printed

@@ -1,0 +1,213 @@
+"""A learner's publisher and generators for tests of the push: everything real but the engine behind the door.
+
+The stand-in engine loads by promoting the staged copy, as slowly or badly as a test wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from gspo.common.config.schema import Config
+from gspo.common.network.grpc_server import ADMITTED, GrpcServer
+from gspo.common.service.app import Options, Service
+from gspo.common.streams.instances import Member, Registration
+from gspo.generation.engine.api import LoadFailedError, LoadTimes
+from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.servicer import SERVICE_NAME, Context, Door
+from gspo.learner.push.policy_weights import Policy, policy_from
+from gspo.learner.push.publisher import Live, Publisher
+from gspo_proto import generation_pb2_grpc
+from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
+
+SHAPES = {"a": (300, 100), "b": (50,)}
+
+
+def policy(version: int) -> Policy:
+    """Version 0 is random; each later one differs from the one before in a few elements."""
+    chance = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=chance).bfloat16() for name, shape in SHAPES.items()}
+    for number in range(version):
+        tensors["a"].view(-1)[number * 20 : number * 20 + 10] += 1.0
+    return policy_from(version, tensors)
+
+
+def service_of(name: str, config: Config, redis_url: str) -> Service:
+    options = Options(name.partition("-")[0], config.run_dir, redis_url, name, "127.0.0.1", 0, 0, False, config)
+    return Service(options)
+
+
+class StandInEngine:
+    """Engine as the receiver uses it.
+
+    Attributes:
+        load_s: How long a load takes.
+        may_load: A load stands still, as one that has paused the engine, until it is set.
+        loading: Set while a load is under way.
+        refusing: Whether loads fail.
+    """
+
+    def __init__(self) -> None:
+        self.version, self.load_s, self.refusing = 0, 0.0, False
+        self.may_load, self.loading = asyncio.Event(), asyncio.Event()
+        self.may_load.set()
+
+    async def load(self, version: int, staged: StagedWeights, *, on_update: str, timeout_s: float) -> LoadTimes:
+        begun = staged.next_digest()
+        self.loading.set()
+        try:
+            await self.may_load.wait()
+            await asyncio.sleep(self.load_s)
+        finally:
+            self.loading.clear()
+        assert staged.next_digest() == begun, "the copy was written to while it was being loaded"
+        if self.refusing:
+            raise LoadFailedError(f"version {version} did not load")
+        staged.promote()
+        self.version = version
+        return LoadTimes(0.0, self.load_s, 0.0)
+
+
+class IdleWorker:
+    """What the door asks of a worker."""
+
+    num_running = 0
+
+    def weights_changed(self) -> None:
+        """Nobody waits."""
+
+
+@dataclass
+class Generator:
+    """One generator.
+
+    Attributes:
+        headers: Of the pushes it has received.
+        corrupt: Changes their frames on the way.
+        answer: What it answers to them, if it is to answer without taking them.
+    """
+
+    engine: StandInEngine
+    staged: StagedWeights
+    door: Door
+    address: str = ""
+    headers: list[PushHeader] = field(default_factory=list)
+    corrupt: Callable[[WeightFrame], WeightFrame] | None = None
+    answer: PushResult | None = None
+
+    @property
+    def serves(self) -> tuple[int, str]:
+        return self.engine.version, self.staged.digest()
+
+
+def serve(generators: list[Generator], version: Policy) -> bool:
+    """Whether each of them serves a version, by number and digest."""
+    return all(one.serves == (version.version, version.digest) for one in generators)
+
+
+class SpyingDoor(Door):
+    """Notes headers, and corrupts what the test wants corrupted."""
+
+    generator: Generator
+
+    async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Context) -> PushResult:
+        async def passed_on() -> AsyncIterator[WeightFrame]:
+            async for frame in request_iterator:
+                if frame.HasField("header"):
+                    self.generator.headers.append(frame.header)
+                elif self.generator.corrupt:
+                    frame = self.generator.corrupt(frame)
+                yield frame
+
+        if self.generator.answer is None:
+            return await super().PushWeights(passed_on(), context)
+        await context.send_initial_metadata((ADMITTED,))
+        async for _ in passed_on():
+            continue
+        return self.generator.answer
+
+
+@asynccontextmanager
+async def generator(
+    config: Config, redis_url: str, name: str = "generation-0", ignored: Mapping[str, tuple[int, ...]] | None = None
+) -> AsyncIterator[Generator]:
+    """A generator that serves version 0, registered.
+
+    Args:
+        ignored: Further tensors of its model folder, which the learner does not have.
+    """
+    service = service_of(name, config, redis_url)
+    engine, staged = StandInEngine(), StagedWeights({**SHAPES, **(ignored or {})}, "bfloat16")
+    for tensor, bits in policy(0).bits.items():
+        staged.current.bits(tensor)[:] = bits.reshape(-1)
+    door = SpyingDoor(service, engine, staged, None, IdleWorker())
+    door.generator = running = Generator(engine, staged, door)
+    server = GrpcServer(
+        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(door, server),
+        (SERVICE_NAME,),
+        host="127.0.0.1",
+        port=0,
+        token="",
+    )
+    await server.start()
+    running.address = server.address
+    # The same process id for all, as the first process of every container has.
+    member = Member("generation", name, grpc=server.address, pid=1)
+    beating = asyncio.create_task(Registration(service.redis, service.keys, member, service.activity, door.facts).run())
+    try:
+        yield running
+    finally:
+        await server.stop(0.0)
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        await service.redis.aclose()
+        staged.close()
+
+
+class Learner:
+    """A publisher and what went live."""
+
+    def __init__(self, config: Config, redis_url: str, epoch: int) -> None:
+        self.service = service_of("learner-0", config, redis_url)
+        self.live: list[Live] = []
+        self.publisher = Publisher(self.service, epoch, self._on_live)
+        self.running = asyncio.create_task(self.publisher.run())
+
+    async def _on_live(self, live: Live) -> None:
+        self.live.append(live)
+
+    def states(self) -> list[str]:
+        return sorted(target["state"] for target in self.publisher.describe())
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+        """Wait, as long as the publisher runs; what ended it is raised."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                if self.running.done():
+                    self.running.result()
+                await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.service.redis.aclose()
+
+
+@asynccontextmanager
+async def learner(config: Config, redis_url: str, epoch: int = 1) -> AsyncIterator[Learner]:
+    """A learner that publishes."""
+    publishing = Learner(config, redis_url, epoch)
+    try:
+        yield publishing
+    finally:
+        await publishing.close()
+
+
+def run_config(folder: Path, make_run: Callable[..., Config], **generation: object) -> Config:
+    """A run whose model is never read."""
+    return make_run(folder, folder, generation={"dtype": "bfloat16", **generation})

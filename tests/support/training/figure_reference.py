@@ -1,0 +1,282 @@
+"""Every figure of a step from its log file, in float64 NumPy and a plain transformers loop: no line of gspo_core.
+
+Not the learner: one forward a rollout, full logits, torch's AdamW, no micro-batches and no ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gspo.common.config.schema import Config
+from tests.support.training.numpy_reference import (
+    advantages,
+    behavior_weight,
+    kl,
+    loss_and_gradient,
+    ratios,
+    token_weights,
+)
+
+Record = Mapping[str, Any]
+
+
+def assert_figures_of_the_log(found: Mapping[str, float], log: Path, model: Path, config: Config) -> None:
+    """Every figure that was found is computed from the log, and is the same; one without a computation fails."""
+    expected = figures_of_the_log(log, model, config)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+
+
+def figures_of_the_log(log: Path, model: Path, config: Config) -> dict[str, float]:
+    """What the step in the file `log`, trained from the model folder `model`, has to report."""
+    records = pq.read_table(log, partitioning=None).to_pylist()
+    step = records[0]["step"]
+    kept = [record for record in records if record["skipped"] is None and any(record["mask"])]
+    return {**_of_rows(records), **_of_ages(kept, step), **_Loop(model, config, kept, step).figures()}
+
+
+def _of_rows(records: Sequence[Record]) -> dict[str, float]:
+    sampled = {id(r): sum(version >= 0 for version in r["version"]) for r in records}
+    masked = sum(sampled[id(r)] - sum(r["mask"]) for r in records if r["skipped"] is None)
+    reasons = ("failed", "truncated", "stale")
+    rewards = np.array([r["reward"] for r in records if r["reward"] is not None])
+    groups = {r["group"] for r in records if r["reward"] is not None}
+    equal = [len({r["reward"] for r in records if r["group"] == g and r["reward"] is not None}) == 1 for g in groups]
+    return {
+        **{f"skipped_{reason}": sum(r["skipped"] == reason for r in records) for reason in reasons},
+        **{
+            f"skipped_tokens_{reason}": sum(sampled[id(r)] for r in records if r["skipped"] == reason)
+            + (masked if reason == "stale" else 0)
+            for reason in reasons
+        },
+        "response_tokens_mean": np.mean([sum(r["mask"]) for r in records]),
+        "truncated_share": np.mean([r["outcome"] == "truncated" for r in records]),
+        "reward_mean": rewards.mean(),
+        "reward_std": rewards.std(ddof=1),
+        "reward_min": rewards.min(),
+        "reward_max": rewards.max(),
+        "zero_spread_groups": np.mean(equal),
+        **_of_parts(records),
+        **_of_conversations(records),
+    }
+
+
+def _of_parts(records: Sequence[Record]) -> dict[str, float]:
+    parts = [part for r in records if r["reward"] is not None for part in json.loads(r["parts_json"])]
+    names = {part["name"] for part in parts}
+    return {f"part_{name}_mean": np.mean([p["value"] for p in parts if p["name"] == name]) for name in names}
+
+
+def _of_conversations(records: Sequence[Record]) -> dict[str, float]:
+    talked = [r for r in records if r["turns_json"]]
+    if not talked:
+        return {}
+    names = {
+        "turns": "num_turns",
+        "tool_calls": "num_tool_calls",
+        "malformed_calls": "num_malformed_calls",
+        "cut_turns": "num_cut_turns",
+    }
+    outcomes = [r["outcome"] for r in records]
+    return {
+        **{f"{name}_mean": np.mean([r[column] for r in talked]) for name, column in names.items()},
+        "turns_done_mean": np.mean([r["num_turns"] for r in talked if r["outcome"] == "environment_done"]),
+        **{f"ended_{outcome}": outcomes.count(outcome) / len(records) for outcome in set(outcomes)},
+    }
+
+
+def _of_ages(kept: Sequence[Record], step: int) -> dict[str, float]:
+    ages = [step - 1 - v for r in kept for v, counted in zip(r["version"], r["mask"], strict=True) if counted]
+    return {
+        "age_mean": np.mean(ages),
+        "age_max": max(ages),
+        "tokens": len(ages),
+        "sequences": len(kept),
+        "groups": len({r["group"] for r in kept}),
+    }
+
+
+class _Loop:
+    """The step's optimizer steps, one after another; [B, T] runs over the rollouts that count."""
+
+    def __init__(self, model: Path, config: Config, kept: Sequence[Record], step: int) -> None:
+        self.algorithm, self.learner, self.kept = config.algorithm, config.learner, kept
+        self.temperature, self.step = config.sampling.temperature, step
+        self.rate = self.learner.learning_rate * min(1, step / (self.learner.warmup_steps + 1))
+        self.policy, self.reference = (
+            AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+            for _ in range(2)
+        )
+        self.mask = self._matrix("mask").astype(bool)
+        self.behavior, self.version = self._matrix("logp"), self._matrix("version")
+        self.fresh = self.mask & (self.version == step - 1)
+        self.mini_batch = np.array([record["mini_batch"] for record in kept])
+        self.old, self.ref = self.behavior, self._numbers(self.reference)
+        self.correction: dict[str, float] = {}
+        if self.algorithm.old_logprobs == "recompute":
+            self.old = self._numbers(self.policy)
+        self.counted, weight = self._corrected()
+        given = np.array([record["advantage"] for record in kept])
+        a = self.algorithm
+        self.advantage = weight * advantages(
+            given, self.counted, np.zeros(self.mask.shape), a.gamma, a.whiten_advantages, a.advantage_clip
+        )
+
+    def figures(self) -> dict[str, float]:
+        """Train, and say what was seen on the way."""
+        optimizer = torch.optim.AdamW(self.policy.parameters(), lr=self.rate, weight_decay=self.learner.weight_decay)
+        losses, norms, seen = [], [], []
+        for number in sorted(set(self.mini_batch)):
+            part = self.mini_batch == number
+            rows = [self._logp_entropy(self.policy, self.kept[i]) for i in np.flatnonzero(part)]
+            logp, entropy = (self._side_by_side([row[k].detach().numpy() for row in rows]) for k in (0, 1))
+            loss, gradient = self._loss_and_gradient(part, logp)
+            optimizer.zero_grad()
+            for row, slope in zip(rows, gradient, strict=True):
+                row[0].backward(torch.tensor(slope[: len(row[0])], dtype=torch.float32))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.learner.max_grad_norm)))
+            optimizer.step()
+            losses.append(loss)
+            seen.append((part, logp, entropy))
+        return {
+            "learning_rate": self.rate,
+            "mini_batches_not_applied": 0,
+            "loss": np.mean(losses),
+            "grad_norm": np.mean(norms),
+            **self._of_objective(seen),
+            **self._of_mismatch(self.old if self.algorithm.old_logprobs == "recompute" else seen[0][1], seen[0][0]),
+            **self.correction,
+        }
+
+    def _of_objective(self, seen: Sequence[Any]) -> dict[str, float]:
+        """Over all mini-batches, each at the weights that it was trained from."""
+        order = np.concatenate([np.flatnonzero(part) for part, _, _ in seen])
+        logp, entropy = (np.concatenate([one[k] for one in seen]) for k in (1, 2))
+        old, ref, A, m = self.old[order], self.ref[order], self.advantage[order], self.counted[order]
+        (low, high), dual = self.algorithm.clip, self.algorithm.dual_clip
+        ratio, delta = ratios(logp, old, m, self.algorithm.importance_sampling), logp - old
+        below, above = m & (ratio < 1 - low), m & (ratio > 1 + high)
+        cut = {"low": below & (A < 0), "high": above & (A > 0)}
+        whole = m.any(1)
+        found = {
+            "outside_clip_sequences": (below | above).any(1)[whole].mean(),
+            "dual_clipped_tokens": ((A < 0) & (ratio > (dual or math.inf)))[m].mean(),
+            "entropy": entropy[m].mean(),
+            "k1": kl(old, logp, "k1")[m].mean(),
+            "k3": kl(logp, old, "k3")[m].mean(),
+            **_moments("token_log_ratio", delta[m]),
+            **_moments("log_ratio", np.array([d[c].mean() for d, c in zip(delta, m, strict=True) if c.any()])),
+            **_moments("advantage", A[m]),
+        }
+        for side, part in cut.items():
+            found |= {f"clipped_sequences_{side}": part.any(1)[whole].mean(), f"clipped_tokens_{side}": part[m].mean()}
+        for unit in ("sequences", "tokens"):
+            found[f"clipped_{unit}"] = found[f"clipped_{unit}_low"] + found[f"clipped_{unit}_high"]
+        if self.algorithm.needs_reference:
+            found["reference_kl"] = kl(logp, ref, self.algorithm.kl_kind)[m].mean()
+        return found
+
+    def _of_mismatch(self, logp: Any, part: Any) -> dict[str, float]:
+        """Of the tokens of the newest version, at the step's first weights."""
+        if self.algorithm.old_logprobs == "recompute":
+            part = np.ones(len(self.kept), dtype=bool)
+        fresh, delta = self.fresh[part], logp - self.behavior[part]
+        token = delta[fresh]
+        sequence = np.array([d[f].mean() for d, f in zip(delta, fresh, strict=True) if f.any()])
+        found = {
+            "mismatch_tokens": len(token),
+            "sigma_token": token.std(ddof=1),
+            "sigma_sequence": sequence.std(ddof=1),
+        }
+        lengths = self.counted.sum(1)
+        each = [found["sigma_token"] / math.sqrt(n) for n in lengths if n]
+        measured = found["sigma_sequence"]
+        if self.algorithm.importance_sampling == "token":
+            each, measured = [found["sigma_token"]], found["sigma_token"]
+        return {
+            **found,
+            "noise_share": self._outside(measured),
+            "noise_share_independent": np.mean([self._outside(sigma) for sigma in each]),
+        }
+
+    def _outside(self, sigma: float) -> float:
+        """P(log s < log(1 - low)) + P(log s > log(1 + high)), log s ~ N(0, sigma^2)."""
+        low, high = self.algorithm.clip
+        root2 = sigma * math.sqrt(2)
+        return (math.erfc(-math.log(1 - low) / root2) + math.erfc(math.log(1 + high) / root2)) / 2
+
+    def _corrected(self) -> tuple[Any, Any]:
+        """Which tokens count after the behavior correction, and what it weighs them with."""
+        a = self.algorithm
+        if a.behavior_correction == "none":
+            return self.mask, np.ones(self.mask.shape)
+        assert a.behavior_correction == "mask"
+        weight = behavior_weight(self.old, self.behavior, self.mask, a.behavior_level)
+        outside = self.mask & ((weight < a.behavior_low) | (weight > a.behavior_high))
+        counted = self.mask & ~outside
+        self.correction = {
+            "behavior_weight_mean": weight[self.mask].mean(),
+            "behavior_weight_std": weight[self.mask].std(ddof=1),
+            "behavior_outside": outside[self.mask].mean(),
+            "skipped_behavior": (~counted.any(1)).sum(),
+            "skipped_tokens_behavior": outside.sum(),
+            "sequences": counted.any(1).sum(),
+            "tokens": counted.sum(),
+        }
+        return counted, weight
+
+    def _loss_and_gradient(self, part: Any, logp: Any) -> tuple[float, Any]:
+        a, m = self.algorithm, self.counted[part]
+        low, high = a.clip
+        loss, gradient = loss_and_gradient(
+            logp,
+            self.old[part],
+            self.advantage[part],
+            m,
+            a.importance_sampling,
+            low,
+            high,
+            a.dual_clip,
+            a.loss_agg_mode,
+            a.response_length,
+        )
+        if a.use_kl_loss:
+            assert a.kl_kind == "k3"
+            each, ref = token_weights(m, a.loss_agg_mode, a.response_length), self.ref[part]
+            loss += float((a.kl_loss_coef * kl(logp, ref, "k3") * each)[m].sum())
+            gradient = gradient + a.kl_loss_coef * (1 - np.exp(ref - logp)) * each
+        return loss, gradient
+
+    def _logp_entropy(self, model: Any, record: Record) -> tuple[torch.Tensor, torch.Tensor]:
+        prompt, answer = record["prompt_token_ids"], record["token_ids"]
+        logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1] / self.temperature
+        log_p = torch.log_softmax(logits, -1)
+        return log_p.gather(1, torch.tensor(answer)[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    @torch.no_grad()
+    def _numbers(self, model: Any) -> Any:
+        return self._side_by_side([self._logp_entropy(model, record)[0].numpy() for record in self.kept])
+
+    def _matrix(self, column: str) -> Any:
+        return self._side_by_side([record[column] for record in self.kept])
+
+    def _side_by_side(self, rows: Sequence[Any]) -> Any:
+        matrix = np.zeros((len(rows), max(len(record["token_ids"]) for record in self.kept)))
+        for values, row in zip(matrix, rows, strict=True):
+            values[: len(row)] = row
+        return matrix
+
+
+def _moments(name: str, values: Any) -> dict[str, float]:
+    return {f"{name}_mean": values.mean(), f"{name}_std": values.std(ddof=1), f"{name}_max": np.abs(values).max()}

@@ -1,0 +1,145 @@
+"""Rollouts for tests of the trainer: random answers of unlike length, with log-probs near the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from gspo.common.config.loading import parse_config
+from gspo.common.config.schema import Config
+from gspo.learner.assembly.rows import Row
+
+# DeepSpeed leaves what has fewer elements whole on every rank: without this every tensor of a tiny model.
+SPREAD = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+
+def make_config(folder: Path, *, algorithm: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    """A configuration of the learner; sections are laid over small defaults."""
+    learner = sections.pop("learner", {})
+    if learner.get("zero_stage") == 3:
+        learner = {"deepspeed": SPREAD, **learner}
+    given: dict[str, Any] = {
+        "name": "test",
+        "model": {"path": str(folder)},
+        "data": {"prompts": "prompts.jsonl"},
+        "reward": {"functions": [{"path": "reward.py"}]},
+        "algorithm": {"prompt_length": 64, "response_length": 64, **(algorithm or {})},
+        "run": {"total_steps": 10},
+        "learner": {"learning_rate": 1e-3, "micro_batch_tokens": 256, "threads": 1, **learner},
+        **sections,
+    }
+    return parse_config(given, base=folder)
+
+
+def make_rows(folder: Path, **sizes: Any) -> list[Row]:
+    """Rows in training order, by the arguments of `_make_rows`; every third answer has observation tokens in its
+    middle. Behavior is the folder's model plus noise.
+
+    The same rows are made once: a forward for each takes longer than training on them.
+    """
+    return [*_make_rows(folder, **sizes)]
+
+
+@cache
+def _make_rows(
+    folder: Path,
+    *,
+    step: int = 1,
+    num_groups: int = 8,
+    num_rollouts: int = 4,
+    num_mini_batches: int = 4,
+    temperature: float = 1.0,
+    noise: float = 0.01,
+    longest: int = 40,
+) -> tuple[Row, ...]:
+    rng = np.random.default_rng(step)
+    order = rng.permutation(num_groups * num_rollouts)
+    answers = [_answer(rng, longest) for _ in order]
+    prompts = [rng.integers(3, 90, rng.integers(3, 12)).astype(np.int32) for _ in range(num_groups)]
+    rows = []
+    for place, index in enumerate(order):
+        group, number = divmod(int(index), num_rollouts)
+        tokens, mask = answers[index]
+        rows.append(
+            row_of(
+                step=step,
+                group=group,
+                number=number,
+                prompt_token_ids=prompts[group],
+                token_ids=tokens,
+                mask=mask,
+                version=np.where(mask, step - 1, -1).astype(np.int32),
+                advantage=float(rng.normal()),
+                reward=float(rng.integers(0, 2)),
+                mini_batch=place * num_mini_batches // len(order),
+                temperature=temperature,
+            )
+        )
+    return tuple(with_behavior(folder, rows, temperature, noise, rng))
+
+
+def with_version(rows: Sequence[Row], version: int) -> list[Row]:
+    """The rows as another version sampled them."""
+    return [replace(row, version=np.where(row.mask, version, -1).astype(np.int32)) for row in rows]
+
+
+def with_behavior(
+    folder: Path, rows: Sequence[Row], temperature: float, noise: float, rng: np.random.Generator
+) -> list[Row]:
+    """The rows with log-probs of the folder's model, plus noise, as a generator would report them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    scored = []
+    for row in rows:
+        with torch.inference_mode():
+            logp = answer_logp(model, row, temperature).numpy()
+        logp = logp + noise * rng.normal(size=len(row.token_ids))
+        scored.append(replace(row, logp=np.where(row.mask, logp, 0).astype(np.float32)))
+    return scored
+
+
+def answer_logp(model: Any, row: Row, temperature: float) -> torch.Tensor:
+    """Log-prob of every answer token, from full logits of one row alone."""
+    ids = torch.tensor([[*row.prompt_token_ids.tolist(), *row.token_ids.tolist()]])
+    logits = model(input_ids=ids).logits[0, len(row.prompt_token_ids) - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.as_tensor(row.token_ids).long()[:, None])[:, 0]
+
+
+def _answer(rng: np.random.Generator, longest: int) -> tuple[Any, Any]:
+    length = int(rng.integers(1, longest))
+    mask = np.ones(length, dtype=np.bool_)
+    if length > 6 and rng.random() < 0.3:
+        mask[2:5] = False
+    return rng.integers(3, 90, length).astype(np.int32), mask
+
+
+def row_of(**given: Any) -> Row:
+    """A row with these columns, and nothing in the others."""
+    blank: dict[str, Any] = {
+        "attempt": 1,
+        "prompt": "",
+        "messages_json": "",
+        "columns_json": "",
+        "logp": np.zeros(0, dtype=np.float32),
+        "text": "",
+        "outcome": "eos",
+        "stop": "",
+        "failure": None,
+        "parts_json": "[]",
+        "reward_version": "",
+        "skipped": None,
+        "num_rollouts": 4,
+        "generator": "",
+        "scorer": "",
+        "issued_unix_s": 0.0,
+        "started_unix_s": 0.0,
+        "finished_unix_s": 0.0,
+        "scored_unix_s": 0.0,
+    }
+    return Row(**{**blank, **given})

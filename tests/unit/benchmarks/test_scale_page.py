@@ -1,0 +1,55 @@
+"""docs/scale.md: its table has what docs/benchmarks.json measured, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness.tables import middle
+from gspo_proto.rollout_pb2 import Rollout
+
+DOCS = Path(__file__).parents[3] / "docs"
+MEASURED = json.loads((DOCS / "benchmarks.json").read_text())
+
+
+def table() -> list[float]:
+    """The column of measured numbers."""
+    rows = [line.split("|") for line in (DOCS / "scale.md").read_text().splitlines() if line.startswith("|")]
+    return [float(row[2].split()[0].rstrip("s").replace(",", "")) for row in rows[2:]]
+
+
+def cases(part: str, **of: str) -> list[dict[str, Any]]:
+    return [case for case in MEASURED[part]["cases"] if of.items() <= case.items()]
+
+
+def pushes(key: str, rate: float | None) -> float:
+    """The median of the pushes of changes at a learning rate, or of whole policies."""
+    (service,) = cases("push", kind="service")
+    selected = [
+        push
+        for push in service["pushes"]
+        if (push["rate"] == rate and push["version"] if rate else not push["version"])
+    ]
+    return middle([push[key] for push in selected])
+
+
+def test_the_table_has_what_was_measured() -> None:
+    (stream,), (wire,) = cases("reward", what="stream"), cases("push", kind="wire")
+    rollout = Rollout(
+        token_ids=[75_000] * 3072 + [10_000] * 1024, logp=[-0.5] * 4096, version=[17] * 4096, text="abcd" * 4096
+    )
+    assert table() == pytest.approx(
+        [
+            stream["per_s"],
+            rollout.ByteSize() / 4096,
+            wire["grpc_s"],
+            pushes("push_s", None),
+            pushes("push_s", 1e-6),
+            pushes("push_s", 1e-5),
+            pushes("stall_s", 1e-5),
+        ],
+        rel=0.01,
+    )

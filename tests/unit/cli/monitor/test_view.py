@@ -1,0 +1,200 @@
+"""What a view makes of events, and how it is drawn."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gspo.cli.monitor.live import draw, process_cells, sparkline
+from gspo.cli.monitor.screen import PlainScreen, waited_for
+from gspo.cli.monitor.view import Line, Phases, Process, View, duration, load_history, step_line
+from gspo.common.config.schema import Config
+from gspo.common.streams.instances import Member
+from gspo_proto.rollout_pb2 import (
+    EvaluationDone,
+    Event,
+    Finished,
+    GroupsSettled,
+    SettledGroup,
+    Settlement,
+    StepDone,
+    TrainingDone,
+    VersionLive,
+)
+from tests.unit.cli.step_logs import WHY, write_log
+
+
+@pytest.fixture
+def view(config: Config, tmp_path: Path) -> View:
+    """A view of a run that has just begun."""
+    evaluation = config.evaluation.model_copy(update={"prompts": tmp_path / "e.jsonl", "keep_best": "sampled_mean"})
+    config = config.model_copy(update={"evaluation": evaluation})
+    return View(config, tmp_path, {name: Process(name, time.time()) for name in ("learner-0", "reward-0")}, Phases())
+
+
+def step(number: int, **figures: float) -> Event:
+    """A step that ended ten seconds after the one before."""
+    done = StepDone(step=number, version=number, groups=[2 * number, 2 * number + 1], figures=figures)
+    return Event(unix_s=1000.0 + 10 * number, step_done=done)
+
+
+def drawn(view: View, *, ended: bool = False) -> str:
+    """The live panel as text."""
+    console = Console(file=io.StringIO(), width=110, force_terminal=False)
+    console.print(draw(view, ended=ended))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def test_answers_without_a_score_are_a_warning_with_their_reason(view: View) -> None:
+    """A reason is said when it is new; then again when there are ten times as many."""
+    few = [WHY.format(number) for number in range(3)]
+    write_log(view.run_dir, {1: [None, *few], 2: few, 3: few, 4: few, 5: [*few, "r: timed out after 10 s"]})
+    said = [view.apply(step(number, skipped_failed=3))[1:] for number in range(1, 6)]
+    assert [[line.kind for line in lines] for lines in said] == [["warning"], [], [], ["warning"], ["warning"]]
+    assert said[0][0].text == f"step 1: 3 answers have no score, and are left out: 3 times: {WHY.format(0)}"
+    assert said[3][0].text.startswith("step 4: 3 answers have no score, 12 so far, and are left out: 12 times: ")
+    assert said[4][0].text.endswith("r: timed out after 10 s")
+    assert view.apply(step(6, reward_mean=1.0))[1:] == []
+
+
+def test_the_last_drawing_says_nothing_of_what_has_ended(view: View) -> None:
+    assert "reward-0" in drawn(view) and "Ctrl-C stops" in drawn(view)
+    ended = drawn(view, ended=True)
+    assert "step" in ended and "reward-0" not in ended and "Ctrl-C" not in ended
+
+
+def test_steps_give_figures_counts_and_the_time_to_go(view: View) -> None:
+    view.apply(step(1, reward_mean=0.25))
+    lines = view.apply(step(2, reward_mean=0.5, clipped_sequences=0.125, age_mean=0.5, age_max=1, tokens_per_s=2000))
+    assert (view.step, view.version, view.rewards, view.settled["trained"]) == (2, 2, [0.25, 0.5], 4)
+    assert view.eta_s == 80.0  # 8 steps of 10 s
+    assert lines == [Line(step_line(view), "step")]
+    assert step_line(view) == (
+        "step 2/10  reward 0.500  clipped 12%  age 0.50  max 1  tokens/s 2,000  version 2  1 min 20 s to go"
+    )
+
+
+def test_settled_groups_are_counted_and_failures_said(view: View) -> None:
+    groups = [
+        SettledGroup(group=4, settlement=Settlement.SETTLEMENT_FAILED, reason="reward raised KeyError"),
+        SettledGroup(group=5, settlement=Settlement.SETTLEMENT_STALE, reason="too old"),
+    ]
+    (line,) = view.apply(Event(groups_settled=GroupsSettled(groups=groups)))
+    assert dict(view.settled) == {"failed": 1, "stale": 1}
+    assert line == Line("group 4 failed: reward raised KeyError", "warning")
+
+    again = [
+        SettledGroup(group=number, settlement=groups[0].settlement, reason=groups[0].reason) for number in range(30)
+    ]
+    (line,) = view.apply(Event(groups_settled=GroupsSettled(groups=again)))
+    assert line.text == "10 groups have failed, the last 8: reward raised KeyError"
+
+
+def test_a_warning_is_said_once_until_it_has_gone(view: View) -> None:
+    def warnings(number: int, clipped: float) -> int:
+        return sum(line.kind == "warning" for line in view.apply(step(number, clipped_sequences=clipped)))
+
+    assert [warnings(number, 0.5) for number in range(1, 13)] == [0] * 9 + [1] + [0] * 2
+    assert warnings(13, 0.1) == 0
+    assert [warnings(number, 0.5) for number in range(14, 24)] == [0] * 9 + [1]
+
+
+def test_phases_follow_the_events(view: View) -> None:
+    view.phases.enter("start")
+    view.phases.enter("evaluation_before")
+    view.apply(Event(evaluation_done=EvaluationDone(version=0, figures={"sampled_mean": 0.25, "greedy_mean": 0.5})))
+    assert view.phases.current == "training"
+    view.apply(Event(training_done=TrainingDone(step=3, reason="run.total_steps reached")))
+    assert view.phases.current == "evaluation_after"
+    (line,) = view.apply(Event(finished=Finished(reason="all rewards failed", failed=True)))
+    assert line == Line("failed: all rewards failed", "error")
+    view.phases.close()
+    assert set(view.phases.wall_s) == {"checks", "start", "evaluation_before", "training", "evaluation_after"}
+
+
+def test_an_unknown_event_is_passed_over(view: View) -> None:
+    assert view.apply(Event()) == []
+
+
+def test_history_of_a_resumed_run_is_read_and_a_half_line_left_out(view: View) -> None:
+    log = view.run_dir / "log"
+    log.mkdir()
+    record: dict[str, Any] = {"step": 1, "version": 1, "unix_s": 1.0, "figures": {"reward_mean": 0.5}}
+    (log / "metrics.jsonl").write_text(json.dumps(record) + '\n{"step": 2, "ver')
+    evaluation = {"label": "v0", "version": 0, "step": 0, "unix_s": 1.0, "figures": {"sampled_mean": 0.25}}
+    (log / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
+    load_history(view)
+    assert (view.step, view.rewards, view.held_out) == (1, [0.5], {"": [(0, {"sampled_mean": 0.25})]})
+    assert view.best is None
+
+
+def test_the_panel_shows_what_matters(view: View) -> None:
+    view.apply(step(1, reward_mean=0.25, clipped_sequences=0.125, age_mean=0.5, age_max=1, tokens_per_s=2000))
+    view.apply(Event(evaluation_done=EvaluationDone(version=0, figures={"sampled_mean": 0.25}, score=0.25)))
+    figures = {"sampled_mean": 0.75, "pass_at_1": 0.5, "pass_at_4": 0.875}
+    (line,) = view.apply(Event(evaluation_done=EvaluationDone(version=1, figures=figures, score=0.75)))
+    assert line.text == "held-out prompts at version 1: sampled 0.750, pass@4 0.875; the best by sampled_mean"
+    view.apply(Event(version_live=VersionLive(version=0)))
+    activity = {"kind": "waiting", "what": "rewards", "detail": "of 3 groups", "since_unix_s": time.time() - 7}
+    view.processes["learner-0"].member = Member("learner", "learner-0", activity=activity)
+    text = drawn(view)
+    for shown in (
+        "step 1 of 10",
+        "0.750",
+        "held-out reward   0.750 at version 1 (was 0.250 at 0)  pass@4 0.875  best: version 1",
+        "0.50 / 1",
+        "12%",
+        "2,000",
+        "1 (generators have 0)",
+        "waiting for rewards of 3 groups",
+        "7 s",
+        "reward-0",
+        "importing its libraries",
+    ):
+        assert shown in text, shown
+
+
+def test_a_long_wait_is_highlighted_and_a_short_one_is_not() -> None:
+    def style(seconds: float, kind: str = "waiting") -> str:
+        activity = {"kind": kind, "what": "rewards", "detail": "", "since_unix_s": time.time() - seconds}
+        return str(process_cells(Process("learner-0", 0.0, Member("learner", "learner-0", activity=activity)))[1].style)
+
+    assert (style(1), style(8)) == ("dim", "bold yellow")
+    assert "yellow" not in style(8, "busy")
+
+
+def test_what_the_start_waits_for(view: View) -> None:
+    view.processes["reward-0"].ready = True
+    learner = view.processes["learner-0"]
+    assert waited_for(view) == "learner-0: importing its libraries (for 0 s)"
+    activity = {"kind": "busy", "what": "loading the model", "detail": "/m", "since_unix_s": time.time() - 12}
+    learner.member = Member("learner", "learner-0", activity=activity)
+    assert waited_for(view) == "learner-0: loading the model /m (for 12 s)"
+    learner.member.activity["kind"] = "waiting"
+    assert waited_for(view) == "learner-0: waiting for loading the model /m (for 12 s)"
+    learner.problem = "learner-0 refuses our token"
+    assert waited_for(view).startswith("learner-0: learner-0 refuses our token (")
+
+
+def test_plain_lines_carry_their_kind() -> None:
+    file = io.StringIO()
+    screen = PlainScreen(Console(file=file, width=200))
+    screen.say(Line("step 1"))
+    screen.say(Line("[1, 2] is odd", "warning"))
+    assert [line[10:] for line in file.getvalue().splitlines()] == ["step 1", "warning: [1, 2] is odd"]
+
+
+def test_sparkline_and_durations() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([]) == ""
+    assert sparkline([0.0, 0.0, 1.0, 1.0], width=2) == "▁█"
+    assert [duration(s) for s in (4.4, 65, 7800)] == ["4 s", "1 min 5 s", "2 h 10 min"]

@@ -1,0 +1,32 @@
+"""Which programs a run starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gspo.cli.processes.programs import Job, learner_by_hand, service_programs
+from gspo.common.config.loading import parse_config
+
+URL = "redis://127.0.0.1:7000/0"
+
+
+@pytest.mark.parametrize(("ranks", "started"), [(1, True), (8, True), (0, False)])
+def test_a_learner_of_no_ranks_is_left_to_the_user(tmp_path: Path, ranks: int, started: bool) -> None:
+    given = {
+        "name": "test",
+        "model": {"path": "model"},
+        "data": {"prompts": "prompts.jsonl"},
+        "reward": {"functions": [{"path": "reward.py"}]},
+        "run": {"total_steps": 1},
+        "learner": {"ranks": ranks},
+    }
+    job = Job(parse_config(given, tmp_path), tmp_path / "runs" / "test")
+    names = [program.name for program in service_programs(job, URL)]
+    # One program whatever the ranks: it starts them.
+    assert names.count("learner-0") == started
+    # It is watched like any other, whoever started it.
+    assert job.names == ["coordinator-0", "generation-0", "reward-0", "learner-0"]
+    told = learner_by_hand(job, URL)
+    assert f"-m gspo.learner --run-dir {tmp_path}/runs/test --redis-url {URL}" in told

@@ -1,0 +1,75 @@
+"""What evaluation.keep_best may name, and what it is refused for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo.common.config.best_figure import BestFigure
+from gspo.common.config.loading import parse_config
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+
+FILES = {"easy": "e.jsonl", "hard": "h.jsonl"}
+
+
+def read(folder: Path, **evaluation: Any) -> Config:
+    functions = [{"path": "right.py"}, {"path": "form.py"}]
+    given = {"name": "a", "model": {"path": "."}, "data": {"prompts": "p.jsonl"}, "run": {"total_steps": 9}}
+    return parse_config({**given, "reward": {"functions": functions}, "evaluation": evaluation}, folder)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "keep_best", "expected"),
+    [
+        ("e.jsonl", "sampled_mean", BestFigure("", "sampled_mean")),
+        (FILES, "greedy_mean", BestFigure("easy", "greedy_mean")),
+        (FILES, "hard/pass_at_2", BestFigure("hard", "pass_at_2")),
+        (FILES, "hard/part_form_mean", BestFigure("hard", "part_form_mean")),
+        (FILES, "part_form/tags_mean", BestFigure("easy", "part_form/tags_mean")),
+        ("e.jsonl", None, None),
+    ],
+)
+def test_a_figure_of_a_file(tmp_path: Path, prompts: Any, keep_best: str, expected: BestFigure) -> None:
+    assert read(tmp_path, prompts=prompts, keep_best=keep_best).best_figure == expected
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        (
+            {"keep_best": "sampled_mean"},
+            r"evaluation.keep_best: sampled_mean .* there are none. Set evaluation.prompts",
+        ),
+        ({"prompts": FILES, "keep_best": "sampled_maen"}, "sampled_maen is no figure .* Did you mean 'sampled_mean'"),
+        ({"prompts": FILES, "keep_best": "pass_at_3"}, "pass_at_3 is no figure"),
+        ({"prompts": FILES, "keep_best": "greedy_mean", "greedy": False}, "greedy_mean is no figure"),
+        ({"prompts": FILES, "keep_best": "response_tokens_mean"}, "response_tokens_mean is no figure"),
+        ({"prompts": FILES, "keep_best": "part_other_mean"}, "part_other_mean is no figure"),
+        (
+            {"prompts": FILES, "keep_best": "sampled_mean", "hold_weights": False},
+            "several versions under hold_weights: false. Set evaluation.hold_weights: true",
+        ),
+        ({"prompts": ["e.jsonl"]}, r"evaluation.prompts: \[e.jsonl\] is neither a file nor files by name. Write one"),
+        ({"prompts": {}}, "is neither a file nor files by name"),
+        ({"prompts": {"a/b": "e.jsonl"}}, r"evaluation.prompts"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, evaluation: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read(tmp_path, **evaluation)
+
+
+def test_named_files_are_found_beside_the_configuration(tmp_path: Path) -> None:
+    assert read(tmp_path, prompts=FILES).evaluation.files == {name: tmp_path / file for name, file in FILES.items()}
+    assert read(tmp_path).evaluation.files == {}
+
+
+def test_which_steps_are_measured(tmp_path: Path) -> None:
+    config = read(tmp_path, prompts="e.jsonl", every=3)
+    assert [step for step in range(12) if config.is_measured(step)] == [3, 6]  # 9 is the last, 0 the given model
+    assert not any(read(tmp_path, every=3).is_measured(step) for step in range(9))
+    assert config.evaluation.pass_ks == (1, 2, 4)
+    assert read(tmp_path, num_answers=6).evaluation.pass_ks == (1, 2, 4, 6)

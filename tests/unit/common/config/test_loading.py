@@ -1,0 +1,387 @@
+"""Reading a configuration: errors that name the key, paths, resuming, and the explanation of every key."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gspo.common.config.loading import changed_keys, check_resume, parse_config, read_config, write_config
+from gspo.common.config.reference import explain
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+
+
+def refusal(given: dict[str, Any]) -> InputError:
+    with pytest.raises(InputError) as error:
+        parse_config(given, Path())
+    return error.value
+
+
+def test_a_complete_configuration_has_every_default(given: dict[str, Any]) -> None:
+    config = parse_config(given, Path())
+    assert (config.staleness.max_lag, config.algorithm.rollout_batch_size, config.num_slots) == (1, 64, 128)
+    assert config.staleness.token_age_limit == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "fix"),
+    [
+        (None, "learnr", "Did you mean 'learner'?"),
+        ("algorithm", "loss_aggregation_mode", "Did you mean 'loss_agg_mode'?"),
+        ("staleness", "max_lagg", "Did you mean 'max_lag'?"),
+        ("model", "zzz", "Known are: allow_pickle, path, trust_remote_code."),
+        ("algorithm", "max_lag", "Did you mean staleness.max_lag?"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(given: dict[str, Any], section: str | None, key: str, fix: str) -> None:
+    (given.setdefault(section, {}) if section else given)[key] = 7
+    error = refusal(given)
+    assert error.where == (f"{section}.{key}" if section else key)
+    assert error.rule == "is not a key (value 7)"
+    assert error.fix == fix
+
+
+def test_an_unknown_key_of_a_reward_function_names_the_nearest(given: dict[str, Any]) -> None:
+    given["reward"]["functions"][0]["wheight"] = 2
+    error = refusal(given)
+    assert error.where == "reward.functions.0.wheight"
+    assert error.fix.startswith("Did you mean 'weight'?")
+
+
+def test_a_missing_key_says_what_it_means(given: dict[str, Any]) -> None:
+    del given["data"]["prompts"]
+    error = refusal(given)
+    assert (error.where, error.rule) == ("data.prompts", "is missing")
+    assert "Training prompts" in error.fix
+
+
+def test_a_wrong_type_shows_the_value(given: dict[str, Any]) -> None:
+    given["run"]["total_steps"] = "many"
+    error = refusal(given)
+    assert error.where == "run.total_steps"
+    assert error.rule.startswith("many is not allowed")
+
+
+def test_every_wrong_key_is_listed(given: dict[str, Any], tmp_path: Path) -> None:
+    given["run"] |= {"total_steps": -1, "checkpoint_every": 0}
+    given["algorithm"] = {"dual_clip_loss": "much", "learning_rate": 1}
+    del given["name"]
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(given))
+    with pytest.raises(InputError) as error:
+        read_config(tmp_path / "c.yaml")
+    head, *lines = str(error.value).splitlines()
+    assert head == f"{tmp_path / 'c.yaml'}: 5 keys are wrong. Mend each of them:"
+    assert [line.split(": ")[0].strip() for line in lines] == [
+        "name",
+        "algorithm.dual_clip_loss",
+        "algorithm.learning_rate",
+        "run.total_steps",
+        "run.checkpoint_every",
+    ]
+    assert lines[2].endswith("is not a key (value 1). Did you mean learner.learning_rate?")
+
+
+def _float_keys() -> list[str]:
+    """Every key that takes a number which need not be whole."""
+    return [key.name for key in explain() if "number" in key.type.split(" | ")]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), "1e999"])
+def test_no_number_of_any_key_may_be_infinite(given: dict[str, Any], value: Any) -> None:
+    keys = _float_keys()
+    assert len(keys) > 30
+    for key in keys:
+        *sections, name = key.split(".")
+        changed = deepcopy(given)
+        place = changed
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+        assert refusal(changed).where == key, key
+
+
+@pytest.mark.parametrize(
+    ("where", "change"),
+    [
+        ("generation.engine", {"generation": {"engine": {"a": {"b": [1.0, float("nan")]}}}}),
+        ("reward.functions.0.weight", {"reward": {"functions": [{"path": "r.py", "weight": float("inf")}]}}),
+        ("reward.functions.0.args", {"reward": {"functions": [{"path": "r.py", "args": {"x": float("inf")}}]}}),
+        ("environment.tools.0", {"environment": {"path": "e.py", "tools": [{"x": float("inf")}]}}),
+    ],
+)
+def test_nor_one_within_a_value(given: dict[str, Any], where: str, change: dict[str, Any]) -> None:
+    assert refusal(given | change).where == where
+
+
+def test_no_message_shows_a_python_value(given: dict[str, Any]) -> None:
+    """Values are shown as YAML, as their user wrote them."""
+    given["data"]["shuffle"], given["modle"] = [True, None, {"a": "b"}], {"path": "x"}
+    given["learner"] = {"lora": {"target_modules": ["q_proj"]}}
+    text = str(refusal(given))
+    assert "data.shuffle: [true, null, {a: b}] is not allowed" in text
+    assert "modle: is not a key (value {path: x})" in text
+    assert "learner.lora.target_modules: [q_proj] has no effect" in text
+
+
+def test_a_changed_list_of_functions_is_shown_as_yaml(given: dict[str, Any]) -> None:
+    new = {**given, "reward": {"functions": [{"builtin": "numeric", "args": {"x": 1}}]}}
+    with pytest.raises(InputError) as error:
+        check_resume(parse_config(given, Path("/a")), parse_config(new, Path("/a")))
+    assert error.value.rule == (
+        "cannot change on resume (reward.functions was [{path: /a/reward.py}] and is now "
+        "[{builtin: numeric, args: {x: 1}}])"
+    )
+
+
+def test_an_unknown_key_in_a_list_is_one_problem(given: dict[str, Any]) -> None:
+    given["reward"]["functions"][0]["wieght"] = 2
+    error = refusal(given)
+    assert (error.where, error.fix) == ("reward.functions.0.wieght", "Did you mean 'weight'?")
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "where"),
+    [
+        ("sampling", {"top_p": 0.9}, "sampling.top_p"),
+        ("sampling", {"top_k": 50}, "sampling.top_k"),
+        ("sampling", {"min_p": 0.1}, "sampling.min_p"),
+        ("staleness", {"max_token_age": 2}, "staleness.max_token_age"),
+        ("run", {"total_steps": None}, "run.total_steps"),
+        ("learner", {"schedule": "cosine"}, "learner.schedule"),
+        ("learner", {"lora": {"alpha": 8}}, "learner.lora.alpha"),
+    ],
+)
+def test_a_contradiction_names_its_key(given: dict[str, Any], section: str, keys: dict[str, Any], where: str) -> None:
+    if section == "learner":
+        given["run"] = {"total_hours": 1}
+    given.setdefault(section, {}).update(keys)
+    error = refusal(given)
+    assert error.where == where
+    assert error.fix
+
+
+@pytest.mark.parametrize("off", [{"top_p": 1.0}, {"top_k": -1}, {"top_k": 0}, {"min_p": 0.0}])
+def test_sampling_that_is_off_is_allowed(given: dict[str, Any], off: dict[str, float]) -> None:
+    given["sampling"] = off
+    parse_config(given, Path())
+
+
+@pytest.mark.parametrize("name", ["", "-x", "a/b", "a b", "x" * 65, "{x}"])
+def test_a_name_is_also_a_folder_and_part_of_a_key(given: dict[str, Any], name: str) -> None:
+    given["name"] = name
+    error = refusal(given)
+    assert error.where == "name"
+    assert "letters a-z and A-Z, digits, and . _ -" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("a: [1", "is not YAML"),
+        ("- 1", "is not a mapping"),
+        ("", "is not a mapping"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str, rule: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError) as error:
+        read_config(path)
+    assert error.value.where == str(path)
+    assert error.value.rule.startswith(rule)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("name: a\nrun:\n  total_steps: 3\n  total_steps: 4\n", "line 4, column 3: 'total_steps' is there twice"),
+        ("name: a\n  x: 1\n", "line 2, column 4: mapping values are not allowed here"),
+        ("name: [1\n", "line 2, column 1: while parsing a flow sequence: "),
+        ("name: \x07", "at position 6"),
+    ],
+)
+def test_what_is_no_yaml_is_named_with_its_line(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(InputError) as error:
+        read_config(tmp_path / "config.yaml")
+    assert str(error.value).startswith(f"{tmp_path / 'config.yaml'}: is not YAML: ")
+    assert problem in error.value.rule
+    assert "<unicode string>" not in error.value.rule
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(b"name: \xff\n")
+    with pytest.raises(InputError, match=r"config\.yaml: is not UTF-8"):
+        read_config(tmp_path / "config.yaml")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        read_config(tmp_path / "none.yaml")
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path, given: dict[str, Any]) -> None:
+    (tmp_path / "model").mkdir()
+    given["evaluation"] = {"prompts": "held-out.jsonl"}
+    given["services"] = {"token_file": "/run/secrets/token"}
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(given))
+    config = read_config(path)
+    assert config.data.prompts == tmp_path / "prompts.jsonl"
+    assert config.evaluation.prompts == tmp_path / "held-out.jsonl"
+    assert config.reward.functions[0].path == tmp_path / "reward.py"
+    assert config.run_dir == tmp_path / "runs" / "r"
+    assert config.model.path == str(tmp_path / "model")
+    assert config.services.token_file == Path("/run/secrets/token")
+
+
+def test_a_model_that_is_no_folder_beside_the_file_is_a_hub_name(tmp_path: Path, given: dict[str, Any]) -> None:
+    given["model"]["path"] = "Qwen/Qwen3-0.6B"
+    assert parse_config(given, tmp_path).model.path == "Qwen/Qwen3-0.6B"
+
+
+def test_a_written_configuration_has_every_key_and_reads_as_the_same(tmp_path: Path, given: dict[str, Any]) -> None:
+    given["algorithm"] = {"preset": "roll-gspo", "dual_clip_loss": 3.0}
+    config = parse_config(given, tmp_path)
+    path = tmp_path / "elsewhere" / "config.yaml"
+    path.parent.mkdir()
+    write_config(config, path)
+    assert read_config(path) == config
+    written = yaml.safe_load(path.read_text())
+    for key in explain():
+        value: Any = written
+        for part in key.name.split("."):
+            assert part in value, key.name
+            value = value[part]
+
+
+def _changed(given: dict[str, Any], section: str, **keys: Any) -> Config:
+    changed = deepcopy(given)
+    changed.setdefault(section, {}).update(keys)
+    return parse_config(changed, Path())
+
+
+def test_a_resume_may_change_what_is_marked(given: dict[str, Any]) -> None:
+    old = parse_config(given, Path())
+    new = _changed(given, "learner", learning_rate=1e-5)
+    check_resume(old, new)
+    assert [(key.name, before, after) for key, before, after in changed_keys(old, new)] == [
+        ("learner.learning_rate", 1e-6, 1e-5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "keys"),
+    [
+        ("run", {"total_steps": 9}),
+        ("run", {"checkpoint_every": 1}),
+        ("staleness", {"max_lag": 3}),
+        ("generation", {"replicas": 2}),
+        ("services", {"log_level": "debug"}),
+    ],
+)
+def test_keys_that_may_change(given: dict[str, Any], section: str, keys: dict[str, Any]) -> None:
+    check_resume(parse_config(given, Path()), _changed(given, section, **keys))
+
+
+@pytest.mark.parametrize(
+    ("staleness", "on_update", "fix"),
+    [
+        ({"max_lag": 0}, "recompute", "Leave it out, or raise max_lag"),
+        ({"max_lag": 0, "on_stale": "mask"}, "recompute", "Leave it out, or raise max_lag"),
+        ({"max_lag": 3}, "recompute", "Set staleness.max_lag: 4 or more, on_stale: mask, or longer segments"),
+        ({"max_lag": 3, "on_stale": "drop"}, "keep", "Set staleness.max_lag: 4 or more, on_stale: mask, or longer"),
+        ({"max_lag": 4}, "restart", "Leave one of them out"),
+        ({"max_lag": 4}, "recompute", None),
+        ({"max_lag": 4, "on_stale": "drop"}, "keep", None),
+        ({"max_lag": 1, "on_stale": "mask"}, "recompute", None),
+    ],
+)
+def test_segments_need_steps_to_go_on_in(
+    given: dict[str, Any], staleness: dict[str, Any], on_update: str, fix: str | None
+) -> None:
+    """Answers of 1,000 tokens in segments of 300 take four steps."""
+    given["staleness"] = staleness
+    given["algorithm"] = {"response_length": 1000}
+    given["generation"] = {"segment_tokens": 300, "on_update": on_update}
+    if fix is None:
+        assert parse_config(given, Path()).generation.segment_tokens == 300
+        return
+    error = refusal(given)
+    assert error.where == "generation.segment_tokens"
+    assert error.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("section", "keys"),
+    [
+        ("algorithm", {"num_mini_batches": 2}),
+        ("algorithm", {"preset": "grpo"}),
+        ("data", {"prompts": "others.jsonl"}),
+        ("model", {"path": "other"}),
+        ("sampling", {"temperature": 0.5}),
+        ("learner", {"dtype": "bfloat16"}),
+    ],
+)
+def test_any_other_change_is_refused_by_name(given: dict[str, Any], section: str, keys: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="cannot change on resume") as error:
+        check_resume(parse_config(given, Path()), _changed(given, section, **keys))
+    for key, value in keys.items():
+        assert f"{section}.{key} was " in str(error.value)
+        assert str(value) in str(error.value)
+
+
+def test_the_number_of_ranks_may_change_where_every_rank_has_everything(given: dict[str, Any]) -> None:
+    check_resume(_changed(given, "learner", ranks=2), parse_config(given, Path()))
+    old, new = (_changed(given, "learner", ranks=ranks, zero_stage=2) for ranks in (2, 1))
+    check_resume(old, old)
+    with pytest.raises(InputError, match=r"learner\.ranks: was 2 and is now 1: under ZeRO 2 .* with zero_stage 0 can"):
+        check_resume(old, new)
+
+
+def test_every_refused_change_is_listed(given: dict[str, Any]) -> None:
+    new = _changed({**given, "seed": 7}, "data", shuffle=False)
+    with pytest.raises(InputError) as error:
+        check_resume(parse_config(given, Path()), new)
+    assert error.value.where == "seed"
+    assert "seed was 0 and is now 7; data.shuffle was true and is now false" in error.value.rule
+
+
+def test_every_key_is_explained() -> None:
+    keys = explain()
+    assert len({key.name for key in keys}) == len(keys) > 80
+    for key in keys:
+        assert key.meaning, key.name
+        assert key.type, key.name
+        assert "<class" not in key.type + key.default, key.name
+        assert "PydanticUndefined" not in key.default, key.name
+
+
+@pytest.mark.parametrize(
+    ("name", "type_", "default", "bounds", "on_resume"),
+    [
+        ("seed", "integer", "0", ">= 0, < 2147483648", False),
+        ("staleness.max_lag", "integer", "1", ">= 0, <= 64", True),
+        ("staleness.on_stale", "wait | drop | mask", "wait", "", True),
+        ("model.path", "text", "required", "", False),
+        ("algorithm.pg_clip_low", "number | null", "null", "<= 1, > 0", False),
+        ("data.shuffle", "true | false", "true", "", False),
+        (
+            "reward.allowed_packages",
+            "list of text",
+            "[numpy, sympy, math-verify, regex, rapidfuzz, jsonschema]",
+            "",
+            True,
+        ),
+        ("generation.engine", "mapping", "{}", "", True),
+    ],
+)
+def test_a_key_is_explained_with_type_default_and_bounds(
+    name: str, type_: str, default: str, bounds: str, on_resume: bool
+) -> None:
+    key = next(key for key in explain() if key.name == name)
+    assert (key.type, key.default, key.bounds, key.on_resume) == (type_, default, bounds, on_resume)

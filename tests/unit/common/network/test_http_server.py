@@ -1,0 +1,249 @@
+"""What every HTTP API refuses before its app: a real server, and requests byte by byte as hostile callers send them."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from gspo.common.config.services import ServicesConfig
+from gspo.common.network import http_connection
+from gspo.common.network.http_guard import App, BoundedBodies, Receive, Scope, Send, reply
+from gspo.common.network.http_server import HttpServer
+
+TIMEOUT_S = 0.5
+NAMES = ServicesConfig(http_hosts=("gspo.example.org", "*.svc.cluster.local"))
+
+
+class Echo:
+    """Answers with the body's length, after the checks."""
+
+    num_calls = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_calls += 1
+        body = (await receive())["body"] if scope["method"] == "POST" else b""
+        await reply(send, 200, {"bytes": len(body)})
+
+
+ECHO = Echo()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def port() -> AsyncIterator[int]:
+    async for number in serve(BoundedBodies(ECHO, 2**20)):
+        yield number
+
+
+async def serve(app: App, timeout_s: float = 60.0) -> AsyncIterator[int]:
+    server = HttpServer(app, "127.0.0.1", 0, NAMES, takes_forms=True, request_timeout_s=timeout_s)
+    task = asyncio.create_task(server.run())
+    yield int(server.address.rpartition(":")[2])
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def ask(port: int, *headers: str, method: str = "GET", host: str | None = None, body: bytes = b"") -> int:
+    """The status of one request."""
+    host = f"127.0.0.1:{port}" if host is None else host
+    lines = [f"{method} /v1/state HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}", *headers]
+    return (await send_raw(port, "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body))[0]
+
+
+async def send_raw(port: int, data: bytes) -> tuple[int, str]:
+    """Status and body of what is answered; 0 where the connection is closed without an answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        async with asyncio.timeout(20):
+            head, _, text = (await reader.read()).partition(b"\r\n\r\n")
+        return (int(head.split()[1]), text.decode()) if head else (0, "")
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("10.244.1.7:8000", 200),  # what kubelet sends: the pod's address
+        ("[fd00::7]:8000", 200),
+        ("localhost", 200),
+        (socket.gethostname(), 200),
+        ("GSPO.example.org.", 200),
+        ("gspo-reward.ns.svc.cluster.local:8000", 200),
+        ("", 200),  # HTTP/1.0, as haproxy's checks; no browser leaves it out
+        ("evil.example", 421),
+        ("127.0.0.1.evil.example:8000", 421),
+        ("gspo.example.org.evil.example", 421),
+        ("svc.cluster.local", 421),
+        ("2130706433", 421),
+        ("127.1", 421),
+        ("evil.example@127.0.0.1", 421),
+        ("[::1", 421),
+    ],
+)
+async def test_a_request_names_a_host_that_is_ours(port: int, host: str, status: int) -> None:
+    assert await ask(port, host=host) == status
+
+
+OWN = "Origin: http://127.0.0.1:{port}"
+LINK = ("Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate", "Sec-Fetch-Dest: document")
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "status"),
+    [
+        ("POST", ("Content-Type: application/json",), 200),
+        ("POST", ("Content-Type: Application/JSON; charset=utf-8", OWN, "Sec-Fetch-Site: same-origin"), 200),
+        ("POST", ("Content-Type: multipart/form-data; boundary=x",), 200),
+        ("POST", ("Content-Type: multipart/form-data; boundary=x", "Origin: https://evil.example"), 403),
+        ("POST", ("Content-Type: application/json", "Sec-Fetch-Site: cross-site"), 403),
+        ("POST", ("Content-Type: application/json", "Sec-Fetch-Site: same-site"), 403),
+        ("POST", ("Content-Type: application/json", "Origin: null"), 403),
+        ("POST", ("Content-Type: application/json", "Origin: http://127.0.0.1:1"), 403),
+        ("POST", ("Content-Type: application/json", *LINK), 403),
+        ("POST", ("Content-Type: text/plain",), 415),
+        ("POST", ("Content-Type: application/x-www-form-urlencoded",), 415),
+        ("POST", (), 415),
+        ("DELETE", ("Origin: https://evil.example",), 403),
+        ("DELETE", (), 200),
+        ("GET", ("Origin: https://evil.example",), 403),
+        ("GET", ("Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors", "Sec-Fetch-Dest: image"), 403),
+        ("GET", (*LINK[:2], "Sec-Fetch-Dest: iframe"), 403),
+        ("GET", LINK, 200),
+        ("GET", ("Sec-Fetch-Site: none",), 200),
+        ("GET", ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Key: AAAA"), 400),
+    ],
+)
+async def test_a_page_of_another_site_is_refused(port: int, method: str, headers: tuple[str, ...], status: int) -> None:
+    sent = [one.format(port=port) for one in headers]
+    before = ECHO.num_calls
+    assert await ask(port, *sent, method=method) == status
+    assert ECHO.num_calls == before + (status == 200), "what is refused does not reach the app"
+
+
+async def test_a_header_without_end_is_cut(port: int) -> None:
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")
+    num_sent = 0
+    with pytest.raises(ConnectionError):
+        for _ in range(3000):  # 300 MiB, were it taken
+            writer.write(b"a" * 100 * 2**10)
+            await writer.drain()
+            num_sent += 100 * 2**10
+    writer.close()
+    assert num_sent < 30 * 2**20, "what the kernel's buffers hold, and no more"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 32 * 2**10
+
+
+_GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+_HALF_A_POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+
+
+@pytest.mark.parametrize(
+    ("part", "status"), [(b"", 0), (b"GET / HT", 0), (_HALF_A_POST, 0), (_GET + _HALF_A_POST, 200)]
+)
+async def test_a_request_that_never_ends_is_given_up(part: bytes, status: int) -> None:
+    started = time.monotonic()
+    async for port in serve(BoundedBodies(ECHO, 2**20), TIMEOUT_S):
+        assert (await send_raw(port, part))[0] == status
+    assert time.monotonic() - started >= TIMEOUT_S * 0.9
+
+
+async def test_a_body_that_is_too_large_is_refused_unread(port: int) -> None:
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    chunk = b"%x\r\n%s\r\n" % (2**19, b"a" * 2**19)
+    for rest in (b"Content-Length: 2097152\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 3):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + rest)
+        answer = await reader.readuntil(b"}")
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"the body has more than 1048576 bytes" in answer
+        writer.close()
+
+
+async def test_an_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up = asyncio.Event()
+    monkeypatch.setattr(http_connection, "note_refusal", lambda *_, **__: given_up.set())
+
+    async def tells_much(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await reply(send, 200, {"text": "x" * 2**25})
+
+    async for port in serve(tells_much, TIMEOUT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(20):
+            await given_up.wait()
+            with pytest.raises((ConnectionError, EOFError)):
+                await reader.readexactly(2**25)
+        writer.close()
+
+
+async def test_bodies_of_callers_that_are_refused_are_not_kept() -> None:
+    async def refuses(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await reply(send, 401, {})
+
+    size = 4 * 2**20
+    head = f"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    held = []
+    async for port in serve(refuses):
+        for _ in range(50):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head.encode())
+            for _ in range(15):  # all of it but the end
+                writer.write(b"a" * (size // 16))
+                await writer.drain()
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 401")
+            held.append(writer)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 48 * 2**10, "200 MiB were sent"
+        for writer in held:
+            writer.close()
+
+
+async def test_many_bodies_at_a_time_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gspo.common.network.http_guard.MAX_HELD_BYTES", 2**20)
+    full, free = asyncio.Event(), asyncio.Event()
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    statuses: list[int] = []
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        full.set()
+        await free.wait()
+        await reply(send, 200, {})
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"a" * (2**20 - 1)}
+
+    async def send(message: dict[str, object]) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(int(str(message["status"])))
+
+    bounded = BoundedBodies(app, 2**20)
+    first = asyncio.create_task(bounded(scope, receive, send))  # type: ignore[arg-type]
+    await full.wait()
+    await bounded(scope, receive, send)  # type: ignore[arg-type]
+    assert statuses == [503]
+    free.set()
+    await first
+    await bounded(scope, receive, send)  # type: ignore[arg-type]
+    assert statuses == [503, 200, 200]
+
+
+async def test_one_address_does_not_take_every_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "MAX_CONNECTIONS_OF_ONE", 5)
+    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+    assert await ask(port) == 0
+    for _, writer in held:
+        writer.close()
+        await writer.wait_closed()
+    async with asyncio.timeout(5):
+        while await ask(port) != 200:
+            await asyncio.sleep(0.01)

@@ -1,0 +1,110 @@
+"""Metric names: one family of names, base units, bounded labels; and docs/metrics.md lists exactly them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
+
+from gspo.common.service.traces import Traces
+from gspo.common.telemetry import metrics
+from gspo.common.telemetry.step_time import CAUSES
+from gspo.learner.assembly.staleness_cost import AgeCost
+from gspo.learner.telemetry.rollout_timelines import Journeys
+from gspo.learner.telemetry.step_clock import StepClock
+from gspo.learner.training.step_metrics import row_figures
+
+ROOT = Path(__file__).parents[4]
+DOCUMENT = ROOT / "docs" / "metrics.md"
+# Whatever grows with the run would make a time series for each of its values.
+UNBOUNDED = {"group", "rollout", "prompt", "step", "run", "attempt", "entry"}
+METRICS = sorted((m for m in vars(metrics).values() if isinstance(m, MetricWrapperBase)), key=lambda m: m._name)
+
+
+def exposed_name(metric: MetricWrapperBase) -> str:
+    """The name that Prometheus stores: a counter's ends in _total, a histogram's series begin with it."""
+    return f"{metric._name}_total" if isinstance(metric, Counter) else metric._name
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: str(metric._name))
+def test_a_metric_follows_the_house_names(metric: MetricWrapperBase) -> None:
+    assert re.fullmatch(r"gspo_[a-z_]+[a-z]", metric._name)
+    assert not metric._name.endswith(("_ms", "_minutes", "_mb", "_percent"))
+    assert not UNBOUNDED & set(metric._labelnames)
+    assert metric._documentation[0].isupper() or metric._documentation[0].isdigit()
+    assert not metric._documentation.endswith(".")
+
+
+def test_every_metric_is_fed_by_some_service() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "services").rglob("*.py") if path.name != "metrics.py")
+    declared = {name for name, metric in vars(metrics).items() if isinstance(metric, MetricWrapperBase)}
+    assert declared - set(re.findall(r"metrics\.([A-Z_]+)\b", source)) == set()
+
+
+def sections() -> dict[str, set[str]]:
+    """Heading of the document -> the names listed below it."""
+    parts = re.split(r"^## (.+)$", DOCUMENT.read_text(), flags=re.MULTILINE)[1:]
+    return {
+        heading.lower(): set(re.findall(r"^\| `(gspo_\w+)`", text, re.MULTILINE))
+        for heading, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def test_the_document_lists_each_metric_under_the_service_that_serves_it() -> None:
+    owned = {
+        service or "every service": {exposed_name(metric) for metric in found}
+        for service, found in metrics.OF_SERVICE.items()
+    }
+    assert {heading: names for heading, names in sections().items() if names} == owned
+
+
+@pytest.mark.parametrize("service", [service for service in metrics.OF_SERVICE if service])
+def test_a_service_serves_what_is_its_own_and_nothing_of_the_others(service: str) -> None:
+    registry = CollectorRegistry()
+    registry.register(metrics.Served(service))
+    text = generate_latest(registry).decode()
+    served = set(re.findall(r"^# TYPE (gspo_\w+) ", text, re.MULTILINE))
+    assert served == sections()["every service"] | sections()[service]
+    assert "process_resident_memory_bytes" in text
+
+
+def test_the_document_lists_every_metric_with_its_type_labels_and_help() -> None:
+    kinds = {Counter: "counter", Gauge: "gauge", Histogram: "histogram"}
+    expected = {
+        f"| `{exposed_name(m)}` | {kinds[type(m)]} | {', '.join(m._labelnames)} | {m._documentation} |" for m in METRICS
+    }
+    listed = {line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `gspo_")}
+    assert listed == expected
+
+
+def explained_figures() -> tuple[set[str], tuple[str, ...]]:
+    """Figures of a step with a meaning in the documents: whole names, and beginnings of names that end in _."""
+    names: set[str] = set()
+    for page in (DOCUMENT, ROOT / "docs/gspo.md"):
+        for table in re.findall(r"^\| figure \| meaning \|\n.*?\n\n", page.read_text(), re.MULTILINE | re.DOTALL):
+            for line in table.strip().splitlines()[2:]:
+                words = re.findall(r"`(\w+)`", line.split("|")[1])
+                whole = {word for word in words if not word.startswith("_")}
+                # `reward_mean`, `_std`; `clipped_sequences`, also with `_low`
+                endings = [word for word in words if word.startswith("_")]
+                names |= whole | {
+                    f"{base}{end}" for one in whole for base in (one, one.rpartition("_")[0]) for end in endings
+                }
+    return names, tuple(name for name in names if name.endswith("_"))
+
+
+def test_every_figure_of_a_step_has_a_meaning() -> None:
+    clock = StepClock(Journeys(), Traces("learner", name="learner-0", run="r", endpoint=None))
+    clock.wait_over(0.0, live_unix_s=0.0, evaluated_unix_s=0.0)
+    clock.begin([])
+    for phase in ("log_s", "train_s", "publish_s", "hold_s"):
+        clock.over(phase)
+    used = {*clock.figures(), *AgeCost().figures(), *(name for names in CAUSES.values() for name in names)}
+    for path in [*ROOT.glob("deploy/prometheus/rules/*.yml"), ROOT / "deploy/grafana/dashboards/learning.json"]:
+        used |= set(re.findall(r'figure=\\?"(\w+)\\?"', path.read_text()))
+    used |= set(row_figures([]))
+    names, beginnings = explained_figures()
+    assert {name for name in used if name not in names and not name.startswith(beginnings)} == set()

@@ -1,0 +1,109 @@
+"""Prometheus' rules: they load, each fires in one test and is silent in another, and a page says what to do.
+
+What it is not: a run that is watched (tests/integration/run/test_observed_run.py).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gspo.common.telemetry import metrics
+from gspo.common.telemetry.advice import NOISE_TOO_MUCH
+from tests.conftest import free_port
+from tests.support.monitoring.prometheus_names import unknown_names
+from tests.support.monitoring.prometheus_server import Prometheus
+
+ROOT = Path(__file__).parents[3]
+RULES = ROOT / "deploy/prometheus/rules"
+OPERATIONS = (ROOT / "docs/operations.md").read_text()
+GROUPS: list[dict[str, Any]] = [
+    group for path in sorted(RULES.glob("*.yml")) for group in yaml.safe_load(path.read_text())["groups"]
+]
+ALERTS: dict[str, dict[str, Any]] = {r["alert"]: r for group in GROUPS for r in group["rules"] if "alert" in r}
+RECORDED = {r["record"] for group in GROUPS for r in group["rules"] if "record" in r}
+TESTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests/prometheus/alerts.yml").read_text())["tests"]
+
+
+def promtool(*words: str) -> None:
+    done = subprocess.run(["promtool", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_takes_its_configuration_and_every_rule() -> None:
+    promtool("check", "config", "deploy/prometheus/prometheus.yml")
+
+
+def test_alerts_are_sent_to_nobody_until_the_file_names_somebody(tmp_path: Path) -> None:
+    """The example in the file, with its marks of a comment away, reaches a Prometheus that runs already."""
+    text = (ROOT / "deploy/prometheus/alertmanagers.yml").read_text()
+    assert yaml.safe_load(text) == []
+    (example,) = re.findall(r"^#   (- targets: \[(.*)\])$", text, re.MULTILINE)
+    prometheus = Prometheus(tmp_path / "prometheus", free_port())
+    try:
+        assert prometheus.alertmanagers() == []
+        (tmp_path / "prometheus/alertmanagers.yml").write_text(example[0])
+        deadline = time.monotonic() + 60
+        while not (found := prometheus.alertmanagers()):
+            assert time.monotonic() < deadline, "Prometheus did not read the file"
+            time.sleep(0.2)
+    finally:
+        prometheus.close()
+    assert found == [f"http://{example[1]}/api/v2/alerts"]
+
+
+def test_the_rules_do_what_their_tests_say() -> None:
+    promtool("test", "rules", "tests/prometheus/alerts.yml")
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_an_alert_is_tested_as_it_fires_and_as_it_stays_silent(alert: str) -> None:
+    cases = [
+        bool(case["exp_alerts"])
+        for test in TESTS
+        if test["name"].startswith(f"{alert} ")
+        for case in test["alert_rule_test"]
+        if case["alertname"] == alert
+    ]
+    assert {True, False} <= set(cases)
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_an_alert_leads_to_what_to_do(alert: str) -> None:
+    assert ALERTS[alert]["annotations"]["runbook_url"] == f"docs/operations.md#{alert.lower()}"
+    assert ALERTS[alert]["labels"]["severity"] in ("page", "warning")
+    (text,) = re.findall(rf"^### {alert}\n(.*?)(?=^### |\Z)", OPERATIONS, re.MULTILINE | re.DOTALL)
+    for part in ("Means", "Cause", "Do"):
+        assert f"**{part}:** " in text, part
+
+
+def test_no_page_is_left_of_an_alert_that_is_gone() -> None:
+    assert set(re.findall(r"^### (\w+)$", OPERATIONS, re.MULTILINE)) == set(ALERTS)
+
+
+@pytest.mark.parametrize("rule", [rule for group in GROUPS for rule in group["rules"]], ids=lambda r: str(r)[:40])
+def test_a_rule_asks_for_metrics_labels_and_figures_that_are_served(rule: dict[str, Any]) -> None:
+    texts = [rule["expr"], *rule.get("annotations", {}).values()]
+    assert [name for text in texts for name in unknown_names(text, RECORDED)] == []
+
+
+def test_every_recorded_series_has_its_line() -> None:
+    listed = re.findall(r"^\| `(gspo:[\w:]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    assert set(listed) == RECORDED
+
+
+def test_unknown_names_are_found() -> None:
+    assert unknown_names("rate(gspo_steps[5m])", set()) == ["gspo_steps"]
+    assert unknown_names('gspo_generators{stat="out"}', set()) == ['gspo_generators{stat="out"}: stat']
+    assert unknown_names("gspo_rollout_seconds_bucket / gspo:x:y", {"gspo:x:y"}) == []
+
+
+def test_the_alert_of_noise_and_the_advice_agree() -> None:
+    assert ALERTS["GspoClipIsNoise"]["expr"].endswith(f"> {NOISE_TOO_MUCH}")
+    assert metrics.STEP_FIGURE._name in ALERTS["GspoClipIsNoise"]["expr"]

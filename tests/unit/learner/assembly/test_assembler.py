@@ -1,0 +1,458 @@
+"""Every rule of assembly, with groups written out by hand. Batches of 2 groups of 2 rollouts unless said otherwise."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gspo.common.config.algorithm import AlgorithmConfig
+from gspo.common.config.schema import StalenessConfig
+from gspo.learner.assembly.assembler import Added, Assembler, Batch, Exhausted, Hopeless, Waiting
+from gspo.learner.assembly.settlements import SettledGroup, Settlement, Settlements
+from gspo_core.advantage import RunningMoments
+from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, GroupFailure
+
+
+def assembler(
+    *,
+    max_lag: int = 1,
+    on_stale: str = "wait",
+    max_token_age: int | None = None,
+    seed: int = 0,
+    on_failure: Any = "rollout",
+    **algorithm: Any,
+) -> Assembler:
+    given = {"rollout_batch_size": 2, "num_return_sequences_in_group": 2, "num_mini_batches": 1, **algorithm}
+    return Assembler(
+        AlgorithmConfig.model_validate(given),
+        StalenessConfig.model_validate({"max_lag": max_lag, "on_stale": on_stale, "max_token_age": max_token_age}),
+        seed=seed,
+        settlements=Settlements(),
+        moments=RunningMoments(),
+        on_failure=on_failure,
+    )
+
+
+@pytest.fixture
+def fill(scored):
+    """Adds whole groups: rewards 1 and 0, all tokens of one version."""
+
+    def add_groups(assembler: Assembler, *groups: int, version: int = 0) -> None:
+        for group in groups:
+            for number, reward in enumerate((1.0, 0.0)):
+                added = assembler.add(scored(group, number, version=[version, version], reward=reward))
+                assert added is Added.NEW
+
+    return add_groups
+
+
+def test_a_batch_holds_the_oldest_complete_groups(fill, scored) -> None:
+    a = assembler()
+    fill(a, 5, 3, version=1)
+    fill(a, 8, version=0)
+    a.add(scored(2, 0, version=[1, 1]))
+    batch = a.next_batch(1, {2: 1})
+    assert isinstance(batch, Batch)
+    assert (batch.step, batch.groups, batch.settled) == (2, (3, 8), ())
+    assert {row.step for row in batch.rows} == {2}
+    assert isinstance(a.next_batch(2, {}), Waiting)
+
+
+def test_it_waits_for_enough_groups(fill) -> None:
+    a = assembler()
+    fill(a, 0)
+    assert a.next_batch(0, {0: 0, 1: 0}) == Waiting("groups", "1 of 2 groups", ())
+
+
+def test_an_incomplete_group_is_no_group(fill, scored) -> None:
+    a = assembler()
+    fill(a, 0)
+    a.add(scored(1, 0))
+    assert isinstance(a.next_batch(0, {0: 0, 1: 0}), Waiting)
+    a.add(scored(1, 1))
+    assert isinstance(a.next_batch(0, {0: 0, 1: 0}), Batch)
+
+
+def test_the_first_result_of_a_rollout_wins(scored) -> None:
+    a = assembler(rollout_batch_size=1)
+    assert a.add(scored(0, 0, reward=1.0)) is Added.NEW
+    assert a.add(scored(0, 0, reward=9.0, attempt=2)) is Added.DUPLICATE
+    assert a.add(scored(0, 1, reward=0.0)) is Added.NEW
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    assert sorted(row.reward for row in batch.rows) == [0.0, 1.0]
+    assert a.add(scored(0, 1, reward=9.0)) is Added.DUPLICATE
+
+
+def test_groups_in_the_run_directory_are_not_taken_again(scored) -> None:
+    settlements = Settlements()
+    settlements.add(3, Settlement.TRAINED)
+    settlements.add(4, Settlement.STALE)
+    a = Assembler(AlgorithmConfig(), StalenessConfig(), seed=0, settlements=settlements, moments=RunningMoments())
+    assert a.add(scored(3, 0)) is Added.DUPLICATE
+    assert a.add(scored(4, 0)) is Added.LATE
+    assert a.add(GroupFailure(group=3, reason="deadline")) is Added.LATE
+    assert a.add(scored(5, 0)) is Added.NEW
+
+
+def test_a_malformed_rollout_is_refused_and_leaves_nothing(scored) -> None:
+    a = assembler()
+    with pytest.raises(ValueError, match="rollout 0-2 of 2 does not fit into a group of 2"):
+        a.add(scored(0, 2))
+    a.add(scored(0, 0))
+    with pytest.raises(ValueError, match="rollout 0-1 of 3 does not fit into a group of 2"):
+        a.add(scored(0, 1, num_rollouts=3))
+    assert a.add(scored(0, 1)) is Added.NEW
+
+
+# Advantages and order
+
+
+def test_advantages_are_normalised_in_the_group(fill) -> None:
+    a = assembler(rollout_batch_size=1)
+    fill(a, 0)
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    # Rewards 1 and 0: mean 0.5, unbiased std sqrt(0.5).
+    expected = 0.5 / (0.5**0.5 + 1e-6)
+    assert {row.number: row.advantage for row in batch.rows} == {
+        0: pytest.approx(expected, rel=1e-12),
+        1: pytest.approx(-expected, rel=1e-12),
+    }
+
+
+def test_running_moments_take_rewards_in_and_a_replay_does_the_same(fill, scored) -> None:
+    given = {"adv_estimator": "reinforce", "reward_norm": "running", "rollout_batch_size": 1}
+    a, replayed = assembler(**given), assembler(**given)
+    for group in range(3):
+        a.add(scored(group, 0, reward=0.1 * group))
+        a.add(scored(group, 1, reward=None if group == 1 else 0.7))
+        batch = a.next_batch(0, {})
+        assert isinstance(batch, Batch)
+        replayed.replay(batch.rows)
+    assert a.moments.count == 5
+    assert a.moments.mean == pytest.approx((0.0 + 0.7 + 0.1 + 0.2 + 0.7) / 5)
+    assert replayed.moments == a.moments
+
+
+def test_mini_batches_are_cut_by_whole_rollouts_and_differ_by_one_at_most(fill, scored) -> None:
+    a = assembler(rollout_batch_size=5, num_mini_batches=4)
+    fill(a, 0, 1, 2, 3)
+    a.add(scored(4, 0))
+    a.add(scored(4, 1, reward=None))
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    # Nine rollouts count; the failed one is last, and in no mini-batch.
+    assert [row.mini_batch for row in batch.rows] == [0, 0, 0, 1, 1, 2, 2, 3, 3, -1]
+    assert (batch.rows[-1].skipped, batch.rows[-1].advantage) == ("failed", None)
+
+
+def test_fewer_rollouts_than_mini_batches_are_one_each(scored) -> None:
+    a = assembler(rollout_batch_size=1, num_mini_batches=2)
+    a.add(scored(0, 0))
+    a.add(scored(0, 1, reward=None))
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    assert [row.mini_batch for row in batch.rows] == [0, -1]
+
+
+def _order(fill, groups: list[int], **given: int) -> list[tuple[int, int]]:
+    version = given.pop("version", 0)
+    a = assembler(rollout_batch_size=8, **given)
+    fill(a, *groups, version=version)
+    batch = a.next_batch(version, {})
+    assert isinstance(batch, Batch)
+    return [(row.group, row.number) for row in batch.rows]
+
+
+def test_the_order_depends_on_seed_and_step_and_on_nothing_else(fill) -> None:
+    order = _order(fill, [*range(8)])
+    assert sorted(order) == [(group, number) for group in range(8) for number in range(2)]
+    assert order != sorted(order)
+    assert _order(fill, [7, 2, 5, 0, 1, 3, 6, 4]) == order
+    assert _order(fill, [*range(8)], seed=1) != order
+    assert _order(fill, [*range(8)], version=1) != order
+
+
+# Rollouts and groups that do not count
+
+
+def test_a_failed_rollout_is_left_out_of_the_groups_moments(scored) -> None:
+    a = assembler(rollout_batch_size=1)
+    for number, reward in enumerate([1.0, None, 0.0]):
+        a.add(scored(0, number, reward=reward, num_rollouts=3))
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    rows = {row.number: row for row in batch.rows}
+    assert (rows[1].skipped, rows[1].reward, rows[1].advantage) == ("failed", None, None)
+    assert rows[1].failure == "reward raised ValueError"
+    # With a failure counted as 0 the mean would be 1/3 and these two would not mirror each other.
+    assert rows[0].advantage == pytest.approx(-rows[2].advantage)
+
+
+def test_under_on_failure_group_one_failed_score_fails_the_group(scored) -> None:
+    a = assembler(on_failure="group", num_return_sequences_in_group=2)
+    a.add(scored(0, 0, reward=1.0))
+    a.add(scored(0, 1, reward=None, failure="it raised"))
+    found = a.next_batch(0, {})
+    assert [(one.settlement.value, one.reason) for one in found.settled] == [
+        ("failed", "1 of its rollouts failed, the last one: it raised")
+    ]
+
+
+def test_a_group_whose_rollouts_all_failed_is_settled_at_once_with_the_last_reason(scored) -> None:
+    a = assembler()
+    a.add(scored(0, 1, reward=None, failure="second"))
+    a.add(scored(0, 0, reward=None, failure="first"))
+    waiting = a.next_batch(0, {0: 0})
+    expected = SettledGroup(0, Settlement.FAILED, "every rollout failed, the last one: second")
+    assert waiting == Waiting("groups", "0 of 2 groups", (expected,))
+    assert a.add(scored(0, 0)) is Added.LATE
+    assert a.next_batch(0, {0: 0}).settled == ()
+
+
+def test_a_group_that_was_given_up_is_failed_with_its_reason(scored) -> None:
+    a = assembler()
+    a.add(scored(0, 0))
+    assert a.add(GroupFailure(group=0, attempt=3, reason="no result after 3 attempts")) is Added.NEW
+    assert a.add(scored(0, 1)) is Added.LATE
+    settled = a.next_batch(0, {0: 0}).settled
+    assert settled == (SettledGroup(0, Settlement.FAILED, "no result after 3 attempts"),)
+
+
+def test_a_failure_after_the_last_rollout_changes_nothing(fill) -> None:
+    a = assembler(rollout_batch_size=1)
+    fill(a, 0)
+    assert a.add(GroupFailure(group=0, reason="too late")) is Added.LATE
+    assert isinstance(a.next_batch(0, {}), Batch)
+
+
+def test_truncated_answers_are_left_out_only_where_asked(scored) -> None:
+    for mask_truncated, skipped in [(True, "truncated"), (False, None)]:
+        a = assembler(rollout_batch_size=1, mask_truncated=mask_truncated)
+        a.add(scored(0, 0))
+        a.add(scored(0, 1, outcome=OUTCOME_TRUNCATED))
+        batch = a.next_batch(0, {})
+        assert isinstance(batch, Batch)
+        assert {row.number: row.skipped for row in batch.rows} == {0: None, 1: skipped}
+
+
+def test_a_group_of_which_nothing_counts_is_filtered(scored) -> None:
+    a = assembler(mask_truncated=True)
+    a.add(scored(0, 0, reward=None))
+    a.add(scored(0, 1, outcome=OUTCOME_TRUNCATED))
+    reason = "no rollout counts: 1 failed, the others were truncated"
+    assert a.next_batch(0, {}).settled == (SettledGroup(0, Settlement.FILTERED, reason),)
+
+
+def test_a_group_with_equal_rewards_is_trained_with_advantage_0(scored) -> None:
+    a = assembler(rollout_batch_size=1)
+    for number in range(2):
+        a.add(scored(0, number, reward=0.1))
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    assert [row.advantage for row in batch.rows] == [0.0, 0.0]
+
+
+def test_max_refill_batches_without_a_trained_group_end_the_run(scored, fill) -> None:
+    a = assembler(max_refill=2)
+    for group in range(3):
+        a.add(GroupFailure(group=group, reason="hangs"))
+    assert isinstance(a.next_batch(0, {}), Waiting)
+    fill(a, 10, 11)
+    assert isinstance(a.next_batch(0, {}), Batch)  # a trained group breaks the row
+    for group in range(20, 24):
+        assert isinstance(a.next_batch(1, {}), Waiting)
+        a.add(GroupFailure(group=group, reason="hangs"))
+    hopeless = a.next_batch(1, {})
+    assert isinstance(hopeless, Hopeless)
+    assert hopeless.reason == (
+        "4 groups in a row failed or were filtered, none was trained; the last one, group 23, was failed: hangs"
+    )
+    assert [settled.group for settled in hopeless.settled] == [23]
+
+
+def test_groups_without_spread_are_dropped_and_others_fill_the_batch(scored, fill) -> None:
+    a = assembler(filter_zero_spread=True)
+    for number in range(2):
+        a.add(scored(0, number, reward=0.1))
+    fill(a, 1)
+    expected = SettledGroup(0, Settlement.FILTERED, "zero spread: every reward is 0.1")
+    assert a.next_batch(0, {2: 0}) == Waiting("groups", "1 of 2 groups", (expected,))
+    fill(a, 2)
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    assert (batch.groups, batch.settled) == ((1, 2), ())
+
+
+def test_spread_is_that_of_the_rollouts_that_count(scored) -> None:
+    a = assembler(filter_zero_spread=True, mask_truncated=True)
+    a.add(scored(0, 0, reward=1.0, num_rollouts=4))
+    a.add(scored(0, 1, reward=None, num_rollouts=4))
+    a.add(scored(0, 2, reward=0.0, num_rollouts=4, outcome=OUTCOME_TRUNCATED))
+    a.add(scored(0, 3, reward=1.0, num_rollouts=4))
+    (settled,) = a.next_batch(0, {}).settled
+    assert (settled.settlement, settled.reason) == (Settlement.FILTERED, "zero spread: every reward is 1")
+
+
+def test_a_batch_that_max_refill_batches_could_not_fill_is_trained_as_it_is(scored, fill) -> None:
+    a = assembler(filter_zero_spread=True, max_refill=2)
+    fill(a, 0)
+    for group in range(1, 5):
+        assert isinstance(a.next_batch(0, {}), Waiting)
+        for number in range(2):
+            a.add(scored(group, number))
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    assert (batch.groups, [settled.group for settled in batch.settled]) == ((0,), [4])
+    fill(a, 6)
+    assert isinstance(a.next_batch(1, {}), Waiting)  # the count begins anew
+
+
+def test_a_long_answer_has_its_reward_lowered_and_the_log_says_so(scored) -> None:
+    a = assembler(rollout_batch_size=1, response_length=10, overlong_buffer=4, overlong_penalty=2.0)
+    a.add(scored(0, 0, version=[0] * 7, num_rollouts=3))
+    a.add(scored(0, 1, version=[0] * 6 + [-1] * 3, num_rollouts=3))  # what the policy did not sample costs nothing
+    a.add(scored(0, 2, version=[0] * 10, num_rollouts=3, reward=None))
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    rows = {row.number: row for row in batch.rows}
+    assert [rows[number].reward for number in range(3)] == [0.5, 1.0, None]
+    assert rows[0].advantage == pytest.approx(-rows[1].advantage)
+    parts = [{part["name"]: part["value"] for part in json.loads(rows[number].parts_json)} for number in range(3)]
+    assert parts == [{"exact": 1.0, "overlong": -0.5}, {"exact": 1.0}, {}]
+
+
+# Age
+
+
+def test_it_waits_for_a_group_that_the_next_version_would_make_too_old(fill) -> None:
+    a = assembler(max_lag=1)
+    fill(a, 1, 2, version=1)
+    # Group 0 may hold tokens of version 0; step 2 is the last that may train them.
+    waiting = a.next_batch(1, {0: 0, 1: 1, 2: 1})
+    assert waiting == Waiting("old_groups", "2 of 2 groups; group 0 under max_lag 1", ())
+    fill(a, 0, version=0)
+    batch = a.next_batch(1, {0: 0, 1: 1, 2: 1})
+    assert isinstance(batch, Batch)
+    assert batch.groups == (0, 1)
+
+
+def test_it_does_not_wait_for_a_group_that_has_time(fill) -> None:
+    a = assembler(max_lag=2)
+    fill(a, 1, 2, version=1)
+    assert isinstance(a.next_batch(1, {0: 0}), Batch)
+
+
+def test_it_looks_ahead_where_more_groups_come_due_than_a_batch_holds(fill) -> None:
+    # max_lag 2, batches of 2: groups 0 to 2 of version 0 are due at version 2. Trained at version 1 without any of
+    # them, three would be left for the two places of step 3.
+    a = assembler(max_lag=2)
+    fill(a, 8, 9, version=1)
+    open_groups = {0: 0, 1: 0, 2: 0, 8: 1, 9: 1}
+    waiting = a.next_batch(1, open_groups)
+    assert waiting == Waiting("old_groups", "2 of 2 groups; group 0 and 2 more under max_lag 2", ())
+    fill(a, 1, version=0)
+    batch = a.next_batch(1, open_groups)
+    assert isinstance(batch, Batch)
+    assert batch.groups == (1, 8)
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "mask"])
+def test_drop_and_mask_do_not_wait(fill, on_stale: str) -> None:
+    a = assembler(max_lag=1, on_stale=on_stale)
+    fill(a, 1, 2, version=1)
+    assert isinstance(a.next_batch(1, {0: 0}), Batch)
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+def test_a_group_with_a_token_too_old_is_stale(scored, on_stale: str) -> None:
+    a = assembler(max_lag=1, on_stale=on_stale)
+    a.add(scored(0, 0, version=[5, 5, -1, 5]))
+    a.add(scored(0, 1, version=[3, 5]))
+    reason = "sampled by version 3, trained at 5; at most 1 behind"
+    # With how long its answers were: the loss by length is reported.
+    assert a.next_batch(5, {}).settled == (SettledGroup(0, Settlement.STALE, reason, (3, 2)),)
+
+
+def test_only_tokens_that_count_make_a_group_old(scored) -> None:
+    a = assembler(max_lag=1, on_stale="drop", rollout_batch_size=1, mask_truncated=True)
+    a.add(scored(0, 0, version=[5, -1], num_rollouts=3))
+    a.add(scored(0, 1, version=[0, 0], num_rollouts=3, reward=None))
+    a.add(scored(0, 2, version=[0, 0], num_rollouts=3, outcome=OUTCOME_TRUNCATED))
+    assert isinstance(a.next_batch(5, {}), Batch)
+
+
+def test_mask_takes_old_tokens_out_of_the_rows_mask(scored) -> None:
+    a = assembler(max_lag=1, on_stale="mask", rollout_batch_size=1)
+    a.add(scored(0, 0, version=[3, 4, -1, 5], num_rollouts=3))
+    a.add(scored(0, 1, version=[2, 3], num_rollouts=3))
+    a.add(scored(0, 2, version=[5, 5], num_rollouts=3, reward=0.0))
+    batch = a.next_batch(5, {})
+    assert isinstance(batch, Batch)
+    rows = {row.number: row for row in batch.rows}
+    assert rows[0].mask.tolist() == [False, True, False, True]
+    assert (rows[0].skipped, rows[2].skipped) == (None, None)
+    assert (rows[1].skipped, rows[1].mask.tolist(), rows[1].advantage) == ("stale", [False, False], None)
+    assert rows[1].version.tolist() == [2, 3]
+
+
+def test_mask_goes_by_max_token_age(scored) -> None:
+    a = assembler(max_lag=3, on_stale="mask", max_token_age=1, rollout_batch_size=1)
+    a.add(scored(0, 0, version=[3, 4]))
+    a.add(scored(0, 1, version=[3, 5]))
+    batch = a.next_batch(5, {})
+    assert isinstance(batch, Batch)
+    assert {row.number: row.mask.tolist() for row in batch.rows} == {0: [False, True], 1: [False, True]}
+
+
+def test_a_group_that_masking_empties_is_stale(fill) -> None:
+    a = assembler(max_lag=1, on_stale="mask")
+    fill(a, 0, version=3)
+    reason = "sampled by version 3, trained at 5; at most 1 behind"
+    (settled,) = a.next_batch(5, {}).settled
+    assert (settled.group, settled.settlement, settled.reason) == (0, Settlement.STALE, reason)
+
+
+def test_a_lag_lowered_on_resume_does_not_wait_for_ever(fill) -> None:
+    a = assembler(max_lag=0)
+    fill(a, 0, 1, version=4)
+    # Five groups are due and a batch holds two: it goes on with two, the rest ends stale.
+    open_groups = dict.fromkeys(range(5), 4)
+    assert isinstance(a.next_batch(4, open_groups), Batch)
+
+
+# The end
+
+
+def test_the_last_batch_may_be_smaller(fill, scored) -> None:
+    a = assembler()
+    fill(a, 0)
+    a.add(scored(1, 0))
+    assert a.next_batch(0, {}, num_groups=2) == Waiting("groups", "1 of 2 groups", ())
+    a.add(GroupFailure(group=1, reason="deadline"))
+    batch = a.next_batch(0, {}, num_groups=2)
+    assert isinstance(batch, Batch)
+    assert (batch.groups, batch.settled) == ((0,), (SettledGroup(1, Settlement.FAILED, "deadline"),))
+    assert a.next_batch(1, {}, num_groups=2) == Exhausted(())
+
+
+def test_a_wiped_redis_does_not_look_like_the_end(fill) -> None:
+    a = assembler()
+    fill(a, 0)
+    # Three groups were issued; that none is open says only that nobody remembers them.
+    assert isinstance(a.next_batch(0, {}, num_groups=3), Waiting)
+
+
+def test_what_is_open_at_the_end_is_unused(fill, scored) -> None:
+    a = assembler(rollout_batch_size=1)
+    fill(a, 0, 1)
+    a.add(scored(2, 0))
+    assert isinstance(a.next_batch(0, {}), Batch)
+    settled = a.settle_unused([0, 1, 2, 3], "the run ended at step 1")
+    assert [(s.group, s.settlement, s.reason) for s in settled] == [
+        (group, Settlement.UNUSED, "the run ended at step 1") for group in (1, 2, 3)
+    ]
+    assert a.settle_unused([0, 1, 2, 3], "again") == ()

@@ -1,0 +1,62 @@
+"""What no rollout of a run can hold is refused by name, and anything else passes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo.learner.assembly.rollout_limits import Limits, limits_of
+from gspo_proto.rollout_pb2 import ScoredRollout
+from tests.support.service_process import make_run
+
+LIMITS = Limits(num_rollouts=2, prompt_length=3, response_length=2, vocabulary=20)
+
+
+def changed(good: ScoredRollout, **fields: Any) -> ScoredRollout:
+    """The rollout with other values in some fields; `prompt` is its token ids."""
+    good.rollout.prompt.token_ids[:] = fields.pop("prompt", [5, 6, 19])
+    for name in set(fields) & {"token_ids", "logp"}:
+        getattr(good.rollout, name)[:] = fields.pop(name)
+    for name, value in fields.items():
+        setattr(good.rollout, name, value)
+    return good
+
+
+def test_a_rollout_at_every_limit_passes(scored) -> None:
+    LIMITS.check(changed(scored(), number=1, token_ids=[0, 19], logp=[0.0, -1e9]))
+    LIMITS.check(changed(scored(version=[]), prompt=[]))  # it failed before it began
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_rollouts": 3}, "number 0 of 3, and a group of this run has 2"),
+        ({"number": 2}, "number 2 of 2, and a group"),
+        ({"prompt": []}, "its prompt has no token"),
+        ({"prompt": [1, 1, 1, 1]}, "its prompt has 4 tokens, and one of this run has at most 3"),
+        ({"token_ids": [1, 1, 1]}, "its answer has 3 tokens, and one of this run has at most 2"),
+        ({"prompt": [20]}, "token 20 in its prompt, and the model's vocabulary has 20"),
+        ({"token_ids": [1, 2**32 - 1]}, "token 4294967295 in its answer"),
+        ({"logp": [-1.0, 0.02]}, "a behavior log-prob of 0.02 is none"),
+        ({"logp": [math.nan, -1.0]}, "a behavior log-prob of nan is none"),
+        ({"logp": [-math.inf, -1.0]}, "a behavior log-prob of -inf is none"),
+        ({"num_turns": 2**31}, "a count of 2147483648, and the log holds none above 2147483647"),
+        ({"issued_unix_s": math.nan}, "a time or a temperature that is not a finite number"),
+        ({"temperature": math.inf}, "a time or a temperature"),
+    ],
+)
+def test_what_cannot_be_is_refused(scored, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=r"rollout 0-[02]: ") as refused:
+        LIMITS.check(changed(scored(), **fields))
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "config", ['{"model_type": "x", "vocab_size": 20}', '{"model_type": "x", "text_config": {"vocab_size": 20}}']
+)
+def test_the_limits_are_those_of_the_run_and_its_model(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert limits_of(make_run(tmp_path, tmp_path)) == Limits(4, 64, 64, 20)

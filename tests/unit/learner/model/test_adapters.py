@@ -1,0 +1,202 @@
+"""LoRA in the trainer: what is trained, what is merged, what is kept, and what the KL term is held against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from gspo.common.errors import InputError
+from gspo.common.weights.digest import policy_digest
+from gspo.learner.assembly.rows import Row
+from gspo.learner.training.trainer import Trainer
+from tests.support.tiny_model import make_tiny_model
+from tests.support.training.rollout_rows import answer_logp, make_config, make_rows, with_behavior
+
+LORA = {"rank": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("policy"), scale=4.0)
+
+
+def make_trainer(folder: Path, *, algorithm: dict[str, Any] | None = None, **learner: Any) -> Trainer:
+    keys = {"lora": LORA, "learning_rate": 1e-2, **learner}
+    return Trainer(make_config(folder, algorithm={"pg_clip": 0.5, **(algorithm or {})}, learner=keys), folder, seed=0)
+
+
+def digest(trainer: Trainer) -> str:
+    weights = trainer.policy()
+    return policy_digest((name, str(w.dtype), tuple(w.shape), w.numpy()) for name, w in weights.items())
+
+
+def test_before_training_the_policy_is_the_given_model_to_the_bit(folder: Path) -> None:
+    given = load_file(folder / "model.safetensors")
+    policy = make_trainer(folder).policy()
+    assert policy.keys() == given.keys()
+    assert all(torch.equal(policy[name], given[name]) for name in given)
+
+
+def test_only_the_chosen_layers_change_and_by_a_product_of_the_rank(folder: Path) -> None:
+    given = load_file(folder / "model.safetensors")
+    trainer = make_trainer(folder)
+    trainer.train(1, make_rows(folder))
+    for name, weight in trainer.policy().items():
+        change = weight - given[name]
+        if name.rpartition(".weight")[0].rpartition(".")[2] in LORA["target_modules"]:
+            assert torch.linalg.matrix_rank(change, rtol=1e-3) == LORA["rank"], name
+        else:
+            assert not change.any(), name
+
+
+def test_merging_is_what_peft_merges(folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(folder)
+    trainer.train(1, make_rows(folder))
+    trainer.export(tmp_path / "export")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, tmp_path / "export" / "adapter").merge_and_unload().state_dict()
+    for name, weight in trainer.policy().items():
+        assert torch.equal(weight, merged[name]), name
+
+
+@pytest.mark.parametrize(
+    ("learner", "tolerance"),
+    [({}, 1e-5), ({"zero_stage": 2}, 1e-5), ({"gradient_checkpointing": True}, 1e-5), ({"dtype": "bfloat16"}, 0.05)],
+)
+def test_experts_and_routers_get_adapters_and_what_is_given_out_is_what_is_trained(
+    tmp_path: Path, learner: dict[str, Any], tolerance: float
+) -> None:
+    folder = make_tiny_model(tmp_path / "mixture", scale=4.0, num_experts=4)
+    given = load_file(folder / "model.safetensors")
+    lora = {"lora": {**LORA, "target_modules": ["all-linear"]}}
+    trainer = make_trainer(folder, **lora, **learner)
+    assert all(torch.equal(weight, given[name]) for name, weight in trainer.policy().items())
+    trainer.train(1, make_rows(folder))
+    trainer.save(tmp_path / "checkpoint", {"moments": {}})
+    trainer.export(tmp_path / "export")
+    policy = trainer.policy()
+    if "gradient_checkpointing" in learner:
+        plain = make_trainer(folder, **lora)
+        plain.train(1, make_rows(folder))
+        assert all((weight - policy[name]).norm() < 1e-3 * weight.norm() for name, weight in plain.policy().items())
+    assert policy.keys() == given.keys()
+    # An expert's gate_proj and up_proj are one matrix with an adapter of twice the rank.
+    for name, rank in (("experts.3.down_proj", 4), ("experts.0.gate_proj", 8), ("gate", 4), ("experts.1.up_proj", 8)):
+        name = f"model.layers.1.mlp.{name}.weight"
+        change = policy[name] - given[name]
+        assert 0 < torch.linalg.matrix_rank(change, rtol=1e-3) <= rank, name
+    # The engines' log-probs would be those of the export, and the learner's are the same.
+    rows = with_behavior(tmp_path / "export", make_rows(folder, step=2), 1.0, 0.0, np.random.default_rng(0))
+    resumed = make_trainer(folder, **lora, **learner)
+    resumed.load(tmp_path / "checkpoint")
+    assert digest(resumed) == digest(trainer)
+    assert trainer.train(2, rows).figures["sigma_token"] < tolerance
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "export" / "adapter").eval()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    with torch.inference_mode():
+        ours, theirs = (answer_logp(model, rows[0], 1.0) for model in (exported, adapted))
+    assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_giving_the_policy_out_changes_nothing_in_training(folder: Path, tmp_path: Path) -> None:
+    quiet, asked = make_trainer(folder), make_trainer(folder)
+    for step in (1, 2):
+        rows = make_rows(folder, step=step)
+        quiet.train(step, rows)
+        asked.train(step, rows)
+        asked.policy()
+        asked.export(tmp_path / "export")
+    assert digest(quiet) == digest(asked)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_a_resumed_run_makes_the_same_bits_from_the_adapters_alone(
+    folder: Path, tmp_path: Path, zero_stage: int
+) -> None:
+    rows = [make_rows(folder, step=step) for step in (1, 2)]
+    whole, first = make_trainer(folder, zero_stage=zero_stage), make_trainer(folder, zero_stage=zero_stage)
+    whole.train(1, rows[0])
+    first.train(1, rows[0])
+    first.save(tmp_path / "checkpoint", {"moments": {}})
+    resumed = make_trainer(folder, zero_stage=zero_stage)
+    resumed.load(tmp_path / "checkpoint")
+    assert digest(resumed) == digest(first)
+    for trainer in (whole, resumed):
+        trainer.train(2, rows[1])
+    assert digest(resumed) == digest(whole)
+    kept = sum(file.stat().st_size for file in (tmp_path / "checkpoint").rglob("*.pt"))
+    assert kept < (folder / "model.safetensors").stat().st_size, "the frozen weights are in the checkpoint"
+
+
+def test_dropout_is_drawn_from_seed_and_step(folder: Path) -> None:
+    lora = {**LORA, "dropout": 0.2}
+    dropped = [make_trainer(folder, lora=lora) for _ in range(2)]
+    for trainer in (*dropped, plain := make_trainer(folder)):
+        trainer.train(1, make_rows(folder))
+    assert digest(dropped[0]) == digest(dropped[1]) != digest(plain)
+    # The same rows as another step: only what is dropped can differ.
+    others = make_trainer(folder, lora=lora), make_trainer(folder)
+    for trainer in others:
+        trainer.train(2, make_rows(folder))
+    assert digest(others[0]) != digest(dropped[0]) and digest(others[1]) == digest(plain)
+
+
+@pytest.mark.parametrize("learner", [{}, {"lora": {}}, {"zero_stage": 3}, {"lora": {}, "zero_stage": 3}])
+def test_the_kl_term_is_held_against_the_first_policy(folder: Path, tmp_path: Path, learner: dict[str, Any]) -> None:
+    """k3 by hand after one step of training, with the frozen copy and with the base of LoRA."""
+    algorithm = {"num_mini_batches": 1, "kl_loss_coef": 0.5, "kl_kind": "k3"}
+    losses = {}
+    for use_kl_loss in (False, True):
+        trainer = make_trainer(folder, algorithm={**algorithm, "use_kl_loss": use_kl_loss}, **learner)
+        trainer.train(1, make_rows(folder, num_mini_batches=1, noise=0.0))
+        if use_kl_loss:
+            # The term has no gradient where the policy is the first one still.
+            trainer.export(tmp_path / "export")
+        losses[use_kl_loss] = trainer.train(2, make_rows(folder, step=2, num_mini_batches=1)).figures["loss"]
+    expected = 0.5 * mean_k3(folder, tmp_path / "export", make_rows(folder, step=2, num_mini_batches=1))
+    assert expected > 1e-3
+    assert losses[True] - losses[False] == pytest.approx(expected, rel=1e-3)
+
+
+def mean_k3(first: Path, policy: Path, rows: list[Row]) -> float:
+    """1/N sum_i 1/L_i sum_t exp(ref - logp) - (ref - logp) - 1."""
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (first, policy)]
+    means = []
+    for row in rows:
+        with torch.inference_mode():
+            ref_T, logp_T = (answer_logp(model, row, 1.0)[torch.as_tensor(row.mask)] for model in models)
+        difference_T = ref_T - logp_T
+        means.append(float((difference_T.exp() - difference_T - 1).mean()))
+    return sum(means) / len(means)
+
+
+@pytest.mark.parametrize("num_experts", [0, 16])
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_in_bfloat16_the_reference_is_the_first_policy_to_the_bit(
+    tmp_path: Path, num_experts: int, lora: dict[str, Any] | None
+) -> None:
+    """Any difference would show: the coefficient is a million."""
+    folder = make_tiny_model(tmp_path / "model", scale=4.0, num_experts=num_experts)
+    learner = (
+        {"dtype": "bfloat16"} if lora is None else {"dtype": "bfloat16", "lora": {**lora, "target_modules": ["q_proj"]}}
+    )
+    rows = make_rows(folder, num_mini_batches=1)
+    losses = []
+    for coefficient in (0.0, 1e6):
+        algorithm = {"num_mini_batches": 1, "pg_clip": 0.5, "use_kl_loss": True, "kl_loss_coef": coefficient}
+        trainer = Trainer(make_config(folder, algorithm=algorithm, learner=learner), folder, seed=0)
+        losses.append(trainer.train(1, rows).figures["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_a_layer_that_is_none_is_an_error(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"learner\.lora\.target_modules: \['qproj'\]"):
+        make_trainer(folder, lora={"rank": 4, "target_modules": ["qproj"]})

@@ -1,0 +1,44 @@
+"""The learner's log-probs against the model's own attention and full logits, architecture by architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.learner.model_types import PAGE, examine, examine_all, quiet
+
+# Of log-probs around -4.6, in float32.
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [
+        ("llama", "carried, packed"),
+        # Values narrower than keys.
+        ("deepseek_v3", "carried, packed"),
+        # Sinks in every layer, which torch's fused attention passes over.
+        ("gpt_oss", "own attention, padded"),
+        # Its code takes no other attention, and under another's name it would get no causal mask.
+        ("bloom", "own attention, padded"),
+        # It knows a few attentions by name alone, and has a bias after its output layer.
+        ("gptj", "refused: changes its logits after the output layer"),
+        ("cpmant", "refused: reads what stands behind a token"),
+    ],
+)
+def test_a_model_has_its_own_log_probs_or_is_refused(tmp_path: Path, kind: str, verdict: str) -> None:
+    with quiet():
+        found = examine(kind, tmp_path)
+    assert found.verdict == verdict
+    assert found.difference is None or found.difference < TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_every_architecture_is_as_the_page_says() -> None:
+    """Of every type that transformers has and the learner takes; the page's differences are not compared."""
+    found = examine_all()
+    assert all(finding.difference < TOLERANCE for finding in found if finding.difference is not None)
+    rows = [line.split("|")[1:4] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert [[cell.strip() for cell in row] for row in rows] == [[f"`{f.kind}`", f.name, f.verdict] for f in found]

@@ -1,0 +1,54 @@
+"""A generator in the learner's eyes: behind, out after three failures in a row, back with the first success."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from gspo.common.streams.instances import Member
+from gspo.learner.push.replicas import Target
+
+
+@pytest.fixture
+def target() -> Target:
+    member = Member("generation", "generation-0", grpc="host:1", facts={"version": 0, "digest": "d"})
+    return Target(member, channel=None, version=0, digest="d")
+
+
+def test_three_failures_in_a_row_put_it_out_and_one_success_brings_it_back(target: Target) -> None:
+    target.fall_behind()
+    assert target.state == "behind"
+    assert [target.fail(f"failure {n}") for n in range(1, 5)] == [False, False, True, False]
+    assert target.describe() | {"since_unix_s": 0} == {
+        "name": "generation-0 (host:1)",
+        "state": "out",
+        "version": 0,
+        "num_failures": 4,
+        "problem": "failure 4",
+        "waiting": False,
+        "since_unix_s": 0,
+    }
+    assert target.catch_up()
+    assert (target.state, target.problem, target.behind_since_unix_s) == ("current", "", None)
+    assert not target.catch_up()
+    target.fall_behind()
+    assert not target.fail("only one")
+
+
+def test_pushes_to_it_become_seldom(target: Target) -> None:
+    pauses = []
+    for _ in range(8):
+        target.fail("refused")
+        pauses.append(target.not_before - time.monotonic())
+    assert [round(pause) for pause in pauses] == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert not target.idle
+    target.catch_up()
+    assert target.idle
+
+
+def test_it_is_behind_since_the_first_version_that_it_lacks(target: Target) -> None:
+    target.fall_behind()
+    since = target.behind_since_unix_s
+    target.fall_behind()
+    assert target.behind_since_unix_s == since

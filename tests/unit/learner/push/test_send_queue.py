@@ -1,0 +1,84 @@
+"""Turns of pushes: how many are sent at a time, in which order, and what each may take."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gspo.common.streams.instances import Member
+from gspo.learner.push.replicas import Target
+from gspo.learner.push.send_queue import Kind, PushQueue
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+
+
+def target(name: str) -> Target:
+    return Target(Member("generation", name, grpc="host:1", facts={}), channel=None, version=0, digest="d")
+
+
+class Pushes:
+    """Pushes that are sent until the test says otherwise."""
+
+    def __init__(self, queue: PushQueue) -> None:
+        self._queue = queue
+        self.sent: list[str] = []
+        self.over: dict[str, asyncio.Event] = {}
+        self.targets: dict[str, Target] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def begin(self, kind: Kind, *names: str) -> None:
+        for name in names:
+            self.over[name], self.targets[name] = asyncio.Event(), target(name)
+            self.tasks[name] = asyncio.create_task(self._send(kind, name))
+        await settled()
+
+    async def _send(self, kind: Kind, name: str) -> None:
+        async with self._queue.turn(kind, self.targets[name]) as end_turn:
+            self.sent.append(name)
+            await self.over[name].wait()
+            end_turn()
+            await asyncio.Event().wait()  # stages and loads, for ever
+
+    def waiting(self) -> list[str]:
+        return [name for name, one in self.targets.items() if one.waiting]
+
+
+async def settled() -> None:
+    """Everything that can go on has gone on."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_whole_pushes_are_sent_one_after_another_in_the_order_in_which_they_asked() -> None:
+    pushes = Pushes(PushQueue(60.0))
+    await pushes.begin("full", "a", "b", "c", "d")
+    assert (pushes.sent, pushes.waiting()) == (["a"], ["b", "c", "d"])
+    pushes.over["a"].set()
+    await settled()
+    assert (pushes.sent, pushes.waiting()) == (["a", "b"], ["c", "d"]), "who has every byte makes way"
+    # One that waits leaves, as its generator does; one that is sent fails.
+    pushes.tasks["c"].cancel()
+    pushes.tasks["b"].cancel()
+    await settled()
+    assert (pushes.sent, pushes.waiting()) == (["a", "b", "d"], [])
+    pushes.tasks["a"].cancel()
+    await pushes.begin("full", "e")
+    assert pushes.waiting() == ["e"], "a turn that had ended was given back twice"
+
+
+async def test_changes_never_wait_behind_whole_policies() -> None:
+    pushes = Pushes(PushQueue(60.0))
+    await pushes.begin("full", "whole", "second")
+    await pushes.begin("delta", *"12345")
+    assert pushes.sent == ["whole", *"1234"]
+    assert pushes.waiting() == ["second", "5"]
+
+
+async def test_limits_are_learned_by_kind_and_doubled_by_failures() -> None:
+    queue = PushQueue(60.0)
+    for _ in range(8):
+        queue.took("delta", 1_000_000_000, 0.25)
+    assert queue.limit_s("delta", 15_000_000_000) == 60.0
+    assert queue.limit_s("full", 15_000_000_000) == 600.0
+    assert [queue.limit_s("delta", 1, failures) for failures in (1, 3, 9)] == [120.0, 480.0, 480.0]

@@ -1,0 +1,98 @@
+"""The frames of a push: bounded, whole or of changes, packed once for all generators; they rebuild a policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gspo.common.weights import digest as digest_module
+from gspo.common.weights.changes import Packed
+from gspo.generation.engine.staging import StagedWeights
+from gspo.learner.push import weight_frames
+from gspo.learner.push.policy_weights import Policy, policy_from
+from gspo.learner.push.weight_frames import Frames
+
+SHAPES = {"a": (40, 30), "b": (7,), "c": (5, 5)}
+
+
+def policy(version: int, *, changed: dict[str, float] | None = None, dtype: torch.dtype = torch.bfloat16) -> Policy:
+    """Random weights; of the tensors in `changed` the given share of elements is a little larger."""
+    chance = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=chance) for name, shape in SHAPES.items()}
+    for name, share in (changed or {}).items():
+        tensors[name] *= torch.where(torch.rand(SHAPES[name], generator=chance) < share, 1.01, 1.0)
+    return policy_from(version, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+
+def small_frames(policy: Policy, base: Policy | None = None) -> Frames:
+    return Frames(policy, base, frame_bytes=512)
+
+
+async def staged_after(sent: Frames, base: StagedWeights | None, dtype: str) -> StagedWeights:
+    staged = base or StagedWeights(SHAPES, dtype)
+    staged.begin(changes=base is not None)
+    async for whole in sent:
+        frame = whole.tensor
+        if frame.HasField("changes"):
+            packed = Packed(frame.changes.num_listed, frame.changes.packed)
+            staged.change(frame.name, frame.offset, frame.num_elements, packed)
+        else:
+            staged.write(frame.name, frame.offset, frame.data)
+    staged.promote()
+    return staged
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+async def test_a_whole_push_and_then_changes_rebuild_the_policy(dtype: torch.dtype) -> None:
+    first, second = policy(1, dtype=dtype), policy(2, changed={"a": 0.1, "c": 1.0}, dtype=dtype)
+    assert first.digest != second.digest
+    staged = await staged_after(small_frames(first), None, first.dtype)
+    assert staged.digest() == first.digest
+    assert (await staged_after(small_frames(second, first), staged, second.dtype)).digest() == second.digest
+
+
+async def test_no_frame_is_larger_than_a_frame_may_be() -> None:
+    sent = [frame.tensor async for frame in small_frames(policy(1))]
+    assert [(frame.name, frame.offset, frame.num_elements) for frame in sent] == [
+        ("a", start, min(256, 1200 - start)) for start in range(0, 1200, 256)
+    ] + [("b", 0, 7), ("c", 0, 25)]
+    assert max(len(frame.data) for frame in sent) == 512
+
+
+async def test_only_what_changed_is_sent_and_it_is_small() -> None:
+    sent = [frame.tensor async for frame in small_frames(policy(2, changed={"a": 0.02}), policy(1))]
+    assert {frame.name for frame in sent} == {"a"}
+    assert all(frame.HasField("changes") and not frame.data for frame in sent)
+    assert sum(frame.ByteSize() for frame in sent) < 0.2 * 2 * 1200
+
+
+async def test_changes_that_would_be_larger_than_the_elements_are_sent_as_elements() -> None:
+    chance = torch.Generator().manual_seed(1)
+    others = {
+        name: torch.randint(0x7F00, shape, generator=chance, dtype=torch.int16).view(torch.bfloat16)
+        for name, shape in SHAPES.items()
+    }
+    sent = [frame.tensor async for frame in small_frames(policy_from(2, others), policy(1))]
+    assert all(frame.data and not frame.HasField("changes") for frame in sent)
+    assert max(len(frame.data) for frame in sent) == 512
+
+
+async def test_changes_are_packed_once_for_all_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+    pack = weight_frames.pack_changes
+    monkeypatch.setattr(weight_frames, "pack_changes", lambda new, old: packed.append(len(new)) or pack(new, old))
+    sent = small_frames(policy(2, changed={"a": 0.1}), policy(1))
+    first, second = [f async for f in sent], [f async for f in sent]
+    assert first == second
+    assert sum(packed) == 1200 + 7 + 25
+
+
+async def test_a_policy_has_one_dtype() -> None:
+    with pytest.raises(ValueError, match="one inference dtype"):
+        policy_from(1, {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.bfloat16)})
+
+
+def test_the_digest_does_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = policy(1).digest
+    monkeypatch.setattr(digest_module, "_MOST_THREADS", 1)
+    assert policy(1).digest == digest

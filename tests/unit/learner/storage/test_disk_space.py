@@ -1,0 +1,96 @@
+"""A full disk, a real one: what was being written is whole once there is room again, and nothing stands twice."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gspo.common.telemetry.activity import Activity
+from gspo.learner.assembly.rows import Row, row_from_scored
+from gspo.learner.assembly.settlements import SettledGroup, Settlement
+from gspo.learner.storage.disk_space import Disk
+from gspo.learner.storage.run_directory import RunDir
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one MiB."""
+    assert os.geteuid() == 0, "only root can mount a disk of its own"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    filler = folder / "filler"
+    with filler.open("wb") as file:
+        for size in (65536, 4096, 1):
+            try:
+                while True:
+                    os.write(file.fileno(), b"\0" * size)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+    return filler
+
+
+@pytest.fixture
+def rows(scored) -> Callable[..., list[Row]]:
+    return lambda step, *groups: [replace(row_from_scored(scored(group)), step=step) for group in groups]
+
+
+def test_writes_wait_for_room_and_are_whole_then(small_disk: Path, rows: Callable[..., list[Row]]) -> None:
+    activity = Activity("learner")
+    activity.set("busy", "logging")
+    disk = Disk(activity)
+    with RunDir(small_disk / "run", disk) as run:
+        run.append_version(0, "before", 0)
+        filler = fill(small_disk)
+        settled = [SettledGroup(group, Settlement.FAILED, "a reason" * 1000) for group in range(10, 20)]
+
+        def write() -> None:
+            run.settle(settled)
+            run.write_step(1, rows(1, 1, 2))
+
+        writing = threading.Thread(target=write)
+        writing.start()
+        deadline = time.monotonic() + 20
+        while activity.what != "disk":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        told = activity.describe()
+        assert told["kind"] == "waiting"
+        assert "0.0 MiB are free" in str(told["detail"])
+        assert len((small_disk / "run/log/settled.jsonl").read_bytes()) == 0
+        filler.unlink()
+        writing.join(30)
+        assert not writing.is_alive()
+        assert (activity.kind, activity.what) == ("busy", "logging")
+    lines = [json.loads(line) for line in (small_disk / "run/log/settled.jsonl").read_text().splitlines()]
+    assert [line["group"] for line in lines] == list(range(10, 20))
+    with RunDir(small_disk / "run") as again:
+        assert again.steps() == [1]
+        assert [row.group for row in again.read_step(1)] == [1, 2]
+
+
+def test_a_learner_that_is_asked_to_end_does_not_wait(small_disk: Path) -> None:
+    with RunDir(small_disk / "run", Disk(Activity("learner"), stopping=lambda: True)) as run:
+        fill(small_disk)
+        with pytest.raises(OSError, match="No space left"):
+            run.settle([SettledGroup(1, Settlement.FAILED, "a reason" * 10_000)])
+
+
+def test_what_is_no_full_disk_is_raised_at_once(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise PermissionError(errno.EACCES, "no")
+
+    with pytest.raises(PermissionError):
+        Disk(Activity("learner")).write("a file", tmp_path, refuse)

@@ -1,0 +1,80 @@
+"""When newer weights wait for an evaluation, and what ends the wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo.common.config.loading import parse_config
+from gspo.common.telemetry.activity import Activity
+from gspo.learner.evaluation_gate import HeldOut
+from gspo.learner.storage.run_directory import RunDir
+from gspo_proto.rollout_pb2 import EvaluationDone
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[RunDir]:
+    with RunDir(tmp_path / "run") as run_dir:
+        yield run_dir
+
+
+def held_out(run_dir: RunDir, start_timeout_s: float = 30.0, **evaluation: Any) -> HeldOut:
+    given: dict[str, Any] = {
+        "name": "small",
+        "model": {"path": "."},
+        "data": {"prompts": "p.jsonl"},
+        "reward": {"functions": [{"path": "r.py"}]},
+        "evaluation": {"prompts": {"a": "a.jsonl", "b": "b.jsonl"}, "every": 2, "timeout_s": 0.05, **evaluation},
+        "run": {"total_steps": 6, "start_timeout_s": start_timeout_s},
+    }
+    return HeldOut(parse_config(given, run_dir.path), run_dir, Activity("learner"))
+
+
+def done(version: int, file: str, score: float | None = None) -> EvaluationDone:
+    label = f"v{version}/{file}"
+    return EvaluationDone(evaluation=label, version=version, step=version, file=file, score=score)
+
+
+@pytest.mark.parametrize(("version", "hold"), [(0, True), (1, True), (6, True), (2, False)])
+async def test_what_is_not_measured_or_not_held_is_not_waited_for(run_dir: RunDir, version: int, hold: bool) -> None:
+    async with asyncio.timeout(5):
+        assert await held_out(run_dir, hold_weights=hold).wait(version, lambda: False) < 1.0
+
+
+async def test_every_file_is_waited_for_once(run_dir: RunDir) -> None:
+    known = held_out(run_dir)
+    waiting = asyncio.create_task(known.wait(2, lambda: False))
+    for file in ("b", "a"):
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await known.record(done(2, file))
+    async with asyncio.timeout(5):
+        assert await waiting >= 0.1
+        assert await held_out(run_dir).wait(2, lambda: False) < 1.0
+
+
+async def test_a_stop_and_a_deadline_end_the_wait(run_dir: RunDir) -> None:
+    async with asyncio.timeout(5):
+        await held_out(run_dir).wait(2, lambda: True)
+        # Twice evaluation.timeout_s, and what a generator may take to join.
+        assert await held_out(run_dir, start_timeout_s=0.1).wait(2, lambda: False) >= 0.2
+
+
+async def test_only_the_file_that_is_named_decides_which_version_is_kept(run_dir: RunDir) -> None:
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True)
+
+    known = held_out(run_dir, keep_best="b/sampled_mean")
+    for version, score in ((0, 0.25), (1, 0.5), (2, 0.75)):
+        known.put_aside(version, write)  # version 1 is not measured, so it is not kept
+        await known.record(done(version, "a"))
+        await known.record(done(version, "b", score))
+        assert '"version": 0' in (run_dir.path / "best" / "best.json").read_text() or version == 2
+    assert '"version": 2' in (run_dir.path / "best" / "best.json").read_text()
+    assert [folder.name for folder in (run_dir.path / "candidates").iterdir()] == []
+    # A later life reads the scores back.
+    assert held_out(run_dir, keep_best="b/sampled_mean")._best.version == 2  # type: ignore[union-attr]

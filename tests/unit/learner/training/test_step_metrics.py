@@ -1,0 +1,90 @@
+"""The figures of a step, by hand: what the rows say by themselves, and what is made of the sums."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gspo.common.config.algorithm import AlgorithmConfig
+from gspo.learner.training.step_metrics import mismatch_figures, objective_figures, row_figures
+from gspo_core.figures import mismatch_stats
+from gspo_core.loss import policy_loss
+from gspo_core.stats import mean_stats
+from tests.support.tiny_model import make_tiny_model
+from tests.support.training.rollout_rows import make_rows
+
+
+def test_parts_of_the_reward_have_their_means(tmp_path: Path) -> None:
+    def parts(right: float | None, form: float) -> str:
+        return json.dumps([{"name": "right", "value": right}, {"name": "form", "value": form}])
+
+    first, second, third, *_ = make_rows(make_tiny_model(tmp_path / "model"), num_groups=1)
+    rows = [
+        replace(first, parts_json=parts(1.0, 0.5)),
+        replace(second, parts_json=parts(None, 0.25)),
+        replace(third, parts_json=parts(0.0, 100.0), reward=None, failure="raised"),
+    ]
+    figures = row_figures(rows)
+    assert (figures["part_right_mean"], figures["part_form_mean"]) == (1.0, pytest.approx(0.375))
+    alone = json.dumps([{"name": "right", "value": 1.0}])
+    assert not [name for name in row_figures([replace(first, parts_json=alone)]) if name.startswith("part_")]
+
+
+def test_conversations_have_figures_and_single_answers_none(tmp_path: Path) -> None:
+    one, two, three, *_ = make_rows(make_tiny_model(tmp_path / "model"), num_groups=1)
+    talked = replace(one, turns_json="[1]", num_turns=2, num_tool_calls=3, outcome="environment_done")
+    cut = replace(two, turns_json="[1]", num_turns=5, num_malformed_calls=2, num_cut_turns=1, outcome="turn_limit")
+    figures = row_figures([talked, cut])
+    assert (figures["turns_mean"], figures["tool_calls_mean"]) == (3.5, 1.5)
+    assert figures["turns_done_mean"] == 2.0
+    assert "turns_done_mean" not in row_figures([cut])
+    assert (figures["malformed_calls_mean"], figures["cut_turns_mean"]) == (1.0, 0.5)
+    assert (figures["ended_environment_done"], figures["ended_turn_limit"]) == (0.5, 0.5)
+    assert not [name for name in row_figures([three]) if name.startswith(("turns", "ended", "tool"))]
+
+
+def outside(sigma: float, low: float, high: float) -> float:
+    """P(log s < log(1 - low)) + P(log s > log(1 + high)), log s ~ N(0, sigma^2)."""
+    root2_sigma = sigma * math.sqrt(2)
+    return (math.erfc(-math.log(1 - low) / root2_sigma) + math.erfc(math.log(1 + high) / root2_sigma)) / 2
+
+
+@pytest.mark.parametrize("preset", ["gspo", "grpo"])
+def test_the_noise_share_is_of_what_the_clip_looks_at(preset: str) -> None:
+    """Three answers of two tokens, off by +-0.01 within each and by -0.001, 0, 0.001 in the mean."""
+    off = torch.tensor([[0.009, -0.011], [0.01, -0.01], [0.011, -0.009]], dtype=torch.float64)
+    stats = mismatch_stats(off, torch.zeros_like(off), torch.ones_like(off))
+    # Of the token's sigma, 0.01, a good part is outside the token's clip.
+    clip = {"pg_clip_low": 0.01, "pg_clip_high": 0.02} if preset == "grpo" else {}
+    algorithm = AlgorithmConfig.model_validate({"preset": preset, **clip})
+    figures = mismatch_figures(algorithm, stats, torch.tensor([2, 2, 8]))
+    # sqrt((2 * 0.0001 * 3 + 2 * 0.000002) / 5) and sqrt(0.000002 / 2).
+    sigma, sigma_sequence = math.sqrt(0.000604 / 5), 0.001
+    assert figures["sigma_token"] == pytest.approx(sigma)
+    assert figures["sigma_sequence"] == pytest.approx(sigma_sequence, rel=1e-4)
+    assert figures["mismatch_tokens"] == 6
+    if preset == "grpo":
+        expected = [outside(sigma, 0.01, 0.02)] * 2
+    else:
+        lengths = [outside(sigma / math.sqrt(length), 3e-4, 4e-4) for length in (2, 2, 8)]
+        expected = [outside(sigma_sequence, 3e-4, 4e-4), sum(lengths) / 3]
+    assert [figures["noise_share"], figures["noise_share_independent"]] == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_the_clip_cut_is_the_sum_of_both_sides() -> None:
+    """Of four answers of two tokens one is below the clip with A < 0, two above it with A > 0, one inside."""
+    log_ratio = torch.tensor([[-0.3] * 2, [0.3] * 2, [0.3] * 2, [0.0] * 2], dtype=torch.float64)
+    advantage = torch.tensor([[-1.0] * 2, [1.0] * 2, [1.0] * 2, [2.0] * 2], dtype=torch.float64)
+    ones = torch.ones_like(log_ratio)
+    found = policy_loss(log_ratio, 0 * ones, advantage, ones, pg_clip_low=0.1, pg_clip_high=0.1)
+    figures = objective_figures({**found.stats, **mean_stats("entropy", ones, ones)})
+    for unit in ("sequences", "tokens"):
+        shares = [figures[f"clipped_{unit}{side}"] for side in ("", "_low", "_high")]
+        assert shares == [0.75, 0.25, 0.5], unit
+    assert (figures["outside_clip_sequences"], figures["entropy"]) == (0.75, 1.0)
+    assert (figures["log_ratio_max"], figures["advantage_mean"]) == pytest.approx((0.3, 0.75))
