@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.engine import token_rate
 from benchmarks.harness.child_process import MeasurementError
-from benchmarks.harness.measurement import Case, PartResults, load_results
+from benchmarks.harness.measurement import Measurement, SectionResults, load_results
 from benchmarks.harness.sizes import DOCS, RESULTS
 from benchmarks.learner import logprobs, step_time
 from benchmarks.page.writer import write_page
@@ -78,7 +78,7 @@ def _chosen(only: str, *, peer: bool) -> list[str]:
 
 def _measure(parts: list[str], results: Path, *, quick: bool, steps: int | None) -> None:
     _warn_if_busy()
-    makers: dict[str, Callable[[], Iterable[Case]]] = {
+    makers: dict[str, Callable[[], Iterable[Measurement]]] = {
         "A": lambda: token_rate.cases(quick=quick),
         "B": lambda: step_time.cases(quick=quick),
         "C": lambda: step_rate.cases(quick=quick, steps=steps),
@@ -96,7 +96,7 @@ def _measure(parts: list[str], results: Path, *, quick: bool, steps: int | None)
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
         bar = progress.add_task("measuring", total=sum(map(len, todo.values())))
         for part, cases in todo.items():
-            kept = PartResults(results, PARTS[part])
+            kept = SectionResults(results, PARTS[part])
             for case in cases:
                 progress.update(bar, description=f"{PARTS[part]}: {case.label}")
                 began = time.monotonic()
@@ -108,7 +108,7 @@ def _measure(parts: list[str], results: Path, *, quick: bool, steps: int | None)
                 progress.advance(bar)
 
 
-def _failed(case: Case, error: MeasurementError) -> int:
+def _failed(case: Measurement, error: MeasurementError) -> int:
     console.print(f"{case.label}: {error}", style="red", markup=False, highlight=False)
     return 1
 

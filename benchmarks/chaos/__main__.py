@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.chaos.report import write_report
-from benchmarks.chaos.rounds import Plan, run_round
+from benchmarks.chaos.rounds import RoundPlan, run_round
 from benchmarks.chaos.schedule import kinds, round_of
 
 ROUNDS, SEED, LASTS_S = 7, 0, 420.0
@@ -54,7 +54,9 @@ def _play(number: int, seed: int, among: list[str], results: Path, is_root: bool
         print(f"round {number} of seed {seed}", flush=True)
         planned = round_of(seed, number, among)
         keep = results / f"broken-seed-{seed}-round-{number}"
-        plan = Plan(Path(folder), seed, number, planned, is_root, lasts_s, keep, lambda line: print(line, flush=True))
+        plan = RoundPlan(
+            Path(folder), seed, number, planned, is_root, lasts_s, keep, lambda line: print(line, flush=True)
+        )
         played = asyncio.run(run_round(plan))
     (results / f"seed-{seed}-round-{number}.json").write_text(played.to_json())
     return played.broken

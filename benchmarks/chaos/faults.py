@@ -15,23 +15,23 @@ from contextlib import suppress
 
 from redis.exceptions import RedisError
 
-from benchmarks.chaos.schedule import CLOCK_BACK_S, Strike
-from benchmarks.chaos.target import World
+from benchmarks.chaos.schedule import CLOCK_BACK_S, Fault
+from benchmarks.chaos.target import RunUnderTest
 
 _APPEAR_S, _PUSH_S = 60.0, 60.0
 
 
-async def strike(world: World, planned: Strike) -> None:
+async def strike(world: RunUnderTest, planned: Fault) -> None:
     """Do it, and return when it is over; what it did may last."""
     verb = planned.kind.partition(" ")[0]
     await _HOW[verb](world, planned)
 
 
-async def _kill(world: World, planned: Strike) -> None:
+async def _kill(world: RunUnderTest, planned: Fault) -> None:
     os.kill(await _pid(world, planned.targets[0]), signal.SIGKILL)
 
 
-async def _stop(world: World, planned: Strike) -> None:
+async def _stop(world: RunUnderTest, planned: Fault) -> None:
     pid = await _pid(world, planned.targets[0])
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -41,7 +41,7 @@ async def _stop(world: World, planned: Strike) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-async def _flush(world: World, planned: Strike) -> None:
+async def _flush(world: RunUnderTest, planned: Fault) -> None:
     async with asyncio.timeout(_APPEAR_S):
         while True:
             with suppress(RedisError, OSError):
@@ -50,7 +50,7 @@ async def _flush(world: World, planned: Strike) -> None:
             await asyncio.sleep(0.1)
 
 
-async def _cut(world: World, planned: Strike) -> None:
+async def _cut(world: RunUnderTest, planned: Fault) -> None:
     assert world.network is not None
     world.network.cut(*planned.targets)
     try:
@@ -59,7 +59,7 @@ async def _cut(world: World, planned: Strike) -> None:
         world.network.join(*planned.targets)
 
 
-async def _fill(world: World, planned: Strike) -> None:
+async def _fill(world: RunUnderTest, planned: Fault) -> None:
     filler = world.disk / "filler"
     deadline = time.monotonic() + planned.lasts_s
     try:
@@ -73,7 +73,7 @@ async def _fill(world: World, planned: Strike) -> None:
         filler.unlink()
 
 
-async def _corrupt(world: World, planned: Strike) -> None:
+async def _corrupt(world: RunUnderTest, planned: Fault) -> None:
     file = world.faults / f"corrupt-{planned.targets[0]}"
     file.touch()
     deadline = time.monotonic() + _PUSH_S
@@ -83,7 +83,7 @@ async def _corrupt(world: World, planned: Strike) -> None:
         raise TimeoutError(f"no frame came to {planned.targets[0]} within {_PUSH_S:g} s")
 
 
-async def _hang(world: World, planned: Strike) -> None:
+async def _hang(world: RunUnderTest, planned: Fault) -> None:
     file = world.faults / "hang"
     file.touch()
     try:
@@ -92,7 +92,7 @@ async def _hang(world: World, planned: Strike) -> None:
         file.unlink()
 
 
-async def _clock(world: World, planned: Strike) -> None:
+async def _clock(world: RunUnderTest, planned: Fault) -> None:
     file = world.faults / f"clock-{planned.targets[0]}"
     file.write_text(f"{-CLOCK_BACK_S}")
     try:
@@ -101,7 +101,7 @@ async def _clock(world: World, planned: Strike) -> None:
         file.unlink()
 
 
-async def _pid(world: World, name: str) -> int:
+async def _pid(world: RunUnderTest, name: str) -> int:
     deadline = time.monotonic() + _APPEAR_S
     while (pid := world.pid(name)) is None:
         if time.monotonic() > deadline:
@@ -110,7 +110,7 @@ async def _pid(world: World, name: str) -> int:
     return pid
 
 
-_HOW: dict[str, Callable[[World, Strike], Awaitable[None]]] = {
+_HOW: dict[str, Callable[[RunUnderTest, Fault], Awaitable[None]]] = {
     "kill": _kill,
     "stop": _stop,
     "flush": _flush,

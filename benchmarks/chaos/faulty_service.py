@@ -19,7 +19,7 @@ VARIABLE = "GSPO_CHAOS"
 _LOOK_EVERY_S = 0.1
 
 
-class Clock:
+class MovedClock:
     """The time of day, moved by what a file says."""
 
     def __init__(self, file: Path) -> None:
@@ -70,7 +70,7 @@ def main() -> None:
     """Install the faults and be the module."""
     _, module, *options = sys.argv
     name, folder = options[options.index("--name") + 1], Path(os.environ[VARIABLE])
-    time.time = Clock(folder / f"clock-{name}").time
+    time.time = MovedClock(folder / f"clock-{name}").time
     if name.startswith("generation"):
         corrupt_frames(folder / f"corrupt-{name}")
     sys.argv = [module, *options]

@@ -17,17 +17,17 @@ import numpy as np
 
 from benchmarks.simulated.answers import key_of_bits, log_probs
 from benchmarks.simulated.settings import Settings
-from benchmarks.simulated.trainer import SimulatedMaker
+from benchmarks.simulated.trainer import SimulatedTrainer
 from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row
-from gspo.learner.push.policy_weights import Policy, policy_from
+from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.storage.step_log import StepLog
 
 ENDINGS = ("trained", "filtered", "stale", "failed", "unused")
 
 
 @dataclass(frozen=True)
-class Left:
+class FinishedRun:
     """What there is to look at.
 
     Attributes:
@@ -51,7 +51,7 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Finding:
+class InvariantResult:
     """One invariant and what breaks it; nothing does where `broken` is empty. `seen` says how much was looked at."""
 
     number: int
@@ -60,7 +60,7 @@ class Finding:
     broken: tuple[str, ...]
 
 
-def check(left: Left) -> list[Finding]:
+def check(left: FinishedRun) -> list[InvariantResult]:
     """Every invariant."""
     steps = _read_steps(left.run_dir)
     policies = _made_again(left, steps)
@@ -79,7 +79,7 @@ def check(left: Left) -> list[Finding]:
         (7, "the log makes the recorded digests again", f"{len(policies)} versions",
          lambda: _recorded_digests(left, policies)),
     ]  # fmt: skip
-    return [Finding(number, what, seen, tuple(look())) for number, what, seen, look in parts]
+    return [InvariantResult(number, what, seen, tuple(look())) for number, what, seen, look in parts]
 
 
 def _read_steps(run_dir: Path) -> dict[int, list[Row]]:
@@ -87,23 +87,23 @@ def _read_steps(run_dir: Path) -> dict[int, list[Row]]:
     return {step: log.read(step) for step in log.steps()}
 
 
-def _summary(left: Left) -> dict[str, Any]:
+def _summary(left: FinishedRun) -> dict[str, Any]:
     path = left.run_dir / "summary.json"
     summary: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"groups": Counter()}
     return summary
 
 
-def _made_again(left: Left, steps: dict[int, list[Row]]) -> dict[int, Policy]:
+def _made_again(left: FinishedRun, steps: dict[int, list[Row]]) -> dict[int, PolicyWeights]:
     """Every version, trained from the log by a stand-in of the same seed."""
-    maker = SimulatedMaker(left.config, Path(left.config.model.path), left.run_dir, Settings(time_scale=0))
-    policies = {0: policy_from(0, maker.policy())}
+    maker = SimulatedTrainer(left.config, Path(left.config.model.path), left.run_dir, Settings(time_scale=0))
+    policies = {0: weights_from(0, maker.policy())}
     for step, rows in steps.items():
         maker.train(step, rows)
-        policies[step] = policy_from(step, maker.policy())
+        policies[step] = weights_from(step, maker.policy())
     return policies
 
 
-def _settled_once(left: Left, steps: dict[int, list[Row]]) -> Iterator[str]:
+def _settled_once(left: FinishedRun, steps: dict[int, list[Row]]) -> Iterator[str]:
     rollouts = Counter((row.group, row.number) for rows in steps.values() for row in rows)
     yield from (f"rollout {one} is in the log {times} times" for one, times in rollouts.items() if times > 1)
     endings = Counter(group for rows in steps.values() for group in {row.group for row in rows})
@@ -121,7 +121,7 @@ def _settled_once(left: Left, steps: dict[int, list[Row]]) -> Iterator[str]:
         yield f"the summary counts {dict(told)}, the log {len(endings)} groups"
 
 
-def _young_enough(left: Left, steps: dict[int, list[Row]]) -> Iterator[str]:
+def _young_enough(left: FinishedRun, steps: dict[int, list[Row]]) -> Iterator[str]:
     for step, rows in steps.items():
         for row in rows:
             if row.skipped is None and row.mask.any():
@@ -130,7 +130,7 @@ def _young_enough(left: Left, steps: dict[int, list[Row]]) -> Iterator[str]:
                     yield f"step {step}: rollout {row.group}-{row.number} is {age} versions old"
 
 
-def _of_their_weights(steps: dict[int, list[Row]], policies: dict[int, Policy]) -> Iterator[str]:
+def _of_their_weights(steps: dict[int, list[Row]], policies: dict[int, PolicyWeights]) -> Iterator[str]:
     keys = {version: key_of_bits(policy.bits[min(policy.bits)]) for version, policy in policies.items()}
     for step, rows in steps.items():
         for row in rows:
@@ -141,7 +141,7 @@ def _of_their_weights(steps: dict[int, list[Row]], policies: dict[int, Policy]) 
                     yield f"step {step}: rollout {row.group}-{row.number}: log-probs not of version {version}"
 
 
-def _same_digests(left: Left, policies: dict[int, Policy]) -> Iterator[str]:
+def _same_digests(left: FinishedRun, policies: dict[int, PolicyWeights]) -> Iterator[str]:
     loaded = 0
     for path in (left.run_dir / "services").glob("generation-*.log"):
         for line in path.read_text(errors="replace").splitlines():
@@ -166,7 +166,7 @@ def _no_number(steps: dict[int, list[Row]]) -> Iterator[str]:
                 yield f"step {step}: rollout {row.group}-{row.number} failed and counts"
 
 
-def _complete(left: Left, steps: dict[int, list[Row]]) -> Iterator[str]:
+def _complete(left: FinishedRun, steps: dict[int, list[Row]]) -> Iterator[str]:
     if left.exit_code:
         yield f"`gspo run` ended with exit code {left.exit_code}"
     if sorted(steps) != list(range(1, len(steps) + 1)):
@@ -190,7 +190,7 @@ def _complete(left: Left, steps: dict[int, list[Row]]) -> Iterator[str]:
             yield f"{name} had {left.longest[name]} entries, and the slots allow {bound}"
 
 
-def _recorded_digests(left: Left, policies: dict[int, Policy]) -> Iterator[str]:
+def _recorded_digests(left: FinishedRun, policies: dict[int, PolicyWeights]) -> Iterator[str]:
     recorded: dict[int, set[str]] = {}
     for line in left.lines("policy.jsonl"):
         recorded.setdefault(line["version"], set()).add(line["digest"])

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.faults import strike
-from benchmarks.chaos.invariants import Finding, Left, check
-from benchmarks.chaos.schedule import Strike
-from benchmarks.chaos.target import World
+from benchmarks.chaos.invariants import FinishedRun, InvariantResult, check
+from benchmarks.chaos.schedule import Fault
+from benchmarks.chaos.target import RunUnderTest
 
 _START_S, _RECOVERY_S = 200.0, 120.0
 # What a recovery may take before the run ends.
@@ -22,7 +22,7 @@ _MARGIN_S = 40.0
 
 
 @dataclass(frozen=True)
-class Struck:
+class FaultOutcome:
     """One strike as it went.
 
     Attributes:
@@ -46,8 +46,8 @@ class Round:
 
     seed: int
     number: int
-    struck: list[Struck]
-    findings: list[Finding]
+    struck: list[FaultOutcome]
+    findings: list[InvariantResult]
     steps: int
     groups: dict[str, int]
     longest: dict[str, int]
@@ -66,7 +66,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoundPlan:
     """What a round is made of.
 
     Attributes:
@@ -78,16 +78,16 @@ class Plan:
     folder: Path
     seed: int
     number: int
-    strikes: Sequence[Strike]
+    strikes: Sequence[Fault]
     with_network: bool
     lasts_s: float
     keep: Path
     say: Callable[[str], None]
 
 
-async def run_round(plan: Plan) -> Round:
+async def run_round(plan: RoundPlan) -> Round:
     """Run it, strike, let it end, check."""
-    async with World(plan.folder, plan.seed, with_network=plan.with_network, lasts_s=plan.lasts_s) as world:
+    async with RunUnderTest(plan.folder, plan.seed, with_network=plan.with_network, lasts_s=plan.lasts_s) as world:
         is_sound = False
         try:
             played = await _play(world, plan)
@@ -100,7 +100,7 @@ async def run_round(plan: Plan) -> Round:
         return played
 
 
-async def _play(world: World, plan: Plan) -> Round:
+async def _play(world: RunUnderTest, plan: RoundPlan) -> Round:
     began = time.monotonic()
     if amiss := await world.wait_until_well(0, _START_S):
         raise RuntimeError(f"the run did not start: {amiss}. Its words: {_last_words(plan.folder)}")
@@ -116,7 +116,9 @@ async def _play(world: World, plan: Plan) -> Round:
             break
     exit_code = await world.finish()
     waiting = frozenset(await world.groups_in_streams())
-    left = Left(world.run_dir, world.config, exit_code, await world.left_in_redis(), dict(world.longest), waiting)
+    left = FinishedRun(
+        world.run_dir, world.config, exit_code, await world.left_in_redis(), dict(world.longest), waiting
+    )
     summary: Any = json.loads((world.run_dir / "summary.json").read_text())
     return Round(
         plan.seed,
@@ -131,7 +133,7 @@ async def _play(world: World, plan: Plan) -> Round:
     )
 
 
-async def _strike(world: World, planned: Strike, well_at: float) -> Struck:
+async def _strike(world: RunUnderTest, planned: Fault, well_at: float) -> FaultOutcome:
     began = time.monotonic()
     try:
         await strike(world, planned)
@@ -140,10 +142,10 @@ async def _strike(world: World, planned: Strike, well_at: float) -> Struck:
     except TimeoutError as error:
         step, amiss = world.step, str(error)
     recovered_s = None if amiss else time.monotonic() - began
-    return Struck(planned.kind, planned.targets, began - well_at, planned.lasts_s, recovered_s, amiss, step)
+    return FaultOutcome(planned.kind, planned.targets, began - well_at, planned.lasts_s, recovered_s, amiss, step)
 
 
-def _line(struck: Struck) -> str:
+def _line(struck: FaultOutcome) -> str:
     told = f"well after {struck.recovered_s:.1f} s" if struck.recovered_s is not None else f"NOT WELL: {struck.amiss}"
     return f"{struck.at_s:6.1f} s  {struck.kind} {' '.join(struck.targets)}: {told}"
 

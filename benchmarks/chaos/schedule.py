@@ -30,7 +30,7 @@ _LONGEST_PAUSE_S = 1.5
 
 
 @dataclass(frozen=True)
-class Strike:
+class Fault:
     """One strike.
 
     Attributes:
@@ -53,14 +53,14 @@ def kinds(*, cuts: bool = True, disks: bool = True) -> list[str]:
     return found + ["cut network"] * cuts + ["fill disk"] * disks
 
 
-def round_of(seed: int, number: int, among: list[str]) -> list[Strike]:
+def round_of(seed: int, number: int, among: list[str]) -> list[Fault]:
     """Each kind once, in an order and against targets that follow from seed and round."""
     drawn = random.Random(f"{seed}:{number}")
     order = drawn.sample(among, len(among))
     return [_strike(kind, drawn) for kind in order]
 
 
-def _strike(kind: str, drawn: random.Random) -> Strike:
+def _strike(kind: str, drawn: random.Random) -> Fault:
     verb, _, of = kind.partition(" ")
     targets, lasts_s = {
         "kill": lambda: ((drawn.choice(PROCESSES[of]),), 0.0),
@@ -72,4 +72,4 @@ def _strike(kind: str, drawn: random.Random) -> Strike:
         "cut": lambda: (drawn.choice(PAIRS), CUT_S),
         "fill": lambda: ((), FULL_S),
     }[verb]()
-    return Strike(kind, targets, lasts_s, drawn.uniform(0.0, _LONGEST_PAUSE_S))
+    return Fault(kind, targets, lasts_s, drawn.uniform(0.0, _LONGEST_PAUSE_S))

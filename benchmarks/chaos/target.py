@@ -30,11 +30,11 @@ from benchmarks.simulated.settings import Settings
 from gspo.cli.processes.child import Program
 from gspo.cli.processes.programs import free_port
 from gspo.cli.processes.redis_server import redis_command, write_password
-from gspo.cli.processes.supervisor import Supervisor
+from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.common.config.loading import read_config
 from gspo.common.config.schema import Config
 from gspo.common.streams.entries import entry_kinds, read_entry
-from gspo.common.streams.instances import members
+from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys, consumer_groups
 from tests.support.tiny_model import make_tiny_model
 
@@ -61,7 +61,7 @@ def reward(prompts, completions, **columns):
 """
 
 
-class World:
+class RunUnderTest:
     """One run, from its start to its end by itself.
 
     Args:
@@ -82,7 +82,7 @@ class World:
         self._watching: asyncio.Task[None] | None = None
         self._resources = AsyncExitStack()
 
-    async def __aenter__(self) -> World:
+    async def __aenter__(self) -> RunUnderTest:
         for folder in (self.faults, self.disk):
             folder.mkdir(parents=True, exist_ok=True)
         if self.network:
@@ -172,7 +172,7 @@ class World:
         if self.step < since_step + _STEPS_UNTIL_WELL:
             return f"{self.step - since_step} steps since"
         try:
-            there = {member.name: member for member in await members(self.redis, self.keys)}
+            there = {instance.name: instance for instance in await list_instances(self.redis, self.keys)}
         except (RedisError, OSError) as error:
             return f"Redis: {error}"
         for name in SERVICES:
@@ -191,7 +191,9 @@ class World:
         data = self.disk / "redis"
         data.mkdir()
         command = redis_command(address, port, data, write_password(data, _SECRET))
-        self._supervisor = await self._resources.enter_async_context(Supervisor(self.folder / "logs", 1000, print))
+        self._supervisor = await self._resources.enter_async_context(
+            ProcessSupervisor(self.folder / "logs", 1000, print)
+        )
         self._supervisor.start([Program("redis", tuple(command))])
         self.redis_url = f"redis://{address}:{port}/0"
         limits = {"socket_timeout": 2, "socket_connect_timeout": 2}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.harness.child_process import run_child
-from benchmarks.harness.measurement import Case
+from benchmarks.harness.measurement import Measurement
 from benchmarks.harness.single_service import measure as measure_service
 from benchmarks.harness.sizes import (
     DTYPES,
@@ -31,13 +31,13 @@ SETTINGS = {
 }
 
 
-def cases(*, quick: bool) -> Iterator[Case]:
+def cases(*, quick: bool) -> Iterator[Measurement]:
     """Every length and arithmetic, in three ways each; quick: one of each."""
     rounds = 2 if quick else 3
     for lengths in LENGTHS[:1] if quick else LENGTHS:
         for dtype in DTYPES if lengths == "fixed" and not quick else DTYPES[:1]:
             for settings in SETTINGS:
-                yield Case(f"{settings}, {lengths}, {dtype}", _measure, (lengths, dtype, settings, rounds))
+                yield Measurement(f"{settings}, {lengths}, {dtype}", _measure, (lengths, dtype, settings, rounds))
 
 
 def _measure(lengths: Lengths, dtype: Dtype, settings: str, rounds: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _DRAIN_S = 90.0
 
 
 @dataclass(frozen=True)
-class SystemRun:
+class ObservedRun:
     """A run under way."""
 
     process: subprocess.Popen[bytes]
@@ -80,7 +80,7 @@ def logged(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def system_run(config: Path, module: str = "", environment: Mapping[str, str] | None = None) -> Iterator[SystemRun]:
+def observed_run(config: Path, module: str = "", environment: Mapping[str, str] | None = None) -> Iterator[ObservedRun]:
     """A run of this configuration; at the end of the block it is ended, and with it everything it has started.
 
     Args:
@@ -94,11 +94,11 @@ def system_run(config: Path, module: str = "", environment: Mapping[str, str] | 
     command = [sys.executable, "-m", *program, str(config), "--plain"]
     began = time.time()
     with started(command, output, environment, patience_s=_DRAIN_S) as process:
-        yield SystemRun(process, run_dir, output, began)
+        yield ObservedRun(process, run_dir, output, began)
 
 
-def finished_run(config: Path, timeout_s: float = START_S + STEP_S + END_S) -> SystemRun:
+def finished_run(config: Path, timeout_s: float = START_S + STEP_S + END_S) -> ObservedRun:
     """Run this configuration to its end."""
-    with system_run(config) as run:
+    with observed_run(config) as run:
         run.wait_for_end(timeout_s)
     return run

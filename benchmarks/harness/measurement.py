@@ -13,29 +13,29 @@ from benchmarks.harness.machine import machine_facts
 
 
 @dataclass(frozen=True)
-class Case:
+class Measurement:
     """A measurement that takes a minute or two.
 
     Attributes:
-        measure: Called with `orders`; returns what was found, ready for JSON.
+        measure: Called with `arguments`; returns what was found, ready for JSON.
     """
 
     label: str
     measure: Callable[..., dict[str, Any]]
-    orders: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
 
-class PartResults:
+class SectionResults:
     """What one part has found, in one file; a new run of the part starts it anew."""
 
     def __init__(self, folder: Path, part: str) -> None:
         self._path, self._part = folder / f"{part}.json", part
         self._cases: list[dict[str, Any]] = []
 
-    def add(self, case: Case) -> None:
+    def add(self, case: Measurement) -> None:
         """Measure a case and keep what it gave."""
         began = time.monotonic()
-        found = case.measure(*case.orders)
+        found = case.measure(*case.arguments)
         self._cases.append({"label": case.label, "took_s": time.monotonic() - began, **found})
         record = {"part": self._part, "measured_unix_s": time.time(), "machine": machine_facts(), "cases": self._cases}
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,14 +14,14 @@ from benchmarks.harness.child_process import MeasurementError
 from benchmarks.harness.sizes import GROUP_SIZE, GROUPS, MAX_TOKENS, NUM_ROLLOUTS, Dtype, Lengths
 from benchmarks.harness.workload import prompt_token_ids, write_config
 from gspo.cli.processes.programs import LOOPBACK, Job, free_port, redis_program, service_programs
-from gspo.cli.processes.supervisor import Supervisor
+from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.common.config.loading import read_config
 from gspo.common.config.loading import write_config as write_whole_config
 from gspo.common.config.schema import Config
 from gspo.common.service.app import CONFIG_NAME, connect_redis
 from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.inbox import FIELD, append, create_consumer_groups
-from gspo.common.streams.instances import wait_for_member
+from gspo.common.streams.instances import wait_for_instance
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout, Sampling
 
@@ -58,9 +58,9 @@ async def beside(service: str, config: Config, work: Callable[[Redis, str], Coro
     redis = connect_redis(url)
     complaints: list[str] = []
     try:
-        async with Supervisor(config.run_dir / "services", 0, complaints.append) as supervisor:
+        async with ProcessSupervisor(config.run_dir / "services", 0, complaints.append) as supervisor:
             supervisor.start([redis_program(config, config.run_dir, port)])
-            await until_up(url)
+            await wait_for_redis(url)
             await create_consumer_groups(redis, Keys(config.name))
             supervisor.start(service_programs(Job(config, config.run_dir, services=(service,)), url))
             # What dies takes the measurement with it instead of letting it wait.
@@ -76,7 +76,7 @@ async def beside(service: str, config: Config, work: Callable[[Redis, str], Coro
         await redis.aclose()
 
 
-async def until_up(url: str) -> None:
+async def wait_for_redis(url: str) -> None:
     """Wait for a Redis that was just started."""
     probe, deadline = Redis.from_url(url, protocol=2, socket_timeout=1), time.monotonic() + _REDIS_S
     try:
@@ -94,7 +94,7 @@ async def until_up(url: str) -> None:
 
 async def _rounds(redis: Redis, keys: Keys, lengths: Lengths, rounds: int) -> dict[str, Any]:
     began = time.monotonic()
-    await wait_for_member(redis, keys, "generation", _START_S)
+    await wait_for_instance(redis, keys, "generation", _START_S)
     start_s = time.monotonic() - began
     token_ids = prompt_token_ids(lengths, GROUPS)
     return {

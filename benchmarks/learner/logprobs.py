@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.harness.child_process import run_child
-from benchmarks.harness.measurement import Case
+from benchmarks.harness.measurement import Measurement
 from benchmarks.harness.tables import middle
 from benchmarks.learner.logprobs_child import WAYS
 
@@ -16,10 +16,10 @@ _SMALL = {"vocabulary": 8192, "tokens": 512, "width": 256}
 _TIMEOUT_S = 900.0
 
 
-def cases(*, quick: bool) -> Iterator[Case]:
+def cases(*, quick: bool) -> Iterator[Measurement]:
     """Both ways in turn, two rounds; quick: at a small size."""
     size = _SMALL if quick else SIZE
-    yield Case(f"{size['vocabulary']:,} words, {size['tokens']:,} tokens", _measure, (size, 2))
+    yield Measurement(f"{size['vocabulary']:,} words, {size['tokens']:,} tokens", _measure, (size, 2))
 
 
 def _measure(size: dict[str, int], rounds: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from gspo.common.errors import InputError
 from gspo.common.model.files import causal_model_types
 from gspo.learner.model.attention import has_own_attention
 from gspo.learner.model.network import PolicyModel, can_be_packed, load_policy_model
-from gspo.learner.model.packed_rollouts import PackedLine
+from gspo.learner.model.packed_rollouts import PackedRollouts
 from tests.support.training.rollout_rows import make_config
 
 PAGE = Path("docs/models.md")
@@ -111,7 +111,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class ModelVerdict:
     """What became of one architecture.
 
     Attributes:
@@ -133,24 +133,24 @@ class Finding:
         return f"| `{self.kind}` | {self.name} | {self.verdict} | {shown} |"
 
 
-def examine(kind: str, folder: Path) -> Finding:
+def examine(kind: str, folder: Path) -> ModelVerdict:
     """Make a tiny random model of `kind` in `folder`, and compare the learner's log-probs with its own."""
     try:
         own = tiny_model(kind)
         own.save_pretrained(folder)
     except Exception as error:  # noqa: BLE001
-        return Finding(kind, "", f"not tried: no tiny form was made ({type(error).__name__})")
+        return ModelVerdict(kind, "", f"not tried: no tiny form was made ({type(error).__name__})")
     name = type(own).__name__
     try:
         policy = load_policy_model(folder, make_config(folder)).eval()
     except InputError as error:
-        return Finding(kind, name, f"refused: {_reason(error)}")
+        return ModelVerdict(kind, name, f"refused: {_reason(error)}")
     lm = policy.causal_lm
     difference = float((learner_logp(policy, packed=False) - own_logp(own)).abs().max())
     if is_packed := can_be_packed(lm):
         difference = max(difference, float((learner_logp(policy, packed=True) - own_logp(own)).abs().max()))
     verdict = "own attention" if has_own_attention(lm) else "carried"
-    return Finding(kind, name, verdict + (", packed" if is_packed else ", padded"), difference)
+    return ModelVerdict(kind, name, verdict + (", packed" if is_packed else ", padded"), difference)
 
 
 def tiny_model(kind: str) -> PreTrainedModel:
@@ -235,7 +235,7 @@ def learner_logp(policy: PolicyModel, *, packed: bool) -> torch.Tensor:
     lengths = [len(token_S) - 1 for token_S in tokens]
     inputs, targets = [token_S[:-1] for token_S in tokens], torch.cat([token_S[1:] for token_S in tokens])
     if packed:
-        line = PackedLine.of(lengths, sum(lengths))
+        line = PackedRollouts.of(lengths, sum(lengths))
         return policy(torch.cat(inputs)[None], line, torch.arange(sum(lengths)), targets)[0]
     padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True)
     places = [torch.arange(length) + row * padded.shape[1] for row, length in enumerate(lengths)]
@@ -252,7 +252,7 @@ def _reason(error: InputError) -> str:
     return f"does not load or run as the learner needs it ({cause[1] if cause else 'see the message'})"
 
 
-def page(findings: Sequence[Finding]) -> str:
+def page(findings: Sequence[ModelVerdict]) -> str:
     """docs/models.md."""
     rows = "\n".join(finding.row() for finding in findings)
     kinds = Counter(finding.verdict.partition(":")[0] for finding in findings)
@@ -279,7 +279,7 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def examine_all(kinds: Sequence[str] = ()) -> list[Finding]:
+def examine_all(kinds: Sequence[str] = ()) -> list[ModelVerdict]:
     """Of every model type that the learner takes, or of these."""
     torch.set_num_threads(1)
     found = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.harness.child_process import run_child
 from benchmarks.harness.gspo_run import finished_run
-from benchmarks.harness.measurement import Case
+from benchmarks.harness.measurement import Measurement
 from benchmarks.harness.sizes import CACHE, DTYPES, LENGTHS, Dtype, Lengths
 from benchmarks.harness.tables import middle
 from benchmarks.harness.workload import write_config
@@ -19,13 +19,13 @@ _TIMEOUT_S = 900.0
 THREADS: dict[str, Mapping[str, str]] = {"service": WAITING, "spinning": {"OMP_WAIT_POLICY": "active"}}
 
 
-def cases(*, quick: bool) -> Iterator[Case]:
+def cases(*, quick: bool) -> Iterator[Measurement]:
     """Every length and arithmetic, with the service's thread policy and with threads that spin; quick: one case."""
     rounds = 2 if quick else 4
     for lengths in LENGTHS[:1] if quick else LENGTHS:
         for dtype in DTYPES if lengths == "fixed" and not quick else DTYPES[:1]:
             for threads in list(THREADS)[:1] if quick else THREADS:
-                yield Case(f"{lengths}, {dtype}, {threads} threads", _measure, (lengths, dtype, threads, rounds))
+                yield Measurement(f"{lengths}, {dtype}, {threads} threads", _measure, (lengths, dtype, threads, rounds))
 
 
 def _measure(lengths: Lengths, dtype: Dtype, threads: str, rounds: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from benchmarks.moe.comparison_run import ALGORITHMS
 from gspo.cli.report.panels import BLUE, ORANGE, STYLE
 
 NAME = "moe"
-MARK = "<!-- Below this line: written by python -m benchmarks.moe.stability -->"
+GENERATED = "<!-- Below this line: written by python -m benchmarks.moe.stability -->"
 _COLOURS = dict(zip(ALGORITHMS, (BLUE, ORANGE), strict=True))
 _DPI = 150
 _LAST = 10  # steps at the end of a run over which a mean is taken
@@ -33,9 +33,9 @@ def write_page(runs: Sequence[Run], folder: Path) -> Path:
     """Write the page, its plot and its numbers to `folder`; the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / f"{NAME}.md"
-    by_hand = page.read_text().partition(MARK)[0] if page.exists() else "# Mixture of experts\n"
+    by_hand = page.read_text().partition(GENERATED)[0] if page.exists() else "# Mixture of experts\n"
     _draw(runs, folder / f"{NAME}-stability.png")
-    page.write_text(f"{by_hand.rstrip()}\n\n{MARK}\n{_render(runs)}")
+    page.write_text(f"{by_hand.rstrip()}\n\n{GENERATED}\n{_render(runs)}")
     (folder / f"{NAME}.json").write_text(json.dumps(list(runs), indent=None) + "\n")
     return page
 

@@ -15,16 +15,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from benchmarks.harness.sizes import GROUP_SIZE, GROUPS, MAX_TOKENS, NUM_MINI_BATCHES, NUM_ROLLOUTS
 from benchmarks.harness.tables import number
 from benchmarks.harness.workload import HIDDEN_SIZE, LAYERS, model_folder, num_parameters
+from benchmarks.page import sections
 from benchmarks.page.plots import draw_learning, draw_memory, draw_steps, draw_waits
 from benchmarks.page.sections import Results
-from benchmarks.page.writer import sections
 from benchmarks.pipeline import rollout_rate_tables
 from benchmarks.push import weight_update_tables
 from benchmarks.system import startup_table
 from benchmarks.tails import long_answers_table
 
 NAME = "benchmarks"
-MARK = "<!-- Below this line: written by make bench -->"
+GENERATED = "<!-- Below this line: written by make bench -->"
 # TRL 1.16, GSPO settings, transformers' generate; 128 tokens, 3.2 M parameters, float32, two cores of the same kind.
 PEER_S = 13.7
 _BY_HAND = """# Benchmarks
@@ -37,9 +37,9 @@ def write_page(results: Results, folder: Path) -> Path:
     """Write the page, its plots, and all results as JSON beside it; the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / f"{NAME}.md"
-    by_hand = page.read_text().partition(MARK)[0] if page.exists() else _BY_HAND
+    by_hand = page.read_text().partition(GENERATED)[0] if page.exists() else _BY_HAND
     _draw(results, folder)
-    page.write_text(f"{by_hand.rstrip()}\n\n{MARK}\n{_render(results)}")
+    page.write_text(f"{by_hand.rstrip()}\n\n{GENERATED}\n{_render(results)}")
     (folder / f"{NAME}.json").write_text(json.dumps(results, indent=1) + "\n")
     return page
 

@@ -18,14 +18,14 @@ from typing import Any
 import psutil
 
 from benchmarks.harness.child_process import MeasurementError, run_child
-from benchmarks.harness.single_service import until_up
+from benchmarks.harness.single_service import wait_for_redis
 from benchmarks.harness.sizes import CACHE
 from benchmarks.harness.workload import write_config
 from benchmarks.simulated.run import simulated
 from benchmarks.simulated.settings import Settings
 from gspo.cli.processes.child import Program
 from gspo.cli.processes.programs import LOOPBACK, Job, free_port, redis_program, service_programs
-from gspo.cli.processes.supervisor import Supervisor
+from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.common.config.loading import read_config
 from gspo.common.config.loading import write_config as write_whole_config
 from gspo.common.config.schema import Config
@@ -42,7 +42,7 @@ _MIB = 2**20
 
 
 @dataclass
-class Seen:
+class ProcessSamples:
     """What is noted while the run lasts: MiB of each process by name at each look, and processor time."""
 
     unix_s: list[float] = field(default_factory=list)
@@ -113,11 +113,11 @@ def _programs(config: Config, replicas: int, redis_url: str) -> Iterator[Program
 
 async def _run(config: Config, replicas: int, steps: int, tokens: int) -> dict[str, Any]:
     complaints: list[str] = []
-    async with Supervisor(config.run_dir / "services", 0, complaints.append) as supervisor:
+    async with ProcessSupervisor(config.run_dir / "services", 0, complaints.append) as supervisor:
         port = free_port()
         url = f"redis://{LOOPBACK}:{port}/0"
         supervisor.start([redis_program(config, config.run_dir, port)])
-        await until_up(url)
+        await wait_for_redis(url)
         supervisor.start(list(_programs(config, replicas, url)))
         death = asyncio.create_task(supervisor.watch())
         looking = asyncio.create_task(_look(config, supervisor, steps))
@@ -129,9 +129,9 @@ async def _run(config: Config, replicas: int, steps: int, tokens: int) -> dict[s
         return {"what": "pipeline", "replicas": replicas, "tokens": tokens, **looking.result()}
 
 
-async def _look(config: Config, supervisor: Supervisor, steps: int) -> dict[str, Any]:
+async def _look(config: Config, supervisor: ProcessSupervisor, steps: int) -> dict[str, Any]:
     """Follow the step records to the last one; what happened between the warm one and that."""
-    seen, path = Seen(), config.run_dir / "log/metrics.jsonl"
+    seen, path = ProcessSamples(), config.run_dir / "log/metrics.jsonl"
     began_at: dict[str, float] = {}
     records: list[dict[str, Any]] = []
     last_change = time.monotonic() + _START_S
@@ -161,7 +161,7 @@ async def _look(config: Config, supervisor: Supervisor, steps: int) -> dict[str,
     }
 
 
-def _note(seen: Seen, processes: dict[str, int], step: int) -> None:
+def _note(seen: ProcessSamples, processes: dict[str, int], step: int) -> None:
     seen.unix_s.append(time.time())
     seen.steps.append(step)
     for name, pid in processes.items():

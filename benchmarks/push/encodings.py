@@ -15,7 +15,7 @@ from benchmarks.push.byte_planes import apply_planes, pack_planes
 from benchmarks.push.versions import policy
 from gspo.common.weights.changes import apply_changes, pack_changes
 from gspo.common.weights.digest import policy_digest
-from gspo.learner.push.policy_weights import Policy
+from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.weight_frames import FRAME_BYTES
 
 ENCODINGS: Mapping[str, tuple[Callable[..., Any], Callable[..., None]]] = {
@@ -36,7 +36,7 @@ def measure(orders: dict[str, Any]) -> dict[str, Any]:
     return {"versions": found}
 
 
-def _compare(newest: Policy, base: Policy) -> dict[str, Any]:
+def _compare(newest: PolicyWeights, base: PolicyWeights) -> dict[str, Any]:
     runs = [
         (name, slice(start, start + FRAME_BYTES // bits.itemsize))
         for name, bits in newest.bits.items()

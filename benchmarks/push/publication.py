@@ -18,9 +18,9 @@ from gspo.common.config.loading import read_config
 from gspo.common.config.loading import write_config as write_whole_config
 from gspo.common.config.schema import Config
 from gspo.common.service.app import CONFIG_NAME, Options, Service
-from gspo.common.streams.instances import wait_for_member
-from gspo.learner.push.policy_weights import Policy
-from gspo.learner.push.publisher import Live, Publisher
+from gspo.common.streams.instances import wait_for_instance
+from gspo.learner.push.policy_weights import PolicyWeights
+from gspo.learner.push.publisher import Publisher, VersionServed
 
 _START_S, _PUSH_S = 300.0, 60.0
 
@@ -36,7 +36,7 @@ def measure(rates: Sequence[float], versions: int) -> dict[str, Any]:
 
 async def _push_all(config: Config, redis: Redis, url: str, rates: Sequence[float], versions: int) -> dict[str, Any]:
     service = Service(Options("learner", config.run_dir, url, "learner-0", "127.0.0.1", 0, 0, False, config))
-    await wait_for_member(redis, service.keys, "generation", _START_S)
+    await wait_for_instance(redis, service.keys, "generation", _START_S)
     found = []
     for epoch, rate in enumerate(rates, 1):
         # A learner that starts anew has no version before and pushes everything.
@@ -49,9 +49,9 @@ async def _push_all(config: Config, redis: Redis, url: str, rates: Sequence[floa
     return {"pushes": found}
 
 
-async def _push(service: Service, epoch: int, policies: Sequence[Policy]) -> list[dict[str, float]]:
+async def _push(service: Service, epoch: int, policies: Sequence[PolicyWeights]) -> list[dict[str, float]]:
     """One learner's life: publish each policy when the one before is live."""
-    live: asyncio.Queue[Live] = asyncio.Queue()
+    live: asyncio.Queue[VersionServed] = asyncio.Queue()
     publisher = Publisher(service, epoch, live.put)
     running = asyncio.create_task(publisher.run())
     found = []

@@ -22,8 +22,8 @@ from benchmarks.harness.tables import middle
 from benchmarks.push.versions import policy
 from gspo.common.host.allocator import keep_freed_memory
 from gspo.common.network.grpc_server import GrpcServer, open_channel
-from gspo.learner.push.policy_weights import Policy
-from gspo.learner.push.weight_frames import FRAME_BYTES, Frames
+from gspo.learner.push.policy_weights import PolicyWeights
+from gspo.learner.push.weight_frames import FRAME_BYTES, WeightFrames
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 
@@ -36,7 +36,7 @@ def measure(orders: dict[str, Any]) -> dict[str, Any]:
     keep_freed_memory()  # as the learner does
     whole = policy(0, 0)
     last = orders["versions"]
-    changes = {f"{rate:g}": Frames(policy(rate, last), policy(rate, last - 1)) for rate in orders["rates"]}
+    changes = {f"{rate:g}": WeightFrames(policy(rate, last), policy(rate, last - 1)) for rate in orders["rates"]}
     grpc_s, changes_s = asyncio.run(_by_grpc(whole, changes))
     return {
         "bytes": whole.num_bytes,
@@ -47,12 +47,12 @@ def measure(orders: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def _by_grpc(whole: Policy, changes: dict[str, Frames]) -> tuple[float, dict[str, float]]:
-    with _Receiver(_receive_grpc) as address:
+async def _by_grpc(whole: PolicyWeights, changes: dict[str, WeightFrames]) -> tuple[float, dict[str, float]]:
+    with ReceiverProcess(_receive_grpc) as address:
         async with open_channel(address) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
 
-            async def seconds(frames: Callable[[], Frames]) -> float:
+            async def seconds(frames: Callable[[], WeightFrames]) -> float:
                 found = []
                 for _ in range(_ROUNDS):
                     began = time.monotonic()
@@ -60,13 +60,13 @@ async def _by_grpc(whole: Policy, changes: dict[str, Frames]) -> tuple[float, di
                     found.append(time.monotonic() - began)
                 return middle(found[1:])
 
-            whole_s = await seconds(lambda: Frames(whole))
+            whole_s = await seconds(lambda: WeightFrames(whole))
             return whole_s, {rate: await seconds(lambda made=made: made) for rate, made in changes.items()}
 
 
-def _by_tcp(whole: Policy) -> float:
+def _by_tcp(whole: PolicyWeights) -> float:
     found = []
-    with _Receiver(_receive_tcp) as address:
+    with ReceiverProcess(_receive_tcp) as address:
         host, port = address.split(":")
         for _ in range(_ROUNDS):
             with socket.create_connection((host, int(port))) as connection:
@@ -80,7 +80,7 @@ def _by_tcp(whole: Policy) -> float:
     return middle(found[1:])
 
 
-def _by_shared_memory(whole: Policy) -> float:
+def _by_shared_memory(whole: PolicyWeights) -> float:
     """The policy into a file in memory, which is kept, and out of it into the receiver's own copy."""
     found = []
     file = os.memfd_create("push")
@@ -100,7 +100,7 @@ def _by_shared_memory(whole: Policy) -> float:
     return middle(found[1:])
 
 
-class _Receiver:
+class ReceiverProcess:
     """A process that listens; entering the block gives its address."""
 
     def __init__(self, receive: Callable[[Connection], None]) -> None:
@@ -129,7 +129,7 @@ def _receive_tcp(told: Connection) -> None:
                 connection.sendall(b"!")
 
 
-class _Sink(generation_pb2_grpc.GenerationServicer):
+class DiscardingServicer(generation_pb2_grpc.GenerationServicer):
     async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Any) -> PushResult:  # noqa: ARG002
         async for _ in request_iterator:
             pass
@@ -143,7 +143,7 @@ def _receive_grpc(told: Connection) -> None:
 
 async def _serve_grpc(told: Connection) -> None:
     server = GrpcServer(
-        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(_Sink(), server),
+        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(DiscardingServicer(), server),
         ("gspo.Generation",),
         host=_HOST,
         port=0,

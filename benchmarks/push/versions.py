@@ -10,7 +10,7 @@ from benchmarks.harness.child_process import run_child
 from benchmarks.harness.sizes import CACHE
 
 if TYPE_CHECKING:
-    from gspo.learner.push.policy_weights import Policy
+    from gspo.learner.push.policy_weights import PolicyWeights
 
 RATES = (1e-6, 3e-6, 1e-5)
 VERSIONS = 3
@@ -29,11 +29,11 @@ def model() -> Path:
     return FOLDER / "model"
 
 
-def policy(rate: float, version: int, *, number: int | None = None) -> Policy:
+def policy(rate: float, version: int, *, number: int | None = None) -> PolicyWeights:
     """A version of a learning rate; version 0 is the model itself. `number` is what it is called."""
     from safetensors.torch import load_file
 
-    from gspo.learner.push.policy_weights import policy_from
+    from gspo.learner.push.policy_weights import weights_from
 
     file = FOLDER / f"{rate:g}-{version}.safetensors" if version else FOLDER / "model/model.safetensors"
-    return policy_from(version if number is None else number, load_file(file))
+    return weights_from(version if number is None else number, load_file(file))

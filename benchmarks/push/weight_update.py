@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.harness.child_process import run_child
-from benchmarks.harness.measurement import Case
+from benchmarks.harness.measurement import Measurement
 from benchmarks.harness.workload import num_parameters
 from benchmarks.push.publication import measure as measure_service
 from benchmarks.push.versions import RATES, VERSIONS, model
@@ -14,14 +14,14 @@ from benchmarks.push.versions import RATES, VERSIONS, model
 _TIMEOUT_S = 300.0
 
 
-def cases(*, quick: bool) -> Iterator[Case]:
+def cases(*, quick: bool) -> Iterator[Measurement]:
     """Both encodings at each learning rate, the ways between two processes, and real pushes; quick: one rate."""
     rates, versions = (RATES[:1], 1) if quick else (RATES, VERSIONS)
     parameters = num_parameters(model())
     for rate in rates:
-        yield Case(f"packing, learning rate {rate:g}", _packing, (rate, versions, parameters))
-    yield Case("between two processes", _wire, (rates, versions))
-    yield Case("to the generation service", _service, (rates, versions))
+        yield Measurement(f"packing, learning rate {rate:g}", _packing, (rate, versions, parameters))
+    yield Measurement("between two processes", _wire, (rates, versions))
+    yield Measurement("to the generation service", _service, (rates, versions))
 
 
 def _packing(rate: float, versions: int, parameters: int) -> dict[str, Any]:

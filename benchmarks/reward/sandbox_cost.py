@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks.harness.measurement import Case
+from benchmarks.harness.measurement import Measurement
 from benchmarks.reward import stream_rate
-from gspo.reward.sandbox.calls import Code, Limits, Question
+from gspo.reward.sandbox.calls import CallLimits, Code, Question
 from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.levels import find_level
 
@@ -29,15 +29,15 @@ _QUESTION: Question = {"arguments": _ARGUMENTS}
 _NUM_ROLLOUTS = 10_000
 
 
-def cases(*, quick: bool) -> Iterator[Case]:
+def cases(*, quick: bool) -> Iterator[Measurement]:
     """Overhead, rates, a slow function beside a fast one, the first score, and the whole service."""
     calls = 50 if quick else 3000
-    yield Case(f"a batch of {BATCH}, {calls} calls", _overhead, (calls,))
+    yield Measurement(f"a batch of {BATCH}, {calls} calls", _overhead, (calls,))
     for num_workers in (1, 2):
-        yield Case(f"rate, {num_workers} workers", _rate, (num_workers, calls))
-    yield Case("a slow function beside a fast one", _beside, (200 if quick else 2000,))
-    yield Case("from source to first score", _first_score, (2 if quick else 7,))
-    yield Case("through the streams", stream_rate.measure, (500 if quick else _NUM_ROLLOUTS, TRIVIAL))
+        yield Measurement(f"rate, {num_workers} workers", _rate, (num_workers, calls))
+    yield Measurement("a slow function beside a fast one", _beside, (200 if quick else 2000,))
+    yield Measurement("from source to first score", _first_score, (2 if quick else 7,))
+    yield Measurement("through the streams", stream_rate.measure, (500 if quick else _NUM_ROLLOUTS, TRIVIAL))
 
 
 def trivial(completions: list[str], answer: list[str]) -> list[float]:
@@ -52,7 +52,7 @@ def _in_pool(arguments: dict[str, list[str]]) -> list[float]:
 @asynccontextmanager
 async def _sandbox(text: str, num_workers: int = 1) -> Any:
     found = await find_level("landlock")
-    sandbox = Sandbox(Code("bench", text, "0" * 64, "bench.py"), Limits(), found.level, num_workers=num_workers)
+    sandbox = Sandbox(Code("bench", text, "0" * 64, "bench.py"), CallLimits(), found.level, num_workers=num_workers)
     await sandbox.load()
     try:
         yield sandbox
@@ -155,7 +155,7 @@ async def _first_scores(text: str, rounds: int) -> list[float]:
     seconds = []
     for number in range(rounds):
         began = time.perf_counter()
-        sandbox = Sandbox(Code("bench", text + f"# {number}\n", "0" * 64, "bench.py"), Limits(), level)
+        sandbox = Sandbox(Code("bench", text + f"# {number}\n", "0" * 64, "bench.py"), CallLimits(), level)
         await sandbox.load()
         await sandbox.call(_QUESTION, session="bench")
         seconds.append(time.perf_counter() - began)

@@ -18,7 +18,7 @@ from gspo.common.config.loading import write_config as write_whole_config
 from gspo.common.service.app import CONFIG_NAME
 from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.inbox import append
-from gspo.common.streams.instances import wait_for_member
+from gspo.common.streams.instances import wait_for_instance
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 
@@ -56,7 +56,7 @@ def measure(num_rollouts: int, source: str) -> dict[str, Any]:
 async def _score(redis: Redis, keys: Keys, num_rollouts: int) -> float:
     """Seconds from the first rollout in the stream to the last score in the next."""
     try:
-        await wait_for_member(redis, keys, "reward", _START_S)
+        await wait_for_instance(redis, keys, "reward", _START_S)
     except TimeoutError as error:
         raise MeasurementError(str(error)) from error
     entries = [_rollout(number).SerializeToString() for number in range(num_rollouts)]

@@ -115,7 +115,7 @@ class SimulatedEngine:
         request = self._find(request_id)
         return self._num_sampled(request) if request else 0
 
-    def so_far(self, request_id: str) -> Tokens:
+    def partial_output(self, request_id: str) -> Tokens:
         """What a request under way has sampled so far; nothing for one that is not."""
         request = self._find(request_id)
         return self._sampled(request, self._num_sampled(request)) if request else Tokens([], [], [])

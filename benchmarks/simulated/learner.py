@@ -5,7 +5,7 @@ Everything but the trainer is gspo.learner. Neighbour: services/gspo/learner/__m
 
 from __future__ import annotations
 
-from benchmarks.simulated.trainer import SimulatedMaker
+from benchmarks.simulated.trainer import SimulatedTrainer
 from gspo.common.service.app import parse_options, run_service
 from gspo.learner.app import live
 from gspo.learner.check import check
@@ -14,7 +14,7 @@ from gspo.learner.check import check
 def main() -> None:
     """Check, or train until the run ends."""
     options = parse_options("learner", check, meaning="The learner with a simulated training step.")
-    run_service(options, lambda service: live(service, SimulatedMaker))
+    run_service(options, lambda service: live(service, SimulatedTrainer))
 
 
 if __name__ == "__main__":

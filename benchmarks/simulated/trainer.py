@@ -25,14 +25,14 @@ from benchmarks.simulated.settings import Settings
 from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row
 from gspo.learner.storage.durable_files import fsync
-from gspo.learner.training.trainer_api import Hyperparameters, Trained
+from gspo.learner.training.trainer_api import Hyperparameters, TrainResult
 
 _STATE, _WEIGHTS, _EXPORTED = "caller.json", "weights.safetensors", "model.safetensors"
 # Far above the rounding of any inference dtype at weights of 0.02 and more.
 _CHANGE = 1e-2
 
 
-class SimulatedMaker:
+class SimulatedTrainer:
     """Makes a version of each step.
 
     Args:
@@ -45,7 +45,7 @@ class SimulatedMaker:
         self._weights = _weights_of(folder)
 
     @property
-    def has_followers(self) -> bool:
+    def has_other_ranks(self) -> bool:
         """There are no other ranks."""
         return False
 
@@ -55,7 +55,7 @@ class SimulatedMaker:
         rows: Sequence[Row],
         known: Collection[int] = (),
         hyperparameters: Hyperparameters | None = None,
-    ) -> Trained:
+    ) -> TrainResult:
         """Change a share of every tensor, and take the time that training takes."""
         began = time.monotonic()
         drawn = np.random.default_rng(_entropy(step, rows, self._weights))
@@ -68,7 +68,7 @@ class SimulatedMaker:
         figures = _figures(rows, step - 1)
         wanted_s = self._settings.train_s + self._settings.train_s_per_token * figures["tokens"]
         time.sleep(max(0.0, self._settings.time_scale * wanted_s - (time.monotonic() - began)))
-        return Trained(figures)
+        return TrainResult(figures)
 
     def policy(self) -> dict[str, Tensor]:
         """Copies of the weights in the generators' dtype."""
@@ -96,7 +96,7 @@ class SimulatedMaker:
         save_file({name: tensor.numpy() for name, tensor in self.policy().items()}, unfinished / _EXPORTED)
         unfinished.rename(folder)
 
-    def sign_of_life(self) -> None:
+    def rank_heartbeat(self) -> None:
         """There are no other ranks."""
 
     def close(self) -> None:

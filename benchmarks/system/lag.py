@@ -16,7 +16,7 @@ import yaml
 
 from benchmarks.harness.child_process import MeasurementError
 from benchmarks.harness.gspo_run import finished_run
-from benchmarks.harness.measurement import Case
+from benchmarks.harness.measurement import Measurement
 from benchmarks.harness.sizes import CACHE, LAGS, ROOT
 
 EXAMPLE = ROOT / "examples/arithmetic"
@@ -26,13 +26,13 @@ _COLD_START_S, _RUN_S = 600.0, 1800.0
 _EVALUATE_EVERY = 10
 
 
-def cases(*, quick: bool, steps: int | None) -> Iterator[Case]:
+def cases(*, quick: bool, steps: int | None) -> Iterator[Measurement]:
     """Every lag with both denominators; quick: one case."""
     num_steps = 2 if quick else steps or 40
     for old_logprobs in OLD_LOGPROBS[:1] if quick else OLD_LOGPROBS:
         for max_lag in LAGS[1:2] if quick else LAGS:
             orders = (max_lag, old_logprobs, num_steps)
-            yield Case(f"max_lag {max_lag}, old_logprobs {old_logprobs}, {num_steps} steps", _measure, orders)
+            yield Measurement(f"max_lag {max_lag}, old_logprobs {old_logprobs}, {num_steps} steps", _measure, orders)
 
 
 def _measure(max_lag: int, old_logprobs: str, num_steps: int) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from benchmarks.harness.child_process import MeasurementError, tail
-from benchmarks.harness.gspo_run import START_S, SystemRun, system_run
-from benchmarks.harness.measurement import Case
+from benchmarks.harness.gspo_run import START_S, ObservedRun, observed_run
+from benchmarks.harness.measurement import Measurement
 from benchmarks.harness.workload import write_config
 from gspo.common.streams.keys import Keys
 
@@ -26,20 +26,20 @@ _NUM_TOKENS = 4
 _SERVICES = ("coordinator", "generation", "reward", "learner")
 
 
-def cases(*, quick: bool) -> Iterator[Case]:
+def cases(*, quick: bool) -> Iterator[Measurement]:
     """The same start several times: the first one may compile what the next ones find. Quick: one."""
     for number in range(1, 2 if quick else 4):
-        yield Case(f"start {number}", _measure, (number,))
+        yield Measurement(f"start {number}", _measure, (number,))
 
 
 @dataclass
-class _Watch:
+class StartupSamples:
     """What was seen of a run's processes so far: processor time by process, and when each step of the start was."""
 
     processor_s: dict[int, tuple[str, float]] = field(default_factory=dict)
     reached_s: dict[str, float] = field(default_factory=dict)
 
-    def look(self, run: SystemRun) -> None:
+    def look(self, run: ObservedRun) -> None:
         """Count the processor time of everything that runs now; what has ended keeps what it had."""
         with suppress(psutil.Error):
             command_line = psutil.Process(run.process.pid)
@@ -51,7 +51,7 @@ class _Watch:
                     name = name or self.processor_s.get(process.pid, ("others", 0.0))[0]
                     self.processor_s[process.pid] = (name, times.user + times.system)
 
-    def reach(self, what: str, run: SystemRun) -> None:
+    def reach(self, what: str, run: ObservedRun) -> None:
         """Note when this happened, the first time."""
         self.reached_s.setdefault(what, time.time() - run.started_unix_s)
 
@@ -67,8 +67,8 @@ def _measure(number: int) -> dict[str, Any]:
     # A small run's default, no compiled graphs; and answers that take no time.
     sections = {"generation": {"engine": {}}, "algorithm": {"response_length": _NUM_TOKENS}}
     config = write_config("start", "fixed", "float32", **sections)
-    watch = _Watch()
-    with system_run(config) as run:
+    watch = StartupSamples()
+    with observed_run(config) as run:
         deadline = time.monotonic() + START_S
         while not _has_answer(run, watch):
             watch.look(run)
@@ -79,7 +79,7 @@ def _measure(number: int) -> dict[str, Any]:
     return {"number": number, "reached_s": watch.reached_s, "processor_s": watch.by_name()}
 
 
-def _has_answer(run: SystemRun, watch: _Watch) -> bool:
+def _has_answer(run: ObservedRun, watch: StartupSamples) -> bool:
     """Whether the first answer is in Redis; what comes before it is noted."""
     keys = Keys("run")
     try:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from benchmarks.harness.gspo_run import END_S, START_S, STEP_S, SystemRun, system_run
-from benchmarks.harness.measurement import Case
+from benchmarks.harness.gspo_run import END_S, START_S, STEP_S, ObservedRun, observed_run
+from benchmarks.harness.measurement import Measurement
 from benchmarks.harness.sizes import DTYPES, LAGS, LENGTHS, Dtype, Lengths
 from benchmarks.harness.tables import middle
 from benchmarks.harness.workload import write_config
@@ -25,14 +25,14 @@ _PHASES = ("wait_s", "log_s", "train_s", "publish_s", "step_s", "age_mean", "age
 DROPPED = 2
 
 
-def cases(*, quick: bool, steps: int | None) -> Iterator[Case]:
+def cases(*, quick: bool, steps: int | None) -> Iterator[Measurement]:
     """All lags at both lengths in float32; in bfloat16 the fixed length. Quick: one lag in float32."""
     num_steps, dropped = (2, 1) if quick else (steps or 8, DROPPED)
     for lengths in LENGTHS:
         for dtype in DTYPES if lengths == "fixed" and not quick else DTYPES[:1]:
             for max_lag in LAGS[1:2] if quick else LAGS:
                 orders = (lengths, dtype, max_lag, num_steps, dropped)
-                yield Case(f"max_lag {max_lag}, {lengths}, {dtype}", _measure, orders)
+                yield Measurement(f"max_lag {max_lag}, {lengths}, {dtype}", _measure, orders)
 
 
 def _measure(lengths: Lengths, dtype: Dtype, max_lag: int, num_steps: int, dropped: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _measure(lengths: Lengths, dtype: Dtype, max_lag: int, num_steps: int, dropp
         staleness={"max_lag": max_lag},
         run={"total_steps": num_steps + 1},
     )
-    with system_run(config) as run:
+    with observed_run(config) as run:
         run.wait_for_step(dropped, START_S + STEP_S * dropped)
         before = asyncio.run(look(run.redis_url, "run", run.process.pid))
         run.wait_for_step(num_steps, STEP_S * num_steps)
@@ -61,7 +61,7 @@ def _measure(lengths: Lengths, dtype: Dtype, max_lag: int, num_steps: int, dropp
     }
 
 
-def _steps(run: SystemRun, dropped: int, num_steps: int) -> dict[str, Any]:
+def _steps(run: ObservedRun, dropped: int, num_steps: int) -> dict[str, Any]:
     """Times from the end of one step to the end of the next, and what the learner did in them."""
     lines = run.lines("metrics.jsonl")[dropped - 1 : num_steps]
     figures = [line["figures"] for line in lines[1:]]

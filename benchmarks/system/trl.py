@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.harness.child_process import run_child
-from benchmarks.harness.measurement import Case
+from benchmarks.harness.measurement import Measurement
 from benchmarks.harness.sizes import MAX_TOKENS
 from benchmarks.harness.tables import middle
 from benchmarks.harness.workload import model_folder, prompts
@@ -22,9 +22,9 @@ def is_installed() -> bool:
     return find_spec("trl") is not None
 
 
-def cases(*, quick: bool) -> Iterator[Case]:
+def cases(*, quick: bool) -> Iterator[Measurement]:
     """Answers of the fixed length in float32, as the peer's earlier figure has them."""
-    yield Case("TRL, fixed, float32", _measure, (2 if quick else 5,))
+    yield Measurement("TRL, fixed, float32", _measure, (2 if quick else 5,))
 
 
 def _measure(rounds: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from benchmarks.harness.child_process import serve
 from benchmarks.harness.sizes import CACHE, GROUP_SIZE, NUM_MINI_BATCHES, NUM_ROLLOUTS
 
 
-class _Clock(TrainerCallback):
+class StepEndCallback(TrainerCallback):
     """When each optimizer step ended."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class _Clock(TrainerCallback):
 
 def measure(orders: dict[str, Any]) -> dict[str, Any]:
     """Seconds of every step of the whole shape, which is one generation and all its optimizer steps."""
-    clock, max_tokens = _Clock(), orders["max_tokens"]
+    clock, max_tokens = StepEndCallback(), orders["max_tokens"]
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(orders["model"]),
         reward_funcs=_reward,

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from gspo.common.service.app import connect_redis
 from gspo.common.streams.events import FROM_START, Events
-from gspo.common.streams.instances import Member, members
+from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event
 
@@ -29,7 +29,7 @@ REDIS, COMMAND_LINE = "redis", "gspo run"
 
 
 @dataclass(frozen=True)
-class Look:
+class CounterSnapshot:
     """Counters at one moment; `activity` is service -> (kind, what) -> seconds."""
 
     unix_s: float
@@ -40,15 +40,15 @@ class Look:
     events: tuple[Event, ...]
 
 
-async def look(redis_url: str, run: str, command_line: int) -> Look:
+async def look(redis_url: str, run: str, command_line: int) -> CounterSnapshot:
     """All counters of a run now; `command_line` is the process id of its `gspo run`."""
     redis, keys = connect_redis(redis_url), Keys(run)
     try:
-        found = await members(redis, keys)
+        found = await list_instances(redis, keys)
         events = await Events(redis, keys, "benchmark").read(FROM_START, 0.001, _ALL_EVENTS)
         times = psutil.cpu_times()
         pages = await _pages(found)
-        processor_s = {member.service: _processor_s(member.pid) for member in found}
+        processor_s = {instance.service: _processor_s(instance.pid) for instance in found}
         processor_s[REDIS] = await _redis_processor_s(redis)
         own = psutil.Process(command_line).cpu_times()
         processor_s[COMMAND_LINE] = own.user + own.system
@@ -62,12 +62,14 @@ async def look(redis_url: str, run: str, command_line: int) -> Look:
                 activity[service][sample.labels["kind"], sample.labels["what"]] = sample.value
             elif sample.name == "gspo_tokens_generated_total" and sample.labels["evaluation"] == "no":
                 tokens += sample.value
-    return Look(time.time(), activity, processor_s, times.idle + times.iowait, tokens, tuple(e for _, e in events))
+    return CounterSnapshot(
+        time.time(), activity, processor_s, times.idle + times.iowait, tokens, tuple(e for _, e in events)
+    )
 
 
-async def _pages(found: list[Member]) -> dict[str, str]:
+async def _pages(found: list[Instance]) -> dict[str, str]:
     async with httpx.AsyncClient(timeout=10) as client:
-        return {member.service: (await client.get(f"http://{member.http}/metrics")).text for member in found}
+        return {instance.service: (await client.get(f"http://{instance.http}/metrics")).text for instance in found}
 
 
 def _samples(page: str) -> list[Any]:
@@ -91,7 +93,7 @@ async def _redis_processor_s(redis: Redis) -> float:
     return float(info["used_cpu_user"] + info["used_cpu_sys"])
 
 
-def between(before: Look, after: Look) -> dict[str, Any]:
+def between(before: CounterSnapshot, after: CounterSnapshot) -> dict[str, Any]:
     """What happened from one look to the next, ready for JSON."""
     window_s = after.unix_s - before.unix_s
     waits = {service: _grown(before.activity.get(service, {}), now) for service, now in after.activity.items()}

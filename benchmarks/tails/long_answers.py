@@ -14,8 +14,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from benchmarks.harness.gspo_run import END_S, START_S, SystemRun, system_run
-from benchmarks.harness.measurement import Case
+from benchmarks.harness.gspo_run import END_S, START_S, ObservedRun, observed_run
+from benchmarks.harness.measurement import Measurement
 from benchmarks.harness.sizes import MAX_TOKENS
 from benchmarks.harness.tables import middle
 from benchmarks.harness.workload import write_config
@@ -31,7 +31,7 @@ _STEP_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Way:
+class LongAnswerRun:
     """One way to run it. `dropped` steps fill the pipeline: so long as the longest answer is under way."""
 
     name: str
@@ -44,15 +44,15 @@ class Way:
 
 _MASK = {"max_lag": 4, "on_stale": "mask", "max_token_age": 16}
 WAYS = (
-    Way("synchronous (max_lag 0)", 8, 1, {"max_lag": 0}),
-    Way("max_lag 1", 14, 4, {"max_lag": 1}),
-    Way("max_lag 2", 18, 6, {"max_lag": 2}),
-    Way("max_lag 4, mask", 45, 20, _MASK),
-    Way(f"max_lag 4, mask, segments of {SEGMENT}", 45, 20, _MASK, {"segment_tokens": SEGMENT}),
-    Way(f"max_lag 10, wait, segments of {SEGMENT}", 45, 20, {"max_lag": 10}, {"segment_tokens": SEGMENT}),
-    Way("vLLM and DeepSpeed, max_lag 0", 10, 2, {"max_lag": 0}, real=True),
-    Way("vLLM and DeepSpeed, max_lag 1", 10, 2, {"max_lag": 1}, real=True),
-    Way(
+    LongAnswerRun("synchronous (max_lag 0)", 8, 1, {"max_lag": 0}),
+    LongAnswerRun("max_lag 1", 14, 4, {"max_lag": 1}),
+    LongAnswerRun("max_lag 2", 18, 6, {"max_lag": 2}),
+    LongAnswerRun("max_lag 4, mask", 45, 20, _MASK),
+    LongAnswerRun(f"max_lag 4, mask, segments of {SEGMENT}", 45, 20, _MASK, {"segment_tokens": SEGMENT}),
+    LongAnswerRun(f"max_lag 10, wait, segments of {SEGMENT}", 45, 20, {"max_lag": 10}, {"segment_tokens": SEGMENT}),
+    LongAnswerRun("vLLM and DeepSpeed, max_lag 0", 10, 2, {"max_lag": 0}, real=True),
+    LongAnswerRun("vLLM and DeepSpeed, max_lag 1", 10, 2, {"max_lag": 1}, real=True),
+    LongAnswerRun(
         f"vLLM and DeepSpeed, max_lag 4, mask, segments of {SEGMENT}",
         16,
         6,
@@ -63,10 +63,10 @@ WAYS = (
 )
 
 
-def cases(*, quick: bool) -> Iterator[Case]:
+def cases(*, quick: bool) -> Iterator[Measurement]:
     """Every way; quick: one with segments, for a few steps."""
     for way in WAYS[4:5] if quick else WAYS:
-        yield Case(way.name, _measure, (way, 4 if quick else way.steps, 1 if quick else way.dropped))
+        yield Measurement(way.name, _measure, (way, 4 if quick else way.steps, 1 if quick else way.dropped))
 
 
 def settings() -> Settings:
@@ -92,7 +92,7 @@ def alone() -> dict[str, float]:
     return {"generation": generation, "training": 1 / simulated.train_s_per_token}
 
 
-def _measure(way: Way, num_steps: int, dropped: int) -> dict[str, Any]:
+def _measure(way: LongAnswerRun, num_steps: int, dropped: int) -> dict[str, Any]:
     config = write_config(
         "tail",
         "long-tailed",
@@ -107,7 +107,7 @@ def _measure(way: Way, num_steps: int, dropped: int) -> dict[str, Any]:
         run={"total_steps": num_steps},
     )
     simulation = ("", {}) if way.real else ("benchmarks.simulated.run", settings().to_environment())
-    with system_run(config, *simulation) as run:
+    with observed_run(config, *simulation) as run:
         run.wait_for_end(START_S + num_steps * _STEP_LIMIT_S + END_S)
     rates = alone()
     return {
@@ -118,7 +118,7 @@ def _measure(way: Way, num_steps: int, dropped: int) -> dict[str, Any]:
     }
 
 
-def _window(run: SystemRun, num_steps: int, dropped: int) -> dict[str, Any]:
+def _window(run: ObservedRun, num_steps: int, dropped: int) -> dict[str, Any]:
     """Trained tokens a second after the first `dropped` steps, and where the learner's time went."""
     lines = run.lines("metrics.jsonl")[dropped - 1 : num_steps]
     figures = [line["figures"] for line in lines[1:]]
@@ -141,7 +141,7 @@ def _window(run: SystemRun, num_steps: int, dropped: int) -> dict[str, Any]:
     }
 
 
-def _answers(run: SystemRun, steps: range) -> tuple[list[int], list[int]]:
+def _answers(run: ObservedRun, steps: range) -> tuple[list[int], list[int]]:
     """Sampled tokens of each answer, and the versions that sampled it."""
     lengths: list[int] = []
     versions: list[int] = []

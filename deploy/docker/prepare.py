@@ -20,7 +20,7 @@ from typing import Any
 
 from gspo.cli.processes.checks import check_services
 from gspo.cli.processes.exit_codes import RunError
-from gspo.cli.rundir.plan import Plan, hold, plan_run, prepare
+from gspo.cli.rundir.plan import RunPlan, lock_run_dir, plan_run, prepare
 from gspo.common.config.loading import (
     changed_keys,
     check_resume,
@@ -77,14 +77,14 @@ def make_run(folder: Path, runs: Path, secrets: Path, redis_url: str | None, col
     write_config(config, path)
     plan = _plan(config, path)
     asyncio.run(check_services(CHECKED_HERE, path))
-    with hold(plan.run_dir):
+    with lock_run_dir(plan.run_dir):
         for note in prepare(plan):
             sys.stdout.write(f"{note}\n")
     _point(runs / CURRENT, plan.run_dir)
     return plan.run_dir
 
 
-def _plan(config: Config, path: Path) -> Plan:
+def _plan(config: Config, path: Path) -> RunPlan:
     """A new run, or one to go on with; nothing of it is removed, for its services may be at work."""
     there = config.run_dir / CONFIG_NAME
     if not there.is_file():
@@ -92,7 +92,7 @@ def _plan(config: Config, path: Path) -> Plan:
     old = read_config(there)
     check_resume(old, config)
     changes = tuple(f"{key.name}: {before} -> {after}" for key, before, after in changed_keys(old, config))
-    return Plan(config, config.run_dir, resume=True, changes=changes)
+    return RunPlan(config, config.run_dir, resume=True, changes=changes)
 
 
 def container_config(folder: Path, runs: Path, secrets: Path, redis_url: str | None) -> Config:

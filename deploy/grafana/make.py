@@ -187,7 +187,7 @@ LEARNING = {
 OPERATIONS = {
     "Is everybody there?": [
         ask("Does every process answer?", ONE, ("min by (job, instance) (up)", "{{job}} {{instance}}")),
-        ask("How many processes are registered?", ONE, ("sum by (service) (gspo_members)", "{{service}}")),
+        ask("How many processes are registered?", ONE, ("sum by (service) (gspo_instances)", "{{service}}")),
         ask("Who is busy, and who waits?", SHARE,
             (f'sum by (service, kind) (rate(gspo_activity_seconds_total{RATE}))', "{{service}} {{kind}}"),
             help="Of the time of all processes of a service"),

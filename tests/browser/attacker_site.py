@@ -51,7 +51,7 @@ function framed(url, enctype, fields) {
 </script>"""
 
 
-class Site:
+class AttackerSite:
     """What the site shows, and whose address it has.
 
     Attributes:
@@ -66,9 +66,9 @@ class Site:
 
 
 @contextmanager
-def hostile_site() -> Iterator[Site]:
+def attacker_site() -> Iterator[AttackerSite]:
     """The site, on a port of this machine."""
-    site = Site()
+    site = AttackerSite()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from gspo.common.service.app import connect_redis
-from gspo.common.streams.instances import members
+from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
-from tests.browser.attacker_site import Site, hostile_site
+from tests.browser.attacker_site import AttackerSite, attacker_site
 from tests.browser.chromium import LOAD_S, browser, text_of
 from tests.support.service_process import make_run, service_process
 from tests.support.tiny_model import make_tiny_model
@@ -74,7 +74,7 @@ async def _addresses(redis_url: str, keys: Keys) -> dict[str, str]:
     try:
         async with asyncio.timeout(120):
             while True:
-                found = {member.service: member.http for member in await members(redis, keys)}
+                found = {instance.service: instance.http for instance in await list_instances(redis, keys)}
                 if {"coordinator", "reward"} <= found.keys():
                     return found
                 await asyncio.sleep(0.2)
@@ -83,8 +83,8 @@ async def _addresses(redis_url: str, keys: Keys) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with hostile_site() as found:
+def site() -> Iterator[AttackerSite]:
+    with attacker_site() as found:
         yield found
 
 
@@ -107,7 +107,7 @@ def _refused(addresses: dict[str, str], reason: str) -> float:
     return sum(float(number) for text in texts for number in re.findall(line, text, re.MULTILINE))
 
 
-async def _shown(site: Site, host: str, profile: Path) -> dict[str, Any]:
+async def _shown(site: AttackerSite, host: str, profile: Path) -> dict[str, Any]:
     """What the site's page tells of its attempts, when a user looks at it."""
     async with browser(profile, f"http://{host}:{site.port}/"):
         return await asyncio.to_thread(site.outcomes.get, timeout=LOAD_S)
@@ -115,7 +115,7 @@ async def _shown(site: Site, host: str, profile: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("origin", ["evil.example", "localhost"])
 async def test_a_page_of_another_origin_changes_and_reads_nothing(
-    addresses: dict[str, str], site: Site, redis_url: str, tmp_path: Path, origin: str
+    addresses: dict[str, str], site: AttackerSite, redis_url: str, tmp_path: Path, origin: str
 ) -> None:
     script = ATTACK.replace("REWARD", addresses["reward"]).replace("COORDINATOR", addresses["coordinator"])
     # Another site, and the same site on another port.
@@ -129,7 +129,7 @@ async def test_a_page_of_another_origin_changes_and_reads_nothing(
 
 
 async def test_a_name_that_becomes_ours_gets_nothing(
-    addresses: dict[str, str], site: Site, redis_url: str, tmp_path: Path
+    addresses: dict[str, str], site: AttackerSite, redis_url: str, tmp_path: Path
 ) -> None:
     site.script, site.becomes = REBOUND, addresses["coordinator"]
     before = await _state(addresses, redis_url)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.faults import strike
-from benchmarks.chaos.invariants import Finding, Left, check
-from benchmarks.chaos.schedule import Strike
-from benchmarks.chaos.target import GROUPS, MAX_LAG, SIZE, World
+from benchmarks.chaos.invariants import FinishedRun, InvariantResult, check
+from benchmarks.chaos.schedule import Fault
+from benchmarks.chaos.target import GROUPS, MAX_LAG, SIZE, RunUnderTest
 
 pytestmark = pytest.mark.timeout(400)
 IS_ROOT = os.geteuid() == 0
@@ -24,11 +24,11 @@ WELL_S = 120.0
 # A second of Redis' own work; a generation that went on would add hundreds of rollouts.
 _STEADY_BYTES = 100_000
 STRIKES = [
-    Strike("kill learner", ("learner-0",), 0.0, 0.0),
-    Strike("flush redis", ("redis",), 0.0, 0.0),
-    Strike("corrupt push", ("generation-1",), 0.0, 0.0),
+    Fault("kill learner", ("learner-0",), 0.0, 0.0),
+    Fault("flush redis", ("redis",), 0.0, 0.0),
+    Fault("corrupt push", ("generation-1",), 0.0, 0.0),
     # Only root can have a small disk and a network of its own.
-    *([Strike("fill disk", (), 3.0, 0.0), Strike("cut network", ("learner-0", "generation-0"), 3.0, 0.0)] * IS_ROOT),
+    *([Fault("fill disk", (), 3.0, 0.0), Fault("cut network", ("learner-0", "generation-0"), 3.0, 0.0)] * IS_ROOT),
 ]
 
 
@@ -38,7 +38,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 
 
 async def _play(folder: Path) -> dict[str, int]:
-    async with World(folder, 0, with_network=IS_ROOT) as world:
+    async with RunUnderTest(folder, 0, with_network=IS_ROOT) as world:
         assert await world.wait_until_well(0, WELL_S) == "", (folder / "run.log").read_text()
         while_stopped = await _without_a_learner(world)
         for planned in STRIKES:
@@ -46,19 +46,21 @@ async def _play(folder: Path) -> dict[str, int]:
             assert await world.wait_until_well(world.step, WELL_S) == "", planned
         exit_code = await world.finish()
         waiting = frozenset(await world.groups_in_streams())
-        left = Left(world.run_dir, world.config, exit_code, await world.left_in_redis(), dict(world.longest), waiting)
+        left = FinishedRun(
+            world.run_dir, world.config, exit_code, await world.left_in_redis(), dict(world.longest), waiting
+        )
         # Here, for the run directory goes with its disk.
         return while_stopped | {f"broken {found.number}": len(found.broken) for found in _findings(left)}
 
 
-def _findings(left: Left) -> list[Finding]:
+def _findings(left: FinishedRun) -> list[InvariantResult]:
     found = check(left)
     for one in found:
         assert one.broken == (), f"invariant {one.number} ({one.what}): {one.broken[:5]}"
     return found
 
 
-async def _without_a_learner(world: World) -> dict[str, int]:
+async def _without_a_learner(world: RunUnderTest) -> dict[str, int]:
     """Stop the learner until the others have nothing left to do; what they made of it."""
     pid = world.pid("learner-0")
     assert pid is not None

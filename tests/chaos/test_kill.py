@@ -40,7 +40,7 @@ def reward(prompts, completions, **columns):
 
 
 @dataclass
-class Running:
+class KilledRun:
     """A run under way."""
 
     process: subprocess.Popen[bytes]
@@ -74,7 +74,7 @@ class Running:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRun:
     """What a run left."""
 
     run_dir: Path
@@ -86,13 +86,13 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> EndedRun:
     folder = tmp_path_factory.mktemp("chaos")
     command = [sys.executable, "-m", "gspo.cli", "run", str(_write(folder)), "--plain"]
     printed = folder / "printed"
     with printed.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-    running = Running(process, folder / "runs" / "chaos")
+    running = KilledRun(process, folder / "runs" / "chaos")
     try:
         running.until(lambda: running.logged(1), "the first step")
         running.kill("generation")
@@ -104,7 +104,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
-    return Ended(running.run_dir, printed.read_text(), process.returncode)
+    return EndedRun(running.run_dir, printed.read_text(), process.returncode)
 
 
 def _write(folder: Path) -> Path:
@@ -137,13 +137,13 @@ def _write(folder: Path) -> Path:
     return path
 
 
-def test_the_run_goes_on_to_its_end(ended: Ended) -> None:
+def test_the_run_goes_on_to_its_end(ended: EndedRun) -> None:
     assert ended.exit_code == 0, ended.printed
     for name in ("generation-0", "reward-0", "learner-0"):
         assert f"{name} died (killed by SIGKILL)" in " ".join(ended.printed.split()), ended.printed
 
 
-def test_every_group_is_settled_once_and_no_rollout_is_trained_twice(ended: Ended) -> None:
+def test_every_group_is_settled_once_and_no_rollout_is_trained_twice(ended: EndedRun) -> None:
     rows = [row for path in (ended.run_dir / "log").glob("step-*.parquet") for row in pq.read_table(path).to_pylist()]
     rollouts = Counter((row["group"], row["number"]) for row in rows)
     assert max(rollouts.values()) == 1
@@ -155,7 +155,7 @@ def test_every_group_is_settled_once_and_no_rollout_is_trained_twice(ended: Ende
     assert counts["trained"] == len(trained)
 
 
-def test_a_replayed_version_has_the_digest_that_was_recorded(ended: Ended) -> None:
+def test_a_replayed_version_has_the_digest_that_was_recorded(ended: EndedRun) -> None:
     digests = defaultdict(list)
     for line in ended.lines("policy.jsonl"):
         digests[line["version"]].append(line["digest"])
@@ -163,12 +163,12 @@ def test_a_replayed_version_has_the_digest_that_was_recorded(ended: Ended) -> No
     assert all(len(found) == 1 for found in digests.values()), digests
 
 
-def test_no_token_is_older_than_the_lag(ended: Ended) -> None:
+def test_no_token_is_older_than_the_lag(ended: EndedRun) -> None:
     for line in ended.lines("metrics.jsonl"):
         assert line["figures"]["age_max"] <= MAX_LAG
 
 
-def test_what_was_measured_is_recorded(ended: Ended) -> None:
+def test_what_was_measured_is_recorded(ended: EndedRun) -> None:
     first, last = ended.lines("evaluations.jsonl")
     assert first["version"] == 0
     assert last["version"] == max(line["version"] for line in ended.lines("policy.jsonl"))

@@ -21,8 +21,8 @@ from pathlib import Path
 import pandas
 
 from tests.compose.docker_engine import ROOT, Docker, NoEngineError, engine
-from tests.compose.project import House, say, until
-from tests.compose.refusals import a_stranger, refusals, unreadable_secrets
+from tests.compose.project import ComposeProject, report_progress, until
+from tests.compose.refusals import generator_with_another_token, refusals, unreadable_secrets
 
 EXIT_FAILED, EXIT_NOT_TESTED = 1, 3
 NOT_HERE = ("grafana",)
@@ -46,7 +46,7 @@ def torch_wheel() -> None:
     if not list(WHEELS.glob("torch-*.whl")):
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(WHEELS), version]
         found = subprocess.run(pip, capture_output=True, check=False, timeout=300).returncode == 0
-        say(f"{version}: {'taken along' if found else 'from the index of PyTorch'}")
+        report_progress(f"{version}: {'taken along' if found else 'from the index of PyTorch'}")
 
 
 def build(docker: Docker) -> None:
@@ -59,12 +59,12 @@ def build(docker: Docker) -> None:
     for name in ("coordinator", "reward", "door", "engine"):
         image = docker.inspect(f"gspo-{name}")
         added = (image["Size"] - base) / 1e6
-        say(f"image gspo-{name} adds {added:.0f} MB to its base")
+        report_progress(f"image gspo-{name} adds {added:.0f} MB to its base")
         assert image["Config"]["User"] == "gspo", f"gspo-{name} runs as {image['Config']['User'] or 'root'}"
         assert name == "engine" or added < MAX_LIGHT_MB, f"gspo-{name} adds {added:.0f} MB"
 
 
-def start(house: House, services: list[str], line: str) -> None:
+def start(house: ComposeProject, services: list[str], line: str) -> None:
     """`up` until everything is ready."""
     # What is left out of the test must be left out by name: all others are named instead.
     house.as_documented(
@@ -72,7 +72,7 @@ def start(house: House, services: list[str], line: str) -> None:
     )
 
 
-def contained(house: House) -> None:
+def contained(house: ComposeProject) -> None:
     """Each service runs without root, capabilities or a root file system to write to, within its limits."""
     docker = house.docker
     for service in SERVICES:
@@ -96,7 +96,7 @@ def contained(house: House) -> None:
     sandbox = json.loads(docker.python(reward, ready))["sandbox"]
     assert sandbox.startswith(("landlock", "bubblewrap")), f"user code is contained by {sandbox}"
     assert "seccomp" in sandbox
-    say(f"contained; reward functions by {sandbox}")
+    report_progress(f"contained; reward functions by {sandbox}")
 
 
 def shut_off(docker: Docker, reward: str) -> None:
@@ -112,12 +112,12 @@ def shut_off(docker: Docker, reward: str) -> None:
     assert not [host for host in outside if reaches(reward, host)], f"the reward service reaches one of {outside}"
 
 
-def scale(house: House, services: list[str]) -> None:
+def scale(house: ComposeProject, services: list[str]) -> None:
     """A second generator and scorer join, under names of their own, and both generate."""
     start(house, services, "docker compose up -d --scale generation=2 --scale reward=2")
 
     def both() -> list[str] | None:
-        names = [member["name"] for member in house.state()["members"] if member["service"] == "generation"]
+        names = [instance["name"] for instance in house.state()["members"] if instance["service"] == "generation"]
         return names if len(names) == 2 else None
 
     names = until("a second generator", both, 60)
@@ -126,7 +126,7 @@ def scale(house: House, services: list[str]) -> None:
     house.ask("GSPO_PORT", "/v1/resume", post=True)
     generated = 'sum by (instance) (gspo_rollouts_generated_total{evaluation="no"}) > 0'
     until("rollouts of both generators", lambda: found if len(found := house.query(generated)) == 2 else None, 90)
-    say(f"two generators at work: {', '.join(names)}")
+    report_progress(f"two generators at work: {', '.join(names)}")
 
 
 def gspo(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
@@ -135,7 +135,7 @@ def gspo(environment: dict[str, str], *words: str) -> subprocess.CompletedProces
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
 
 
-def submit(house: House, folder: Path) -> None:
+def submit(house: ComposeProject, folder: Path) -> None:
     """A reward function from outside, by the command of the README, through the published port."""
     file, rows = folder / "better.py", folder / "rows.jsonl"
     file.write_text(BETTER)
@@ -151,10 +151,10 @@ def submit(house: House, folder: Path) -> None:
     assert "better" in done.stdout
     wrong = gspo({**environment, "GSPO_REWARD_TOKEN": "wrong"}, "reward", "list")
     assert wrong.returncode == 2, f"a wrong token was let in: {wrong.stdout}{wrong.stderr}"
-    say("a reward function was submitted and tried from outside")
+    report_progress("a reward function was submitted and tried from outside")
 
 
-def kill(house: House, service: str) -> None:
+def kill(house: ComposeProject, service: str) -> None:
     """Kill everything in one container at once; the engine starts it again, and the run goes on."""
     container, before = house.docker.containers(service)[0], int(house.state()["step"])
     house.docker.python(container, KILL_ALL, check=False)
@@ -165,10 +165,10 @@ def kill(house: House, service: str) -> None:
 
     until(f"a restart of {service}", again, 60)
     after = until(f"a step after {before}", house.step_above(before + 1), 240)
-    say(f"{service} killed at step {before}, run at step {after}")
+    report_progress(f"{service} killed at step {before}, run at step {after}")
 
 
-def watched(house: House) -> None:
+def watched(house: ComposeProject) -> None:
     """Prometheus sees every process of every service, by its service's name."""
 
     def all_up() -> dict[str, float] | None:
@@ -178,10 +178,10 @@ def watched(house: House) -> None:
     up = until("all targets in Prometheus", all_up, 60)
     # A learner that was started again serves its step from the next one on.
     until("a step in Prometheus", lambda: house.query("max(gspo_step) > 0") or None, 120)
-    say(f"Prometheus: {up}")
+    report_progress(f"Prometheus: {up}")
 
 
-def finish(house: House) -> None:
+def finish(house: ComposeProject) -> None:
     """The run ends by itself: every service with exit code 0."""
 
     def ended() -> dict[str, int] | None:
@@ -190,10 +190,10 @@ def finish(house: House) -> None:
 
     codes = until("the end of the run", ended, 420)
     assert set(codes.values()) == {0}, f"exit codes {codes}"
-    say("the run has ended")
+    report_progress("the run has ended")
 
 
-def results(house: House, folder: Path) -> None:
+def results(house: ComposeProject, folder: Path) -> None:
     """What the run left: every step once, every group in one of them, and a model that adds better than before."""
     told = house.as_documented("docker compose run --rm gspo report /runs/current")
     assert "report.html" in told, told
@@ -211,11 +211,11 @@ def results(house: House, folder: Path) -> None:
     measured = [json.loads(line)["figures"] for line in (run / "log/evaluations.jsonl").read_text().splitlines()]
     first, last = measured[0]["sampled_mean"], measured[-1]["sampled_mean"]
     assert last > first + 0.2, f"accuracy {first:.2f} before, {last:.2f} after"
-    say(f"{len(steps)} steps, accuracy {first:.2f} before and {last:.2f} after")
+    report_progress(f"{len(steps)} steps, accuracy {first:.2f} before and {last:.2f} after")
 
 
 @contextmanager
-def project(environment: dict[str, str]) -> Iterator[House]:
+def project(environment: dict[str, str]) -> Iterator[ComposeProject]:
     """A compose project of its own with ports of its own; nothing of it is left behind."""
     names = ("GSPO_PORT", "GSPO_REWARD_PORT", "GSPO_PROMETHEUS_PORT", "GSPO_GRAFANA_PORT")
     with ExitStack() as probes:
@@ -224,7 +224,7 @@ def project(environment: dict[str, str]) -> Iterator[House]:
     own = {"COMPOSE_PROJECT_NAME": f"gspo-test-{os.getpid()}", **{name: str(port) for name, port in ports.items()}}
     docker = Docker({**environment, **own, "GSPO_START_PERIOD": f"{READY_S}s"})
     try:
-        yield House(docker, own["COMPOSE_PROJECT_NAME"], ports)
+        yield ComposeProject(docker, own["COMPOSE_PROJECT_NAME"], ports)
     finally:
         docker.compose(
             "--profile", "tools", "down", "-v", "--timeout", "20", "--remove-orphans", timeout_s=180, check=False
@@ -235,7 +235,7 @@ def project(environment: dict[str, str]) -> Iterator[House]:
         assert not left.stdout.strip(), f"containers were left behind: {left.stdout}"
 
 
-def story(house: House) -> None:
+def story(house: ComposeProject) -> None:
     """The whole of it, in a user's order."""
     docker = house.docker
     services = [name for name in docker.compose("config", "--services").split() if name not in NOT_HERE]
@@ -243,17 +243,17 @@ def story(house: House) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         refusals(docker, folder)
-        say("what cannot work is refused in one line")
+        report_progress("what cannot work is refused in one line")
         start(house, services, "docker compose up -d --build --wait")
         house.token = house.as_documented("docker compose exec coordinator cat /secrets/token").strip()
         assert house.as_documented("docker compose exec coordinator cat /secrets/grafana_password").strip()
-        say(f"ready: {', '.join(services)}")
+        report_progress(f"ready: {', '.join(services)}")
         house.ask("GSPO_PORT", "/v1/pause", post=True)
         contained(house)
         submit(house, folder)
         unreadable_secrets(docker, folder)
-        a_stranger(house, folder)
-        say("a generator with another token is named by both sides, and the run goes on without it")
+        generator_with_another_token(house, folder)
+        report_progress("a generator with another token is named by both sides, and the run goes on without it")
         scale(house, services)
         kill(house, "generation")
         kill(house, "learner")
@@ -281,7 +281,7 @@ def main() -> None:
     except (AssertionError, OSError, subprocess.SubprocessError) as error:
         print(f"compose-test: FAILED: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
-    say("compose-test: all held")
+    report_progress("compose-test: all held")
 
 
 if __name__ == "__main__":

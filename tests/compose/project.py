@@ -20,7 +20,7 @@ T = TypeVar("T")
 _began = time.monotonic()
 
 
-def say(text: str) -> None:
+def report_progress(text: str) -> None:
     print(f"[{time.monotonic() - _began:5.0f} s] {text}", flush=True)
 
 
@@ -38,7 +38,7 @@ def until(what: str, ask: Callable[[], T | None], timeout_s: float) -> T:
     raise AssertionError(f"after {timeout_s:g} s: {what} did not come (last: {seen})")
 
 
-class House:
+class ComposeProject:
     """The running project as a user outside sees it."""
 
     def __init__(self, docker: Docker, project: str, ports: dict[str, int]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.compose.docker_engine import ROOT, Docker
-from tests.compose.project import House, until
+from tests.compose.project import ComposeProject, until
 
 OTHER_TOKEN = "another-token-than-the-others-have"
 # Standard output holds JSON, whatever the status.
@@ -67,7 +67,7 @@ def unreadable_secrets(docker: Docker, folder: Path) -> None:
         assert (found["ready"], found["problems"]["bad_input"]) == (False, line["reason"]), found
 
 
-def a_stranger(house: House, folder: Path) -> None:
+def generator_with_another_token(house: ComposeProject, folder: Path) -> None:
     """A generator with another token than the learner's: both say so, and the learner is not ready while it is there.
 
     The run is paused before and after; in between it makes a version, which the stranger does not take.

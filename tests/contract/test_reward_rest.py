@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from gspo.common.service.app import connect_redis
-from gspo.common.streams.instances import wait_for_member
+from gspo.common.streams.instances import wait_for_instance
 from gspo.common.streams.keys import Keys
 from tests.support.service_process import make_run, service_process
 
@@ -46,7 +46,7 @@ def door_url(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 async def _address(redis_url: str, run: str) -> str:
     redis = connect_redis(redis_url)
     try:
-        return (await wait_for_member(redis, Keys(run), "reward", 60)).http
+        return (await wait_for_instance(redis, Keys(run), "reward", 60)).http
     finally:
         await redis.aclose()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from gspo.common.host.gpus import torch_is_for_cpus, visible_gpus
 from tests.gpu.catalogue import PARTS, Part
 from tests.gpu.machine_facts import ROOT, child_environment, missing, run_facts
-from tests.gpu.records import PAGE, RECORDS, Record, merge, read_records, write_page
+from tests.gpu.records import PAGE, RECORDS, PartRecord, merge, read_records, write_page
 
 NOT_RUN = 3
 # A part that has less left would only be cut off.
@@ -93,7 +93,7 @@ def _chosen(given: argparse.Namespace) -> list[Part]:
     return [PARTS[name] for name in names]
 
 
-def _run_part(part: Part, given: argparse.Namespace, facts: dict[str, str], limit_s: float) -> Record:
+def _run_part(part: Part, given: argparse.Namespace, facts: dict[str, str], limit_s: float) -> PartRecord:
     """One part as a process that leads a session of its own, so that nothing of it stays behind."""
     print(f"{part.name}: {part.what} (at most {limit_s:.0f} s)", flush=True)
     answer, log = given.folder / f"{part.name}.json", given.folder / f"{part.name}.log"
@@ -116,7 +116,7 @@ def _run_part(part: Part, given: argparse.Namespace, facts: dict[str, str], limi
         )
         reason = _wait(process, limit_s)
     found = json.loads(answer.read_text()) if answer.exists() else {"numbers": {}, "reason": reason or _last_words(log)}
-    return Record(
+    return PartRecord(
         part=part.name,
         passed=not (reason or found["reason"]),
         reason=reason or found["reason"],

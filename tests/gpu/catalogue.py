@@ -50,10 +50,10 @@ _MODULES = {"graphs": "push"}
 
 def main() -> None:
     """Run the part and write numbers and reason; whatever it raises is the reason."""
-    from tests.gpu.part_run import Case  # here: whoever only asks for the parts' names needs no torch
+    from tests.gpu.part_run import PartRun  # here: whoever only asks for the parts' names needs no torch
 
     options, answer = json.loads(sys.argv[1]), Path(sys.argv[2])
-    case = Case(options["part"], options["device"], Path(options["folder"]), options["engine"])
+    case = PartRun(options["part"], options["device"], Path(options["folder"]), options["engine"])
     reason = ""
     try:
         module = importlib.import_module(f"tests.gpu.parts.{_MODULES.get(case.part, case.part)}")

@@ -16,11 +16,11 @@ import numpy as np
 
 from gspo.generation.engine.api import Completion, Sampling
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
-from tests.gpu.part_run import Case
+from tests.gpu.part_run import PartRun
 
 
 @asynccontextmanager
-async def engine_of(case: Case, dtype: str, model: Path | None = None) -> AsyncIterator[Engine]:
+async def engine_of(case: PartRun, dtype: str, model: Path | None = None) -> AsyncIterator[Engine]:
     """The service's engine on the model; `start_s` is noted."""
     sizes = case.sizes
     began = time.monotonic()
@@ -40,7 +40,7 @@ async def engine_of(case: Case, dtype: str, model: Path | None = None) -> AsyncI
         await engine.stop()
 
 
-def prompts_of(case: Case, seed: int = 0) -> list[list[int]]:
+def prompts_of(case: PartRun, seed: int = 0) -> list[list[int]]:
     """Random tokens of the tokenizer, as long as the sizes say."""
     rng, sizes = np.random.default_rng(seed), case.sizes
     return [rng.integers(3, 90, sizes.prompt_tokens).tolist() for _ in range(sizes.num_requests)]

@@ -18,12 +18,12 @@ from gspo.generation.engine.api import Completion
 from gspo.learner.assembly.rows import Row
 from gspo.learner.model.batch import StepBatch, rank_micro_batches
 from gspo.learner.model.network import can_be_packed, load_policy_model
-from tests.gpu.part_run import Case
+from tests.gpu.part_run import PartRun
 from tests.support.training.rollout_rows import row_of
 
 
 @dataclass(frozen=True)
-class Difference:
+class LogprobDifference:
     """vLLM's log-probs minus the learner's, over the tokens of all answers."""
 
     std: float
@@ -53,7 +53,7 @@ def rows_of(prompts: Sequence[list[int]], completions: Sequence[Completion], num
     ]
 
 
-def learner_config(case: Case, model: Path, dtype: str, **learner: Any) -> Any:
+def learner_config(case: PartRun, model: Path, dtype: str, **learner: Any) -> Any:
     """A configuration of the learner on this model."""
     sizes = case.sizes
     given = {
@@ -71,8 +71,8 @@ def learner_config(case: Case, model: Path, dtype: str, **learner: Any) -> Any:
 
 @torch.no_grad()
 def difference(
-    case: Case, model: Path, dtype: str, prompts: Sequence[list[int]], completions: Sequence[Completion]
-) -> Difference:
+    case: PartRun, model: Path, dtype: str, prompts: Sequence[list[int]], completions: Sequence[Completion]
+) -> LogprobDifference:
     """vLLM's log-probs against the learner's of the same tokens, packed as training packs them."""
     config, device = learner_config(case, model, dtype), torch.device(case.device)
     policy = load_policy_model(model, config).to(device).eval()
@@ -87,4 +87,4 @@ def difference(
         logp_N, _ = policy(micro.input_RS, micro.line, micro.state_N, micro.target_N)
         logp_BT[micro.row_R, : micro.width] += micro.spread(logp_N).cpu()
     delta_N = (batch.behavior_BT - logp_BT)[batch.mask_BT].double()
-    return Difference(float(delta_N.std()), float(delta_N.abs().max()), float(delta_N.mean()))
+    return LogprobDifference(float(delta_N.std()), float(delta_N.abs().max()), float(delta_N.mean()))

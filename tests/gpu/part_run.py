@@ -36,8 +36,8 @@ _TINY: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes of one run.
+class PartSizes:
+    """PartSizes of one run.
 
     Attributes:
         num_requests, prompt_tokens, answer_tokens: What the engine is asked.
@@ -59,8 +59,10 @@ class Sizes:
 
 
 SIZES = {
-    "cuda": Sizes(_QWEN3_0_6B, 64, 128, 512, 64, 3, None, 60, {"gpu_memory_utilization": 0.4, "enforce_eager": True}),
-    "cpu": Sizes(_TINY, 8, 8, 48, 8, 1, 20, 2),
+    "cuda": PartSizes(
+        _QWEN3_0_6B, 64, 128, 512, 64, 3, None, 60, {"gpu_memory_utilization": 0.4, "enforce_eager": True}
+    ),
+    "cpu": PartSizes(_TINY, 8, 8, 48, 8, 1, 20, 2),
 }
 
 
@@ -92,7 +94,7 @@ def random_model(folder: Path, device: str) -> Path:
 
 
 @dataclass
-class Case:
+class PartRun:
     """One part's run.
 
     Attributes:
@@ -107,7 +109,7 @@ class Case:
     numbers: dict[str, float | str] = field(default_factory=dict)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> PartSizes:
         """For the device."""
         return SIZES[self.device]
 
@@ -132,8 +134,8 @@ class Case:
     def require(self, holds: bool, what: str) -> None:
         """Fail the part unless something holds."""
         if not holds:
-            raise PartFailed(what)
+            raise PartFailedError(what)
 
 
-class PartFailed(Exception):  # noqa: N818 - the outcome of a part
+class PartFailedError(Exception):
     """What a part was to show does not hold."""

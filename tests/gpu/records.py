@@ -20,7 +20,7 @@ _LONGEST_REASON = 300
 
 
 @dataclass(frozen=True)
-class Record:
+class PartRecord:
     """What one part gave on one card.
 
     Attributes:
@@ -47,19 +47,19 @@ class Record:
         return f"{outcome}; {numbers}" if numbers else outcome
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[PartRecord]:
     """The records of a file; none where there is no file."""
-    return [Record(**given) for given in json.loads(path.read_text())] if path.exists() else []
+    return [PartRecord(**given) for given in json.loads(path.read_text())] if path.exists() else []
 
 
-def merge(path: Path, records: Sequence[Record]) -> None:
+def merge(path: Path, records: Sequence[PartRecord]) -> None:
     """Put records into a file; of the same part on the same card and versions the last one stays."""
     kept = {(record.part, record.card, record.versions): record for record in [*read_records(path), *records]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(record) for record in kept.values()], indent=1) + "\n")
 
 
-def write_page(page: Path, records: Sequence[Record]) -> None:
+def write_page(page: Path, records: Sequence[PartRecord]) -> None:
     """Make the rows of the page anew; the rest of it stays."""
     text = page.read_text()
     before, rest = text.split(_BEGIN)
@@ -67,7 +67,7 @@ def write_page(page: Path, records: Sequence[Record]) -> None:
     page.write_text(f"{before}{_BEGIN}\n{rows(records)}\n{_END}{after}")
 
 
-def rows(records: Sequence[Record]) -> str:
+def rows(records: Sequence[PartRecord]) -> str:
     """The table, a row a record and one for every part without any."""
     lines = ["" if records else f"{_NONE_YET}\n"]
     lines += ["| part | shows | date, card, driver | versions | s | result |", "|---|---|---|---|---|---|"]
@@ -79,7 +79,7 @@ def rows(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-def _row(what: str, record: Record) -> str:
+def _row(what: str, record: PartRecord) -> str:
     where = f"{record.date}, {record.card}, {record.driver}"
     words = record.words.replace("|", "/").replace("\n", " ")
     return f"| `{record.part}` | {what} | {where} | {record.versions} | {record.seconds:.0f} | {words} |"

@@ -33,7 +33,7 @@ def gpu_machine(folder: Path, num_gpus: int, *, gib: int = 80, used_gib: Sequenc
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": python_path}
 
 
-def be_on_gpu_machine(monkeypatch: pytest.MonkeyPatch, folder: Path, num_gpus: int, *, gib: int = 80) -> None:
+def pretend_gpu_machine(monkeypatch: pytest.MonkeyPatch, folder: Path, num_gpus: int, *, gib: int = 80) -> None:
     """Have this very process believe it; what CUDA_VISIBLE_DEVICES said is forgotten."""
     for name, value in gpu_machine(folder, num_gpus, gib=gib).items():
         monkeypatch.setenv(name, value)

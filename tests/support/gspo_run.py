@@ -73,10 +73,10 @@ def whole_run(
     command: list[str | Path] = [sys.executable, "-m", "gspo.cli", "run", str(folder / "config.yaml"), "--plain"]
     run_dir = folder / "runs" / "whole"
     watch = None if meanwhile is None else lambda process: meanwhile(process, run_dir)
-    return WholeRun(folder, run_dir, to_its_end(command, watch))
+    return WholeRun(folder, run_dir, run_to_end(command, watch))
 
 
-def to_its_end(command: list[str | Path], meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None) -> str:
+def run_to_end(command: list[str | Path], meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None) -> str:
     """Run a command that must succeed, with all that it starts; what it printed."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     try:

@@ -17,7 +17,7 @@ _WHOLE = {FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1), FieldDescriptor.
           FieldDescriptor.CPPTYPE_ENUM: (0, 2**31 - 1)}  # fmt: skip
 
 
-def hostile_payloads(good: Message, *, tame: dict[str, Any] | None = None) -> st.SearchStrategy[bytes]:
+def malformed_payloads(good: Message, *, tame: dict[str, Any] | None = None) -> st.SearchStrategy[bytes]:
     """Payloads like `good` and unlike it; some of them can be read after all.
 
     Args:

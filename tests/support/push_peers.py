@@ -16,25 +16,25 @@ import torch
 from gspo.common.config.schema import Config
 from gspo.common.network.grpc_server import ADMITTED, GrpcServer
 from gspo.common.service.app import Options, Service
-from gspo.common.streams.instances import Member, Registration
+from gspo.common.streams.instances import Instance, Registration
 from gspo.generation.engine.api import LoadFailedError, LoadTimes
 from gspo.generation.engine.staging import StagedWeights
-from gspo.generation.servicer import SERVICE_NAME, Context, Door
-from gspo.learner.push.policy_weights import Policy, policy_from
-from gspo.learner.push.publisher import Live, Publisher
+from gspo.generation.servicer import SERVICE_NAME, Context, GenerationGrpcServicer
+from gspo.learner.push.policy_weights import PolicyWeights, weights_from
+from gspo.learner.push.publisher import Publisher, VersionServed
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
 
 SHAPES = {"a": (300, 100), "b": (50,)}
 
 
-def policy(version: int) -> Policy:
+def policy(version: int) -> PolicyWeights:
     """Version 0 is random; each later one differs from the one before in a few elements."""
     chance = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=chance).bfloat16() for name, shape in SHAPES.items()}
     for number in range(version):
         tensors["a"].view(-1)[number * 20 : number * 20 + 10] += 1.0
-    return policy_from(version, tensors)
+    return weights_from(version, tensors)
 
 
 def service_of(name: str, config: Config, redis_url: str) -> Service:
@@ -83,7 +83,7 @@ class IdleWorker:
 
 
 @dataclass
-class Generator:
+class PushTarget:
     """One generator.
 
     Attributes:
@@ -94,7 +94,7 @@ class Generator:
 
     engine: StandInEngine
     staged: StagedWeights
-    door: Door
+    door: GenerationGrpcServicer
     address: str = ""
     headers: list[PushHeader] = field(default_factory=list)
     corrupt: Callable[[WeightFrame], WeightFrame] | None = None
@@ -105,15 +105,15 @@ class Generator:
         return self.engine.version, self.staged.digest()
 
 
-def serve(generators: list[Generator], version: Policy) -> bool:
+def serve(generators: list[PushTarget], version: PolicyWeights) -> bool:
     """Whether each of them serves a version, by number and digest."""
     return all(one.serves == (version.version, version.digest) for one in generators)
 
 
-class SpyingDoor(Door):
+class RecordingServicer(GenerationGrpcServicer):
     """Notes headers, and corrupts what the test wants corrupted."""
 
-    generator: Generator
+    generator: PushTarget
 
     async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Context) -> PushResult:
         async def passed_on() -> AsyncIterator[WeightFrame]:
@@ -135,7 +135,7 @@ class SpyingDoor(Door):
 @asynccontextmanager
 async def generator(
     config: Config, redis_url: str, name: str = "generation-0", ignored: Mapping[str, tuple[int, ...]] | None = None
-) -> AsyncIterator[Generator]:
+) -> AsyncIterator[PushTarget]:
     """A generator that serves version 0, registered.
 
     Args:
@@ -145,8 +145,8 @@ async def generator(
     engine, staged = StandInEngine(), StagedWeights({**SHAPES, **(ignored or {})}, "bfloat16")
     for tensor, bits in policy(0).bits.items():
         staged.current.bits(tensor)[:] = bits.reshape(-1)
-    door = SpyingDoor(service, engine, staged, None, IdleWorker())
-    door.generator = running = Generator(engine, staged, door)
+    door = RecordingServicer(service, engine, staged, None, IdleWorker())
+    door.generator = running = PushTarget(engine, staged, door)
     server = GrpcServer(
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(door, server),
         (SERVICE_NAME,),
@@ -157,8 +157,10 @@ async def generator(
     await server.start()
     running.address = server.address
     # The same process id for all, as the first process of every container has.
-    member = Member("generation", name, grpc=server.address, pid=1)
-    beating = asyncio.create_task(Registration(service.redis, service.keys, member, service.activity, door.facts).run())
+    instance = Instance("generation", name, grpc=server.address, pid=1)
+    beating = asyncio.create_task(
+        Registration(service.redis, service.keys, instance, service.activity, door.facts).run()
+    )
     try:
         yield running
     finally:
@@ -169,16 +171,16 @@ async def generator(
         staged.close()
 
 
-class Learner:
+class PublishingLearner:
     """A publisher and what went live."""
 
     def __init__(self, config: Config, redis_url: str, epoch: int) -> None:
         self.service = service_of("learner-0", config, redis_url)
-        self.live: list[Live] = []
+        self.live: list[VersionServed] = []
         self.publisher = Publisher(self.service, epoch, self._on_live)
         self.running = asyncio.create_task(self.publisher.run())
 
-    async def _on_live(self, live: Live) -> None:
+    async def _on_live(self, live: VersionServed) -> None:
         self.live.append(live)
 
     def states(self) -> list[str]:
@@ -199,9 +201,9 @@ class Learner:
 
 
 @asynccontextmanager
-async def learner(config: Config, redis_url: str, epoch: int = 1) -> AsyncIterator[Learner]:
+async def learner(config: Config, redis_url: str, epoch: int = 1) -> AsyncIterator[PublishingLearner]:
     """A learner that publishes."""
-    publishing = Learner(config, redis_url, epoch)
+    publishing = PublishingLearner(config, redis_url, epoch)
     try:
         yield publishing
     finally:

@@ -14,7 +14,7 @@ from gspo.common.streams.events import SCHEMA
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout, Score
 
 
-def answer_of(text: str, *, group: int = 0, number: int = 0, **columns: Any) -> Rollout:
+def make_rollout(text: str, *, group: int = 0, number: int = 0, **columns: Any) -> Rollout:
     """A rollout of the problem 2+2 with the given answer and data set columns."""
     return Rollout(
         schema=SCHEMA,
@@ -38,6 +38,6 @@ def reward_config(folder: Path, source: str, **reward: Any) -> RewardConfig:
     return RewardConfig.model_validate({"functions": [{"path": folder / "r.py"}], "timeout_s": 10.0, **reward})
 
 
-def outcome_of(score: Score) -> float | str:
+def reward_or_failure(score: Score) -> float | str:
     """The reward, or the reason for there being none."""
     return score.failure if score.WhichOneof("result") == "failure" else score.reward

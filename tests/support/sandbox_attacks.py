@@ -20,13 +20,13 @@ from typing import Any
 
 import structlog
 
-from gspo.reward.sandbox.calls import CallFailed, Code, Limits
+from gspo.reward.sandbox.calls import CallError, CallLimits, Code
 from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.inside import confine
 from gspo.reward.sandbox.levels import try_level
 
-LIMITS = Limits(timeout_s=20.0, memory_mb=256)
-SHORT = Limits(timeout_s=0.5, memory_mb=256)
+LIMITS = CallLimits(timeout_s=20.0, memory_mb=256)
+SHORT = CallLimits(timeout_s=0.5, memory_mb=256)
 # So many attacks side by side, each with its bystander.
 AT_ONCE = 4
 BENIGN_EVERY_S = 0.25
@@ -440,7 +440,7 @@ async def _beside_a_bystander(sandbox: Sandbox, text: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """What became of a call."""
 
     kind: str | None
@@ -449,16 +449,16 @@ class Outcome:
     seconds: float
 
 
-async def _outcome(sandbox: Sandbox, text: str, session: str | None) -> Outcome:
+async def _outcome(sandbox: Sandbox, text: str, session: str | None) -> CallOutcome:
     question = {"arguments": {"completions": ["a", "b"], "attack": text}}
     started = asyncio.get_running_loop().time()
     kind, said, values = None, "", None
     try:
         values = (await sandbox.call(question, session=session)).values
         values = values if len(values) < 10 else len(values)
-    except CallFailed as error:
+    except CallError as error:
         kind, said = error.kind, str(error)
-    return Outcome(kind, said, values, asyncio.get_running_loop().time() - started)
+    return CallOutcome(kind, said, values, asyncio.get_running_loop().time() - started)
 
 
 def become_plain() -> None:

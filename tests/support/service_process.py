@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 from gspo.common.config.loading import parse_config, write_config
 from gspo.common.config.schema import Config
 from gspo.common.service.app import CONFIG_NAME
-from gspo.common.streams.instances import Member, members
+from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import Keys
 
 # vLLM on a busy machine with two cores.
@@ -127,12 +127,12 @@ def wait_exit(process: subprocess.Popen[bytes], timeout_s: float) -> int:
     return process.returncode
 
 
-async def registered(process: subprocess.Popen[bytes], redis: Redis, keys: Keys, service: str) -> Member:
-    """The service's member once it is there; fails at once when the process dies instead."""
+async def registered(process: subprocess.Popen[bytes], redis: Redis, keys: Keys, service: str) -> Instance:
+    """The service's instance once it is there; fails at once when the process dies instead."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         assert process.poll() is None, f"{service} ended with exit code {process.returncode} before it registered"
-        found = await members(redis, keys, service)
+        found = await list_instances(redis, keys, service)
         if found and (found[0].grpc or service == "coordinator"):
             return found[0]
         await asyncio.sleep(0.1)

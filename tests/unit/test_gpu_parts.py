@@ -13,9 +13,9 @@ import pytest
 from tests.gpu import __main__ as command
 from tests.gpu import machine_facts
 from tests.gpu.catalogue import PARTS, Part
-from tests.gpu.records import PAGE, RECORDS, Record, merge, read_records, rows, write_page
+from tests.gpu.records import PAGE, RECORDS, PartRecord, merge, read_records, rows, write_page
 
-RECORD = Record("push", True, "", 61.2, {"stall_s": 0.31}, "2026-12-01", "H200", "580", "torch 2.11.0")
+RECORD = PartRecord("push", True, "", 61.2, {"stall_s": 0.31}, "2026-12-01", "H200", "580", "torch 2.11.0")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:

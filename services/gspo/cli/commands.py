@@ -244,10 +244,10 @@ def evaluate(
 
     Example: [bold]gspo eval ~/models/Qwen3-0.6B eval.jsonl --reward reward.py --out result.json[/]
     """
-    from gspo.cli.run.eval_config import Question
+    from gspo.cli.run.eval_config import EvaluationSpec
     from gspo.cli.run.evaluation import evaluate as measure
 
-    question = Question(
+    question = EvaluationSpec(
         model, tuple(prompts), config, reward, answers, temperature, prompt_length, response_length, limit, seed
     )
     raise typer.Exit(measure(question, out, plain=plain, console=Console()))

@@ -31,17 +31,17 @@ return 'sent'
 
 
 @dataclass(frozen=True)
-class Found:
+class DeadLetterEntry:
     """A letter and its place in the stream `dead`; `letter` is None where the bytes there are no letter."""
 
     entry: str
     letter: DeadLetter | None
 
 
-async def letters(redis: Redis, keys: Keys) -> list[Found]:
+async def letters(redis: Redis, keys: Keys) -> list[DeadLetterEntry]:
     """Every letter, the oldest first."""
     reply: Any = await redis.xrange(keys.dead)
-    return [Found(entry.decode(), _read(fields.get(FIELD, b""))) for entry, fields in reply]
+    return [DeadLetterEntry(entry.decode(), _read(fields.get(FIELD, b""))) for entry, fields in reply]
 
 
 def _read(payload: bytes) -> DeadLetter | None:
@@ -52,7 +52,7 @@ def _read(payload: bytes) -> DeadLetter | None:
     return letter if letter.schema == SCHEMA and letter.stream else None
 
 
-async def retry(redis: Redis, keys: Keys, found: Found) -> Retried:
+async def retry(redis: Redis, keys: Keys, found: DeadLetterEntry) -> Retried:
     """Put an entry back into its stream: `sent`, or why not (its group is `settled`, the letter is `gone`)."""
     letter = found.letter
     if letter is None:

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from rich.table import Table
 
-from gspo.cli.dead_letter_store import Found, Retried, drop, letters, retry
+from gspo.cli.dead_letter_store import DeadLetterEntry, Retried, drop, letters, retry
 from gspo.cli.rundir.open_run import open_run
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest
@@ -74,7 +74,7 @@ def retry_letters(wanted: Letters = None, run: Run = None, every: All = False) -
     Example: [bold]gspo deadletter retry --all[/]
     """
 
-    async def put_back(redis: Redis, keys: Keys) -> list[tuple[Found, Retried]]:
+    async def put_back(redis: Redis, keys: Keys) -> list[tuple[DeadLetterEntry, Retried]]:
         chosen = _chosen(await letters(redis, keys), wanted, every=every)
         return [(found, await retry(redis, keys, found)) for found in chosen]
 
@@ -130,7 +130,7 @@ async def _answer(url: str, config: Config, question: Callable[[Redis, Keys], Aw
         await redis.aclose()
 
 
-def _chosen(found: list[Found], wanted: list[str] | None, *, every: bool) -> list[Found]:
+def _chosen(found: list[DeadLetterEntry], wanted: list[str] | None, *, every: bool) -> list[DeadLetterEntry]:
     """The letters that are asked for.
 
     Raises:
@@ -145,7 +145,7 @@ def _chosen(found: list[Found], wanted: list[str] | None, *, every: bool) -> lis
     return found if every else [by_entry[name] for name in wanted or []]
 
 
-def _record(found: Found) -> dict[str, Any]:
+def _record(found: DeadLetterEntry) -> dict[str, Any]:
     """One letter as plain values; the names here stay as they are."""
     letter = found.letter
     if letter is None:
@@ -164,7 +164,7 @@ def _record(found: Found) -> dict[str, Any]:
     }
 
 
-def _print(found: list[Found], console: Console) -> None:
+def _print(found: list[DeadLetterEntry], console: Console) -> None:
     table = Table("letter", "stream", "group", "when (UTC)", "attempts", "by", "why", box=None, header_style="dim")
     for letter in found:
         record = _record(letter)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo.cli import findings
-from gspo.cli.findings import GIB, Finding, Level
+from gspo.cli.findings import GIB, DoctorFinding, Level
 from gspo.cli.processes.checks import check_ports, check_redis, check_services
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.processes.placement import NO_GPUS, Placement, place
@@ -26,7 +26,7 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.gpus import Gpu, visible_gpus
 from gspo.common.model.files import ModelFiles, read_model_files
-from gspo.common.model.training_memory import host_bytes, kept_bytes, num_trained, training_bytes
+from gspo.common.model.training_memory import host_bytes, num_trained, snapshot_bytes, training_bytes
 from gspo.common.streams.keys import GENERATION, LEARNER, SERVICES
 
 _STYLES = {"OK": "green", "warning": "yellow", "problem": "bold red"}
@@ -56,7 +56,7 @@ def doctor(config_file: Path | None, console: Console) -> int:
     return 1 if problems else 0
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[DoctorFinding]:
     yield findings.python()
     yield from findings.packages()
     yield findings.cores()
@@ -70,7 +70,7 @@ def _machine() -> Iterator[Finding]:
     yield findings.redis()
 
 
-def _run(config: Config, config_file: Path) -> Iterator[Finding]:
+def _run(config: Config, config_file: Path) -> Iterator[DoctorFinding]:
     """The same, measured against what this run needs, and the run's own checks."""
     model, files = _model(config)
     yield findings.python()
@@ -89,17 +89,17 @@ def _run(config: Config, config_file: Path) -> Iterator[Finding]:
     yield from _checks(config, config_file)
 
 
-def _model(config: Config) -> tuple[Finding, ModelFiles | None]:
+def _model(config: Config) -> tuple[DoctorFinding, ModelFiles | None]:
     """The model folder, and what its files say where that can be told."""
     folder = Path(config.model.path)
     if not folder.is_dir():
         text = f"{config.model.path} is no folder here"
-        return Finding("model", "warning", text, "It is taken for a name on a hub and fetched at the start"), None
+        return DoctorFinding("model", "warning", text, "It is taken for a name on a hub and fetched at the start"), None
     try:
         files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
     except InputError as error:
-        return Finding("model", "problem", error.rule, error.fix), None
-    return Finding("model", "OK", f"{folder}: {files.num_parameters:,} parameters"), files
+        return DoctorFinding("model", "problem", error.rule, error.fix), None
+    return DoctorFinding("model", "OK", f"{folder}: {files.num_parameters:,} parameters"), files
 
 
 def _gpus() -> list[Gpu]:
@@ -119,7 +119,7 @@ def _memory_gib(config: Config, files: ModelFiles | None, *, on_gpus: bool = Fal
         return None
     ranks = max(1, config.learner.ranks)
     a_rank = host_bytes(files, training_bytes(config, files, ranks), on_gpu=on_gpus)
-    training = a_rank * ranks + kept_bytes(config, files)
+    training = a_rank * ranks + snapshot_bytes(config, files)
     policy = files.num_parameters * _DTYPE_BYTES[config.generation.dtype]
     generation = config.generation
     cache_gib = 0.0 if on_gpus else generation.kv_cache_gb
@@ -144,51 +144,51 @@ def _disk_gib(config: Config, files: ModelFiles | None) -> float | None:
     return 1.0 + (12 * trained * (config.run.keep_checkpoints + 1) + 4 * files.num_parameters * exports) / GIB
 
 
-def _redis(config: Config) -> Finding:
+def _redis(config: Config) -> DoctorFinding:
     if config.services.redis_url is None:
         return findings.redis()
     try:
         asyncio.run(check_redis(config.services.redis_url, config))
     except InputError as error:
-        return Finding("Redis", "problem", f"{error.where}: {error.rule}", error.fix)
-    return Finding("Redis", "OK", "the one of services.redis_url answers")
+        return DoctorFinding("Redis", "problem", f"{error.where}: {error.rule}", error.fix)
+    return DoctorFinding("Redis", "OK", "the one of services.redis_url answers")
 
 
-def _ports(config: Config) -> Finding:
+def _ports(config: Config) -> DoctorFinding:
     try:
         check_ports(config)
     except InputError as error:
-        return Finding("ports", "problem", f"{error.where}: {error.rule}", error.fix)
-    return Finding("ports", "OK", "free")
+        return DoctorFinding("ports", "problem", f"{error.where}: {error.rule}", error.fix)
+    return DoctorFinding("ports", "OK", "free")
 
 
-def _checks(config: Config, config_file: Path) -> Iterator[Finding]:
+def _checks(config: Config, config_file: Path) -> Iterator[DoctorFinding]:
     """Who gets which GPUs, and each service's own check with those that it gets."""
     try:
         placement = place(config, process_names(config, SERVICES), visible_gpus())
     except InputError as error:
-        yield Finding("GPU placement", "problem", f"{error.where}: {error.rule}", error.fix)
+        yield DoctorFinding("GPU placement", "problem", f"{error.where}: {error.rule}", error.fix)
         placement = None
-    if placement and placement.placed:
+    if placement and placement.assignments:
         idle = "More generators (generation.replicas) or ranks (learner.ranks) would use the rest"
-        yield Finding("GPU placement", "OK", placement.table(), idle if placement.free else "")
+        yield DoctorFinding("GPU placement", "OK", placement.table(), idle if placement.free else "")
     # An engine without its place would be checked against GPUs that it does not get.
     checked = [service for service in SERVICES if placement or service not in (GENERATION, LEARNER)]
-    yield from merged([_check(service, config_file, placement or NO_GPUS) for service in checked])
+    yield from merge_findings([_check(service, config_file, placement or NO_GPUS) for service in checked])
 
 
-def _check(service: str, config_file: Path, placement: Placement) -> Finding:
+def _check(service: str, config_file: Path, placement: Placement) -> DoctorFinding:
     try:
         warnings = asyncio.run(check_services((service,), config_file, placement))
     except RunError as error:
-        return Finding(service, "problem", str(error))
-    return Finding(service, "warning" if warnings else "OK", "; ".join(warnings) or "passed")
+        return DoctorFinding(service, "problem", str(error))
+    return DoctorFinding(service, "warning" if warnings else "OK", "; ".join(warnings) or "passed")
 
 
-def merged(checks: list[Finding]) -> Iterator[Finding]:
+def merge_findings(checks: list[DoctorFinding]) -> Iterator[DoctorFinding]:
     """The services' checks; those that say the same are one finding: several services read the same model folder."""
     services: dict[tuple[Level, str], list[str]] = {}
     for check in checks:
         services.setdefault((check.level, check.text), []).append(check.name)
     for (level, text), names in services.items():
-        yield Finding(f"check of {', '.join(names)}", level, text)
+        yield DoctorFinding(f"check of {', '.join(names)}", level, text)

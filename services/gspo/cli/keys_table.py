@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from gspo.common.config.reference import Key, explain, explain_item
+from gspo.common.config.reference import Key, explain, item_keys
 from gspo.common.errors import InputError, nearest
 
 
@@ -36,7 +36,7 @@ def _all_keys() -> Iterator[Key]:
         keys = list(section)
         yield from keys
         for key in keys:
-            yield from explain_item(key)
+            yield from item_keys(key)
 
 
 def _section(key: Key) -> str:

@@ -11,7 +11,7 @@ MEANING = "Decides what is generated and when, measures the policy, and shows th
 
 def main() -> None:
     """Check, or serve until the run ends."""
-    options = parse_options("coordinator", check, meaning=MEANING, checks_in_life=True)
+    options = parse_options("coordinator", check, meaning=MEANING, checks_at_startup=True)
     with importing():
         from gspo.coordinator.app import live  # after the options: a check needs no door
 

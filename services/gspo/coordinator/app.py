@@ -13,20 +13,20 @@ from gspo.common.errors import InputError
 from gspo.common.network.http_guard import BoundedBodies
 from gspo.common.network.http_server import HttpServer
 from gspo.common.service.app import Service
-from gspo.common.service.health import Probes
+from gspo.common.service.health import HealthProbes
 from gspo.common.streams.events import Events
-from gspo.common.streams.instances import Member, Registration
+from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import COORDINATOR
 from gspo.coordinator.data.prompts import PromptSet, held_out_prompts, training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer
 from gspo.coordinator.evaluation.evaluator import Evaluator
-from gspo.coordinator.evaluation.scheduler import Measuring
-from gspo.coordinator.evaluation.standalone import measure_once
+from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
+from gspo.coordinator.evaluation.standalone import run_standalone_evaluation
 from gspo.coordinator.groups.order import PromptOrder
 from gspo.coordinator.groups.slots import Slots
 from gspo.coordinator.groups.spans import GroupTraces
-from gspo.coordinator.groups.task_writer import Issuer
-from gspo.coordinator.http_api import make_app
+from gspo.coordinator.groups.task_writer import TaskWriter
+from gspo.coordinator.http_api import make_http_api
 from gspo.coordinator.loop import Coordinator
 from gspo.coordinator.progress import ProgressSource
 from gspo.coordinator.views import RecentRollouts, evaluation_state, run_state, run_status
@@ -39,13 +39,13 @@ log = structlog.get_logger()
 
 async def live(service: Service) -> None:
     """One life of the process, from its door to its end."""
-    face = _Face(service)
+    face = _HttpApi(service)
     await service.run(
         _evaluate(service, face) if service.options.evaluate else _coordinate(service, face), face.background()
     )
 
 
-class _Face:
+class _HttpApi:
     """Door and heartbeat; they are there before the prompts are read, which takes a while."""
 
     def __init__(self, service: Service) -> None:
@@ -53,7 +53,7 @@ class _Face:
         self.state: Callable[[], Awaitable[dict[str, Any]]] = self._starting
         self.steps: Callable[[], list[dict[str, float]]] = list
         self._rollouts = RecentRollouts(service.redis, service.keys)
-        app = make_app(
+        app = make_http_api(
             service.redis,
             service.keys,
             state=lambda: self.state(),
@@ -62,14 +62,14 @@ class _Face:
             rollouts=self._rollouts,
         )
         port = service.options.http_port or service.config.services.coordinator_port
-        face = Probes(service, BoundedBodies(app, MAX_BODY_BYTES))
+        face = HealthProbes(service, BoundedBodies(app, MAX_BODY_BYTES))
         self._http = HttpServer(face, service.options.host, port, service.config.services)
 
     def background(self) -> dict[str, Coroutine[Any, Any, Any]]:
         """What runs beside the main loop."""
         service = self._service
-        member = Member(COORDINATOR, service.options.name, http=self._http.address, pid=os.getpid())
-        registration = Registration(service.redis, service.keys, member, service.activity, dict)
+        instance = Instance(COORDINATOR, service.options.name, http=self._http.address, pid=os.getpid())
+        registration = Registration(service.redis, service.keys, instance, service.activity, dict)
         return {"http": self._http.run(), "heartbeat": registration.run(), "rollouts": self._rollouts.run()}
 
     async def _starting(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class _Face:
         await events.send(Event(stop_requested=StopRequested(reason=reason)))
 
 
-async def _coordinate(service: Service, face: _Face) -> None:
+async def _coordinate(service: Service, face: _HttpApi) -> None:
     """A run with a learner."""
     config, redis, keys = service.config, service.redis, service.keys
     training, held_out = await asyncio.to_thread(_read_prompts, service)
@@ -93,9 +93,9 @@ async def _coordinate(service: Service, face: _Face) -> None:
     coordinator = Coordinator(
         service,
         slots=slots,
-        issuer=Issuer(redis, keys, config, training, order, slots, traces),
+        issuer=TaskWriter(redis, keys, config, training, order, slots, traces),
         traces=traces,
-        measuring=_measuring(service, held_out),
+        scheduler=_make_scheduler(service, held_out),
         progress=ProgressSource(service),
     )
     face.state = lambda: run_state(redis, keys, coordinator)
@@ -103,7 +103,7 @@ async def _coordinate(service: Service, face: _Face) -> None:
     await coordinator.run()
 
 
-async def _evaluate(service: Service, face: _Face) -> None:
+async def _evaluate(service: Service, face: _HttpApi) -> None:
     """One evaluation of the given model: no learner, no groups.
 
     Raises:
@@ -112,15 +112,15 @@ async def _evaluate(service: Service, face: _Face) -> None:
     if not service.config.evaluation.files:
         raise InputError("evaluation.prompts", "is not set, and it is what --evaluate measures on", "Set it")
     _, held_out = await asyncio.to_thread(_read_prompts, service)
-    measuring = _measuring(service, held_out)
-    face.state = lambda: evaluation_state(service.redis, service.keys, measuring)
-    await measure_once(service, measuring)
+    scheduler = _make_scheduler(service, held_out)
+    face.state = lambda: evaluation_state(service.redis, service.keys, scheduler)
+    await run_standalone_evaluation(service, scheduler)
 
 
-def _measuring(service: Service, held_out: dict[str, PromptSet]) -> Measuring:
+def _make_scheduler(service: Service, held_out: dict[str, PromptSet]) -> EvaluationScheduler:
     redis, keys, config = service.redis, service.keys, service.config
     evaluator = Evaluator(redis, keys, config, held_out) if held_out else None
-    return Measuring(redis, keys, config, evaluator)
+    return EvaluationScheduler(redis, keys, config, evaluator)
 
 
 def _read_prompts(service: Service) -> tuple[PromptSet | None, dict[str, PromptSet]]:

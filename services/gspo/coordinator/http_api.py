@@ -13,7 +13,7 @@ from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel, ConfigDict, Field
 from redis.asyncio import Redis
 
-from gspo.common.streams.keys import BY_A_USER, Keys
+from gspo.common.streams.keys import PAUSED_BY_USER, Keys
 from gspo.coordinator.views import RecentRollouts
 
 State = Callable[[], Awaitable[dict[str, Any]]]
@@ -26,7 +26,7 @@ class StopBody(BaseModel):
     reason: str = Field("stopped by a user", min_length=1, max_length=500)
 
 
-def make_app(
+def make_http_api(
     redis: Redis,
     keys: Keys,
     *,
@@ -51,7 +51,7 @@ def make_app(
     @app.post("/v1/pause")
     async def pause() -> dict[str, bool]:
         """Issue no new groups; what is open goes on."""
-        await redis.set(keys.paused, BY_A_USER)
+        await redis.set(keys.paused, PAUSED_BY_USER)
         return {"paused": True}
 
     @app.post("/v1/resume")

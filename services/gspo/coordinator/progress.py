@@ -8,10 +8,10 @@ from __future__ import annotations
 import grpc
 import structlog
 
-from gspo.common.network.auth_log import heard_by, refused_by
+from gspo.common.network.auth_log import token_accepted_by, token_rejected_by
 from gspo.common.network.grpc_server import open_channel, token_metadata
 from gspo.common.service.app import Service
-from gspo.common.streams.instances import members
+from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import LEARNER
 from gspo_proto.learner_pb2 import ProgressReply, ProgressRequest
 from gspo_proto.learner_pb2_grpc import LearnerStub
@@ -29,7 +29,7 @@ class ProgressSource:
 
     async def ask(self) -> ProgressReply | None:
         """One call; None where there is no learner or it does not answer."""
-        found = [member for member in await members(self._redis, self._keys, LEARNER) if member.grpc]
+        found = [instance for instance in await list_instances(self._redis, self._keys, LEARNER) if instance.grpc]
         if not found:
             return None
         async with open_channel(found[0].grpc, self._service.config.services.tls) as channel:
@@ -39,11 +39,11 @@ class ProgressSource:
                 )
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                    refused_by(self._service, LEARNER)
+                    token_rejected_by(self._service, LEARNER)
                     return None
-                log.info("learner_silent", address=found[0].grpc, code=error.code().name, detail=error.details())
+                log.info("learner_unreachable", address=found[0].grpc, code=error.code().name, detail=error.details())
                 return None
-        heard_by(self._service, LEARNER)
+        token_accepted_by(self._service, LEARNER)
         if reply.run != self._keys.run:
             log.warning("other_run", address=found[0].grpc, its_run=reply.run, our_run=self._keys.run)
             return None

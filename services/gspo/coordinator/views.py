@@ -16,18 +16,18 @@ from typing import Any
 from redis.asyncio import Redis
 
 from gspo.common.config.schema import Config
-from gspo.common.streams.instances import Member, members
+from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import GENERATION, Keys
 from gspo.common.telemetry.bottleneck import verdict
 from gspo.common.telemetry.step_time import seconds_by_function, shares
-from gspo.coordinator.evaluation.scheduler import Measuring
+from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.loop import Coordinator
 from gspo.coordinator.redis_state.listing import newest_entries, readable
 from gspo_proto.rollout_pb2 import Outcome, Scored, ScoredRollout
 
 # Entries leave `scored` when their step is logged, so a few are kept here for whoever looks a moment later.
-_LOOK_S = 2.0
-_LOOK_COUNT = 8
+_REFRESH_S = 2.0
+_REFRESH_COUNT = 8
 _KEPT = 256
 
 
@@ -42,7 +42,12 @@ async def run_state(redis: Redis, keys: Keys, coordinator: Coordinator) -> dict[
         "step": slots.version,
         "version": slots.version,
         "live_version": slots.live_version,
-        "slots": {"all": slots.num_slots, "taken": slots.num_taken, "free": slots.num_free, "trained": slots.num_held},
+        "slots": {
+            "all": slots.num_slots,
+            "taken": slots.num_taken,
+            "free": slots.num_free,
+            "trained": slots.num_trained,
+        },
         "groups": {"issued": slots.num_issued, "open": len(slots.open)} | {k: v for k, v in slots.counts.items() if v},
         "paused": coordinator.paused,
         "paused_because": coordinator.paused_because,
@@ -50,19 +55,19 @@ async def run_state(redis: Redis, keys: Keys, coordinator: Coordinator) -> dict[
         "stopping": ending.stop_reason,
         "training_done": ending.training_reason,
         "ended": {"reason": ending.finished_reason, "failed": ending.failed} if ending.finished else None,
-    } | await _common_state(redis, keys, coordinator.measuring)
+    } | await _common_state(redis, keys, coordinator.scheduler)
 
 
-async def evaluation_state(redis: Redis, keys: Keys, measuring: Measuring) -> dict[str, Any]:
+async def evaluation_state(redis: Redis, keys: Keys, scheduler: EvaluationScheduler) -> dict[str, Any]:
     """The state of a run that is one evaluation."""
-    return {"run": keys.run, "version": 0} | await _common_state(redis, keys, measuring)
+    return {"run": keys.run, "version": 0} | await _common_state(redis, keys, scheduler)
 
 
-async def _common_state(redis: Redis, keys: Keys, measuring: Measuring) -> dict[str, Any]:
+async def _common_state(redis: Redis, keys: Keys, scheduler: EvaluationScheduler) -> dict[str, Any]:
     return {
-        "evaluation_under_way": measuring.describe(),
-        "evaluations": [asdict(measured) for measured in measuring.records],
-        "members": [asdict(member) for member in await members(redis, keys)],
+        "evaluation_under_way": scheduler.describe(),
+        "evaluations": [asdict(measured) for measured in scheduler.records],
+        "members": [asdict(instance) for instance in await list_instances(redis, keys)],
     }
 
 
@@ -72,23 +77,23 @@ async def run_status(redis: Redis, keys: Keys, config: Config, steps: Sequence[M
     Args:
         steps: Figures of the newest steps, oldest first; without any, `last_step` and `bound` are null.
     """
-    found, now = await members(redis, keys), time.time()
-    num_generators = sum(member.service == GENERATION for member in found)
+    found, now = await list_instances(redis, keys), time.time()
+    num_generators = sum(instance.service == GENERATION for instance in found)
     bound = verdict(steps, config, num_generators)
     return {
         "run": keys.run,
-        "services": [_doing(member, now) for member in found],
+        "services": [_activity_row(instance, now) for instance in found],
         "last_step": _last_step(steps[-1]) if steps else None,
         "bound": bound and {key: value for key, value in asdict(bound).items() if key != "shares"},
     }
 
 
-def _doing(member: Member, now: float) -> dict[str, Any]:
-    activity = member.activity
+def _activity_row(instance: Instance, now: float) -> dict[str, Any]:
+    activity = instance.activity
     since = float(activity.get("since_unix_s", now))
     return {
-        "service": member.service,
-        "name": member.name,
+        "service": instance.service,
+        "name": instance.name,
         **{key: activity.get(key, "") for key in ("kind", "what", "detail")},
         "since_unix_s": since,
         "for_s": max(0.0, now - since),
@@ -114,19 +119,19 @@ class RecentRollouts:
     async def run(self) -> None:
         """Keep looking until cancelled."""
         while True:
-            await self._look(_LOOK_COUNT)
-            await asyncio.sleep(_LOOK_S)
+            await self._refresh(_REFRESH_COUNT)
+            await asyncio.sleep(_REFRESH_S)
 
     async def newest(self, limit: int) -> list[dict[str, Any]]:
         """The newest `limit`, the newest first."""
-        await self._look(limit)
+        await self._refresh(limit)
         newest = sorted(self._seen.items(), key=lambda item: _position(item[0]), reverse=True)
         return [shown for _, shown in newest[:limit]]
 
-    async def _look(self, count: int) -> None:
+    async def _refresh(self, count: int) -> None:
         for entry, scored in readable(Scored, await newest_entries(self._redis, self._keys.scored, count)):
             if entry not in self._seen and scored.HasField("rollout"):
-                self._seen[entry] = _shown(scored.rollout)
+                self._seen[entry] = _rollout_view(scored.rollout)
         while len(self._seen) > _KEPT:
             self._seen.popitem(last=False)
 
@@ -135,7 +140,7 @@ def _position(entry: bytes) -> tuple[int, ...]:
     return tuple(int(part) for part in entry.split(b"-"))
 
 
-def _shown(scored: ScoredRollout) -> dict[str, Any]:
+def _rollout_view(scored: ScoredRollout) -> dict[str, Any]:
     rollout, score = scored.rollout, scored.score
     versions = [version for version in rollout.version if version >= 0]
     return {

@@ -12,7 +12,7 @@ from gspo.common.host.importing import importing
 from gspo.common.service.app import await_start, parse_options, run_service
 from gspo.generation.check import check
 from gspo.generation.engine.forked_process import ForkedProcess
-from gspo.generation.engine.process_environment import before_imports, threads
+from gspo.generation.engine.process_environment import import_variables, threads
 
 log = structlog.get_logger()
 MEANING = "Turns prompts into rollouts with vLLM, a log-prob and a policy version for every token."
@@ -21,8 +21,8 @@ MEANING = "Turns prompts into rollouts with vLLM, a log-prob and a policy versio
 def main() -> None:
     """Check, or serve until the run ends."""
     # Its check may import vLLM, which reads the variables below.
-    options = parse_options("generation", check, meaning=MEANING, checks_in_life=True)
-    for name, value in before_imports(options.config).items():
+    options = parse_options("generation", check, meaning=MEANING, checks_at_startup=True)
+    for name, value in import_variables(options.config).items():
         os.environ.setdefault(name, value)
     os.environ.update(threads(options.config))
     keep_freed_memory()

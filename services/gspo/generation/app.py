@@ -16,16 +16,16 @@ from gspo.common.model.folder import model_folder
 from gspo.common.network.grpc_server import GrpcServer
 from gspo.common.network.http_server import HttpServer
 from gspo.common.service.app import Service, end_tasks
-from gspo.common.service.health import Probes
+from gspo.common.service.health import HealthProbes
 from gspo.common.streams.events import Events
-from gspo.common.streams.instances import Member, Registration
+from gspo.common.streams.instances import Instance, Registration
 from gspo.generation.check import check
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.engine.staging import StagedWeights
 from gspo.generation.rollout.driver import Rollouts
-from gspo.generation.rollout.environment_client import Environments
+from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
-from gspo.generation.servicer import SERVICE_NAME, Door
+from gspo.generation.servicer import SERVICE_NAME, GenerationGrpcServicer
 from gspo.generation.worker import Worker
 from gspo_proto import generation_pb2_grpc
 
@@ -42,11 +42,11 @@ async def live(service: Service, start_engine: StartEngine) -> None:
     options, config = service.options, service.config
     events = Events(service.redis, service.keys, options.service)
     position = await events.newest()
-    http = HttpServer(Probes(service), options.host, options.http_port, config.services)
+    http = HttpServer(HealthProbes(service), options.host, options.http_port, config.services)
     serving = asyncio.create_task(http.run())
     # Before the engine, which takes a while: whoever looks sees what this process is doing.
-    member = Member("generation", options.name, http=http.address, pid=os.getpid())
-    registration = Registration(service.redis, service.keys, member, service.activity, dict)
+    instance = Instance("generation", options.name, http=http.address, pid=os.getpid())
+    registration = Registration(service.redis, service.keys, instance, service.activity, dict)
     beating = asyncio.create_task(registration.run())
     try:
         if options.stay:  # nobody has checked before
@@ -73,7 +73,7 @@ async def _outcome(task: asyncio.Task[None]) -> None:
 
 
 async def _until_end(service: Service, events: Events, position: bytes) -> None:
-    finished = await events.until_finished(position)
+    finished = await events.wait_for_finished(position)
     log.info("run_finished", reason=finished.reason)
     service.stopping.set()
 
@@ -89,11 +89,11 @@ async def _serve(
     folder = model_folder(service.config.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=service.config.model.trust_remote_code)
     tls = service.config.services.tls
-    environments = Environments(service.redis, service.keys, options.token, service.activity, tls=tls)
+    environments = EnvironmentClient(service.redis, service.keys, options.token, service.activity, tls=tls)
     episodes = Episodes(environments, tokenizer)
     rollouts = Rollouts(engine, tokenizer, service.config.generation, options.name, episodes)
     worker = Worker(service, engine, rollouts)
-    door = Door(service, engine, staged, rollouts, worker)
+    door = GenerationGrpcServicer(service, engine, staged, rollouts, worker)
     grpc_server = GrpcServer(
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(door, server),
         (SERVICE_NAME,),

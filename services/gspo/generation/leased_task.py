@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from gspo.common.streams.inbox import Delivery, Inbox
 from gspo.generation.outbox import Outbox
-from gspo.generation.rollout.in_flight import UnderWay
+from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto.rollout_pb2 import GroupTask
 
 
 @dataclass(frozen=True)
-class Source:
+class TaskSource:
     """One stream of tasks and where its results go."""
 
     inbox: Inbox
@@ -27,22 +27,22 @@ class Source:
 
 
 @dataclass
-class Held:
+class LeasedTask:
     """One task in this worker's hands."""
 
-    source: Source
+    source: TaskSource
     delivery: Delivery
     task: GroupTask
     num_running: int  # its rollouts that take room
-    under_way: dict[int, UnderWay] = field(default_factory=dict)
-    puts_aside: bool = False  # what of it has used up its tokens of this step waits for a later one
+    in_flight: dict[int, InFlightRollout] = field(default_factory=dict)
+    pauses: bool = False  # what of it has used up its tokens of this step waits for a later one
 
-    def rollouts(self) -> Iterator[tuple[Inbox, Delivery, UnderWay]]:
+    def rollouts(self) -> Iterator[tuple[Inbox, Delivery, InFlightRollout]]:
         """Every rollout under way, with what is needed to save it."""
-        for rollout in self.under_way.values():
+        for rollout in self.in_flight.values():
             yield self.source.inbox, self.delivery, rollout
 
 
-def num_fruitless(attempt: int, unfinished: Iterable[UnderWay]) -> int:
+def num_failed_attempts(attempt: int, unfinished: Iterable[InFlightRollout]) -> int:
     """Times that a task was handed out since a holder last saved something: one that did has not failed."""
     return attempt - max((rollout.state.delivery for rollout in unfinished), default=0)

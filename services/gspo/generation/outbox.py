@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gspo.common.streams.inbox import Inbox, Output
+from gspo.common.streams.inbox import EntryOutput, Inbox
 
 
 class Outbox:
@@ -16,10 +16,10 @@ class Outbox:
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
-        self._waiting: list[tuple[Output, asyncio.Future[bool]]] = []
+        self._waiting: list[tuple[EntryOutput, asyncio.Future[bool]]] = []
         self._writing: asyncio.Task[None] | None = None
 
-    async def put(self, output: Output) -> bool:
+    async def put(self, output: EntryOutput) -> bool:
         """Write one output; whether its entry is still ours."""
         written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append((output, written))

@@ -31,7 +31,7 @@ GoAhead: TypeAlias = Callable[[], Awaitable[None]]
 _FIRST_LOAD_BYTES_S = 4e8
 
 
-class Refused(Exception):  # noqa: N818 - an answer to the caller, not a fault of ours
+class PushRefusedError(Exception):
     """A push that must not be applied; the status says whether another kind of push would do."""
 
     def __init__(self, status: grpc.StatusCode, reason: str) -> None:
@@ -70,7 +70,7 @@ class Receiver:
         self._config = service.config.generation
         self.fence = Fence()
         self._load_limit = TimeLimit(self._config.push_timeout_s, _FIRST_LOAD_BYTES_S)
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._staging: asyncio.Timeout | None = None
         self.digest = staged.digest()
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -83,24 +83,26 @@ class Receiver:
             limit_s: Time until the call's deadline, by which everything must be staged; None where it has none.
 
         Raises:
-            Refused: The push is not for this generator, late or without a deadline, of a learner that was replaced,
-                or not what its header says.
+            PushRefusedError: The push is not for this generator, is late or without a deadline, comes from a replaced
+                learner, or is not what its header says.
             StagingError: A frame does not fit this model.
             LoadFailedError: The weights did not load; the old ones are back.
             EngineBrokenError: There is no engine any more.
         """
         if limit_s is None:
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "a push needs a deadline: set a timeout on the call")
+            raise PushRefusedError(
+                grpc.StatusCode.INVALID_ARGUMENT, "a push needs a deadline: set a timeout on the call"
+            )
         began = time.monotonic()
         header = await _header(frames)
         self._check_model(header)
-        self._pass_fence(header)
-        async with self._turn:
-            self._pass_fence(header)
+        self._check_fence(header)
+        async with self._lock:
+            self._check_fence(header)
             self._check_base(header)
             digest = await self._stage(header, frames, go_ahead, began + limit_s)
             staged_s = time.monotonic() - began
-            return await _to_its_end(self._switch(header, digest, staged_s))
+            return await _uncancelled(self._switch(header, digest, staged_s))
 
     async def _stage(
         self, header: PushHeader, frames: AsyncIterator[WeightFrame], go_ahead: GoAhead, deadline_s: float
@@ -109,20 +111,20 @@ class Receiver:
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()) as self._staging:
                 await go_ahead()
-                await _to_its_end(asyncio.to_thread(self._staged.begin, changes=bool(header.base_digest)))
+                await _uncancelled(asyncio.to_thread(self._staged.begin, changes=bool(header.base_digest)))
                 await self._write_all(frames)
-                digest = await _to_its_end(asyncio.to_thread(self._staged.next_digest))
+                digest = await _uncancelled(asyncio.to_thread(self._staged.next_digest))
         except TimeoutError as error:
-            self._pass_fence(header)
-            raise Refused(
+            self._check_fence(header)
+            raise PushRefusedError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 f"version {header.version} was not here by the deadline of the call; nothing was loaded",
             ) from error
         finally:
             self._staging = None
-        self._pass_fence(header)
+        self._check_fence(header)
         if digest != header.digest:
-            raise Refused(
+            raise PushRefusedError(
                 grpc.StatusCode.DATA_LOSS,
                 f"version {header.version} has digest {header.digest[:12]} and {digest[:12]} came, with "
                 f"{len(self._staged.next.names)} of {header.num_tensors} tensors; nothing was loaded",
@@ -132,7 +134,7 @@ class Receiver:
     async def _write_all(self, frames: AsyncIterator[WeightFrame]) -> None:
         try:
             async for frame in frames:
-                await _to_its_end(asyncio.to_thread(self._write, frame.tensor))
+                await _uncancelled(asyncio.to_thread(self._write, frame.tensor))
         except StagingError:
             # A refusal that meets frames on their way is lost to "Internal error" at the sender.
             async for _ in frames:
@@ -174,10 +176,10 @@ class Receiver:
             resume_s=times.resume_s,
         )
 
-    def _pass_fence(self, header: PushHeader) -> None:
+    def _check_fence(self, header: PushHeader) -> None:
         """Obey a learner of a higher epoch from its first word on, and end what an older one was sending."""
         if not self.fence.admits(header):
-            raise Refused(
+            raise PushRefusedError(
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"this generator obeys learner {self.fence.learner} of epoch {self.fence.epoch}; this push is of "
                 f"learner {header.learner} of epoch {header.epoch}",
@@ -207,18 +209,18 @@ class Receiver:
             )
 
 
-def _precondition(reason: str) -> Refused:
-    return Refused(grpc.StatusCode.FAILED_PRECONDITION, reason)
+def _precondition(reason: str) -> PushRefusedError:
+    return PushRefusedError(grpc.StatusCode.FAILED_PRECONDITION, reason)
 
 
 async def _header(frames: AsyncIterator[WeightFrame]) -> PushHeader:
     first = await anext(aiter(frames), None)
     if first is None or first.WhichOneof("what") != "header":
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "a push begins with its header")
+        raise PushRefusedError(grpc.StatusCode.INVALID_ARGUMENT, "a push begins with its header")
     return first.header
 
 
-async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+async def _uncancelled(work: Coroutine[Any, Any, T]) -> T:
     """Work on the staged copy. A caller that goes away waits for its end: nobody else may touch the copy before.
 
     It may be cancelled twice: our deadline and gRPC's are the same moment.

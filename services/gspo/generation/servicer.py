@@ -16,8 +16,8 @@ from gspo.common.streams.entries import MalformedEntryError, check_message
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineBrokenError, EngineLike, LoadFailedError
 from gspo.generation.engine.staging import StagedWeights, StagingError
-from gspo.generation.receiver import Receiver, Refused
-from gspo.generation.rollout.driver import AbortedError, Rollouts
+from gspo.generation.receiver import PushRefusedError, Receiver
+from gspo.generation.rollout.driver import RolloutAbortedError, Rollouts
 from gspo.generation.worker import Worker
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import (
@@ -34,7 +34,7 @@ SERVICE_NAME = "gspo.Generation"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Door(generation_pb2_grpc.GenerationServicer):
+class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
     """Serves gspo.Generation for one engine."""
 
     def __init__(
@@ -65,17 +65,17 @@ class Door(generation_pb2_grpc.GenerationServicer):
             check_message(request.task)
         except MalformedEntryError as error:
             await refuse_message(context, error, "Generate")
-        task = self._fitting(request.task)
+        task = self._limit_tokens(request.task)
         pending = [self._rollouts.generate(task, number) for number in range(task.num_rollouts)]
         try:
             for finished in asyncio.as_completed(pending):
                 yield await finished
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except (AbortedError, EngineBrokenError) as error:
+        except (RolloutAbortedError, EngineBrokenError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
-    def _fitting(self, task: GroupTask) -> GroupTask:
+    def _limit_tokens(self, task: GroupTask) -> GroupTask:
         """The task, with no more tokens asked for than the engine has places."""
         algorithm = self._service.config.algorithm
         places = algorithm.prompt_length + algorithm.response_length - len(task.prompt.token_ids)
@@ -89,7 +89,7 @@ class Door(generation_pb2_grpc.GenerationServicer):
             result = await self._receiver.receive(
                 request_iterator, lambda: context.send_initial_metadata((ADMITTED,)), context.time_remaining()
             )
-        except (Refused, StagingError, LoadFailedError, EngineBrokenError) as error:
+        except (PushRefusedError, StagingError, LoadFailedError, EngineBrokenError) as error:
             metrics.PUSHES_RECEIVED.labels("refused").inc()
             log.warning("push_refused", reason=str(error), serving=self._engine.version)
             await context.abort(_status(error), str(error))
@@ -114,6 +114,6 @@ class Door(generation_pb2_grpc.GenerationServicer):
 
 
 def _status(error: Exception) -> grpc.StatusCode:
-    if isinstance(error, Refused):
+    if isinstance(error, PushRefusedError):
         return error.status
     return grpc.StatusCode.INVALID_ARGUMENT if isinstance(error, StagingError) else grpc.StatusCode.INTERNAL

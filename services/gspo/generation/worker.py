@@ -18,13 +18,13 @@ import structlog
 from gspo.common.service.app import Service
 from gspo.common.service.traces import Traces
 from gspo.common.streams.entries import SCHEMA
-from gspo.common.streams.inbox import DONE, Delivery, Inbox, Output, new_consumer
+from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, Inbox, new_consumer
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineLike
-from gspo.generation.leased_task import Held, Source, num_fruitless
+from gspo.generation.leased_task import LeasedTask, TaskSource, num_failed_attempts
 from gspo.generation.outbox import Outbox
-from gspo.generation.rollout.driver import AbortedError, Rollouts
-from gspo.generation.rollout.in_flight import UnderWay, mark_of
+from gspo.generation.rollout.driver import RolloutAbortedError, Rollouts
+from gspo.generation.rollout.in_flight import InFlightRollout, rollout_key
 from gspo.generation.rollout.saver import Saver
 from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Rollout, Scored
 
@@ -34,7 +34,7 @@ _IDLE_S = 0.05
 # A version that is live elsewhere is here soon, unless something is wrong with this generator: then its tasks go to
 # others, and it takes none until its weights change, or for so long.
 _WEIGHTS_PATIENCE_S = 5.0
-_OUT_S = 30.0
+_TOO_OLD_S = 30.0
 
 
 class Worker:
@@ -50,20 +50,20 @@ class Worker:
             for stream in (keys.prompts, keys.aside, keys.eval_prompts)
         )
         size, segment = config.algorithm.num_return_sequences_in_group, config.generation.segment_tokens
-        self._training = Source(training, Outbox(training), keys.rollouts, keys.scored, size, segment)
-        self._aside = Source(aside, Outbox(aside), keys.rollouts, keys.scored, size, segment)
-        self._evaluation = Source(
+        self._training = TaskSource(training, Outbox(training), keys.rollouts, keys.scored, size, segment)
+        self._paused = TaskSource(aside, Outbox(aside), keys.rollouts, keys.scored, size, segment)
+        self._evaluation = TaskSource(
             evaluation, Outbox(evaluation), keys.eval_rollouts, keys.eval_scored, config.evaluation.num_answers
         )
-        self._sources = [self._training, self._aside, self._evaluation]
+        self._sources = [self._training, self._paused, self._evaluation]
         # Tasks that had their tokens of the step before: they go first when a step begins, after the others within it.
-        self._num_due = 0
+        self._num_paused_due = 0
         self._step_begins = True
-        self._held: dict[asyncio.Task[None], Held] = {}
-        self._saver = Saver(config.generation, engine, self._under_way)
+        self._leased: dict[asyncio.Task[None], LeasedTask] = {}
+        self._saver = Saver(config.generation, engine, self._in_flight)
         self._num_running = 0
         self._changed = asyncio.Event()
-        self._out_until = 0.0
+        self._too_old_until = 0.0
 
     @property
     def num_running(self) -> int:
@@ -72,7 +72,7 @@ class Worker:
 
     def weights_changed(self) -> None:
         """A step begins. Tell the tasks that wait for newer weights; take tasks again."""
-        self._out_until = 0.0
+        self._too_old_until = 0.0
         self._step_begins = True
         self._changed.set()
 
@@ -84,122 +84,124 @@ class Worker:
                 for task in background:
                     if task.done():
                         task.result()
-                await self._step()
+                await self._tick()
             await self._drain()
         finally:
-            for task in (*background, *self._held):
+            for task in (*background, *self._leased):
                 task.cancel()
 
-    async def _step(self) -> None:
+    async def _tick(self) -> None:
         self._raise_failures()
-        if not self._room(self._training):
+        if not self._capacity(self._training):
             if not self._num_running:
                 self._service.activity.set("waiting", "weights", f"newer than version {self._engine.version}")
             await self._wait_for_change()
             return
         if self._step_begins:
-            self._step_begins, self._num_due = False, await self._aside.inbox.num_untaken()
-        if self._num_due:
-            if room := min(self._room(self._aside), self._num_due):
-                taken = await self._aside.inbox.take(room, block_s=0)
-                self._num_due = self._num_due - len(taken) if taken else 0
-                self._start(self._aside, taken)
+            self._step_begins, self._num_paused_due = False, await self._paused.inbox.num_untaken()
+        if self._num_paused_due:
+            if room := min(self._capacity(self._paused), self._num_paused_due):
+                taken = await self._paused.inbox.take(room, block_s=0)
+                self._num_paused_due = self._num_paused_due - len(taken) if taken else 0
+                self._start(self._paused, taken)
             return
         for source in self._sources:
-            if (room := self._room(source)) and (taken := await source.inbox.take(room, block_s=0)):
+            if (room := self._capacity(source)) and (taken := await source.inbox.take(room, block_s=0)):
                 self._start(source, taken)
                 return
         self._describe_idle()
-        if room := self._room(self._training):  # what others let go may have come in meanwhile
+        if room := self._capacity(self._training):  # what others let go may have come in meanwhile
             self._start(self._training, await self._training.inbox.take(room, block_s=_IDLE_S))
 
-    def _room(self, source: Source) -> int:
+    def _capacity(self, source: TaskSource) -> int:
         """Whole groups that fit into the engine: what is taken must not wait there while another worker is free."""
-        if time.monotonic() < self._out_until:
+        if time.monotonic() < self._too_old_until:
             return 0
         free = self._max_rollouts - self._num_running
         return max(free // source.group_size, 0 if self._num_running else 1)
 
-    def _start(self, source: Source, deliveries: list[Delivery]) -> None:
+    def _start(self, source: TaskSource, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
             task: GroupTask = delivery.message
-            held = Held(source, delivery, task, task.num_rollouts)
+            held = LeasedTask(source, delivery, task, task.num_rollouts)
             self._num_running += held.num_running
             metrics.ROLLOUTS_RUNNING.set(self._num_running)
             self._service.activity.set("busy", "generating", f"{self._num_running} rollouts")
-            self._held[asyncio.create_task(self._work(held))] = held
+            self._leased[asyncio.create_task(self._work(held))] = held
 
-    async def _work(self, held: Held) -> None:
+    async def _work(self, held: LeasedTask) -> None:
         try:
             await self._generate_group(held)
         finally:
             self._release(held, held.num_running)
 
-    def _release(self, held: Held, num: int) -> None:
+    def _release(self, held: LeasedTask, num: int) -> None:
         """Rollouts that are finished, or will not be made: their room is free."""
         held.num_running -= num
         self._num_running -= num
         metrics.ROLLOUTS_RUNNING.set(self._num_running)
         self._changed.set()
 
-    async def _generate_group(self, held: Held) -> None:
+    async def _generate_group(self, held: LeasedTask) -> None:
         delivery, task = held.delivery, held.task
         unfinished = await self._unfinished(held)
-        fruitless = num_fruitless(delivery.attempt, unfinished)
+        fruitless = num_failed_attempts(delivery.attempt, unfinished)
         if unfinished and fruitless > self._max_attempts:
             await self._give_up(held, f"handed out {fruitless - 1} times and never finished")
             return
         if not await self._has_version(task.min_version):
-            await self._hand_back(held)
+            await self._requeue(held)
             return
-        held.under_way = {rollout.number: rollout for rollout in unfinished}
+        held.in_flight = {rollout.number: rollout for rollout in unfinished}
         self._release(held, held.num_running - len(unfinished))
         playing = [self._play_one(held, rollout) for rollout in unfinished]
         results = await asyncio.gather(*playing, return_exceptions=True)
         errors = [result for result in results if result is not None]
         if not errors:
-            await self._end_or_put_aside(held)
-        elif isinstance(errors[0], (ValueError, AbortedError)):
+            await self._finish_or_pause(held)
+        elif isinstance(errors[0], (ValueError, RolloutAbortedError)):
             await self._give_up(held, str(errors[0]))
         else:
             raise errors[0]
 
-    async def _play_one(self, held: Held, rollout: UnderWay) -> None:
+    async def _play_one(self, held: LeasedTask, rollout: InFlightRollout) -> None:
         """Go on with one rollout until it has ended, or has to make room for others."""
         while not await self._rollouts.play(rollout, held.source.segment_tokens):
-            held.puts_aside = held.puts_aside or await self._others_wait(held.source)
-            if held.puts_aside:
+            held.pauses = held.pauses or await self._others_wait(held.source)
+            if held.pauses:
                 self._release(held, 1)
                 return
         self._release(held, 1)
         finished = self._rollouts.finished(rollout)
-        del held.under_way[rollout.number]
-        output = Output(held.delivery, held.source.rollouts, finished.SerializeToString(), rollout.mark)
+        del held.in_flight[rollout.number]
+        output = EntryOutput(held.delivery, held.source.rollouts, finished.SerializeToString(), rollout.rollout_key)
         if not await held.source.outbox.put(output):
-            log.info("lease_lost", rollout=rollout.mark, detail="dropped: its group ended, or another worker has it")
+            log.info(
+                "lease_lost", rollout=rollout.rollout_key, detail="dropped: its group ended, or another worker has it"
+            )
         elif not finished.evaluation:
             _trace(self._service.traces, finished)
 
-    async def _others_wait(self, source: Source) -> bool:
+    async def _others_wait(self, source: TaskSource) -> bool:
         """Whether tasks wait that fit into no engine: this one's room would have been filled."""
-        if self._room(source):
+        if self._capacity(source):
             return False
-        return any([await waiting.inbox.num_untaken() for waiting in (self._training, self._aside)])
+        return any([await waiting.inbox.num_untaken() for waiting in (self._training, self._paused)])
 
-    async def _end_or_put_aside(self, held: Held) -> None:
+    async def _finish_or_pause(self, held: LeasedTask) -> None:
         """Acknowledge a task whose rollouts are all written; save what is not, and leave it to any generator."""
         inbox, delivery = held.source.inbox, held.delivery
-        if not held.under_way:
+        if not held.in_flight:
             await inbox.finish(delivery)
             return
-        metrics.ROLLOUTS_PUT_ASIDE.inc(len(held.under_way))
-        await self._saver.save(held.rollouts(), put_aside=True)
-        await inbox.give_back(delivery, stream=self._aside.inbox.stream, group=held.task.group)
+        metrics.ROLLOUTS_PAUSED.inc(len(held.in_flight))
+        await self._saver.save(held.rollouts(), paused=True)
+        await inbox.requeue(delivery, stream=self._paused.inbox.stream, group=held.task.group)
 
-    async def _unfinished(self, held: Held) -> list[UnderWay]:
+    async def _unfinished(self, held: LeasedTask) -> list[InFlightRollout]:
         """The rollouts that no earlier holder has finished, each as it was saved last."""
         numbers = range(held.task.num_rollouts)
-        saved = await held.source.inbox.load([mark_of(held.task, number) for number in numbers])
+        saved = await held.source.inbox.load([rollout_key(held.task, number) for number in numbers])
         metrics.ROLLOUTS_RESUMED.inc(sum(state is not None and state != DONE for state in saved))
         return [
             self._rollouts.begin(held.task, number, state)
@@ -207,17 +209,17 @@ class Worker:
             if state != DONE
         ]
 
-    def _under_way(self) -> Iterator[tuple[Inbox, Delivery, UnderWay]]:
-        for task, held in self._held.items():
+    def _in_flight(self) -> Iterator[tuple[Inbox, Delivery, InFlightRollout]]:
+        for task, held in self._leased.items():
             if not task.done():
                 yield from held.rollouts()
 
-    async def _give_up(self, held: Held, reason: str) -> None:
+    async def _give_up(self, held: LeasedTask, reason: str) -> None:
         """Settle the way of a group that cannot be generated: a failure for the learner, a dead letter for people."""
         failure = GroupFailure(group=held.task.group, attempt=held.task.attempt, reason=f"generation: {reason}")
         payload = Scored(schema=SCHEMA, failure=failure).SerializeToString()
         log.error("group_given_up", group=held.task.group, evaluation=held.task.evaluation, reason=reason)
-        await held.source.inbox.bury(held.delivery, reason, [(held.source.scored, payload)])
+        await held.source.inbox.dead_letter(held.delivery, reason, [(held.source.scored, payload)])
 
     async def _has_version(self, min_version: int) -> bool:
         """Whether the engine serves `min_version` or a newer one, within a while."""
@@ -227,15 +229,15 @@ class Worker:
                 await self._wait_for_change()
         return self._engine.version >= min_version
 
-    async def _hand_back(self, held: Held) -> None:
+    async def _requeue(self, held: LeasedTask) -> None:
         """Leave a task to generators whose weights are new enough, and take none for now."""
         version, needed = self._engine.version, held.task.min_version
-        if time.monotonic() >= self._out_until:
+        if time.monotonic() >= self._too_old_until:
             log.warning("weights_too_old", serving=version, needed=needed, detail="its tasks are left to others")
-        self._out_until = time.monotonic() + _OUT_S
+        self._too_old_until = time.monotonic() + _TOO_OLD_S
         # A group that nobody has issued, or that has ended, is wanted by no other either.
         group = None if held.task.evaluation else held.task.group
-        await held.source.inbox.give_back(held.delivery, group=group)
+        await held.source.inbox.requeue(held.delivery, group=group)
 
     async def _wait_for_change(self, most_s: float = 1.0) -> None:
         """Until a group ended or weights changed; a second at most, so that a lost signal only costs that."""
@@ -254,17 +256,17 @@ class Worker:
                 await self._renew(source)
                 await self._take_over(source)
 
-    async def _renew(self, source: Source) -> None:
-        mine = {task: held for task, held in self._held.items() if held.source is source and not task.done()}
+    async def _renew(self, source: TaskSource) -> None:
+        mine = {task: held for task, held in self._leased.items() if held.source is source and not task.done()}
         kept = await source.inbox.renew([held.delivery for held in mine.values()])
         for task, held in mine.items():
             if held.delivery.entry not in kept and not task.done():
                 log.info("lease_lost", group=held.task.group)
                 task.cancel()
 
-    async def _take_over(self, source: Source) -> None:
+    async def _take_over(self, source: TaskSource) -> None:
         """Start what other workers let go, as much as fits: a dead one may have held as many groups as we can run."""
-        while (room := self._room(source)) and not self._service.stopping.is_set():
+        while (room := self._capacity(source)) and not self._service.stopping.is_set():
             left = await source.inbox.reclaim(room)
             if not left:
                 return
@@ -272,8 +274,8 @@ class Worker:
 
     def _raise_failures(self) -> None:
         """Forget what is done; an error that is not the task's own ends the worker."""
-        for task in [task for task in self._held if task.done()]:
-            del self._held[task]
+        for task in [task for task in self._leased if task.done()]:
+            del self._leased[task]
             if not task.cancelled() and (error := task.exception()):
                 raise error
 
@@ -288,14 +290,14 @@ class Worker:
         deadline = time.monotonic() + self._service.config.run.drain_timeout_s / 2
         for source in self._sources:
             await self._renew(source)  # at the end of a run the coordinator has taken its tasks back
-        while any(not task.done() for task in self._held) and time.monotonic() < deadline:
+        while any(not task.done() for task in self._leased) and time.monotonic() < deadline:
             self._service.activity.set("busy", "draining", f"{self._num_running} rollouts")
             await self._wait_for_change(max(0.0, deadline - time.monotonic()))
-        left = {task: held for task, held in self._held.items() if not task.done()}
-        await self._saver.save([entry for held in left.values() for entry in held.rollouts()], put_aside=True)
+        left = {task: held for task, held in self._leased.items() if not task.done()}
+        await self._saver.save([entry for held in left.values() for entry in held.rollouts()], paused=True)
         for task, held in left.items():
             task.cancel()
-            await held.source.inbox.give_back(held.delivery)
+            await held.source.inbox.requeue(held.delivery)
 
 
 def _trace(traces: Traces, rollout: Rollout) -> None:

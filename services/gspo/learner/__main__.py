@@ -17,7 +17,7 @@ from gspo.common.host.cpu_threads import wait_shortly
 from gspo.common.host.importing import importing
 from gspo.common.service.app import await_start, exit_bad_input, parse_options, run_service, stay
 from gspo.learner.check import check
-from gspo.learner.ranks.environment import die_with_the_launcher, is_launched, own_rank
+from gspo.learner.ranks.environment import end_with_launcher, is_launched, own_rank
 
 MEANING = "Trains the policy on scored rollouts with DeepSpeed, and pushes every version to the generators."
 
@@ -28,7 +28,7 @@ def main() -> None:
     keep_freed_memory()
     options = parse_options("learner", check, meaning=MEANING)
     if is_launched():
-        die_with_the_launcher()
+        end_with_launcher()
         structlog.contextvars.bind_contextvars(rank=own_rank())
         _check_as_launched(options.config)
     elif options.config.learner.ranks > 1:
@@ -43,13 +43,13 @@ def main() -> None:
         sys.exit(code)
     # After the options: importing torch and DeepSpeed takes seconds.
     with importing():
-        from gspo.learner.app import live, live_as_follower
-        from gspo.learner.training.rank_control import Leader, follow
+        from gspo.learner.app import live, run_follower
+        from gspo.learner.training.rank_control import RankZero, follow_rank_zero
 
     options = await_start(options)
     if own_rank():
-        run_service(options, lambda service: live_as_follower(service, follow))
-    run_service(options, lambda service: live(service, Leader))
+        run_service(options, lambda service: run_follower(service, follow_rank_zero))
+    run_service(options, lambda service: live(service, RankZero))
 
 
 def _check_as_launched(config: Config) -> None:

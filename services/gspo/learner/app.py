@@ -17,35 +17,35 @@ from gspo.common.model.folder import model_folder
 from gspo.common.network.grpc_server import GrpcServer
 from gspo.common.network.http_server import HttpServer
 from gspo.common.service.app import Service, end_tasks
-from gspo.common.service.health import Probes
+from gspo.common.service.health import HealthProbes
 from gspo.common.streams.events import Events
-from gspo.common.streams.instances import Member, Registration
+from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import LEARNER
 from gspo.common.telemetry import metrics
 from gspo.learner.loop import Learner
 from gspo.learner.recovery import recover
-from gspo.learner.servicer import SERVICE_NAME, Door
-from gspo.learner.storage.disk_space import Disk
+from gspo.learner.servicer import SERVICE_NAME, LearnerGrpcServicer
+from gspo.learner.storage.disk_space import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.telemetry.trackers import Trackers
-from gspo.learner.training.trainer_api import StartMaker
+from gspo.learner.training.trainer_api import StartTrainer
 from gspo_proto import learner_pb2_grpc
 
 
-async def live(service: Service, start: StartMaker) -> None:
+async def live(service: Service, start: StartTrainer) -> None:
     """Hold the run directory, and train until the run is finished or the service is stopped.
 
     Args:
-        start: orders.Leader, or one that simulates.
+        start: orders.RankZero, or one that simulates.
     """
     options = service.options
-    http = HttpServer(Probes(service), options.host, options.http_port, service.config.services)
-    member = Member(LEARNER, options.name, http=http.address, pid=os.getpid())
-    registration = Registration(service.redis, service.keys, member, service.activity, dict)
+    http = HttpServer(HealthProbes(service), options.host, options.http_port, service.config.services)
+    instance = Instance(LEARNER, options.name, http=http.address, pid=os.getpid())
+    registration = Registration(service.redis, service.keys, instance, service.activity, dict)
     running = {asyncio.create_task(http.run())}
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
     try:
-        disk = Disk(service.activity, service.stopping.is_set)
+        disk = DiskSpace(service.activity, service.stopping.is_set)
         with await asyncio.to_thread(_open, options.run_dir, disk) as run_dir:
             metrics.DISK_FREE.set_function(lambda: shutil.disk_usage(options.run_dir).free)
             metrics.DISK_SIZE.set_function(lambda: shutil.disk_usage(options.run_dir).total)
@@ -60,11 +60,11 @@ async def live(service: Service, start: StartMaker) -> None:
         thread.shutdown(cancel_futures=True)
 
 
-def _open(path: Path, disk: Disk) -> RunDir:
+def _open(path: Path, disk: DiskSpace) -> RunDir:
     return disk.write("the run directory's lock and epoch", path, lambda: RunDir(path, disk))
 
 
-async def live_as_follower(service: Service, follow: Callable[[Config, Path, Path], None]) -> None:
+async def run_follower(service: Service, follow: Callable[[Config, Path, Path], None]) -> None:
     """Train as rank 0 orders, until it says that this is the end: it alone answers signals and talks to others."""
     try:
         model = model_folder(service.config.model)
@@ -74,7 +74,7 @@ async def live_as_follower(service: Service, follow: Callable[[Config, Path, Pat
 
 
 async def _recovered(
-    service: Service, run_dir: RunDir, thread: ThreadPoolExecutor, start: StartMaker, disk: Disk
+    service: Service, run_dir: RunDir, thread: ThreadPoolExecutor, start: StartTrainer, disk: DiskSpace
 ) -> Learner:
     model = model_folder(service.config.model)
     loop = asyncio.get_running_loop()
@@ -87,7 +87,7 @@ async def _serve(service: Service, learner: Learner, registration: Registration,
     position = await Events(service.redis, service.keys, options.service).newest()
     grpc_server = GrpcServer(
         lambda server: learner_pb2_grpc.add_LearnerServicer_to_server(
-            Door(learner.progress, learner.checkpoint_now), server
+            LearnerGrpcServicer(learner.progress, learner.checkpoint_now), server
         ),
         (SERVICE_NAME,),
         host=options.host,
@@ -108,7 +108,7 @@ async def _serve(service: Service, learner: Learner, registration: Registration,
                 "events": learner.watch_events(position),
                 "trackers": trackers.run(),
                 "stop": _stop_on_request(service, learner),
-                "ranks": learner.watch_ranks(),
+                "ranks": learner.send_rank_heartbeats(),
             },
         )
     finally:

@@ -12,7 +12,7 @@ from typing import Any
 from gspo.common.config.learner import LearnerConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest, warn
-from gspo.common.host.gpus import check_gpus_are_seen, generators_on, visible_gpus, warn_of_float32
+from gspo.common.host.gpus import check_gpus_are_seen, generators_per_gpu, visible_gpus, warn_of_float32
 from gspo.common.host.memory import free_memory, shared_memory
 from gspo.common.model.batch_memory import check_fits, learner_bytes
 from gspo.common.model.files import (
@@ -24,7 +24,7 @@ from gspo.common.model.files import (
     read_model_files,
 )
 from gspo.common.model.folder import model_folder
-from gspo.common.model.training_memory import FLOAT32_BYTES, host_bytes, kept_bytes, layers_of, training_bytes
+from gspo.common.model.training_memory import FLOAT32_BYTES, host_bytes, layers_of, snapshot_bytes, training_bytes
 from gspo.learner.ranks.environment import is_launched, num_local_ranks, num_ranks
 from gspo.learner.telemetry.trackers import check_trackers
 from gspo.learner.training.deepspeed_config import engine_config
@@ -217,9 +217,9 @@ def _check_memory(config: Config, files: ModelFiles) -> None:
     if gpus := visible_gpus()[:ranks_here]:
         # Every rank loads the whole policy before ZeRO 3 spreads it.
         most = max(on_device, FLOAT32_BYTES * files.num_parameters)
-        check_gpu_memory(config, int(most), gpus, generators_on(gpus))
+        check_gpu_memory(config, int(most), gpus, generators_per_gpu(gpus))
     a_rank = host_bytes(files, (on_device, on_host), on_gpu=bool(gpus))
-    needed = a_rank * ranks_here + kept_bytes(config, files)
+    needed = a_rank * ranks_here + snapshot_bytes(config, files)
     available = free_memory()
     if needed > available:
         raise InputError(

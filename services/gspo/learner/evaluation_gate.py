@@ -16,16 +16,16 @@ import structlog
 from gspo.common.config.schema import Config
 from gspo.common.streams.keys import evaluation_label
 from gspo.common.telemetry.activity import Activity
-from gspo.learner.storage.best_version import Best
+from gspo.learner.storage.best_version import BestVersion
 from gspo.learner.storage.run_directory import RunDir
 from gspo_proto.rollout_pb2 import EvaluationDone
 
 # A stop has no signal of its own.
-_LOOK_AGAIN_S = 0.25
+_POLL_S = 0.25
 log = structlog.get_logger()
 
 
-class HeldOut:
+class EvaluationGate:
     """What is known of the run's evaluations.
 
     Attributes:
@@ -38,12 +38,12 @@ class HeldOut:
     def __init__(self, config: Config, run_dir: RunDir, activity: Activity) -> None:
         self._config, self._run_dir, self._activity = config, run_dir, activity
         self._figure = config.best_figure
-        self._best = Best(run_dir.path, self._figure.figure, run_dir.scores()) if self._figure else None
+        self._best = BestVersion(run_dir.path, self._figure.figure, run_dir.scores()) if self._figure else None
         self._recorded = asyncio.Event()
         self.recorded_unix_s = 0.0
 
     @property
-    def patience_s(self) -> float:
+    def max_wait_s(self) -> float:
         """Longest that the evaluations of one version may take."""
         return self._config.evaluation.timeout_s * max(1, len(self._config.evaluation.files))
 
@@ -64,22 +64,22 @@ class HeldOut:
         self.recorded_unix_s = time.time()
         self._recorded.set()
 
-    def put_aside(self, version: int, write: Callable[[Path], None], *, last: bool = False) -> None:
+    def save_candidate(self, version: int, write: Callable[[Path], None], *, last: bool = False) -> None:
         """Keep a version that will be measured until it is: of the start, between two steps, or the `last`."""
         if self._best is not None and (last or version == 0 or self._config.is_measured(version)):
-            self._best.put_aside(version, write)
+            self._best.save_candidate(version, write)
 
     async def wait(self, version: int, stopped: Callable[[], bool]) -> float:
         """Wait until a version that is measured between two steps has its figures; the seconds it took."""
         began = time.monotonic()
         while (missing := self._missing(version)) and not stopped():
-            if time.monotonic() - began > self.patience_s + self._config.run.start_timeout_s:
+            if time.monotonic() - began > self.max_wait_s + self._config.run.start_timeout_s:
                 log.warning("evaluation_missing", labels=missing, reason="newer weights go out without it")
                 break
             self._activity.set("waiting", "evaluation", ", ".join(missing))
             self._recorded.clear()
             try:
-                async with asyncio.timeout(_LOOK_AGAIN_S):
+                async with asyncio.timeout(_POLL_S):
                     await self._recorded.wait()
             except TimeoutError:
                 continue

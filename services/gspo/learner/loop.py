@@ -24,15 +24,15 @@ from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
 from gspo.common.telemetry.step_time import seconds_by_cause
-from gspo.learner.assembly.assembler import Batch, Exhausted, Hopeless, Waiting
+from gspo.learner.assembly.assembler import Batch, NoUsableGroups, PromptsUsedUp, WaitingForGroups
 from gspo.learner.assembly.intake import Intake
 from gspo.learner.assembly.settlements import SettledGroup, Settlement
-from gspo.learner.assembly.staleness_cost import AgeCost
-from gspo.learner.evaluation_gate import HeldOut
-from gspo.learner.push.policy_weights import Policy, policy_from
-from gspo.learner.push.publisher import Live, Publisher
-from gspo.learner.recovery import Recovered
-from gspo.learner.storage.disk_space import Disk
+from gspo.learner.assembly.staleness_cost import StalenessCost
+from gspo.learner.evaluation_gate import EvaluationGate
+from gspo.learner.push.policy_weights import PolicyWeights, weights_from
+from gspo.learner.push.publisher import Publisher, VersionServed
+from gspo.learner.recovery import RecoveredState
+from gspo.learner.storage.disk_space import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.telemetry.step_clock import StepClock
 from gspo.learner.training.schedule import configured_hyperparameters
@@ -51,7 +51,7 @@ from gspo_proto.rollout_pb2 import (
 log = structlog.get_logger()
 T = TypeVar("T")
 # A change of the open groups has no signal of its own.
-_LOOK_AGAIN_S = 0.25
+_POLL_S = 0.25
 # Within the time after which a silent rank is given up.
 _SIGNS_IN_TIME = 4
 _SECONDS_PER_HOUR = 3600.0
@@ -75,23 +75,23 @@ class Learner:
         self,
         service: Service,
         run_dir: RunDir,
-        recovered: Recovered,
+        recovered: RecoveredState,
         thread: ThreadPoolExecutor,
-        disk: Disk,
+        disk: DiskSpace,
     ) -> None:
         self._service, self._config, self._run_dir = service, service.config, run_dir
         self._trainer, self._assembler, self._thread, self._disk = recovered.trainer, recovered.assembler, thread, disk
         self._notices = recovered.notices
         self.intake = Intake(service, self._assembler)
         self.publisher = Publisher(service, run_dir.epoch, self._on_live)
-        self._held_out = HeldOut(self._config, run_dir, service.activity)
+        self._evaluation_gate = EvaluationGate(self._config, run_dir, service.activity)
         self._events = Events(service.redis, service.keys, service.options.name)
         self._version, self._digest = recovered.step, ""
         self._in_training: tuple[int, ...] = ()
         self._ended_untrained: Counter[Settlement] = Counter()
-        self._age_cost = AgeCost()
+        self._age_cost = StalenessCost()
         self._recent: list[Mapping[str, float]] = []
-        self._trained_s, self._clock = run_dir.trained_s, StepClock(self.intake.journeys, service.traces)
+        self._trained_s, self._clock = run_dir.trained_s, StepClock(self.intake.timelines, service.traces)
         self._is_generated = False
         self._num_groups: int | None = None
         self._stop_reason = self._done_reason = ""
@@ -119,7 +119,7 @@ class Learner:
         async for event in self._events.follow(position):
             what = event.WhichOneof("what")
             if what == "evaluation_done":
-                await self._held_out.record(event.evaluation_done)
+                await self._evaluation_gate.record(event.evaluation_done)
             elif what == "stop_requested":
                 self._stop_reason = f"stopped: {event.stop_requested.reason}"
             elif what == "prompts_exhausted":
@@ -128,11 +128,11 @@ class Learner:
                 self._finished.set()
             self.intake.arrived.set()
 
-    async def watch_ranks(self) -> None:
+    async def send_rank_heartbeats(self) -> None:
         """Show the other ranks that this one lives, and notice when one of them does not."""
         while True:
             await asyncio.sleep(self._config.learner.rank_timeout_s / _SIGNS_IN_TIME)
-            await self._in_thread(self._trainer.sign_of_life)
+            await self._in_thread(self._trainer.rank_heartbeat)
 
     async def release_ranks(self) -> None:
         """Let the other ranks end."""
@@ -183,7 +183,7 @@ class Learner:
         policy = await self._in_thread(self._make_policy, self._version)
         await self._record_version(policy)
         self._set_version(policy)
-        await self._put_aside()
+        await self._save_candidate()
         self.publisher.publish(policy)
         self._service.problems.clear()
         metrics.STEP_TIMESTAMP.set_to_current_time()
@@ -216,25 +216,25 @@ class Learner:
                 self._clock.wait_over(
                     began,
                     live_unix_s=self.publisher.live_unix_s,
-                    evaluated_unix_s=self._held_out.recorded_unix_s,
+                    evaluated_unix_s=self._evaluation_gate.recorded_unix_s,
                 )
                 return found
-            if isinstance(found, Hopeless):
+            if isinstance(found, NoUsableGroups):
                 raise RunFailedError(found.reason)
-            if isinstance(found, Exhausted):
+            if isinstance(found, PromptsUsedUp):
                 self._done_reason = "all prompts are used"
                 break
             await self._wait_for_rollouts(found)
         await self._write_wanted_checkpoint()
         return None
 
-    async def _wait_for_rollouts(self, waiting: Waiting) -> None:
+    async def _wait_for_rollouts(self, waiting: WaitingForGroups) -> None:
         began, detail = time.monotonic(), waiting.detail
         if trouble := self.publisher.trouble():
             detail += f"; {trouble}"
         self._service.activity.set("waiting", "rollouts", detail)
         try:
-            async with asyncio.timeout(_LOOK_AGAIN_S):
+            async with asyncio.timeout(_POLL_S):
                 await self.intake.arrived.wait()
         except TimeoutError:
             return
@@ -263,7 +263,7 @@ class Learner:
             await self._record_version(policy, used)
         self._set_version(policy)
         self._clock.over("publish_s")
-        await self._held_out.wait(batch.step - 1, lambda: bool(self._stop_reason))
+        await self._evaluation_gate.wait(batch.step - 1, lambda: bool(self._stop_reason))
         self._clock.over("hold_s")
         figures = done.figures | self._clock.figures()
         figures["tokens_per_s"] = figures["tokens"] / figures["step_s"]
@@ -275,7 +275,7 @@ class Learner:
         # Generators wait for the weights, nobody for the record.
         self.publisher.publish(policy)
         await self._record(batch, figures)
-        await self._put_aside()
+        await self._save_candidate()
 
     async def _record(self, batch: Batch, figures: dict[str, float]) -> None:
         """The step's figures: on disk, in the metrics, on the events stream."""
@@ -305,7 +305,7 @@ class Learner:
         self._ended_untrained.update(group.settlement for group in groups)
         self._age_cost.ended(groups)
         await self.intake.acknowledge(group.group for group in groups)
-        self.intake.journeys.take(group.group for group in groups)
+        self.intake.timelines.take(group.group for group in groups)
         await self._announce(groups_settled=GroupsSettled(groups=[group.to_proto() for group in groups]))
         log.info("groups_settled", num=len(groups), last=groups[-1].settlement.value, reason=groups[-1].reason)
 
@@ -329,7 +329,7 @@ class Learner:
             return path
         began = time.monotonic()
         with self._service.activity.doing("checkpoint", f"step {self._version}"):
-            await self._in_thread(self._with_room, "a checkpoint", self._write_checkpoint)
+            await self._in_thread(self._when_disk_has_space, "a checkpoint", self._write_checkpoint)
             run = self._config.run
             await asyncio.to_thread(
                 self._run_dir.prune, keep_checkpoints=run.keep_checkpoints, keep_log_steps=run.keep_log_steps
@@ -351,40 +351,40 @@ class Learner:
         await self._checkpoint()
         with self._service.activity.doing("exporting", f"version {self._version}"):
             export = self._run_dir.path / _EXPORT
-            await self._in_thread(self._with_room, "the exported model", lambda: self._trainer.export(export))
+            await self._in_thread(self._when_disk_has_space, "the exported model", lambda: self._trainer.export(export))
             if not self._stop_reason:
-                await self._put_aside(last=True)
+                await self._save_candidate(last=True)
         await self._announce(
             training_done=TrainingDone(step=self._version, version=self._version, digest=self._digest, reason=reason)
         )
         log.info("training_done", step=self._version, reason=reason)
         self._service.activity.set("waiting", "coordinator", "the last evaluation")
-        patience_s = self._held_out.patience_s + self.publisher.push_limit_s
+        max_wait_s = self._evaluation_gate.max_wait_s + self.publisher.push_limit_s
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(max_wait_s):
                 while not self._finished.is_set():
                     # The coordinator may have issued some before it heard that this is the end.
                     await self._settle_unused(reason)
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_LOOK_AGAIN_S):
+                        async with asyncio.timeout(_POLL_S):
                             await self._finished.wait()
         except TimeoutError as error:
-            raise RunFailedError(f"the coordinator did not finish the run within {patience_s:g} s") from error
+            raise RunFailedError(f"the coordinator did not finish the run within {max_wait_s:g} s") from error
 
     async def _settle_unused(self, reason: str) -> None:
         """Settle what is open and was not trained; not after a stop, for a resume goes on with it."""
         if not self._stop_reason:
             await self._settle(self._assembler.settle_unused(await self.intake.open_groups(), reason))
 
-    async def _put_aside(self, *, last: bool = False) -> None:
+    async def _save_candidate(self, *, last: bool = False) -> None:
         """Where the best version is kept: this one stays on the disk until it is measured, if it will be."""
 
         def keep() -> None:
-            self._held_out.put_aside(self._version, self._trainer.export, last=last)
+            self._evaluation_gate.save_candidate(self._version, self._trainer.export, last=last)
 
-        await self._in_thread(self._with_room, "a version that may be the best", keep)
+        await self._in_thread(self._when_disk_has_space, "a version that may be the best", keep)
 
-    async def _on_live(self, live: Live) -> None:
+    async def _on_live(self, live: VersionServed) -> None:
         self._clock.live(live.policy.version)
         version_live = VersionLive(
             version=live.policy.version,
@@ -399,17 +399,17 @@ class Learner:
     async def _announce(self, **what: Any) -> None:
         await self._events.send(Event(epoch=self._run_dir.epoch, **what))
 
-    def _with_room(self, what: str, write: Callable[[], None]) -> None:
+    def _when_disk_has_space(self, what: str, write: Callable[[], None]) -> None:
         """Wait for room; not with other ranks, which may be a call ahead: all are started again then."""
-        if self._trainer.has_followers:
+        if self._trainer.has_other_ranks:
             write()
         else:
             self._disk.write(what, self._run_dir.path, write)
 
-    def _make_policy(self, version: int) -> Policy:
-        return policy_from(version, self._trainer.policy())
+    def _make_policy(self, version: int) -> PolicyWeights:
+        return weights_from(version, self._trainer.policy())
 
-    async def _record_version(self, policy: Policy, used: Hyperparameters | None = None) -> None:
+    async def _record_version(self, policy: PolicyWeights, used: Hyperparameters | None = None) -> None:
         """On disk, before anybody hears of the version."""
         values = asdict(used) if used else None
         version, digest, dtype = policy.version, policy.digest, policy.dtype
@@ -417,7 +417,7 @@ class Learner:
             lambda: self._run_dir.append_version(version, digest, version, dtype=dtype, hyperparameters=values)
         )
 
-    def _set_version(self, policy: Policy) -> None:
+    def _set_version(self, policy: PolicyWeights) -> None:
         self._version, self._digest, self._in_training = policy.version, policy.digest, ()
         metrics.POLICY_VERSION.set(policy.version)
         metrics.STEP.set(policy.version)

@@ -15,10 +15,10 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.assembler import Assembler
-from gspo.learner.push.policy_weights import policy_from
+from gspo.learner.push.policy_weights import weights_from
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.training.schedule import configured_hyperparameters
-from gspo.learner.training.trainer_api import Hyperparameters, Maker, NotFiniteError, StartMaker
+from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, StartTrainer, TrainerApi
 from gspo_core.advantage import RunningMoments
 
 log = structlog.get_logger()
@@ -27,7 +27,7 @@ _EXPORTED = ("best", "export")
 
 
 @dataclass(frozen=True)
-class Recovered:
+class RecoveredState:
     """The state after the last logged step.
 
     Attributes:
@@ -36,13 +36,13 @@ class Recovered:
         notices: What the user has to know of how it came to this state, a sentence each.
     """
 
-    trainer: Maker
+    trainer: TrainerApi
     assembler: Assembler
     step: int
     notices: tuple[str, ...]
 
 
-def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, start: StartMaker) -> Recovered:
+def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, start: StartTrainer) -> RecoveredState:
     """Load the newest undamaged checkpoint and replay the log from there.
 
     Raises:
@@ -65,11 +65,11 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
     for step in to_replay:
         activity.set("busy", "replaying", f"step {step} of {to_replay[-1]}")
         _replay(config, step, run_dir, trainer, assembler)
-    return Recovered(trainer, assembler, step, notices)
+    return RecoveredState(trainer, assembler, step, notices)
 
 
 def _load_checkpoint(
-    config: Config, run_dir: RunDir, trainer: Maker, activity: Activity
+    config: Config, run_dir: RunDir, trainer: TrainerApi, activity: Activity
 ) -> tuple[int, RunningMoments, tuple[str, ...]]:
     """The newest undamaged checkpoint's step and moments, and what is said of damaged ones that are newer."""
     checkpoints, damage = run_dir.checkpoints, dict[int, str]()
@@ -92,14 +92,14 @@ def _load_checkpoint(
     return 0, RunningMoments(), notices
 
 
-def _other_weights(config: Config, run_dir: RunDir, trainer: Maker, step: int) -> str:
+def _other_weights(config: Config, run_dir: RunDir, trainer: TrainerApi, step: int) -> str:
     """How the loaded weights differ from the version on record; empty where they are the same.
 
     Under LoRA a policy is a product of matrices, which another machine rounds otherwise; and a resume may publish in
     another dtype. Neither is damage.
     """
     try:
-        loaded = policy_from(step, trainer.policy())
+        loaded = weights_from(step, trainer.policy())
     except NotFiniteError as error:
         return str(error)
     recorded = run_dir.version(step)
@@ -136,7 +136,7 @@ def _pass_over(run_dir: RunDir, damage: dict[int, str], taken: int) -> tuple[str
     return tuple(notices)
 
 
-def _replay(config: Config, step: int, run_dir: RunDir, trainer: Maker, assembler: Assembler) -> None:
+def _replay(config: Config, step: int, run_dir: RunDir, trainer: TrainerApi, assembler: Assembler) -> None:
     """Train a logged step once more.
 
     What it was trained with is on record if its version is; a step whose version nobody has seen is trained as the
@@ -149,7 +149,7 @@ def _replay(config: Config, step: int, run_dir: RunDir, trainer: Maker, assemble
     assembler.replay(rows)
     try:
         trained = trainer.train(step, rows, run_dir.not_applied(step), used)
-        policy = policy_from(step, trainer.policy())
+        policy = weights_from(step, trainer.policy())
     except NotFiniteError as error:
         raise InputError(
             str(run_dir.steplog.path(step)), f"replaying it ends as it did before: {error}", "Then resume"

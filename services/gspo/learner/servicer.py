@@ -14,7 +14,7 @@ SERVICE_NAME = "gspo.Learner"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Door(learner_pb2_grpc.LearnerServicer):
+class LearnerGrpcServicer(learner_pb2_grpc.LearnerServicer):
     """Serves gspo.Learner.
 
     Args:

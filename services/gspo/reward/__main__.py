@@ -12,18 +12,18 @@ import structlog
 from gspo.common.network.grpc_server import GrpcServer
 from gspo.common.network.http_server import HttpServer
 from gspo.common.service.app import Service, await_start, parse_options, run_service
-from gspo.common.service.health import Probes
+from gspo.common.service.health import HealthProbes
 from gspo.common.streams.events import Events
-from gspo.common.streams.instances import Member, Registration
+from gspo.common.streams.instances import Instance, Registration
 from gspo.common.telemetry import metrics
 from gspo.reward.check import check
-from gspo.reward.http_api.access import Guard
+from gspo.reward.http_api.access import AccessControl
 from gspo.reward.http_api.application import rest_app
-from gspo.reward.http_api.routes import Desk
+from gspo.reward.http_api.routes import ApiDependencies
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.launch import LEVEL_NAMES
-from gspo.reward.scoring.consumer import Worker
+from gspo.reward.scoring.consumer import ScoringConsumer
 from gspo.reward.scoring.scorer import Scorer, open_scorer
 from gspo.reward.servicer import GRPC_SERVICE, RewardServicer
 from gspo.reward.submissions.admission import Admission
@@ -50,19 +50,21 @@ async def live(service: Service) -> None:
         usage=usage,
     )
     async with opened as scorer:
-        found = scorer.library.containment
+        found = scorer.library.confinement
         service.facts["sandbox"] = str(found)
         metrics.SANDBOX_LEVEL.set(LEVEL_NAMES.index(found.level.name))
         log.info("sandbox", level=found.level.name, parts=found.parts, lacks=found.level.lacks)
-        guard = Guard(Callers(service.options.token, config.reward.tokens), RateLimit(config.reward.calls_per_minute))
+        guard = AccessControl(
+            Callers(service.options.token, config.reward.tokens), RateLimit(config.reward.calls_per_minute)
+        )
         admission = Admission(scorer.library, config.reward.allowed_packages)
-        desk = Desk(scorer.library, registry, admission, usage, guard)
+        desk = ApiDependencies(scorer.library, registry, admission, usage, guard)
         await _serve(service, scorer, desk, events, position)
 
 
-async def _serve(service: Service, scorer: Scorer, desk: Desk, events: Events, position: bytes) -> None:
+async def _serve(service: Service, scorer: Scorer, desk: ApiDependencies, events: Events, position: bytes) -> None:
     options = service.options
-    services, face = service.config.services, Probes(service, rest_app(desk), guards_itself=True)
+    services, face = service.config.services, HealthProbes(service, rest_app(desk), guards_itself=True)
     http = HttpServer(face, options.host, options.http_port, services, takes_forms=True)
     grpc = GrpcServer(
         lambda server: add_RewardServicer_to_server(RewardServicer(scorer, session=service.config.name), server),
@@ -74,12 +76,12 @@ async def _serve(service: Service, scorer: Scorer, desk: Desk, events: Events, p
         tls=services.tls,
     )
     await grpc.start()
-    member = Member("reward", options.name, http=http.address, grpc=grpc.address, pid=os.getpid())
+    instance = Instance("reward", options.name, http=http.address, grpc=grpc.address, pid=os.getpid())
     facts = {name: function.source.version for name, function in scorer.functions.items()}
-    registration = Registration(service.redis, service.keys, member, service.activity, lambda: {"functions": facts})
+    registration = Registration(service.redis, service.keys, instance, service.activity, lambda: {"functions": facts})
 
     async def end_with_the_run() -> None:
-        await events.until_finished(position)
+        await events.wait_for_finished(position)
         service.stopping.set()
 
     service.problems.clear()
@@ -91,7 +93,7 @@ async def _serve(service: Service, scorer: Scorer, desk: Desk, events: Events, p
         "usage": desk.usage.run(),
     }
     try:
-        await service.run(Worker(service, scorer).run(), background)
+        await service.run(ScoringConsumer(service, scorer).run(), background)
     finally:
         await grpc.stop(GRPC_GRACE_S)
 

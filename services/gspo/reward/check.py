@@ -24,9 +24,9 @@ from gspo.reward.environment_check import try_environment
 from gspo.reward.first_rows import prompt_of, read_first_rows
 from gspo.reward.functions.arguments import arguments_for, check_columns
 from gspo.reward.functions.library import Function
-from gspo.reward.registry.offline import RegistryCopy
+from gspo.reward.registry.offline import OfflineRegistry
 from gspo.reward.registry.store import Registry
-from gspo.reward.sandbox.calls import CallFailed, values_of
+from gspo.reward.sandbox.calls import CallError, values_of
 from gspo.reward.sandbox.values import describe
 from gspo.reward.scoring.scorer import open_scorer
 from gspo.reward.submissions.callers import read_tokens
@@ -36,7 +36,7 @@ NUM_TRIALS = 2
 TRIAL_TEXT = "42"
 REDIS_TIMEOUT_S = 5.0
 # A function that raises one of these cannot work with any answer; others may come from the made-up one.
-NEVER_THE_ANSWER = ("ImportError", "ModuleNotFoundError", "NameError", "Unfit", "InvalidReturn")
+NEVER_THE_ANSWER = ("ImportError", "ModuleNotFoundError", "NameError", "UnfitError", "InvalidReturnError")
 
 
 def check(config: Config) -> None:
@@ -71,10 +71,10 @@ async def _check(config: Config) -> None:
 
 
 @asynccontextmanager
-async def _registered(config: Config) -> AsyncIterator[Registry | RegistryCopy]:
+async def _registered(config: Config) -> AsyncIterator[Registry | OfflineRegistry]:
     """What a run would find registered: in the Redis that it is given, else in this machine's copy alone."""
     if config.services.redis_url is None:
-        yield RegistryCopy(config.registry_dir)
+        yield OfflineRegistry(config.registry_dir)
         return
     given = redis_arguments(config.services.redis_url, config)
     redis = Redis.from_url(config.services.redis_url, protocol=2, socket_connect_timeout=REDIS_TIMEOUT_S, **given)
@@ -103,9 +103,9 @@ async def _try(function: Function, wanted: RewardFunction, where: str, trials: l
     try:
         answer = await callee.call(arguments_for(callee.signature, trials, function.source.args))
         raw = values_of(answer, len(trials))
-    except CallFailed as error:
+    except CallError as error:
         if error.error_type in NEVER_THE_ANSWER:
-            wrong_return = error.error_type == "InvalidReturn"
+            wrong_return = error.error_type == "InvalidReturnError"
             fix = "Return a list with one number for each completion" if wrong_return else "Mend the function"
             raise InputError(where, f"{name} {error}", fix) from error
         warn(f"{where}: {name}, tried on a made-up answer, {error}")

@@ -14,9 +14,9 @@ import grpc
 from gspo.common.network.grpc_guard import refuse_message
 from gspo.common.streams.entries import MalformedEntryError, check_message
 from gspo.reward.functions.environment import Turn
-from gspo.reward.functions.environments import Environments
+from gspo.reward.functions.environments import EnvironmentSteps
 from gspo.reward.functions.library import Function, UnknownFunctionError
-from gspo.reward.sandbox.calls import CallFailed
+from gspo.reward.sandbox.calls import CallError
 from gspo.reward.scoring.scorer import Scorer
 from gspo_proto import reward_pb2, reward_pb2_grpc
 
@@ -33,7 +33,7 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
 
     def __init__(self, scorer: Scorer, *, session: str) -> None:
         self._scorer = scorer
-        self._environments = Environments(scorer.library.usage, session=session)
+        self._environments = EnvironmentSteps(scorer.library.usage, session=session)
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreReply:
         """A score for each rollout, in their order."""
@@ -100,7 +100,7 @@ async def _reply(function: Function, asked: Awaitable[Turn]) -> reward_pb2.Envir
     version = function.source.version
     try:
         turn = await asked
-    except CallFailed as error:
+    except CallError as error:
         failure = reward_pb2.EnvironmentFailure(kind=error.kind, text=str(error), traceback=error.traceback)
         return reward_pb2.EnvironmentReply(version=version, failure=failure)
     return reward_pb2.EnvironmentReply(

@@ -19,7 +19,7 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.service.app import CONFIG_NAME, EXIT_FAILED, exit_bad_input, set_up_logs
 from gspo.tracking.follower import Follower, Tracker
-from gspo.tracking.position import Position
+from gspo.tracking.position import TrackerPosition
 
 POLL_S = 1.0
 log = structlog.get_logger()
@@ -47,7 +47,7 @@ def main() -> None:
 
 def follow(run_dir: Path, name: str, config: Config, ended: threading.Event) -> None:
     """Send what is recorded, now and as it comes, until `ended`; then the rest."""
-    position = Position.read(run_dir, name)
+    position = TrackerPosition.read(run_dir, name)
     tracker = open_tracker(run_dir, name, config, position)
     try:
         follower = Follower(run_dir, tracker, position)
@@ -60,7 +60,7 @@ def follow(run_dir: Path, name: str, config: Config, ended: threading.Event) -> 
         tracker.close()
 
 
-def open_tracker(run_dir: Path, name: str, config: Config, position: Position) -> Tracker:
+def open_tracker(run_dir: Path, name: str, config: Config, position: TrackerPosition) -> Tracker:
     """The tracker of that name; its library is imported here and nowhere else."""
     if name == "tensorboard":
         from gspo.tracking.tensorboard import TensorBoard

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gspo.common.config.schema import Config
-from gspo.tracking.position import Position
+from gspo.tracking.position import TrackerPosition
 
 _FILES = {"metrics.jsonl": "train", "evaluations.jsonl": "eval"}
 # Addresses and files of this machine: a Redis address may hold a password.
-_NOT_TOLD = {"services", "tracking"}
+_NOT_SENT = {"services", "tracking"}
 
 
 @dataclass(frozen=True)
-class Record:
+class TrackedRecord:
     """The figures of one step or evaluation, with the names that a tracker shows."""
 
     step: int
@@ -32,7 +32,7 @@ class Record:
 class Tracker(Protocol):
     """Where figures are sent."""
 
-    def send(self, record: Record) -> None:
+    def send(self, record: TrackedRecord) -> None:
         """Take a record."""
 
     def flush(self) -> None:
@@ -45,12 +45,12 @@ class Tracker(Protocol):
 class Follower:
     """Sends a tracker what is recorded and was not sent yet."""
 
-    def __init__(self, run_dir: Path, tracker: Tracker, position: Position) -> None:
+    def __init__(self, run_dir: Path, tracker: Tracker, position: TrackerPosition) -> None:
         self._log, self._tracker, self._position = run_dir / "log", tracker, position
 
     def send_new(self) -> int:
         """Send what came since the last call, steps before evaluations; returns how many records."""
-        offsets, records = dict(self._position.offsets), list[Record]()
+        offsets, records = dict(self._position.offsets), list[TrackedRecord]()
         for name, section in _FILES.items():
             offsets[name], lines = _new_lines(self._log / name, offsets.get(name, 0))
             records += [_record(line, section) for line in lines]
@@ -76,17 +76,17 @@ def _new_lines(path: Path, offset: int) -> tuple[int, list[bytes]]:
     return offset + len(whole) + len(end), whole.splitlines()
 
 
-def _record(line: bytes, section: str) -> Record:
+def _record(line: bytes, section: str) -> TrackedRecord:
     content: dict[str, Any] = json.loads(line)
     prefix = "/".join(part for part in (section, content.get("file", "")) if part)
     # What is not finite is null in the log, and no tracker can draw it.
     figures = {f"{prefix}/{name}": float(value) for name, value in content["figures"].items() if value is not None}
-    return Record(int(content["step"]), float(content["unix_s"]), figures)
+    return TrackedRecord(int(content["step"]), float(content["unix_s"]), figures)
 
 
 def hyperparameters(config: Config) -> dict[str, str | int | float | bool]:
     """Every key that decides what is trained, as `section.key`."""
-    return dict(_flat(config.model_dump(mode="json", exclude=_NOT_TOLD), ""))
+    return dict(_flat(config.model_dump(mode="json", exclude=_NOT_SENT), ""))
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, str | int | float | bool]]:

@@ -11,7 +11,7 @@ FOLDER = "tracking"
 
 
 @dataclass
-class Position:
+class TrackerPosition:
     """What has been sent.
 
     Attributes:
@@ -28,7 +28,7 @@ class Position:
     last_step: int = -1
 
     @classmethod
-    def read(cls, run_dir: Path, name: str) -> Position:
+    def read(cls, run_dir: Path, name: str) -> TrackerPosition:
         """Where an earlier session of this tracker ended; the beginning where there was none."""
         path = run_dir / FOLDER / f"{name}.json"
         return cls(path, **json.loads(path.read_text())) if path.exists() else cls(path)

@@ -16,8 +16,8 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import hparams, scalar, text
 
 from gspo.common.config.schema import Config
-from gspo.tracking.follower import Record, hyperparameters
-from gspo.tracking.position import Position
+from gspo.tracking.follower import TrackedRecord, hyperparameters
+from gspo.tracking.position import TrackerPosition
 
 FOLDER = "tensorboard"
 # The hyperparameter view shows these beside the keys.
@@ -27,7 +27,7 @@ _SHOWN = ("train/reward_mean", "eval/sampled_mean", "eval/greedy_mean")
 class TensorBoard:
     """One session; each writes a file of its own."""
 
-    def __init__(self, run_dir: Path, config: Config, position: Position) -> None:
+    def __init__(self, run_dir: Path, config: Config, position: TrackerPosition) -> None:
         (run_dir / FOLDER).mkdir(exist_ok=True)
         # The name that the writer makes holds seconds: two sessions in one would share a file.
         own = f".{time.time_ns()}"
@@ -38,7 +38,7 @@ class TensorBoard:
         else:
             self._describe(config)
 
-    def send(self, record: Record) -> None:
+    def send(self, record: TrackedRecord) -> None:
         """Write a record's figures as scalars."""
         for name, value in record.figures.items():
             self._write(record.step, record.unix_s, summary=scalar(name, value))

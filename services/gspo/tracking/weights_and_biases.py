@@ -11,14 +11,14 @@ from pathlib import Path
 import wandb
 
 from gspo.common.config.schema import Config
-from gspo.tracking.follower import Record, hyperparameters
-from gspo.tracking.position import Position
+from gspo.tracking.follower import TrackedRecord, hyperparameters
+from gspo.tracking.position import TrackerPosition
 
 
 class WeightsAndBiases:
     """One session of the run."""
 
-    def __init__(self, run_dir: Path, config: Config, position: Position) -> None:
+    def __init__(self, run_dir: Path, config: Config, position: TrackerPosition) -> None:
         wanted = config.tracking.wandb
         position.write()  # the id first: a session that is killed is gone on with
         self._num_sent = position.num_sent
@@ -39,7 +39,7 @@ class WeightsAndBiases:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def send(self, record: Record) -> None:
+    def send(self, record: TrackedRecord) -> None:
         """Log a record's figures beside their step."""
         self._run.log({**record.figures, "step": record.step}, step=self._num_sent)
         self._num_sent += 1

@@ -12,13 +12,13 @@ from typing import Any
 import yaml
 
 from tests.gpu.machine_facts import ROOT
-from tests.gpu.part_run import Case
+from tests.gpu.part_run import PartRun
 
 _EXAMPLE = ROOT / "examples/arithmetic"
 _ENGINE = {"gpu_memory_utilization": 0.3, "enforce_eager": True}
 
 
-def run(case: Case) -> None:
+def run(case: PartRun) -> None:
     """Cold start, run, and look at its summary."""
     folder = case.folder / f"demo-{case.device}"
     words = ["--steps", str(case.sizes.cold_start_steps)] if case.sizes.cold_start_steps else []
@@ -41,7 +41,7 @@ def run(case: Case) -> None:
         case.require(summary["accuracy_after"] > summary["accuracy_before"], "the model has not learned")
 
 
-def _config(case: Case, folder: Path) -> Path:
+def _config(case: PartRun, folder: Path) -> Path:
     """The example's configuration, cut to the sizes, with as much of the sandbox as this machine has."""
     config: dict[str, Any] = yaml.safe_load((_EXAMPLE / "config.yaml").read_text())
     config["name"] = time.strftime("demo-%H%M%S")

@@ -6,10 +6,10 @@ import math
 import time
 
 from tests.gpu.engine_calls import answers, engine_of, prompts_of, used_gpu_gib
-from tests.gpu.part_run import Case
+from tests.gpu.part_run import PartRun
 
 
-async def run(case: Case) -> None:
+async def run(case: PartRun) -> None:
     """Start, warm up, generate, and look at what came."""
     prompts, num_tokens = prompts_of(case), case.sizes.answer_tokens
     async with engine_of(case, "bfloat16") as engine:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.gpu.engine_calls import answers, engine_of, prompts_of
 from tests.gpu.learner_calls import difference
-from tests.gpu.part_run import Case
+from tests.gpu.part_run import PartRun
 
 # Wider than rounding: what computes something else is past them. bfloat16 has 8 bits, so a logit of 2 errs by 0.008.
 LIMITS = {"bfloat16": 0.05, "float32": 0.005}
 
 
-async def run(case: Case) -> None:
+async def run(case: PartRun) -> None:
     """Sample in each dtype, then hold every token's log-prob against the learner's in the same dtype."""
     prompts = prompts_of(case)
     for dtype, limit in LIMITS.items():

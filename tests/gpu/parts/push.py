@@ -18,17 +18,17 @@ from safetensors.torch import load_file, save_file
 from gspo.generation.engine.api import Completion, OnUpdate
 from gspo.generation.engine.staging import StagedWeights
 from gspo.generation.engine.vllm_engine import Engine
-from gspo.learner.push.policy_weights import Policy, policy_from
+from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from tests.gpu.engine_calls import answers, engine_of, prompts_of
 from tests.gpu.learner_calls import difference
-from tests.gpu.part_run import Case
+from tests.gpu.part_run import PartRun
 from tests.gpu.parts.parity import LIMITS
 
 _PIECE_BYTES = 16 << 20
 _GIB = 1 << 30
 
 
-async def run(case: Case) -> None:
+async def run(case: PartRun) -> None:
     """Push a changed policy, then a third, and compare what is sampled afterwards with the learner's log-probs."""
     prompts = prompts_of(case)
     staged = StagedWeights.from_folder(case.model, "bfloat16")
@@ -46,7 +46,9 @@ async def run(case: Case) -> None:
     staged.close()
 
 
-async def _push(case: Case, engine: Engine, staged: StagedWeights, policy: Policy, on_update: OnUpdate) -> None:
+async def _push(
+    case: PartRun, engine: Engine, staged: StagedWeights, policy: PolicyWeights, on_update: OnUpdate
+) -> None:
     """Stage one policy, and load it while every request of the part is under way."""
     prompts, num_tokens = prompts_of(case, seed=policy.version), case.sizes.answer_tokens
     began = time.monotonic()
@@ -67,14 +69,14 @@ async def _push(case: Case, engine: Engine, staged: StagedWeights, policy: Polic
     _judge_versions(case, done, policy.version, num_tokens)
 
 
-def _judge_versions(case: Case, done: list[Completion], version: int, num_tokens: int) -> None:
+def _judge_versions(case: PartRun, done: list[Completion], version: int, num_tokens: int) -> None:
     case.require(all(len(it.token_ids) == num_tokens for it in done), "an answer was lost or cut off by the push")
     case.require(all(a <= b for it in done for a, b in pairwise(it.version)), "versions go back within an answer")
     seen = {number for it in done for number in it.version}
     case.require(seen == {version - 1, version}, f"the tokens in flight are of versions {seen}")
 
 
-def _stage(staged: StagedWeights, policy: Policy) -> None:
+def _stage(staged: StagedWeights, policy: PolicyWeights) -> None:
     staged.begin(changes=False)
     for name, bits in policy.bits.items():
         data, itemsize = memoryview(bits.reshape(-1)).cast("B"), bits.itemsize
@@ -82,7 +84,7 @@ def _stage(staged: StagedWeights, policy: Policy) -> None:
             staged.write(name, start // itemsize, bytes(data[start : start + _PIECE_BYTES]))
 
 
-def _changed_model(case: Case, version: int) -> tuple[Path, Policy]:
+def _changed_model(case: PartRun, version: int) -> tuple[Path, PolicyWeights]:
     """The model with every weight moved a little: a folder, and the same as the learner publishes it."""
     folder = case.folder / f"model-{case.device}-{version}"
     shutil.copytree(case.model, folder, dirs_exist_ok=True)
@@ -92,4 +94,4 @@ def _changed_model(case: Case, version: int) -> tuple[Path, Policy]:
         for name, tensor in load_file(case.model / "model.safetensors").items()
     }
     save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
-    return folder, policy_from(version, tensors)
+    return folder, weights_from(version, tensors)

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 from gspo.generation.engine.api import Completion
-from gspo.learner.push.policy_weights import policy_from
+from gspo.learner.push.policy_weights import weights_from
 from gspo.learner.training.trainer import Trainer
 from tests.gpu.learner_calls import learner_config, rows_of
-from tests.gpu.part_run import Case
+from tests.gpu.part_run import PartRun
 from tests.support.training.rollout_rows import with_version
 
 _GIB = 1 << 30
 
 
-def run(case: Case) -> None:
+def run(case: PartRun) -> None:
     """One step to warm up, then timed ones; then the weights as the publisher takes them."""
     sizes = case.sizes
     rng = np.random.default_rng(0)
@@ -31,7 +31,7 @@ def run(case: Case) -> None:
     began = time.monotonic()
     trainer = Trainer(learner_config(case, case.model, "bfloat16", learning_rate=1e-5), case.model, seed=0)
     case.note(start_s=time.monotonic() - began)
-    before = policy_from(0, trainer.policy()).digest
+    before = weights_from(0, trainer.policy()).digest
     trainer.train(1, rows)
     seconds = []
     for step in range(2, 2 + sizes.num_timed_steps):
@@ -47,11 +47,11 @@ def run(case: Case) -> None:
     tensors = trainer.policy()
     case.note(copy_s=time.monotonic() - began)
     began = time.monotonic()
-    policy = policy_from(1, tensors)
+    policy = weights_from(1, tensors)
     case.note(digest_s=time.monotonic() - began, policy_gib=policy.num_bytes / _GIB)
     case.require(policy.digest != before, "the steps changed no weight")
 
 
-def _synchronize(case: Case) -> None:
+def _synchronize(case: PartRun) -> None:
     if case.device == "cuda":
         torch.cuda.synchronize()

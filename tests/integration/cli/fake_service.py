@@ -19,9 +19,9 @@ from gspo.common.errors import InputError
 from gspo.common.network.http_guard import Receive, Scope, Send
 from gspo.common.network.http_server import HttpServer
 from gspo.common.service.app import Options, Service, await_start, parse_options, run_service
-from gspo.common.service.health import Probes
+from gspo.common.service.health import HealthProbes
 from gspo.common.streams.events import Events
-from gspo.common.streams.instances import Member, Registration
+from gspo.common.streams.instances import Instance, Registration
 from gspo_proto.rollout_pb2 import Event, Finished, StepDone, TrainingDone, VersionLive
 
 STEP_S = 0.05
@@ -71,15 +71,15 @@ async def live(service: Service, options: Options, words: list[str]) -> None:
         await asyncio.sleep(4)
     events = Events(service.redis, service.keys, options.name)
     position = await events.newest()
-    door = Door(events, deaf="deaf" in words)
-    http = HttpServer(Probes(service, door), options.host, options.http_port)
-    member = Member(options.service, options.name, http=http.address, pid=os.getpid())
-    registration = Registration(service.redis, service.keys, member, service.activity, dict)
+    door = StopEndpoint(events, deaf="deaf" in words)
+    http = HttpServer(HealthProbes(service, door), options.host, options.http_port)
+    instance = Instance(options.service, options.name, http=http.address, pid=os.getpid())
+    registration = Registration(service.redis, service.keys, instance, service.activity, dict)
     service.activity.set("waiting", "rewards", "of 3 groups")
     if "never-ready" not in words:
         service.problems.clear()
     part = train(service, events, words) if options.service == "learner" else asyncio.sleep(3600)
-    ends = asyncio.create_task(events.until_finished(position)), asyncio.create_task(service.stopping.wait())
+    ends = asyncio.create_task(events.wait_for_finished(position)), asyncio.create_task(service.stopping.wait())
     background = [asyncio.create_task(task) for task in (http.run(), registration.run(), part)]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for task in (*ends, *background):
@@ -105,7 +105,7 @@ async def train(service: Service, events: Events, words: list[str]) -> None:
     await asyncio.sleep(3600)
 
 
-class Door:
+class StopEndpoint:
     """Takes a stop as the coordinator does."""
 
     def __init__(self, events: Events, *, deaf: bool) -> None:

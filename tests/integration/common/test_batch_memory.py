@@ -30,7 +30,7 @@ from gspo.common.model.batch_memory import (
 from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.inbox import DONE, FIELD, Delivery
 from gspo.common.streams.keys import Keys, rollout_id
-from gspo.coordinator.evaluation.results import Answer, Tally
+from gspo.coordinator.evaluation.results import EvaluationResults, HeldOutAnswer
 from gspo.coordinator.groups.slots import OpenGroup, Slots
 from gspo.coordinator.groups.tasks import training_task
 from gspo.learner.assembly.groups import Group
@@ -104,9 +104,9 @@ def test_the_coordinators_tables() -> None:
 
     assert_near(OPEN_GROUP, python_bytes(open_groups) / NUM)
 
-    def answers() -> Tally:
-        tally = Tally("e", 1, NUM, config_of().evaluation)
-        tally._answers = {(2 * row, 0): Answer(0.5, row, truncated=False) for row in range(NUM)}
+    def answers() -> EvaluationResults:
+        tally = EvaluationResults("e", 1, NUM, config_of().evaluation)
+        tally._answers = {(2 * row, 0): HeldOutAnswer(0.5, row, truncated=False) for row in range(NUM)}
         return tally
 
     assert python_bytes(answers) / NUM >= ANSWER
@@ -157,7 +157,7 @@ def test_the_learners_rollouts() -> None:
 
 
 @pytest.mark.parametrize("needed", [coordinator_bytes, redis_bytes, learner_bytes])
-def test_a_batch_that_cannot_be_held_is_refused(needed: Any) -> None:
+def test_a_batch_beyond_memory_is_refused(needed: Any) -> None:
     config = config_of(rollout_batch_size=1_000_000_000)
     with pytest.raises(InputError, match="1000000000 groups of 8 answers, with 2000000000 open") as error:
         check_fits(config, needed(config), 64 << 30, "the memory")

@@ -45,7 +45,7 @@ def counted(stream: str) -> float:
 
 @function_loop
 @pytest.mark.parametrize("stream", GOOD)
-async def test_what_cannot_be_read_is_buried_and_counted_and_the_rest_comes(
+async def test_unreadable_entries_become_counted_dead_letters_and_the_rest_is_delivered(
     redis: Redis, keys: Keys, stream: str
 ) -> None:
     good = GOOD[stream].SerializeToString()
@@ -67,7 +67,7 @@ async def test_what_cannot_be_read_is_buried_and_counted_and_the_rest_comes(
 
 
 @function_loop
-async def test_what_cannot_be_read_is_buried_by_whoever_takes_over(redis: Redis, keys: Keys) -> None:
+async def test_unreadable_entries_become_dead_letters_when_they_are_reclaimed(redis: Redis, keys: Keys) -> None:
     await append(redis, keys.prompts, [b"\xff"])
     # As one of another version would: it takes the entry and dies.
     await redis.xreadgroup("generation", "dead", {keys.prompts: ">"})
@@ -83,7 +83,7 @@ async def test_events_that_cannot_be_read_are_passed_over(redis: Redis, keys: Ke
     await append(redis, keys.events, [b"\xff\xff"])
     await events.send(Event(finished=Finished(reason="done")))
     async with asyncio.timeout(5):
-        assert (await events.until_finished(FROM_START)).reason == "done"
+        assert (await events.wait_for_finished(FROM_START)).reason == "done"
 
 
 async def buried(redis: Redis, keys: Keys) -> Any:
@@ -91,7 +91,7 @@ async def buried(redis: Redis, keys: Keys) -> Any:
     await append(redis, keys.prompts, [TASK.SerializeToString()])
     worker = inbox(redis, keys, "prompts")
     (delivery,) = await worker.take(1, block_s=1)
-    assert await worker.bury(delivery, "the engine refuses it", [(keys.scored, b"failure")])
+    assert await worker.dead_letter(delivery, "the engine refuses it", [(keys.scored, b"failure")])
     (found,) = await letters(redis, keys)
     return found
 

@@ -44,7 +44,7 @@ async def test_a_client_waits_for_a_redis_that_is_started_again(tmp_path: Path) 
 
 
 @pytest.mark.asyncio(loop_scope="function")
-async def test_a_redis_without_room_is_waited_for_and_each_write_is_made_once(redis: Redis, keys: Keys) -> None:
+async def test_a_redis_out_of_memory_is_waited_for_and_each_write_is_made_once(redis: Redis, keys: Keys) -> None:
     worker = Inbox(redis, keys, keys.prompts, consumer="a", lease_s=30.0)
     task = GroupTask(schema=1, num_rollouts=1, prompt=Prompt(token_ids=[1])).SerializeToString()
     await append(redis, keys.prompts, [task])

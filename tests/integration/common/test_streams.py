@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
-from gspo.common.streams.inbox import DONE, Delivery, Inbox, Output, Saved, append
+from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, EntryState, Inbox, append
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import GroupTask, Prompt
 
@@ -35,7 +35,7 @@ async def take_one(redis: Redis, keys: Keys, consumer: str) -> tuple[Inbox, Deli
 
 
 async def put(worker: Inbox, delivery: Delivery, keys: Keys, payload: bytes, mark: str) -> bool:
-    (kept,) = await worker.put([Output(delivery, keys.rollouts, payload, mark)])
+    (kept,) = await worker.put([EntryOutput(delivery, keys.rollouts, payload, mark)])
     return kept
 
 
@@ -69,10 +69,10 @@ async def test_a_burst_writes_what_is_ours_and_renews_it(redis: Redis, keys: Key
     (taken,) = await inbox(redis, keys, "b").reclaim(1)
     assert taken.entry == lost.entry
     outputs = [
-        Output(lost, keys.rollouts, b"late", "0-0"),
-        Output(kept, keys.rollouts, b"first", "1-0"),
-        Output(kept, keys.scored, b"elsewhere", "1-1"),
-        Output(kept, keys.rollouts, b"again", "1-0"),
+        EntryOutput(lost, keys.rollouts, b"late", "0-0"),
+        EntryOutput(kept, keys.rollouts, b"first", "1-0"),
+        EntryOutput(kept, keys.scored, b"elsewhere", "1-1"),
+        EntryOutput(kept, keys.rollouts, b"again", "1-0"),
     ]
     assert await worker.put(outputs) == [False, True, True, True]
     assert [fields[b"d"] for _, fields in await redis.xrange(keys.rollouts)] == [b"first"]
@@ -103,7 +103,7 @@ async def test_the_same_worker_at_an_older_attempt_cannot_write(redis: Redis, ke
     assert await worker.finish(second)
 
 
-async def test_finish_many_writes_only_what_is_still_held(redis: Redis, keys: Keys) -> None:
+async def test_finish_many_writes_only_what_is_still_leased(redis: Redis, keys: Keys) -> None:
     worker = inbox(redis, keys, "a")
     await append(redis, keys.prompts, [task(1), task(2)])
     kept, lost = await worker.take(2, block_s=1)
@@ -142,7 +142,7 @@ async def test_a_partial_save_does_not_count_as_finished(redis: Redis, keys: Key
     assert await redis.xlen(keys.rollouts) == 1
 
 
-async def test_a_consumer_finds_what_it_held_in_an_earlier_life(redis: Redis, keys: Keys) -> None:
+async def test_a_restarted_consumer_finds_its_leased_entries(redis: Redis, keys: Keys) -> None:
     _, delivery = await take_one(redis, keys, "learner")
     (found,) = await inbox(redis, keys, "learner").resume(10)
     assert (found.entry, found.payload, found.attempt) == (delivery.entry, TASK, 2)
@@ -155,8 +155,8 @@ async def test_a_wiped_redis_gives_nothing_and_no_error(redis: Redis, keys: Keys
     assert await worker.finish_many(keys.rollouts, [(delivery, b"out")]) == set()
     assert await worker.renew([delivery]) == set()
     assert await worker.reclaim(1) == []
-    assert await worker.save([Saved(delivery, "1-0", b"tokens")]) == 0
-    assert not await worker.give_back(delivery)
+    assert await worker.save([EntryState(delivery, "1-0", b"tokens")]) == 0
+    assert not await worker.requeue(delivery)
     assert await worker.num_untaken() == 0
     assert await worker.take(1, block_s=0.01) == []
     await append(redis, keys.prompts, [TASK])
@@ -165,11 +165,11 @@ async def test_a_wiped_redis_gives_nothing_and_no_error(redis: Redis, keys: Keys
 
 async def test_a_save_stands_until_the_output_is_written(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
-    assert await worker.save([Saved(delivery, "1-0", b"two tokens"), Saved(delivery, "1-1", b"four")]) == 2
-    assert await worker.save([Saved(delivery, "1-0", b"three tokens")]) == 1
+    assert await worker.save([EntryState(delivery, "1-0", b"two tokens"), EntryState(delivery, "1-1", b"four")]) == 2
+    assert await worker.save([EntryState(delivery, "1-0", b"three tokens")]) == 1
     assert await worker.load(["1-0", "1-1", "1-2"]) == [b"three tokens", b"four", None]
     assert await put(worker, delivery, keys, b"whole", "1-0")
-    assert await worker.save([Saved(delivery, "1-0", b"late")]) == 0
+    assert await worker.save([EntryState(delivery, "1-0", b"late")]) == 0
     assert await worker.load(["1-0"]) == [DONE]
     assert await worker.load([]) == []
 
@@ -179,9 +179,9 @@ async def test_a_worker_that_lost_its_lease_cannot_save_or_give_back(redis: Redi
     await asyncio.sleep(2 * LEASE_S)
     other = inbox(redis, keys, "b")
     (taken,) = await other.reclaim(10)
-    assert await other.save([Saved(taken, "1-0", b"mine")]) == 1
-    assert await sleeper.save([Saved(delivery, "1-0", b"late")]) == 0
-    assert not await sleeper.give_back(delivery)
+    assert await other.save([EntryState(taken, "1-0", b"mine")]) == 1
+    assert await sleeper.save([EntryState(delivery, "1-0", b"late")]) == 0
+    assert not await sleeper.requeue(delivery)
     assert await sleeper.load(["1-0"]) == [b"mine"]
     assert await redis.xlen(keys.prompts) == 1
 
@@ -190,7 +190,7 @@ async def test_what_is_given_back_goes_to_the_end_for_any_worker(redis: Redis, k
     worker, delivery = await take_one(redis, keys, "a")
     await append(redis, keys.prompts, [task(1)])
     assert await worker.num_untaken() == 1
-    assert await worker.give_back(delivery)
+    assert await worker.requeue(delivery)
     assert await worker.num_untaken() == 2
     found = await inbox(redis, keys, "b").take(2, block_s=1)
     assert [(taken.payload, taken.attempt) for taken in found] == [(task(1), 1), (TASK, 1)]
@@ -198,7 +198,7 @@ async def test_what_is_given_back_goes_to_the_end_for_any_worker(redis: Redis, k
 
 async def test_what_is_given_back_may_go_to_another_stream(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
-    assert await worker.give_back(delivery, stream=keys.aside)
+    assert await worker.requeue(delivery, stream=keys.aside)
     assert await redis.xlen(keys.prompts) == 0
     aside = Inbox(redis, keys, keys.aside, consumer="b", lease_s=LEASE_S)
     assert [found.payload for found in await aside.take(2, block_s=1)] == [TASK]
@@ -207,9 +207,9 @@ async def test_what_is_given_back_may_go_to_another_stream(redis: Redis, keys: K
 async def test_what_is_given_back_after_its_group_has_ended_is_gone(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
     await redis.hset(keys.open, "8", "{}")
-    assert await worker.give_back(delivery, group=7)
+    assert await worker.requeue(delivery, group=7)
     assert await redis.xlen(keys.prompts) == 0
     await append(redis, keys.prompts, [TASK])
     (delivery,) = await worker.take(1, block_s=1)
-    assert await worker.give_back(delivery, group=8)
+    assert await worker.requeue(delivery, group=8)
     assert await redis.xlen(keys.prompts) == 1

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 from redis.asyncio import Redis
 
-from gspo.common.streams.inbox import Delivery, Inbox, Output, append, create_consumer_groups
+from gspo.common.streams.inbox import Delivery, EntryOutput, Inbox, append, create_consumer_groups
 from gspo.common.streams.keys import GENERATION, Keys
 from gspo_proto.rollout_pb2 import GroupTask, Prompt
 
@@ -118,7 +118,7 @@ class Leases(RuleBasedStateMachine):
     def write_a_rollout(self, data: st.DataObject, number: int) -> None:
         worker, delivery = data.draw(st.sampled_from(self.hands))
         mark, is_ours = f"{delivery.message.group}-{number}", self.model.owns(worker, delivery)
-        output = Output(delivery, self.keys.rollouts, mark.encode(), mark)
+        output = EntryOutput(delivery, self.keys.rollouts, mark.encode(), mark)
         assert self._do(self.inboxes[worker].put([output])) == [is_ours]
         if is_ours:
             self.model.held[delivery.entry] = (worker, delivery.attempt, False)
@@ -127,14 +127,14 @@ class Leases(RuleBasedStateMachine):
                 self.model.written[mark.encode()] += 1
 
     @precondition(lambda self: self.hands)
-    @rule(data=st.data(), how=st.sampled_from(("finish", "finish_many", "bury")))
+    @rule(data=st.data(), how=st.sampled_from(("finish", "finish_many", "dead_letter")))
     def finish(self, data: st.DataObject, how: str) -> None:
         worker, delivery = data.draw(st.sampled_from(self.hands))
         inbox, payload = self.inboxes[worker], f"end of {delivery.message.group}".encode()
         if how == "finish_many":
             done = delivery.entry in self._do(inbox.finish_many(self.keys.rollouts, [(delivery, payload)]))
-        elif how == "bury":
-            done = self._do(inbox.bury(delivery, "no reason", [(self.keys.rollouts, payload)]))
+        elif how == "dead_letter":
+            done = self._do(inbox.dead_letter(delivery, "no reason", [(self.keys.rollouts, payload)]))
         else:
             done = self._do(inbox.finish(delivery, [(self.keys.rollouts, payload)]))
         assert done == self.model.owns(worker, delivery)
@@ -148,11 +148,11 @@ class Leases(RuleBasedStateMachine):
         """Whatever a worker tries that has lost its lease, or the same at an older attempt: nothing comes of it."""
         worker, delivery = data.draw(st.sampled_from(self._late()))
         inbox, late = self.inboxes[worker], [(self.keys.rollouts, b"late")]
-        assert self._do(inbox.put([Output(delivery, self.keys.rollouts, b"late", "late")])) == [False]
+        assert self._do(inbox.put([EntryOutput(delivery, self.keys.rollouts, b"late", "late")])) == [False]
         assert self._do(inbox.finish_many(self.keys.rollouts, [(delivery, b"late")])) == set()
         assert self._do(inbox.renew([delivery])) == set()
         assert not self._do(inbox.finish(delivery, late))
-        assert not self._do(inbox.bury(delivery, "late", late))
+        assert not self._do(inbox.dead_letter(delivery, "late", late))
 
     @rule()
     def wipe(self) -> None:

@@ -17,7 +17,7 @@ import pytest_asyncio
 import yaml
 from redis.asyncio import Redis
 
-from gspo.common.streams.instances import members
+from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 from tests.support.tiny_model import make_tokenizer
@@ -90,7 +90,7 @@ def configure(tmp_path: Path, model_folder: Path) -> Callable[..., Path]:
     return write
 
 
-class Coordinator:
+class CoordinatorProcess:
     """Starts the process, and ends it by its pid."""
 
     def __init__(self, redis_url: str, env: dict[str, str]) -> None:
@@ -115,15 +115,15 @@ class Coordinator:
         return await asyncio.to_thread(self.process.wait, timeout_s)
 
 
-async def door_of(redis: Redis, keys: Keys) -> str:
+async def http_address(redis: Redis, keys: Keys) -> str:
     """Where the newest coordinator answers; one that was killed is still registered for a while."""
-    newest, *_ = await members(redis, keys, "coordinator")
+    newest, *_ = await list_instances(redis, keys, "coordinator")
     return f"http://{newest.http}"
 
 
 @pytest.fixture
-def coordinator(redis_url: str, no_torch_env: dict[str, str]) -> Iterator[Coordinator]:
-    process = Coordinator(redis_url, no_torch_env)
+def coordinator(redis_url: str, no_torch_env: dict[str, str]) -> Iterator[CoordinatorProcess]:
+    process = CoordinatorProcess(redis_url, no_torch_env)
     yield process
     process.kill()
 

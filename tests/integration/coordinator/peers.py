@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 
 from gspo.common.network.grpc_server import GrpcServer
 from gspo.common.streams.events import Events
-from gspo.common.streams.inbox import Inbox, Output, new_consumer
-from gspo.common.streams.instances import Member, Registration
+from gspo.common.streams.inbox import EntryOutput, Inbox, new_consumer
+from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import Keys, rollout_id
 from gspo.common.telemetry.activity import Activity
 from gspo_proto.learner_pb2 import GroupRange, ProgressReply, ProgressRequest
@@ -38,7 +38,7 @@ from gspo_proto.rollout_pb2 import (
 )
 
 
-class _Face(LearnerServicer):
+class LearnerPeerServicer(LearnerServicer):
     def __init__(self, peer: LearnerPeer) -> None:
         self._peer = peer
 
@@ -60,7 +60,7 @@ class LearnerPeer:
         self.progress = ProgressReply(run=keys.run, epoch=1, version=0, live_version=0)
         self.events = Events(redis, keys, "learner-0")
         self._server = GrpcServer(
-            lambda server: add_LearnerServicer_to_server(_Face(self), server),
+            lambda server: add_LearnerServicer_to_server(LearnerPeerServicer(self), server),
             ("gspo.Learner",),
             host="127.0.0.1",
             port=0,
@@ -73,8 +73,8 @@ class LearnerPeer:
 
     async def start(self) -> None:
         await self._server.start()
-        member = Member("learner", "learner-0", grpc=self._server.address)
-        registration = Registration(self.redis, self.keys, member, Activity("learner"), dict)
+        instance = Instance("learner", "learner-0", grpc=self._server.address)
+        registration = Registration(self.redis, self.keys, instance, Activity("learner"), dict)
         self._beats = asyncio.create_task(registration.run())
         self._records = asyncio.create_task(self._record())
 
@@ -150,8 +150,8 @@ class GeneratorPeer:
         self._beats: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        member = Member("generation", "generation-0", grpc="nowhere:1")
-        registration = Registration(self.redis, self.keys, member, Activity("generation"), dict)
+        instance = Instance("generation", "generation-0", grpc="nowhere:1")
+        registration = Registration(self.redis, self.keys, instance, Activity("generation"), dict)
         self._beats = asyncio.create_task(registration.run())
 
     async def stop(self) -> None:
@@ -175,7 +175,7 @@ class GeneratorPeer:
             for number in range(task.num_rollouts):
                 scored = _scored(task, number, rewards[task.group % 2][number])
                 mark = f"{task.evaluation}:{rollout_id(task.group, number)}"
-                await self._eval_tasks.put([Output(delivery, self.keys.eval_scored, scored, mark)])
+                await self._eval_tasks.put([EntryOutput(delivery, self.keys.eval_scored, scored, mark)])
             await self._eval_tasks.finish(delivery)
         return found
 

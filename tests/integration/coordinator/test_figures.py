@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from gspo.common.streams.inbox import append
-from gspo.common.streams.instances import members
+from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
 from gspo.coordinator.redis_state import gauges
-from tests.integration.coordinator.conftest import Coordinator, Until, door_of
+from tests.integration.coordinator.conftest import CoordinatorProcess, Until, http_address
 from tests.integration.coordinator.peers import GeneratorPeer
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -41,7 +41,7 @@ async def test_a_service_that_never_came_is_counted_as_none(
     redis: Redis,
     keys: Keys,
     configure: Callable[..., Path],
-    coordinator: Coordinator,
+    coordinator: CoordinatorProcess,
     generator: GeneratorPeer,
     until: Until,
 ) -> None:
@@ -49,15 +49,15 @@ async def test_a_service_that_never_came_is_counted_as_none(
     coordinator.start(configure())
 
     async def waits_for_the_learner() -> bool:
-        if not await members(redis, keys, "coordinator"):
+        if not await list_instances(redis, keys, "coordinator"):
             return False
-        found = await served(await door_of(redis, keys))
-        return ("gspo_members", "learner") in found
+        found = await served(await http_address(redis, keys))
+        return ("gspo_instances", "learner") in found
 
     await until(waits_for_the_learner, "the coordinator to count who is there")
-    found = await served(await door_of(redis, keys))
-    assert (found["gspo_members", "learner"], found["gspo_members", "reward"]) == (0, 0)
-    assert found["gspo_members", "generation"] == 1
+    found = await served(await http_address(redis, keys))
+    assert (found["gspo_instances", "learner"], found["gspo_instances", "reward"]) == (0, 0)
+    assert found["gspo_instances", "generation"] == 1
 
 
 async def test_what_is_under_work_is_not_untaken(redis: Redis, keys: Keys) -> None:

@@ -13,17 +13,17 @@ from redis.asyncio import Redis
 
 from gspo.common.config.loading import read_config
 from gspo.common.service.traces import Traces
-from gspo.common.streams.inbox import FIELD, Inbox, Output, Saved, create_consumer_groups
-from gspo.common.streams.instances import members
-from gspo.common.streams.keys import BY_A_USER, Keys, rollout_id
+from gspo.common.streams.inbox import FIELD, EntryOutput, EntryState, Inbox, create_consumer_groups
+from gspo.common.streams.instances import list_instances
+from gspo.common.streams.keys import PAUSED_BY_USER, Keys, rollout_id
 from gspo.coordinator.data.prompts import training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer
 from gspo.coordinator.groups.order import PromptOrder
 from gspo.coordinator.groups.slots import Slots
 from gspo.coordinator.groups.spans import GroupTraces
-from gspo.coordinator.groups.task_writer import MOST_AT_ONCE, Issuer
+from gspo.coordinator.groups.task_writer import MOST_AT_ONCE, TaskWriter
 from gspo_proto.rollout_pb2 import GroupTask, RolloutState, Scored
-from tests.integration.coordinator.conftest import Coordinator, Until, door_of
+from tests.integration.coordinator.conftest import CoordinatorProcess, Until, http_address
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -47,7 +47,7 @@ async def open_groups(redis: Redis, keys: Keys) -> dict[int, dict[str, Any]]:
 
 
 async def test_as_many_groups_as_slots_and_no_more(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+    redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
     coordinator.start(configure(data={"shuffle": False}))
 
@@ -82,7 +82,7 @@ async def test_any_number_of_slots_is_filled_in_parts(redis: Redis, keys: Keys, 
     order = PromptOrder(len(prompts), seed=0, shuffle=False, total_epochs=None)
     slots = Slots(10**12, 10**12)
     traces = Traces("coordinator", name="coordinator-0", run=keys.run, endpoint=None)
-    issuer = Issuer(redis, keys, config, prompts, order, slots, GroupTraces(traces, 2))
+    issuer = TaskWriter(redis, keys, config, prompts, order, slots, GroupTraces(traces, 2))
     await issuer.prepare(slots.num_free)
     assert await issuer.issue_new(slots.num_free) == await issuer.issue_new(slots.num_free) == MOST_AT_ONCE
     assert await groups(redis, keys) == list(range(2 * MOST_AT_ONCE))
@@ -93,7 +93,7 @@ async def test_any_number_of_slots_is_filled_in_parts(redis: Redis, keys: Keys, 
 
 
 async def test_a_batch_beyond_one_part_is_issued_whole(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+    redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
     wanted = 2 * (MOST_AT_ONCE + 10)
     coordinator.start(configure(algorithm={"rollout_batch_size": wanted // 2}))
@@ -109,7 +109,7 @@ async def test_slots_follow_steps_and_versions(
     redis: Redis,
     keys: Keys,
     configure: Configure,
-    coordinator: Coordinator,
+    coordinator: CoordinatorProcess,
     learner: LearnerPeer,
     generator: GeneratorPeer,
     until: Until,
@@ -145,7 +145,7 @@ async def test_slots_follow_steps_and_versions(
 
 
 async def test_an_expired_group_is_issued_again_and_then_given_up(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+    redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
     coordinator.start(configure(staleness={"max_lag": 0, "group_deadline_s": 0.5, "max_attempts": 2}))
 
@@ -167,7 +167,7 @@ async def test_an_expired_group_is_issued_again_and_then_given_up(
 
 
 async def test_a_group_that_goes_on_is_not_issued_again_at_its_deadline(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+    redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
     """Group 0's rollouts grow from look to look, group 1's do not."""
     coordinator.start(configure(staleness={"max_lag": 0, "group_deadline_s": 1.0, "max_attempts": 2}))
@@ -191,7 +191,7 @@ async def test_a_group_that_goes_on_is_not_issued_again_at_its_deadline(
 
 
 async def test_a_killed_coordinator_misses_no_group_and_repeats_none(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+    redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
     run_dir = configure()
     coordinator.start(run_dir)
@@ -206,11 +206,13 @@ async def test_a_killed_coordinator_misses_no_group_and_repeats_none(
     await learner.live(1)
     await learner.filtered(3)
     await redis.hdel(keys.open, "1")
-    await redis.set(keys.paused, BY_A_USER)
+    await redis.set(keys.paused, PAUSED_BY_USER)
     coordinator.start(run_dir)
 
     async def paused() -> bool:
-        return any(member.activity["what"] == "resume" for member in await members(redis, keys, "coordinator"))
+        return any(
+            instance.activity["what"] == "resume" for instance in await list_instances(redis, keys, "coordinator")
+        )
 
     await until(paused, "the coordinator to go on in the middle of a pause")
     assert await open_groups(redis, keys) == {}
@@ -223,7 +225,7 @@ async def test_a_killed_coordinator_misses_no_group_and_repeats_none(
     # Tasks of settled groups are gone; the lost one is there twice, once for each issue.
     assert sorted(await groups(redis, keys)) == [1, 1, 4, 5, 6]
     # The step that ended while there was no coordinator is the last one.
-    async with httpx.AsyncClient(base_url=await door_of(redis, keys)) as door:
+    async with httpx.AsyncClient(base_url=await http_address(redis, keys)) as door:
         last = (await door.get("/v1/status")).json()["last_step"]
     assert (last["seconds"], [cause["cause"] for cause in last["by_cause"]]) == (1.0, ["training"])
 
@@ -232,7 +234,7 @@ async def test_a_wiped_redis_gets_its_open_groups_again(
     redis: Redis,
     keys: Keys,
     configure: Configure,
-    coordinator: Coordinator,
+    coordinator: CoordinatorProcess,
     learner: LearnerPeer,
     generator: GeneratorPeer,
     until: Until,
@@ -268,7 +270,7 @@ async def test_a_wiped_redis_gets_its_open_groups_again(
 
 
 async def test_what_a_wiped_redis_had_twice_is_taken_away_with_its_group(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+    redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
     """The learner trains rollouts of before the wipe, while a generator works on the group again."""
     coordinator.start(configure())
@@ -282,7 +284,7 @@ async def test_what_a_wiped_redis_had_twice_is_taken_away_with_its_group(
     inbox = Inbox(redis, keys, keys.prompts, consumer="again", lease_s=30.0)
     held = {delivery.message.group: delivery for delivery in await inbox.take(64, block_s=1.0)}
     assert {0, 1} <= set(held)
-    assert await inbox.save([Saved(held[0], rollout_id(0, 0), b"of the second copy")]) == 1
+    assert await inbox.save([EntryState(held[0], rollout_id(0, 0), b"of the second copy")]) == 1
 
     await learner.trained([0, 1])
 
@@ -290,13 +292,13 @@ async def test_what_a_wiped_redis_had_twice_is_taken_away_with_its_group(
         return not set(await open_groups(redis, keys)) & {0, 1}
 
     await until(removed, "the trained groups to be closed")
-    assert await inbox.save([Saved(held[1], rollout_id(1, 0), b"too late")]) == 0
-    assert await inbox.put([Output(held[0], keys.rollouts, b"too late", rollout_id(0, 1))]) == [False]
+    assert await inbox.save([EntryState(held[1], rollout_id(1, 0), b"too late")]) == 0
+    assert await inbox.put([EntryOutput(held[0], keys.rollouts, b"too late", rollout_id(0, 1))]) == [False]
     assert await redis.hgetall(keys.partial) == {}
 
 
 async def test_a_step_whose_event_was_never_sent_is_found_in_the_learners_account(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+    redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
     coordinator.start(configure())
 
@@ -315,7 +317,7 @@ async def test_a_step_whose_event_was_never_sent_is_found_in_the_learners_accoun
 
 
 async def test_events_of_a_learner_that_lost_the_run_are_passed_over(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+    redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
     learner.progress.epoch = 5
     coordinator.start(configure())

@@ -13,10 +13,10 @@ from redis.asyncio import Redis
 
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.inbox import append
-from gspo.common.streams.instances import members
+from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event, Finished, Rollout, Score, Scored, ScoredRollout, ScoringFails
-from tests.integration.coordinator.conftest import Coordinator, Until, door_of
+from tests.integration.coordinator.conftest import CoordinatorProcess, Until, http_address
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -69,7 +69,7 @@ async def test_measured_before_between_and_after(
     redis: Redis,
     keys: Keys,
     configure: Configure,
-    coordinator: Coordinator,
+    coordinator: CoordinatorProcess,
     learner: LearnerPeer,
     generator: GeneratorPeer,
     until: Until,
@@ -120,7 +120,7 @@ async def test_several_files_are_measured_one_by_one_and_the_best_is_scored_on_e
     redis: Redis,
     keys: Keys,
     configure: Configure,
-    coordinator: Coordinator,
+    coordinator: CoordinatorProcess,
     learner: LearnerPeer,
     generator: GeneratorPeer,
     until: Until,
@@ -155,7 +155,7 @@ async def test_several_files_are_measured_one_by_one_and_the_best_is_scored_on_e
         ("v1/easy", 1, 1.0),
         ("v1/hard", 1, 1.0),
     ]
-    async with httpx.AsyncClient(base_url=await door_of(redis, keys)) as door:
+    async with httpx.AsyncClient(base_url=await http_address(redis, keys)) as door:
         text = (await door.get("/metrics")).text
     assert 'gspo_evaluation_figure{figure="pass_at_2",file="hard"} 1.0' in text
     assert 'gspo_evaluation_version{file="easy"} 1.0' in text
@@ -165,7 +165,7 @@ async def test_an_evaluation_that_gets_no_answers_is_given_up_and_training_begin
     redis: Redis,
     keys: Keys,
     configure: Configure,
-    coordinator: Coordinator,
+    coordinator: CoordinatorProcess,
     learner: LearnerPeer,
     generator: GeneratorPeer,
     until: Until,
@@ -184,13 +184,13 @@ async def test_an_evaluation_that_gets_no_answers_is_given_up_and_training_begin
 
     await until(all_issued, "training groups")
     assert await redis.xlen(keys.eval_prompts) == 0
-    async with httpx.AsyncClient(base_url=await door_of(redis, keys)) as door:
+    async with httpx.AsyncClient(base_url=await http_address(redis, keys)) as door:
         (shown,) = (await door.get("/v1/state")).json()["evaluations"]
     assert shown["problem"] == "given up after 0.5 s (evaluation.timeout_s) with answers missing"
 
 
-async def test_the_door_shows_pauses_and_stops_the_run(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+async def test_the_http_api_shows_pauses_and_stops_the_run(
+    redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
     run_dir = configure(held_out=1, services={"token_file": "token"}, run={"total_epochs": 0.5})
     (run_dir / "token").write_text("a-secret-of-tests\n")
@@ -201,7 +201,7 @@ async def test_the_door_shows_pauses_and_stops_the_run(
         return await redis.hlen(keys.open) == 4
 
     await until(all_issued, "the first groups")
-    url = await door_of(redis, keys)
+    url = await http_address(redis, keys)
     assert httpx.get(f"{url}/v1/state").status_code == 401
     assert httpx.post(f"{url}/v1/pause", json={}, headers={"Authorization": "Bearer wrong"}).status_code == 401
     async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer a-secret-of-tests"}) as door:
@@ -216,7 +216,7 @@ async def test_the_door_shows_pauses_and_stops_the_run(
             "slots: to be free: of 4, 4 hold open groups and 0 hold trained groups whose version no generator has yet"
         )
         assert state["waits_for"] == waits
-        assert {member["service"] for member in state["members"]} == {"coordinator", "learner"}
+        assert {instance["service"] for instance in state["members"]} == {"coordinator", "learner"}
         assert state["ended"] is None
         await _look_at_rollouts(redis, keys, door)
 
@@ -282,11 +282,11 @@ async def _look_at_rollouts(redis: Redis, keys: Keys, door: httpx.AsyncClient) -
     assert len((await door.get("/v1/rollouts", params={"limit": 1})).json()) == 1  # kept for whoever looks later
 
 
-async def test_a_new_learner_is_told_what_was_said_while_there_was_none(
+async def test_a_new_learner_learns_what_was_requested_before_its_start(
     redis: Redis,
     keys: Keys,
     configure: Configure,
-    coordinator: Coordinator,
+    coordinator: CoordinatorProcess,
     learner: LearnerPeer,
     generator: GeneratorPeer,
     until: Until,
@@ -307,7 +307,7 @@ async def test_the_end_waits_until_the_last_evaluation_is_recorded(
     redis: Redis,
     keys: Keys,
     configure: Configure,
-    coordinator: Coordinator,
+    coordinator: CoordinatorProcess,
     learner: LearnerPeer,
     generator: GeneratorPeer,
     until: Until,
@@ -334,7 +334,7 @@ async def test_the_end_waits_until_the_last_evaluation_is_recorded(
 
 
 async def test_a_learner_that_gives_up_ends_the_run(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, learner: LearnerPeer, until: Until
+    redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
     coordinator.start(configure())
 
@@ -348,12 +348,12 @@ async def test_a_learner_that_gives_up_ends_the_run(
 
 
 async def test_a_run_that_fails_before_the_learner_is_ready_ends(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, until: Until
+    redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, until: Until
 ) -> None:
     coordinator.start(configure())
 
     async def waits() -> bool:
-        found = await members(redis, keys, "coordinator")
+        found = await list_instances(redis, keys, "coordinator")
         return bool(found) and found[0].activity["what"] == "learner"
 
     await until(waits, "the coordinator to wait for a learner")
@@ -362,12 +362,12 @@ async def test_a_run_that_fails_before_the_learner_is_ready_ends(
 
 
 async def test_sigterm_ends_the_wait_for_a_learner_in_which_nothing_is_issued(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, until: Until
+    redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, until: Until
 ) -> None:
     process = coordinator.start(configure())
 
     async def waits() -> bool:
-        found = await members(redis, keys, "coordinator")
+        found = await list_instances(redis, keys, "coordinator")
         return bool(found) and found[0].activity["what"] == "learner"
 
     await until(waits, "the coordinator to wait for a learner")
@@ -379,7 +379,12 @@ async def test_sigterm_ends_the_wait_for_a_learner_in_which_nothing_is_issued(
 
 
 async def test_one_evaluation_needs_no_learner(
-    redis: Redis, keys: Keys, configure: Configure, coordinator: Coordinator, generator: GeneratorPeer, until: Until
+    redis: Redis,
+    keys: Keys,
+    configure: Configure,
+    coordinator: CoordinatorProcess,
+    generator: GeneratorPeer,
+    until: Until,
 ) -> None:
     coordinator.start(configure(held_out=2), "--evaluate")
 

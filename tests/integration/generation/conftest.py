@@ -15,7 +15,7 @@ from tests.support.tiny_model import make_tiny_model
 
 
 @dataclass(frozen=True)
-class Generator:
+class SharedEngine:
     """An engine, the weights it stages, and the model folders of the versions it has served, the newest last."""
 
     engine: Engine
@@ -29,12 +29,12 @@ class Generator:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def generator(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Generator]:
+async def generator(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedEngine]:
     folder = make_tiny_model(tmp_path_factory.mktemp("policy"), seed=1, scale=4.0)
     staged = StagedWeights.from_folder(folder, "float32")
     engine = await Engine.start(
         engine_arguments(folder, dtype="float32", max_model_len=512, max_num_seqs=64, kv_cache_gib=0.25)
     )
-    yield Generator(engine, staged, [folder])
+    yield SharedEngine(engine, staged, [folder])
     await engine.stop()
     staged.close()

@@ -24,7 +24,7 @@ from gspo.common.config.schema import GenerationConfig
 from gspo.common.streams.keys import rollout_id
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from gspo.generation.rollout.driver import Rollouts
-from gspo.generation.rollout.environment_client import Environments
+from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
 from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.rollout_pb2 import OUTCOME_ENVIRONMENT_DONE, GroupTask, Play, Prompt, Rollout, Sampling
@@ -38,7 +38,7 @@ SAID = [THOUGHT, "24, or so I hope, if that is right at all"[:TURN_TOKENS], "20"
 ANSWERS = [" higher ", " lower ", "right"]
 
 
-class Game:
+class GuessingGame:
     """Answers whatever is said, and ends after the third turn."""
 
     async def reset(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
@@ -52,7 +52,7 @@ class Game:
 
 
 @dataclass(frozen=True)
-class Policy:
+class TaughtPolicy:
     """The engine, the same weights in transformers, and every output of vLLM by its request."""
 
     engine: Engine
@@ -61,7 +61,7 @@ class Policy:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def policy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Policy]:
+async def policy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TaughtPolicy]:
     folder = tmp_path_factory.mktemp("policy")
     largest = max(TOKENIZERS.values(), key=len)
     model = learn_by_heart(make_tiny_model(folder, tokenizer=largest), [taught(name) for name in ("chatml", "llama3")])
@@ -75,7 +75,7 @@ async def policy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Poli
             yield output
 
     engine._llm.generate = spied  # type: ignore[method-assign]
-    yield Policy(engine, model, seen)
+    yield TaughtPolicy(engine, model, seen)
     await engine.stop()
 
 
@@ -114,7 +114,7 @@ def learn_by_heart(folder: Path, rows: list[list[int]]) -> PreTrainedModel:
     return model.eval()
 
 
-async def played(policy: Policy, name: str, number: int, temperature: float) -> Rollout:
+async def played(policy: TaughtPolicy, name: str, number: int, temperature: float) -> Rollout:
     tokenizer = TOKENIZERS[name]
     text = tokenizer.apply_chat_template(PROMPT, tokenize=False, add_generation_prompt=True)
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -126,7 +126,7 @@ async def played(policy: Policy, name: str, number: int, temperature: float) -> 
         environment="game",
         play=Play(max_turns=8, turn_tokens=TURN_TOKENS, step_timeout_s=10, total_timeout_s=100),
     )
-    episodes = Episodes(cast("Environments", Game()), tokenizer)
+    episodes = Episodes(cast("EnvironmentClient", GuessingGame()), tokenizer)
     rollouts = Rollouts(policy.engine, tokenizer, GenerationConfig(), "generation-0", episodes)
     return await rollouts.generate(task, number)
 
@@ -147,7 +147,7 @@ def check_against_vllm(rollout: Rollout, outputs: list[Any]) -> None:
     assert list(rollout.version) == versions[where:].tolist()
 
 
-def check_against_transformers(policy: Policy, rollout: Rollout, temperature: float) -> None:
+def check_against_transformers(policy: TaughtPolicy, rollout: Rollout, temperature: float) -> None:
     """The log-probs of the policy's tokens are those of the whole conversation: vLLM computed on these very tokens."""
     tokens, where = [*rollout.prompt.token_ids, *rollout.token_ids], len(rollout.prompt.token_ids)
     with torch.inference_mode():
@@ -159,7 +159,7 @@ def check_against_transformers(policy: Policy, rollout: Rollout, temperature: fl
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 async def test_what_the_policy_thought_is_before_vllm_again_in_the_tokens_that_it_sampled(
-    policy: Policy, name: str
+    policy: TaughtPolicy, name: str
 ) -> None:
     tokenizer = TOKENIZERS[name]
     policy.seen.clear()
@@ -179,7 +179,7 @@ async def test_what_the_policy_thought_is_before_vllm_again_in_the_tokens_that_i
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-async def test_turns_of_any_tokens_add_up_to_what_vllm_saw(policy: Policy, name: str) -> None:
+async def test_turns_of_any_tokens_add_up_to_what_vllm_saw(policy: TaughtPolicy, name: str) -> None:
     """At such a temperature the policy says anything: bytes that are no text, markers, words of others."""
     policy.seen.clear()
     rollouts = await asyncio.gather(*(played(policy, name, number, 2.0) for number in range(4)))

@@ -20,7 +20,7 @@ from gspo.common.weights.digest import policy_digest
 from gspo.generation.engine.api import Completion, LoadFailedError, OnUpdate, Sampling
 from gspo.generation.engine.staging import StagedWeights
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
-from tests.integration.generation.conftest import Generator
+from tests.integration.generation.conftest import SharedEngine
 from tests.support.tiny_model import make_tiny_model
 
 TEMPERATURE = 0.7
@@ -84,14 +84,14 @@ async def running(engine: Engine, how: Sampling) -> list[asyncio.Task[Completion
     return tasks
 
 
-def test_digest_of_the_folder_is_the_digest_of_its_tensors(generator: Generator) -> None:
+def test_digest_of_the_folder_is_the_digest_of_its_tensors(generator: SharedEngine) -> None:
     state = AutoModelForCausalLM.from_pretrained(generator.folder, dtype=torch.float32).state_dict()
     del state["lm_head.weight"]  # tied
     expected = policy_digest((name, "float32", tuple(t.shape), t.numpy()) for name, t in state.items())
     assert generator.staged.digest() == expected
 
 
-async def test_logp_of_the_unchanged_policy_is_transformers(generator: Generator) -> None:
+async def test_logp_of_the_unchanged_policy_is_transformers(generator: SharedEngine) -> None:
     completions = await answers(generator.engine, sampling(100))
     delta = difference(Reference.load(generator.folder), PROMPTS, completions)
     assert len(delta) > 200
@@ -100,7 +100,7 @@ async def test_logp_of_the_unchanged_policy_is_transformers(generator: Generator
     assert all(set(c.version) == {generator.engine.version} for c in completions)
 
 
-async def test_the_sampled_end_of_sequence_is_a_token_with_its_logp(generator: Generator) -> None:
+async def test_the_sampled_end_of_sequence_is_a_token_with_its_logp(generator: SharedEngine) -> None:
     completions = await answers(generator.engine, sampling(400))
     stopped = [(p, c) for p, c in zip(PROMPTS, completions, strict=True) if c.finish == "stop"]
     assert stopped
@@ -113,7 +113,7 @@ async def test_the_sampled_end_of_sequence_is_a_token_with_its_logp(generator: G
         assert completion.logp[-1] == pytest.approx(expected, abs=1e-4)
 
 
-async def test_length_and_stop_string_are_told_apart(generator: Generator) -> None:
+async def test_length_and_stop_string_are_told_apart(generator: SharedEngine) -> None:
     cut = await generator.engine.generate("cut", PROMPTS[0], sampling(3, ignore_eos=True))
     assert (cut.finish, len(cut.token_ids), cut.stop_string) == ("length", 3, None)
     stops = tuple("aeiou")
@@ -126,7 +126,7 @@ async def test_length_and_stop_string_are_told_apart(generator: Generator) -> No
     assert np.abs(delta).max() < 1e-4
 
 
-async def test_an_aborted_request_returns_what_it_has(generator: Generator) -> None:
+async def test_an_aborted_request_returns_what_it_has(generator: SharedEngine) -> None:
     task = asyncio.create_task(generator.engine.generate("gone", PROMPTS[1], sampling(500, ignore_eos=True)))
     await generator.engine.generate("wait", PROMPTS[0], sampling(10, ignore_eos=True))
     await generator.engine.abort("gone")
@@ -135,27 +135,27 @@ async def test_an_aborted_request_returns_what_it_has(generator: Generator) -> N
     assert 0 < len(completion.token_ids) == len(completion.logp) == len(completion.version) < 500
 
 
-async def test_what_a_request_has_sampled_so_far_is_the_beginning_of_its_answer(generator: Generator) -> None:
+async def test_what_a_request_has_sampled_so_far_is_the_beginning_of_its_answer(generator: SharedEngine) -> None:
     engine = generator.engine
     task = asyncio.create_task(engine.generate("seen", PROMPTS[1], sampling(200, ignore_eos=True)))
     await engine.generate("wait", PROMPTS[0], sampling(10, ignore_eos=True))
-    early, num_sampled = engine.so_far("seen"), engine.num_sampled("seen")
+    early, num_sampled = engine.partial_output("seen"), engine.num_sampled("seen")
     completion = await task
     assert 0 < num_sampled == len(early.token_ids) < 200
     assert early.token_ids == completion.token_ids[:num_sampled]
     assert early.logp == completion.logp[:num_sampled]
     assert early.version == [engine.version] * num_sampled
-    assert (engine.num_sampled("seen"), engine.so_far("seen").token_ids) == (0, [])
+    assert (engine.num_sampled("seen"), engine.partial_output("seen").token_ids) == (0, [])
 
 
-async def test_a_prompt_that_does_not_fit_is_refused_and_the_engine_lives(generator: Generator) -> None:
+async def test_a_prompt_that_does_not_fit_is_refused_and_the_engine_lives(generator: SharedEngine) -> None:
     with pytest.raises(ValueError, match="512"):
         await generator.engine.generate("long", [3] * 600, sampling(5))
     assert (await generator.engine.generate("short", [3], sampling(5))).token_ids
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
-async def test_a_push_with_requests_in_flight(generator: Generator, tmp_path: Path, on_update: OnUpdate) -> None:
+async def test_a_push_with_requests_in_flight(generator: SharedEngine, tmp_path: Path, on_update: OnUpdate) -> None:
     engine, staged = generator.engine, generator.staged
     old_folder, old = generator.folder, engine.version
     new_folder = make_tiny_model(tmp_path / "new", seed=10 + old, scale=4.0)
@@ -194,7 +194,7 @@ async def test_a_push_with_requests_in_flight(generator: Generator, tmp_path: Pa
     assert np.abs(delta).max() < 1e-4
 
 
-async def test_a_push_under_restart_ends_what_is_under_way(generator: Generator, tmp_path: Path) -> None:
+async def test_a_push_under_restart_ends_in_flight_requests(generator: SharedEngine, tmp_path: Path) -> None:
     engine, staged, old = generator.engine, generator.staged, generator.engine.version
     folder = make_tiny_model(tmp_path / "new", seed=10 + old, scale=4.0)
     tasks = await running(engine, sampling(300, ignore_eos=True))
@@ -211,7 +211,7 @@ async def test_a_push_under_restart_ends_what_is_under_way(generator: Generator,
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
 async def test_what_goes_on_after_a_push_meets_no_keys_and_values_of_before_it(
-    generator: Generator, tmp_path: Path, on_update: OnUpdate
+    generator: SharedEngine, tmp_path: Path, on_update: OnUpdate
 ) -> None:
     """A prompt of several blocks, and an answer that is put aside, before and after the weights change."""
     engine, staged, old = generator.engine, generator.staged, generator.engine.version
@@ -234,7 +234,7 @@ async def test_what_goes_on_after_a_push_meets_no_keys_and_values_of_before_it(
     assert np.abs(reported - before.logp(longer, later.token_ids)).max() > 0.1
 
 
-async def test_changes_give_the_same_weights_as_a_full_push(generator: Generator, tmp_path: Path) -> None:
+async def test_changes_give_the_same_weights_as_a_full_push(generator: SharedEngine, tmp_path: Path) -> None:
     engine, staged = generator.engine, generator.staged
     folder = tmp_path / "changed"
     model = AutoModelForCausalLM.from_pretrained(generator.folder, dtype=torch.float32)
@@ -258,7 +258,7 @@ async def test_changes_give_the_same_weights_as_a_full_push(generator: Generator
     assert delta.std() < 1e-5
 
 
-async def test_a_failed_load_leaves_the_old_weights_serving(generator: Generator, tmp_path: Path) -> None:
+async def test_a_failed_load_leaves_the_old_weights_serving(generator: SharedEngine, tmp_path: Path) -> None:
     engine, staged = generator.engine, generator.staged
     version, digest = engine.version, staged.digest()
     push(staged, make_tiny_model(tmp_path / "new", seed=99, scale=4.0))
@@ -284,7 +284,7 @@ async def test_a_failed_load_leaves_the_old_weights_serving(generator: Generator
 
 
 async def test_a_push_may_leave_out_what_the_engine_ignores_and_nothing_else(
-    generator: Generator, tmp_path: Path
+    generator: SharedEngine, tmp_path: Path
 ) -> None:
     engine, version = generator.engine, generator.engine.version
     plain = make_tiny_model(tmp_path / "plain", seed=10 + version, scale=4.0)
@@ -328,7 +328,7 @@ def with_short_shape(update_info: dict[str, Any], name: str) -> dict[str, Any]:
     return update_info
 
 
-def test_what_a_running_engine_says_about_its_room(generator: Generator) -> None:
+def test_a_running_engine_reports_its_kv_cache(generator: SharedEngine) -> None:
     assert generator.engine.num_running == 0
     assert generator.engine.max_num_seqs == 64
     assert generator.engine.kv_capacity_tokens > 512

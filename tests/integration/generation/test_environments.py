@@ -12,10 +12,10 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo.common.network.grpc_server import GrpcServer
-from gspo.common.streams.instances import Member, Registration
+from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry.activity import Activity
-from gspo.generation.rollout.environment_client import Environments
+from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo_proto import reward_pb2_grpc
 from gspo_proto.reward_pb2 import EnvironmentReply, StepRequest
 
@@ -50,10 +50,10 @@ async def registered(redis: Redis, keys: Keys, replica: Replica) -> AsyncIterato
         token="",
     )
     await server.start()
-    member = Member("reward", replica.name, grpc=server.address)
-    registration = Registration(redis, keys, member, Activity("reward"), dict)
+    instance = Instance("reward", replica.name, grpc=server.address)
+    registration = Registration(redis, keys, instance, Activity("reward"), dict)
     beating = asyncio.create_task(registration.run())
-    while not await redis.exists(keys.member("reward", member.uid)):
+    while not await redis.exists(keys.instance("reward", instance.uid)):
         await asyncio.sleep(0.01)
     try:
         yield
@@ -63,8 +63,8 @@ async def registered(redis: Redis, keys: Keys, replica: Replica) -> AsyncIterato
         await server.stop(0)
 
 
-def environments_of(redis: Redis, keys: Keys, reach_timeout_s: float = 30.0) -> Environments:
-    return Environments(redis, keys, "", Activity("generation"), reach_timeout_s=reach_timeout_s)
+def environments_of(redis: Redis, keys: Keys, reach_timeout_s: float = 30.0) -> EnvironmentClient:
+    return EnvironmentClient(redis, keys, "", Activity("generation"), reach_timeout_s=reach_timeout_s)
 
 
 async def test_a_step_goes_to_another_replica_when_its_own_is_gone(redis: Redis, keys: Keys) -> None:

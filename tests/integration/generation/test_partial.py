@@ -37,7 +37,7 @@ KEYS = {0: 7, 1: 1234}
 
 
 @dataclass
-class Generator:
+class WorkerUnderTest:
     """A worker with its engine."""
 
     service: Service
@@ -73,13 +73,13 @@ def configure(folder: Path, **generation: Any) -> Config:
     )
 
 
-def start(config: Config, redis_url: str, name: str, *, version: int = 0, decode_s: float = 0.004) -> Generator:
+def start(config: Config, redis_url: str, name: str, *, version: int = 0, decode_s: float = 0.004) -> WorkerUnderTest:
     service = service_of(f"generation-{name}", config, redis_url)
     settings = Settings(decode_s=decode_s, decode_s_per_request=0.0, length_median=LENGTH)
     engine = SimulatedEngine(settings, max_num_seqs=4, vocabulary=90, eos=2, key=KEYS[version], version=version)
     rollouts = Rollouts(engine, make_tokenizer(), config.generation, name)
     worker = Worker(service, engine, rollouts)
-    return Generator(service, engine, worker, asyncio.create_task(worker.run()))
+    return WorkerUnderTest(service, engine, worker, asyncio.create_task(worker.run()))
 
 
 async def issue(redis: Redis, keys: Keys, *groups: int) -> None:
@@ -116,12 +116,12 @@ def check_tokens(rollout: Rollout, keys_of: dict[int, int]) -> None:
     assert np.array_equal(np.array(rollout.logp, np.float32), np.array(expected))
 
 
-async def sampled_at_least(generator: Generator, num: int) -> dict[int, int]:
+async def sampled_at_least(generator: WorkerUnderTest, num: int) -> dict[int, int]:
     """Tokens of each rollout once each has so many."""
     while True:
         found = {
             rollout.number: len(rollout.state.token_ids) + generator.engine.num_sampled(rollout.request_id)
-            for _, _, rollout in generator.worker._under_way()
+            for _, _, rollout in generator.worker._in_flight()
         }
         if len(found) == 4 and min(found.values()) >= num:
             return found
@@ -147,7 +147,7 @@ async def test_what_a_killed_worker_had_saved_goes_on_elsewhere(
     await other.end()
 
 
-async def test_answers_beyond_their_budget_make_room_and_go_on_later(
+async def test_rollouts_beyond_their_segment_are_paused_and_resumed(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     """Room for one group, and three of them: each goes on by turns, and none has to wait for the end of another."""
@@ -167,7 +167,7 @@ async def test_answers_beyond_their_budget_make_room_and_go_on_later(
         await generator.end()
 
 
-async def test_nothing_is_put_aside_while_nobody_waits(
+async def test_no_rollout_is_paused_while_no_task_waits(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     generator = start(configure(tmp_path, segment_tokens=50, save_tokens=1000), redis_url, "one")

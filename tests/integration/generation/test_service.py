@@ -25,11 +25,11 @@ from gspo.common.network.grpc_server import open_channel
 from gspo.common.service.app import connect_redis
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import DONE, append, create_consumer_groups
-from gspo.common.streams.instances import Member, members, wait_for_member
+from gspo.common.streams.instances import Instance, list_instances, wait_for_instance
 from gspo.common.streams.keys import Keys
-from gspo.learner.push.policy_weights import Policy, policy_from
-from gspo.learner.push.transfer import deliver
-from gspo.learner.push.weight_frames import Frames
+from gspo.learner.push.policy_weights import PolicyWeights, weights_from
+from gspo.learner.push.transfer import send_push
+from gspo.learner.push.weight_frames import WeightFrames
 from gspo_proto.generation_pb2 import (
     DescribeRequest,
     GenerateRequest,
@@ -56,24 +56,24 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningGenerator:
     config: Config
     redis: Redis
     keys: Keys
     stub: GenerationStub
-    policy: Policy
+    policy: PolicyWeights
     process: subprocess.Popen[bytes]
 
 
-def policy_of(folder: Path, version: int, *, scale: float = 1.0) -> Policy:
+def policy_of(folder: Path, version: int, *, scale: float = 1.0) -> PolicyWeights:
     """The policy of a model folder, its norms scaled."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tensors = {n: p.detach() * (scale if "norm" in n else 1.0) for n, p in model.named_parameters()}
-    return policy_from(version, {name: tensor.contiguous() for name, tensor in tensors.items()})
+    return weights_from(version, {name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+async def running(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningGenerator]:
     folder = tmp_path_factory.mktemp("generation")
     config = make_run(
         folder,
@@ -88,10 +88,10 @@ async def running(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> A
     await redis.flushall()
     await create_consumer_groups(redis, keys)
     with service_process("generation", config, redis_url) as process:
-        member = await registered(process, redis, keys, "generation")
-        channel = open_channel(member.grpc)
+        instance = await registered(process, redis, keys, "generation")
+        channel = open_channel(instance.grpc)
         policy = policy_of(folder / "model", 0)
-        yield Running(config, redis, keys, GenerationStub(channel), policy, process)
+        yield RunningGenerator(config, redis, keys, GenerationStub(channel), policy, process)
         await channel.close(None)
     await redis.aclose()
 
@@ -108,7 +108,7 @@ def task(group: int, *, num_rollouts: int = 4, max_tokens: int = 8, min_version:
     )
 
 
-async def rollouts(running: Running, num: int, timeout_s: float = 60) -> list[Rollout]:
+async def rollouts(running: RunningGenerator, num: int, timeout_s: float = 60) -> list[Rollout]:
     """The first `num` entries of rollouts, which are then removed."""
     deadline = time.monotonic() + timeout_s
     while await running.redis.xlen(running.keys.rollouts) < num:
@@ -119,7 +119,9 @@ async def rollouts(running: Running, num: int, timeout_s: float = 60) -> list[Ro
     return [Rollout.FromString(fields[b"d"]) for _, fields in entries]
 
 
-async def push(running: Running, policy: Policy, base: Policy | None = None, epoch: int = 1) -> PushResult:
+async def push(
+    running: RunningGenerator, policy: PolicyWeights, base: PolicyWeights | None = None, epoch: int = 1
+) -> PushResult:
     header = PushHeader(
         run=running.config.name,
         epoch=epoch,
@@ -130,22 +132,22 @@ async def push(running: Running, policy: Policy, base: Policy | None = None, epo
         num_tensors=len(policy.bits),
         num_bytes=policy.num_bytes,
     )
-    result, _ = await deliver(running.stub.PushWeights(timeout=60), header, Frames(policy, base))
+    result, _ = await send_push(running.stub.PushWeights(timeout=60), header, WeightFrames(policy, base))
     return result
 
 
-async def describe(running: Running) -> GeneratorDescription:
+async def describe(running: RunningGenerator) -> GeneratorDescription:
     return await running.stub.Describe(DescribeRequest(), timeout=10)
 
 
-async def test_the_engine_is_forked_from_the_service(running: Running) -> None:
+async def test_the_engine_is_forked_from_the_service(running: RunningGenerator) -> None:
     assert "engine_not_forked" not in (running.config.run_dir / "generation.log").read_text()
     # A spawned engine comes with multiprocessing's resource tracker.
     (engine,) = psutil.Process(running.process.pid).children()
     assert engine.num_threads() > 2
 
 
-async def test_a_task_becomes_its_rollouts_and_is_acknowledged(running: Running) -> None:
+async def test_a_task_becomes_its_rollouts_and_is_acknowledged(running: RunningGenerator) -> None:
     await append(running.redis, running.keys.prompts, [task(7).SerializeToString()])
     found = await rollouts(running, 4)
     assert sorted((rollout.group, rollout.number) for rollout in found) == [(7, 0), (7, 1), (7, 2), (7, 3)]
@@ -159,35 +161,35 @@ async def test_a_task_becomes_its_rollouts_and_is_acknowledged(running: Running)
     assert await running.redis.xlen(running.keys.prompts) == 0
 
 
-async def test_a_rollout_that_an_earlier_attempt_finished_is_not_made_again(running: Running) -> None:
+async def test_a_rollout_that_an_earlier_attempt_finished_is_not_made_again(running: RunningGenerator) -> None:
     await running.redis.hset(running.keys.partial, "8-1", "done")
     await append(running.redis, running.keys.prompts, [task(8).SerializeToString()])
     assert sorted(rollout.number for rollout in await rollouts(running, 3)) == [0, 2, 3]
 
 
-async def test_the_heartbeat_has_the_digest_of_the_folder(running: Running) -> None:
-    member = await wait_for_member(running.redis, running.keys, "generation", 5)
-    assert (member.facts["version"], member.facts["digest"]) == (0, running.policy.digest)
+async def test_the_heartbeat_has_the_digest_of_the_folder(running: RunningGenerator) -> None:
+    instance = await wait_for_instance(running.redis, running.keys, "generation", 5)
+    assert (instance.facts["version"], instance.facts["digest"]) == (0, running.policy.digest)
 
 
-async def test_every_door_is_on_loopback_alone(running: Running) -> None:
+async def test_every_server_is_on_loopback_alone(running: RunningGenerator) -> None:
     """vLLM's own among them."""
-    member = await wait_for_member(running.redis, running.keys, "generation", 5)
-    assert_on_loopback_alone(running.process.pid, member.http, member.grpc)
+    instance = await wait_for_instance(running.redis, running.keys, "generation", 5)
+    assert_on_loopback_alone(running.process.pid, instance.http, instance.grpc)
 
 
-async def test_generate_streams_rollouts(running: Running) -> None:
+async def test_generate_streams_rollouts(running: RunningGenerator) -> None:
     found = [r async for r in running.stub.Generate(GenerateRequest(task=task(9, num_rollouts=3)), timeout=60)]
     assert sorted(rollout.number for rollout in found) == [0, 1, 2]
 
 
-async def test_pushes_take_hold_or_change_nothing(running: Running) -> None:
+async def test_pushes_take_hold_or_change_nothing(running: RunningGenerator) -> None:
     model = Path(running.config.model.path)
     first, second = policy_of(model, 1, scale=1.1), policy_of(model, 2, scale=1.2)
     assert (await push(running, first)).digest == first.digest
 
     # Changes only; the tensors that did not change are not sent.
-    assert {frame.tensor.name async for frame in Frames(second, first)} == {
+    assert {frame.tensor.name async for frame in WeightFrames(second, first)} == {
         name for name in second.bits if "norm" in name
     }
     assert (await push(running, second, base=first)).version == 2
@@ -195,7 +197,7 @@ async def test_pushes_take_hold_or_change_nothing(running: Running) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as wrong_base:
         await push(running, policy_of(model, 3), base=first)
     assert wrong_base.value.code() == grpc.StatusCode.FAILED_PRECONDITION
-    broken = Policy(4, first.digest, "float32", second.bits)
+    broken = PolicyWeights(4, first.digest, "float32", second.bits)
     with pytest.raises(grpc.aio.AioRpcError) as wrong_digest:
         await push(running, broken)
     assert wrong_digest.value.code() == grpc.StatusCode.DATA_LOSS
@@ -207,7 +209,7 @@ async def test_pushes_take_hold_or_change_nothing(running: Running) -> None:
     assert (now.version, now.digest, now.epoch) == (2, second.digest, 5)
 
 
-async def test_a_push_with_rollouts_in_flight_loses_none(running: Running) -> None:
+async def test_a_push_with_rollouts_in_flight_loses_none(running: RunningGenerator) -> None:
     version = (await describe(running)).version
     tasks = [task(100 + n, max_tokens=60, num_rollouts=8).SerializeToString() for n in range(8)]
     await append(running.redis, running.keys.prompts, tasks)
@@ -222,7 +224,7 @@ async def test_a_push_with_rollouts_in_flight_loses_none(running: Running) -> No
     assert all(list(rollout.version) == sorted(rollout.version) for rollout in found)
 
 
-async def test_a_task_for_newer_weights_waits_for_the_push(running: Running) -> None:
+async def test_a_task_for_newer_weights_waits_for_the_push(running: RunningGenerator) -> None:
     version = (await describe(running)).version
     await append(running.redis, running.keys.prompts, [task(200, min_version=version + 1).SerializeToString()])
     await asyncio.sleep(1)
@@ -231,7 +233,7 @@ async def test_a_task_for_newer_weights_waits_for_the_push(running: Running) -> 
     assert {v for rollout in await rollouts(running, 4) for v in rollout.version} == {version + 1}
 
 
-async def test_all_groups_of_a_killed_generator_are_taken_over_at_once(running: Running) -> None:
+async def test_all_groups_of_a_killed_generator_are_taken_over_at_once(running: RunningGenerator) -> None:
     """As much as fits when the leases end; one group each time that leases are looked at would take minutes."""
     async with running.redis.pipeline(transaction=True) as pipe:
         for group in range(400, 408):
@@ -246,7 +248,7 @@ async def test_all_groups_of_a_killed_generator_are_taken_over_at_once(running: 
     assert {rollout.group for rollout in found} == set(range(400, 408))
 
 
-async def test_a_killed_generator_costs_what_it_had_not_saved(running: Running, redis_url: str) -> None:
+async def test_a_killed_generator_costs_what_it_had_not_saved(running: RunningGenerator, redis_url: str) -> None:
     """A second process takes the task, while the first one stands still, and is killed in the middle of it."""
     redis, keys, process = running.redis, running.keys, running.process
     newest = await describe(running)
@@ -282,11 +284,11 @@ async def test_a_killed_generator_costs_what_it_had_not_saved(running: Running, 
         assert np.abs(np.array(rollout.logp) - expected).max() < 1e-3
 
 
-async def named(process: subprocess.Popen[bytes], redis: Redis, keys: Keys, name: str) -> Member:
-    """A further generator's member, once its engine serves."""
+async def named(process: subprocess.Popen[bytes], redis: Redis, keys: Keys, name: str) -> Instance:
+    """A further generator's instance, once its engine serves."""
     while True:
         assert process.poll() is None, f"{name} ended before it registered"
-        if found := [one for one in await members(redis, keys, "generation") if one.name == name and one.grpc]:
+        if found := [one for one in await list_instances(redis, keys, "generation") if one.name == name and one.grpc]:
             return found[0]
         await asyncio.sleep(0.1)
 
@@ -304,7 +306,7 @@ async def saved_states(redis: Redis, keys: Keys, group: int) -> dict[int, Rollou
         await asyncio.sleep(0.005)
 
 
-async def test_a_prompt_that_the_engine_refuses_fails_its_group_with_the_reason(running: Running) -> None:
+async def test_a_prompt_that_the_engine_refuses_fails_its_group_with_the_reason(running: RunningGenerator) -> None:
     refused = task(300)
     refused.prompt.token_ids[:] = [4] * 500
     await append(running.redis, running.keys.prompts, [refused.SerializeToString()])
@@ -314,6 +316,6 @@ async def test_a_prompt_that_the_engine_refuses_fails_its_group_with_the_reason(
     assert await running.redis.xlen(running.keys.dead) == 1
 
 
-async def test_the_end_of_the_run_ends_the_service(running: Running) -> None:
+async def test_the_end_of_the_run_ends_the_service(running: RunningGenerator) -> None:
     await Events(running.redis, running.keys, "coordinator").send(Event(finished=Finished(reason="done")))
     assert await asyncio.to_thread(wait_exit, running.process, 30) == 0

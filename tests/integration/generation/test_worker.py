@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from gspo.common.streams.inbox import append
 from gspo.common.streams.keys import Keys
 from gspo.generation import worker as worker_module
-from gspo.generation.rollout.in_flight import UnderWay
+from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo.generation.worker import Worker
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout
 from tests.support.push_peers import StandInEngine, run_config, service_of
@@ -27,13 +27,13 @@ class StandInRollouts:
     def __init__(self, engine: StandInEngine) -> None:
         self._engine = engine
 
-    def begin(self, task: GroupTask, number: int, saved: bytes | None) -> UnderWay:
-        return UnderWay(task, number, "generation", saved)
+    def begin(self, task: GroupTask, number: int, saved: bytes | None) -> InFlightRollout:
+        return InFlightRollout(task, number, "generation", saved)
 
-    async def play(self, rollout: UnderWay, segment_tokens: int | None) -> bool:
+    async def play(self, rollout: InFlightRollout, segment_tokens: int | None) -> bool:
         return True
 
-    def finished(self, rollout: UnderWay) -> Rollout:
+    def finished(self, rollout: InFlightRollout) -> Rollout:
         return Rollout(schema=1, group=rollout.task.group, number=rollout.number, version=[self._engine.version])
 
 

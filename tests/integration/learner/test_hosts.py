@@ -27,7 +27,7 @@ from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event, Finished
 from tests.conftest import free_port
 from tests.support.service_process import end, registered, wait_exit
-from tests.support.training.learner_feed import Feeder, lines, run_of
+from tests.support.training.learner_feed import LearnerFeed, lines, run_of
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="function"),
@@ -122,7 +122,7 @@ async def test_two_hosts_train_a_run_and_a_cut_cable_ends_both_with_a_message(
     (tmp_path / "password").write_text(PASSWORD)
     services = {"redis_password_file": str(tmp_path / "password")}
     config = run_of(tmp_path, learner=learner, run={"total_steps": 2}, services=services)
-    feeder = Feeder(redis, keys)
+    feeder = LearnerFeed(redis, keys)
     with learner_on_both_hosts(config, redis_url) as processes:
         await registered(processes[0], redis, keys, "learner")
         await feeder.feed(range(4), 0)

@@ -26,7 +26,7 @@ from tests.support.training.learner_feed import scored
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
 
-class Desk:
+class RunningIntake:
     """An intake that runs, and what it has made of its stream."""
 
     def __init__(self, redis: Redis, keys: Keys, redis_url: str, folder: Path) -> None:
@@ -72,12 +72,12 @@ def skipped(reason: str) -> float:
 
 @pytest.fixture
 async def desk(redis: Redis, keys: Keys, redis_url: str, tmp_path: Path) -> Any:
-    made = Desk(redis, keys, redis_url, tmp_path)
+    made = RunningIntake(redis, keys, redis_url, tmp_path)
     yield made
     await made.close()
 
 
-async def test_late_and_repeated_rollouts_are_acknowledged_and_counted(desk: Desk) -> None:
+async def test_late_and_repeated_rollouts_are_acknowledged_and_counted(desk: RunningIntake) -> None:
     late, repeated = skipped("late"), skipped("duplicate")
     # Of a trained group, of a failed one, and one of an open group twice.
     held = await desk.take(scored(1, 0, 0), scored(2, 0, 0), scored(2, 1, 0), scored(5, 0, 0), scored(5, 0, 0))
@@ -85,7 +85,7 @@ async def test_late_and_repeated_rollouts_are_acknowledged_and_counted(desk: Des
     assert (skipped("late") - late, skipped("duplicate") - repeated) == (2, 2)
 
 
-async def test_a_rollout_that_does_not_fit_is_a_dead_letter(desk: Desk, redis: Redis, keys: Keys) -> None:
+async def test_a_rollout_that_does_not_fit_is_a_dead_letter(desk: RunningIntake, redis: Redis, keys: Keys) -> None:
     wrong = Scored.FromString(scored(5, 0, 0))
     del wrong.rollout.rollout.logp[0]
     before = skipped("malformed")
@@ -101,7 +101,7 @@ async def test_a_rollout_that_does_not_fit_is_a_dead_letter(desk: Desk, redis: R
     assert (failed.number, failed.failure) == (0, found.letter.reason)
 
 
-async def test_what_nobody_asked_for_is_a_dead_letter(desk: Desk, redis: Redis, keys: Keys) -> None:
+async def test_what_nobody_asked_for_is_a_dead_letter(desk: RunningIntake, redis: Redis, keys: Keys) -> None:
     failure = Scored(schema=1, failure=GroupFailure(group=9, reason="lost"))
     no_such_number = Scored.FromString(scored(5, 0, 0))
     no_such_number.rollout.rollout.number = 4
@@ -117,9 +117,9 @@ async def test_what_nobody_asked_for_is_a_dead_letter(desk: Desk, redis: Redis, 
 
 
 async def test_what_learner_after_learner_dies_over_fails_its_group(
-    desk: Desk, redis: Redis, keys: Keys, monkeypatch: pytest.MonkeyPatch
+    desk: RunningIntake, redis: Redis, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake_module, "_MOST_LIVES", 3)
+    monkeypatch.setattr(intake_module, "_MAX_DELIVERIES", 3)
     assert await desk.take(scored(5, 0, 0)) == 1
     for _ in range(2):
         desk.assembler._groups.clear()  # a new learner knows nothing

@@ -19,7 +19,7 @@ from gspo.common.streams.events import Events
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event, Finished
 from tests.support.service_process import registered, service_process, wait_exit
-from tests.support.training.learner_feed import Feeder, lines, run_of
+from tests.support.training.learner_feed import LearnerFeed, lines, run_of
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -35,7 +35,7 @@ def calls_of(process: psutil.Process, port: int) -> int:
     return sum(bool(c.raddr) and c.raddr.port == port for c in process.net_connections("tcp"))
 
 
-async def end(redis: Redis, keys: Keys, feeder: Feeder, process: subprocess.Popen[bytes]) -> None:
+async def end(redis: Redis, keys: Keys, feeder: LearnerFeed, process: subprocess.Popen[bytes]) -> None:
     """What the coordinator does at the end; all ranks end by themselves."""
     assert (await feeder.event("training_done")).training_done.step == 3
     await Events(redis, keys, "coordinator").send(Event(finished=Finished(reason="done")))
@@ -51,7 +51,7 @@ def of_two_ranks(tmp_path: Path, zero_stage: int) -> Config:
 async def test_two_ranks_train_a_run_and_a_killed_one_costs_nothing(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path, zero_stage: int
 ) -> None:
-    config, feeder = of_two_ranks(tmp_path, zero_stage), Feeder(redis, keys)
+    config, feeder = of_two_ranks(tmp_path, zero_stage), LearnerFeed(redis, keys)
     with service_process("learner", config, redis_url) as first:
         await registered(first, redis, keys, "learner")
         await feeder.feed(range(4), 0)
@@ -80,7 +80,7 @@ async def test_two_ranks_train_a_run_and_a_killed_one_costs_nothing(
 
 def test_a_rank_dies_with_its_launcher() -> None:
     """A rank that outlived it would hold the run directory against the next one."""
-    rank = "import time; from gspo.learner.ranks.environment import die_with_the_launcher as d; d(); print(flush=True)"
+    rank = "import time; from gspo.learner.ranks.environment import end_with_launcher as d; d(); print(flush=True)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank + '; time.sleep(60)'!r}])"
     process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"\n"

@@ -15,22 +15,22 @@ import pytest
 from redis.asyncio import Redis
 
 from benchmarks.simulated.settings import Settings
-from benchmarks.simulated.trainer import SimulatedMaker
+from benchmarks.simulated.trainer import SimulatedTrainer
 from gspo.common.config.schema import Config
-from gspo.common.streams.instances import Member, members
+from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import Keys
 from gspo.learner.app import live
 from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.storage.run_directory import RunDir
-from gspo.learner.training.trainer_api import Hyperparameters, Trained
+from gspo.learner.training.trainer_api import Hyperparameters, TrainResult
 from gspo_proto.rollout_pb2 import Scored
 from tests.support.push_peers import generator, service_of
-from tests.support.training.learner_feed import NUM_ROLLOUTS, Feeder, run_of, scored
+from tests.support.training.learner_feed import NUM_ROLLOUTS, LearnerFeed, run_of, scored
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 
 
-class StoppedMaker(SimulatedMaker):
+class StoppedTrainer(SimulatedTrainer):
     """Its first step, which is a replay, goes on only when the test says so."""
 
     def __init__(self, config: Config, folder: Path, run_dir: Path) -> None:
@@ -43,7 +43,7 @@ class StoppedMaker(SimulatedMaker):
         rows: Sequence[Row],
         known: Collection[int] = (),
         hyperparameters: Hyperparameters | None = None,
-    ) -> Trained:
+    ) -> TrainResult:
         self.replaying.set()
         assert self.may_go_on.wait(30.0)
         return super().train(step, rows, known, hyperparameters)
@@ -54,19 +54,19 @@ def rows_of(groups: range, step: int) -> list[Row]:
     return [replace(row_from_scored(entry.rollout), step=step) for entry in entries]
 
 
-async def test_nobody_is_let_in_before_the_replay_is_done(
+async def test_no_call_is_served_before_the_replay_is_done(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     config = run_of(tmp_path)
     with RunDir(config.run_dir) as run_dir:
         run_dir.write_step(1, rows_of(range(4), 1))
     model = Path(config.model.path)
-    maker = StoppedMaker(config, model, config.run_dir)
-    feeder, service = Feeder(redis, keys), service_of("learner-0", config, redis_url)
+    maker = StoppedTrainer(config, model, config.run_dir)
+    feeder, service = LearnerFeed(redis, keys), service_of("learner-0", config, redis_url)
 
-    async def learner() -> Member:
-        (member,) = await members(redis, keys, "learner")
-        return member
+    async def learner() -> Instance:
+        (instance,) = await list_instances(redis, keys, "learner")
+        return instance
 
     async with generator(config, redis_url) as serving:
         await feeder.feed(range(4, 8), 0)

@@ -18,13 +18,13 @@ from redis.asyncio import Redis
 from gspo.common.network.grpc_server import open_channel
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import append
-from gspo.common.streams.instances import members
+from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
 from gspo_proto.learner_pb2 import CheckpointRequest, ProgressRequest
 from gspo_proto.learner_pb2_grpc import LearnerStub
 from gspo_proto.rollout_pb2 import EvaluationDone, Event, Finished, GroupFailure, Scored, StopRequested
 from tests.support.service_process import assert_on_loopback_alone, registered, service_process, wait_exit
-from tests.support.training.learner_feed import NUM_ROLLOUTS, Feeder, lines, run_of, scored
+from tests.support.training.learner_feed import NUM_ROLLOUTS, LearnerFeed, lines, run_of, scored
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(300)]
 
@@ -33,10 +33,10 @@ async def test_a_kill_between_log_and_checkpoint_costs_nothing(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     config = run_of(tmp_path)
-    feeder = Feeder(redis, keys)
+    feeder = LearnerFeed(redis, keys)
     with service_process("learner", config, redis_url) as first:
-        member = await registered(first, redis, keys, "learner")
-        assert_on_loopback_alone(first.pid, *filter(None, (member.http, member.grpc)))
+        instance = await registered(first, redis, keys, "learner")
+        assert_on_loopback_alone(first.pid, *filter(None, (instance.http, instance.grpc)))
         await feeder.feed(range(4), 0)
         await feeder.event("step_done", num=1)
         await feeder.feed(range(4, 8), 1)
@@ -75,12 +75,12 @@ async def test_a_stop_leaves_a_checkpoint_and_open_groups(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     config = run_of(tmp_path)
-    feeder = Feeder(redis, keys)
+    feeder = LearnerFeed(redis, keys)
     with service_process("learner", config, redis_url) as process:
-        member = await registered(process, redis, keys, "learner")
+        instance = await registered(process, redis, keys, "learner")
         await feeder.feed(range(6), 0)
         await feeder.event("step_done")
-        async with open_channel(member.grpc) as channel:
+        async with open_channel(instance.grpc) as channel:
             progress = await LearnerStub(channel).Progress(ProgressRequest(), timeout=5)
             assert (progress.step, progress.version, dict(progress.counts)["trained"]) == (1, 1, 4)
             assert [(r.first, r.last) for r in progress.settled] == [(0, 3)]
@@ -98,7 +98,7 @@ async def test_groups_left_open_at_the_end_are_unused_and_a_failed_group_has_its
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     config = run_of(tmp_path, run={"total_steps": 1})
-    feeder = Feeder(redis, keys)
+    feeder = LearnerFeed(redis, keys)
     with service_process("learner", config, redis_url) as process:
         await registered(process, redis, keys, "learner")
         await feeder.feed(range(2), 0, failing=True)
@@ -118,7 +118,7 @@ async def test_a_reward_that_always_fails_ends_the_run_with_its_reason(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     config = run_of(tmp_path, algorithm={"max_refill": 2})
-    feeder = Feeder(redis, keys)
+    feeder = LearnerFeed(redis, keys)
     with service_process("learner", config, redis_url) as process:
         await registered(process, redis, keys, "learner")
         await feeder.feed(range(8), 0, failing=True)
@@ -133,7 +133,7 @@ async def test_newer_weights_wait_for_an_evaluation_and_the_best_version_is_kept
     (tmp_path / "e.jsonl").write_text('{"prompt": "1+1="}\n')
     evaluation = {"prompts": str(tmp_path / "e.jsonl"), "every": 1, "keep_best": "sampled_mean"}
     config = run_of(tmp_path, evaluation=evaluation, run={"total_steps": 3})
-    feeder, coordinator = Feeder(redis, keys), Events(redis, keys, "coordinator")
+    feeder, coordinator = LearnerFeed(redis, keys), Events(redis, keys, "coordinator")
 
     async def measured(version: int, score: float) -> None:
         done = EvaluationDone(evaluation=f"v{version}", version=version, step=version, score=score)
@@ -145,8 +145,8 @@ async def test_newer_weights_wait_for_an_evaluation_and_the_best_version_is_kept
                 await asyncio.sleep(0.05)
 
     async def doing() -> tuple[str, str, str]:
-        (member,) = await members(redis, keys, "learner")
-        return member.activity["kind"], member.activity["what"], member.activity["detail"]
+        (instance,) = await list_instances(redis, keys, "learner")
+        return instance.activity["kind"], instance.activity["what"], instance.activity["detail"]
 
     def best() -> int:
         return int(json.loads((config.run_dir / "best" / "best.json").read_text())["version"])
@@ -194,10 +194,10 @@ async def test_progress_counts_a_group_as_settled_only_with_the_version_made_of_
 ) -> None:
     """Slots freed while their batch is still trained would be filled from weights that are too old."""
     config = run_of(tmp_path)
-    feeder = Feeder(redis, keys)
+    feeder = LearnerFeed(redis, keys)
     with service_process("learner", config, redis_url) as process:
-        member = await registered(process, redis, keys, "learner")
-        async with open_channel(member.grpc) as channel:
+        instance = await registered(process, redis, keys, "learner")
+        async with open_channel(instance.grpc) as channel:
             await feeder.feed(range(4), 0)
             seen = set()
             while (1, 1) not in seen:
@@ -214,7 +214,7 @@ async def test_a_mini_batch_that_is_not_finite_is_in_the_log_and_a_replay_leaves
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     config = run_of(tmp_path, algorithm={"adv_estimator": "reinforce"}, run={"total_steps": 2})
-    feeder = Feeder(redis, keys)
+    feeder = LearnerFeed(redis, keys)
     with service_process("learner", config, redis_url) as process:
         await registered(process, redis, keys, "learner")
         # Until an engine serves, and none does here, nobody could have trained: run.total_hours does not count it.
@@ -241,7 +241,7 @@ async def test_three_in_a_row_end_the_run_with_their_reason(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     config = run_of(tmp_path, algorithm={"adv_estimator": "reinforce", "num_mini_batches": 4})
-    feeder = Feeder(redis, keys)
+    feeder = LearnerFeed(redis, keys)
     with service_process("learner", config, redis_url) as process:
         await registered(process, redis, keys, "learner")
         await feeder.feed(range(4), 0, rewards={(g, n): 3e38 for g in range(4) for n in range(4)})
@@ -260,7 +260,7 @@ async def test_weights_that_are_not_finite_end_the_run_unpublished_and_a_lower_r
     run = {"total_steps": 1}
     # More than float32 holds.
     config = run_of(tmp_path, algorithm=algorithm, run=run, learner={"learning_rate": 1e39})
-    feeder = Feeder(redis, keys)
+    feeder = LearnerFeed(redis, keys)
     with service_process("learner", config, redis_url) as process:
         await registered(process, redis, keys, "learner")
         await feeder.feed(range(4), 0)

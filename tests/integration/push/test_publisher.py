@@ -16,9 +16,9 @@ from redis.asyncio import Redis
 
 from gspo.common.errors import InputError
 from gspo.common.network.grpc_server import open_channel
-from gspo.generation.receiver import Refused
+from gspo.generation.receiver import PushRefusedError
 from gspo.learner.push import replicas
-from gspo.learner.push.policy_weights import Policy
+from gspo.learner.push.policy_weights import PolicyWeights
 from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
 from gspo_proto.generation_pb2_grpc import GenerationStub
 from tests.support.push_peers import generator, learner, policy, run_config, serve
@@ -47,7 +47,7 @@ async def sent_to(address: str, frames: AsyncIterator[WeightFrame], timeout_s: f
         return await GenerationStub(channel).PushWeights(frames, timeout=timeout_s)
 
 
-def header_of(version: Policy, *, epoch: int, learner: str) -> WeightFrame:
+def header_of(version: PolicyWeights, *, epoch: int, learner: str) -> WeightFrame:
     return WeightFrame(
         header=PushHeader(
             run="test",
@@ -203,7 +203,7 @@ async def test_a_learner_that_was_told_to_go_ahead_gives_way_too(redis: Redis, r
         await admitted.wait()
         new.publisher.publish(policy(1))
         await new.until(lambda: serve([only], policy(1)))
-        with pytest.raises(Refused, match=r"obeys learner .* of epoch 2"):
+        with pytest.raises(PushRefusedError, match=r"obeys learner .* of epoch 2"):
             await stuck
 
 
@@ -237,7 +237,7 @@ async def test_a_push_that_stalls_ends_at_the_generator_too(redis: Redis, redis_
         assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         assert only.serves == (0, policy(0).digest)
         # By itself, too: a learner that stands still cancels nothing.
-        with pytest.raises(Refused, match="was not here by the deadline of the call; nothing was loaded"):
+        with pytest.raises(PushRefusedError, match="was not here by the deadline of the call; nothing was loaded"):
             await only.door._receiver.receive(stalling(), admitted, 0.1)
         # It is free for the next one at once.
         async with learner(config, redis_url, epoch=2) as learning:

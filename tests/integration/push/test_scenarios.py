@@ -16,8 +16,8 @@ from redis.asyncio import Redis
 from gspo.common.telemetry.metrics import PUSH_FAILURES
 from gspo.common.weights.time_limit import TimeLimit
 from gspo.learner.push import replicas
-from gspo.learner.push.policy_weights import Policy
-from gspo.learner.push.weight_frames import Frames
+from gspo.learner.push.policy_weights import PolicyWeights
+from gspo.learner.push.weight_frames import WeightFrames
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 from tests.support.push_peers import generator, learner, policy, run_config, serve
 from tests.support.service_process import make_run
@@ -54,7 +54,7 @@ async def test_whole_pushes_that_are_due_together_come_through(
 ) -> None:
     """Six generators, and a deadline of twice a single push: sent all at once, each would take six times as long."""
     config = run_config(tmp_path, make_run)
-    monkeypatch.setattr("gspo.learner.push.publisher.Frames", FramesOfOneLink)
+    monkeypatch.setattr("gspo.learner.push.publisher.WeightFrames", FramesOfOneLink)
     async with learner(config, redis_url) as learning, contextlib.AsyncExitStack() as running:
         first = await running.enter_async_context(generator(config, redis_url))
         learning.publisher.publish(policy(3))
@@ -68,12 +68,12 @@ async def test_whole_pushes_that_are_due_together_come_through(
         assert num_failures() == failed
 
 
-class FramesOfOneLink(Frames):
+class FramesOfOneLink(WeightFrames):
     """A dozen frames of a policy, which share one slow link with those of every other push."""
 
     link = asyncio.Lock()
 
-    def __init__(self, policy: Policy, base: Policy | None = None) -> None:
+    def __init__(self, policy: PolicyWeights, base: PolicyWeights | None = None) -> None:
         super().__init__(policy, base, frame_bytes=6000)
 
     async def __aiter__(self) -> AsyncIterator[WeightFrame]:
@@ -112,7 +112,7 @@ async def test_a_tensor_that_the_generator_does_not_have_is_refused_by_name(
             ({"a": bits["a"], "b": bits["b"][:9]}, "with 2 of 2 tensors; nothing was loaded"),
             ({**bits, "c": bits["b"]}, "the push has 3 tensors"),
         ):
-            learning.publisher.publish(Policy(1, policy(1).digest, "bfloat16", tensors))
+            learning.publisher.publish(PolicyWeights(1, policy(1).digest, "bfloat16", tensors))
             await learning.until(
                 lambda reason=reason: any(reason in target["problem"] for target in learning.publisher.describe())
             )

@@ -12,15 +12,15 @@ import pytest
 from gspo.reward.functions import library
 from gspo.reward.sandbox import levels
 from gspo.reward.sandbox.launch import LevelName
-from gspo.reward.sandbox.levels import Found
+from gspo.reward.sandbox.levels import Confinement
 
 
 @pytest.fixture(scope="package", autouse=True)
-def level_found_once() -> Iterator[None]:
+def confinement_level_once() -> Iterator[None]:
     """`open_library` gets what the first trial of a minimum found."""
-    found: dict[LevelName, Found] = {}
+    found: dict[LevelName, Confinement] = {}
 
-    async def find_level(minimum: LevelName) -> Found:
+    async def find_level(minimum: LevelName) -> Confinement:
         if minimum not in found:
             found[minimum] = await levels.find_level(minimum)
         return found[minimum]

@@ -15,7 +15,7 @@ from gspo.common.config.reward import RewardConfig
 from gspo.common.errors import InputError
 from gspo.reward.scoring.scorer import Scorer, open_scorer
 from gspo_proto.rollout_pb2 import RewardUse, Rollout
-from tests.support.reward_rollouts import answer_of, outcome_of
+from tests.support.reward_rollouts import make_rollout, reward_or_failure
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -91,7 +91,7 @@ def config_of(functions: list[dict[str, Any]], **more: Any) -> RewardConfig:
 
 
 def asking(name: str, text: str, columns: dict[str, Any]) -> Rollout:
-    rollout = answer_of(text, **columns)
+    rollout = make_rollout(text, **columns)
     rollout.rewards.append(RewardUse(name=name, weight=1.0))
     return rollout
 
@@ -100,7 +100,7 @@ async def test_each_built_in_gives_what_it_says() -> None:
     async with open_scorer(config_of(FUNCTIONS, timeout_s=3.0), name="reward-0") as scorer:
         for name, text, columns, expected in CASES:
             (score,) = await scorer.score([asking(name, text, columns)])
-            found = outcome_of(score)
+            found = reward_or_failure(score)
             if isinstance(expected, str):
                 assert isinstance(found, str) and expected in found, (name, text, found)
             else:
@@ -108,7 +108,7 @@ async def test_each_built_in_gives_what_it_says() -> None:
         lengths = [asking("length_penalty", "", {}) for _ in range(4)]
         for rollout, count in zip(lengths, (5, 6, 8, 20), strict=True):
             rollout.token_ids[:] = range(count)
-        assert [outcome_of(score) for score in await scorer.score(lengths)] == [0.0, 0.0, -1.0, -2.0]
+        assert [reward_or_failure(score) for score in await scorer.score(lengths)] == [0.0, 0.0, -1.0, -2.0]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,9 @@ async def http_server(replies: list[tuple[int, Any]]) -> AsyncIterator[tuple[str
 
 
 async def score_by(scorer: Scorer, *texts: str) -> list[Any]:
-    return [outcome_of(score) for score in await scorer.score([answer_of(text, answer="4") for text in texts])]
+    return [
+        reward_or_failure(score) for score in await scorer.score([make_rollout(text, answer="4") for text in texts])
+    ]
 
 
 async def test_a_server_of_the_users_own_is_asked_again_until_it_answers() -> None:
@@ -159,8 +161,8 @@ async def test_a_server_of_the_users_own_is_asked_again_until_it_answers() -> No
     async with http_server([(503, "busy"), (500, "oh"), (200, good)]) as (url, asked):
         config = config_of([{"url": f"{url}/score", "args": {"task": "add"}, "weight": 2.0}])
         async with open_scorer(config, name="reward-0") as scorer:
-            scores = await scorer.score([answer_of(text, answer="4") for text in ("4", "5")])
-    assert [outcome_of(score) for score in scores] == [2.0, 1.0]
+            scores = await scorer.score([make_rollout(text, answer="4") for text in ("4", "5")])
+    assert [reward_or_failure(score) for score in scores] == [2.0, 1.0]
     assert [(part.name.partition("/")[2], part.value, part.weight) for part in scores[0].parts] == [
         ("", 1.0, 2.0),
         ("length", 3.0, 0.0),

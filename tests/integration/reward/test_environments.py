@@ -14,11 +14,11 @@ from gspo.common.config.environment import EnvironmentConfig
 from gspo.common.config.reward import RewardConfig
 from gspo.common.errors import InputError
 from gspo.reward.check import check
-from gspo.reward.functions.environments import Environments
+from gspo.reward.functions.environments import EnvironmentSteps
 from gspo.reward.functions.library import Function
 from gspo.reward.scoring.scorer import Scorer, open_scorer
 from gspo_proto.rollout_pb2 import Episode, RewardUse
-from tests.support.reward_rollouts import answer_of, outcome_of
+from tests.support.reward_rollouts import make_rollout, reward_or_failure
 from tests.support.service_process import make_run
 
 LOOP = pytest.mark.asyncio(loop_scope="module")
@@ -81,29 +81,33 @@ async def scorer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scor
 
 @LOOP
 async def test_the_steps_rewards_are_a_part_of_the_score(scorer: Scorer) -> None:
-    good, failed, unreached = answer_of("a"), answer_of("b"), answer_of("c")
+    good, failed, unreached = make_rollout("a"), make_rollout("b"), make_rollout("c")
     good.episode.CopyFrom(Episode(version="v1", reward=3.0))
     failed.episode.CopyFrom(Episode(version="v1", reward=3.0, failure_kind="timeout", failure="took longer"))
     unreached.episode.CopyFrom(Episode(failure_kind="unreachable", failure="nobody there"))
     scores = await scorer.score([good, failed, unreached])
-    assert [outcome_of(score) for score in scores] == [2.5, "environment: took longer", "environment: nobody there"]
+    assert [reward_or_failure(score) for score in scores] == [
+        2.5,
+        "environment: took longer",
+        "environment: nobody there",
+    ]
     assert [(part.name, part.value, part.weight) for part in scores[0].parts] == [
         ("r", 1.0, 1.0),
         ("environment", 3.0, 0.5),
     ]
     assert scores[0].version.endswith(",v1")
     assert [score.failure_kind for score in scores] == ["", "timeout", "unreachable"]
-    alone = answer_of("d")
+    alone = make_rollout("d")
     alone.episode.reward = 0.25
     alone.rewards.append(RewardUse(name="environment", weight=1.0))
-    assert [outcome_of(score) for score in await scorer.score([alone])] == [0.25]
+    assert [reward_or_failure(score) for score in await scorer.score([alone])] == [0.25]
 
 
 async def answers(scorer: Scorer, *calls: tuple[str, Any]) -> list[str]:
     function: Function = await scorer.library.find("tools")
     keys = {"calculator": "expression", "python": "code"}
     asked = json.dumps([{"name": name, "arguments": {keys[name]: value}} for name, value in calls])
-    turn = await Environments(None, session="run").step(function, "{}", "text", asked)
+    turn = await EnvironmentSteps(None, session="run").step(function, "{}", "text", asked)
     assert (turn.reward, turn.done) == (0.0, False)
     return [message["content"] for message in json.loads(turn.observation_json)]
 
@@ -143,7 +147,7 @@ async def test_python_prints_and_a_program_spoils_nothing(scorer: Scorer) -> Non
 @LOOP
 async def test_a_turn_without_a_call_is_the_last(scorer: Scorer) -> None:
     function = await scorer.library.find("tools")
-    environments = Environments(None, session="run")
+    environments = EnvironmentSteps(None, session="run")
     turn = await environments.reset(function, '{"answer": "4"}')
     last = await environments.step(function, turn.state_json, "4", "[]")
     assert (turn.observation_json, last.observation_json, last.done) == ('""', '""', True)

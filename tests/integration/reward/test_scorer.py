@@ -16,14 +16,14 @@ import pytest
 
 from gspo.common.config.reward import RewardFunction
 from gspo.common.errors import InputError
-from gspo.reward.sandbox.calls import CallFailed
+from gspo.reward.sandbox.calls import CallError
 from gspo.reward.scoring.scorer import NUM_PROBES, open_scorer
 from gspo_proto.rollout_pb2 import RewardUse, Rollout
-from tests.support.reward_rollouts import answer_of, outcome_of, reward_config
+from tests.support.reward_rollouts import make_rollout, reward_config, reward_or_failure
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
-BATCH = [answer_of(text, group=number // 2, number=number % 2) for number, text in enumerate(("1", "2", "bad", "4"))]
+BATCH = [make_rollout(text, group=number // 2, number=number % 2) for number, text in enumerate(("1", "2", "bad", "4"))]
 HEAD = "import ctypes, math, os, subprocess, sys, time\n"
 ROWS = "def reward(completions):\n    return [score(text) for text in completions]\n"
 
@@ -31,8 +31,8 @@ ROWS = "def reward(completions):\n    return [score(text) for text in completion
 async def scores_of(folder: Path, source: str, rollouts: list[Rollout] = BATCH, **reward: object) -> list[float | str]:
     """Score once, and then once more good answers alone, which must always work."""
     async with open_scorer(reward_config(folder, HEAD + source, **reward), name="reward-0") as scorer:
-        scores = [outcome_of(score) for score in await scorer.score(rollouts)]
-        again = [outcome_of(score) for score in await scorer.score([answer_of("7"), answer_of("8")])]
+        scores = [reward_or_failure(score) for score in await scorer.score(rollouts)]
+        again = [reward_or_failure(score) for score in await scorer.score([make_rollout("7"), make_rollout("8")])]
     assert again == [7.0, 8.0]
     return scores
 
@@ -77,7 +77,7 @@ async def test_noise_is_not_a_result(tmp_path: Path, noise: str) -> None:
         "score(text)", "float(text)"
     )
     source = source.replace("def reward(completions):", f"def reward(completions):\n    {noise}")
-    good = [answer_of("1"), answer_of("2")]
+    good = [make_rollout("1"), make_rollout("2")]
     assert await scores_of(tmp_path, source, good) == [1.0, 2.0]
 
 
@@ -104,7 +104,7 @@ async def test_a_wrong_length_is_a_failure_of_each(tmp_path: Path) -> None:
 
 async def test_a_function_that_hangs_on_everything_is_not_tried_on_every_answer(tmp_path: Path) -> None:
     source = "def reward(completions):\n    if len(completions[0]) > 1: time.sleep(60)\n    return [7.0, 8.0]\n"
-    batch = [answer_of("hang", group=group) for group in range(30)]
+    batch = [make_rollout("hang", group=group) for group in range(30)]
     started = time.monotonic()
     scores = await scores_of(tmp_path, source, batch, timeout_s=0.2)
     assert scores.count("r: took longer than 0.2 s and was killed") == NUM_PROBES
@@ -116,7 +116,7 @@ async def test_a_function_that_hangs_on_everything_is_not_tried_on_every_answer(
 
 async def test_the_answers_of_one_prompt_that_hang_leave_the_others_alone(tmp_path: Path) -> None:
     source = "def score(text):\n    if text == 'bad': time.sleep(60)\n    return float(text)\n" + ROWS
-    batch = [answer_of("bad", number=number) for number in range(5)] + [answer_of("1", group=1)]
+    batch = [make_rollout("bad", number=number) for number in range(5)] + [make_rollout("1", group=1)]
     scores = await scores_of(tmp_path, source, batch, timeout_s=0.2)
     assert scores == ["r: took longer than 0.2 s and was killed"] * 5 + [1.0]
 
@@ -125,7 +125,7 @@ async def test_batches_are_as_large_as_asked_for(tmp_path: Path) -> None:
     source = "def reward(completions):\n    return [float(len(completions))] * len(completions)\n"
     config = reward_config(tmp_path, source, batch_size=3)
     async with open_scorer(config, name="reward-0") as scorer:
-        scores = await scorer.score([answer_of("x") for _ in range(7)])
+        scores = await scorer.score([make_rollout("x") for _ in range(7)])
     assert [score.reward for score in scores] == [3.0] * 6 + [1.0]
 
 
@@ -138,12 +138,12 @@ async def test_async_functions_and_verl_rows_score(tmp_path: Path) -> None:
         "    return {'score': float(solution_str == ground_truth), 'length': len(solution_str)}\n"
     )
     config = reward_config(tmp_path, source, functions=[{"path": tmp_path / "r.py", "weight": 2.0}])
-    batch = [answer_of(text, answer="4") for text in ("4", "bad", "12")]
+    batch = [make_rollout(text, answer="4") for text in ("4", "bad", "12")]
     async with open_scorer(config, name="reward-0") as scorer:
         callee = scorer.functions["r"].callee
         with patch.object(callee, "call", wraps=callee.call) as call:
             scores = await scorer.score(batch)
-    assert [outcome_of(score) for score in scores] == [2.0, "r: raised ValueError: bad (r.py line 4)", 0.0]
+    assert [reward_or_failure(score) for score in scores] == [2.0, "r: raised ValueError: bad (r.py line 4)", 0.0]
     assert [(part.name, part.value, part.weight) for part in scores[2].parts] == [
         ("r", 0.0, 2.0),
         ("r/length", 2.0, 0.0),
@@ -156,27 +156,29 @@ async def test_weighted_functions_are_summed_and_one_failure_is_enough(tmp_path:
     functions = [{"path": tmp_path / "r.py", "weight": 0.5}, {"path": tmp_path / "length.py", "weight": -1.0}]
     config = reward_config(tmp_path, "def reward(completions): return map(float, completions)", functions=functions)
     async with open_scorer(config, name="reward-0") as scorer:
-        scores = await scorer.score([answer_of("10"), answer_of("bad")])
+        scores = await scorer.score([make_rollout("10"), make_rollout("bad")])
         versions = [function.source.version for function in scorer.functions.values()]
-    assert outcome_of(scores[0]) == 0.5 * 10 - 1.0 * (2 + 1)
+    assert reward_or_failure(scores[0]) == 0.5 * 10 - 1.0 * (2 + 1)
     assert [(part.name, part.value, part.weight) for part in scores[0].parts] == [
         ("r", 10.0, 0.5),
         ("length/a", 2.0, -1.0),
         ("length/b", 1.0, -1.0),
     ]
     assert (scores[0].version, scores[0].scorer) == (",".join(versions), "reward-0")
-    assert str(outcome_of(scores[1])).startswith("r: raised ValueError: could not convert string to float: 'bad'")
+    assert str(reward_or_failure(scores[1])).startswith(
+        "r: raised ValueError: could not convert string to float: 'bad'"
+    )
     assert [part.name for part in scores[1].parts] == ["length/a", "length/b"]
 
 
 async def test_a_rollout_says_which_functions_score_it(tmp_path: Path) -> None:
     config = reward_config(tmp_path, "def reward(completions): return [1.0] * len(completions)")
-    plain, weighted, unknown, other = (answer_of("x") for _ in range(4))
+    plain, weighted, unknown, other = (make_rollout("x") for _ in range(4))
     weighted.rewards.append(RewardUse(name="r", weight=3.0))
     unknown.rewards.append(RewardUse(name="q", weight=1.0))
     other.rewards.append(RewardUse(name="r", version="0" * 64, weight=1.0))
     async with open_scorer(config, name="reward-0") as scorer:
-        scores = [outcome_of(score) for score in await scorer.score([plain, weighted, unknown, other])]
+        scores = [reward_or_failure(score) for score in await scorer.score([plain, weighted, unknown, other])]
     assert scores[:3] == [1.0, 3.0, "q: there is no reward function of this name; there are r"]
     assert str(scores[3]).startswith("r: version 000000000000 is asked for and ")
 
@@ -192,9 +194,9 @@ async def test_user_code_sees_none_of_the_services_secrets(tmp_path: Path, monke
         "    return [float(len([fd for fd in os.listdir('/proc/self/fd')]))] * len(completions)\n"
     )
     async with open_scorer(reward_config(tmp_path, source), name="reward-0") as scorer:
-        (score,) = await scorer.score([answer_of("x")])
+        (score,) = await scorer.score([make_rollout("x")])
     # stdin, stdout, stderr, the channel, and the listing itself
-    assert outcome_of(score) == 5.0
+    assert reward_or_failure(score) == 5.0
 
 
 async def test_files_are_imported_and_opened_where_they_are_named(tmp_path: Path) -> None:
@@ -206,8 +208,8 @@ async def test_files_are_imported_and_opened_where_they_are_named(tmp_path: Path
     )
     functions = [{"path": tmp_path / "r.py", "reads": [tmp_path]}]
     async with open_scorer(reward_config(tmp_path, source, functions=functions), name="reward-0") as scorer:
-        (score,) = await scorer.score([answer_of("x")])
-    assert outcome_of(score) == 6.0
+        (score,) = await scorer.score([make_rollout("x")])
+    assert reward_or_failure(score) == 6.0
     with pytest.raises(InputError, match=r"reward.functions.0.reads.0: .*nothing does not exist"):
         functions = [{"path": tmp_path / "r.py", "reads": [tmp_path / "nothing"]}]
         async with open_scorer(reward_config(tmp_path, source, functions=functions), name="reward-0"):
@@ -218,34 +220,34 @@ async def test_the_file_that_was_read_at_the_start_scores_to_the_end(tmp_path: P
     source = "def reward(completions):\n    if completions == ['die']: os._exit(1)\n    return [1.0]\n"
     async with open_scorer(reward_config(tmp_path, "import os\n" + source), name="reward-0") as scorer:
         (tmp_path / "r.py").write_text("def reward(completions): return [2.0]")
-        first, died, after = [(await scorer.score([answer_of(text)]))[0] for text in ("a", "die", "b")]
-    assert (outcome_of(first), outcome_of(after)) == (1.0, 1.0)
+        first, died, after = [(await scorer.score([make_rollout(text)]))[0] for text in ("a", "die", "b")]
+    assert (reward_or_failure(first), reward_or_failure(after)) == (1.0, 1.0)
     assert died.failure
 
 
 async def test_a_cancelled_call_leaves_no_half_answer(tmp_path: Path) -> None:
     source = "import time\ndef reward(completions):\n    time.sleep(float(completions[0]))\n    return [5.0]"
     async with open_scorer(reward_config(tmp_path, source), name="reward-0") as scorer:
-        slow = asyncio.create_task(scorer.score([answer_of("60")]))
+        slow = asyncio.create_task(scorer.score([make_rollout("60")]))
         await asyncio.sleep(0.3)
         slow.cancel()
         await asyncio.gather(slow, return_exceptions=True)
-        (score,) = await scorer.score([answer_of("0")])
-    assert outcome_of(score) == 5.0
+        (score,) = await scorer.score([make_rollout("0")])
+    assert reward_or_failure(score) == 5.0
 
 
 async def test_the_function_dies_with_its_service(tmp_path: Path) -> None:
     reward_config(tmp_path, "def reward(completions):\n    while True: pass")
     program = (
         "import asyncio\n"
-        "from tests.support.reward_rollouts import answer_of\n"
+        "from tests.support.reward_rollouts import make_rollout\n"
         "from gspo.common.config.reward import RewardConfig\n"
         "from gspo.reward.scoring.scorer import open_scorer\n"
         "async def main():\n"
         f"    config = RewardConfig(functions=[{{'path': {str(tmp_path / 'r.py')!r}}}], timeout_s=60)\n"
         "    async with open_scorer(config, name='x') as scorer:\n"
         "        print('calling', flush=True)\n"
-        "        await scorer.score([answer_of('x')])\n"
+        "        await scorer.score([make_rollout('x')])\n"
         "asyncio.run(main())\n"
     )
     root = Path(__file__).parents[3]
@@ -280,10 +282,10 @@ async def test_a_file_that_cannot_be_loaded_is_an_input_error(tmp_path: Path, so
 
 
 async def test_columns_that_are_not_json_fail_that_rollout_alone(tmp_path: Path) -> None:
-    broken = answer_of("1")
+    broken = make_rollout("1")
     broken.prompt.columns_json = "{"
     scores = await scores_of(
-        tmp_path, "def reward(completions): return map(float, completions)", [broken, answer_of("2")]
+        tmp_path, "def reward(completions): return map(float, completions)", [broken, make_rollout("2")]
     )
     assert (str(scores[0]).startswith("r: cannot be asked: "), scores[1]) == (True, 2.0)
 
@@ -291,8 +293,8 @@ async def test_columns_that_are_not_json_fail_that_rollout_alone(tmp_path: Path)
 async def test_a_missing_column_is_a_failure(tmp_path: Path) -> None:
     config = reward_config(tmp_path, "def reward(completions, answer): return [float(a == '4') for a in answer]")
     async with open_scorer(config, name="reward-0") as scorer:
-        scores = await scorer.score([answer_of("x", level=1)])
-        with pytest.raises(CallFailed):
+        scores = await scorer.score([make_rollout("x", level=1)])
+        with pytest.raises(CallError):
             await scorer.functions["r"].callee.call({"arguments": {}})
-    assert outcome_of(scores[0]) == "r: needs the column 'answer', and the data set has level"
+    assert reward_or_failure(scores[0]) == "r: needs the column 'answer', and the data set has level"
     assert RewardFunction(path=tmp_path / "r.py").label == "r"

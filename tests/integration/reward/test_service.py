@@ -21,12 +21,12 @@ from gspo.cli.dead_letter_store import letters
 from gspo.common.network.grpc_server import token_metadata
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import append
-from gspo.common.streams.instances import Member, members, wait_for_member
+from gspo.common.streams.instances import Instance, list_instances, wait_for_instance
 from gspo.common.streams.keys import Keys
 from gspo_proto.reward_pb2 import ResetRequest, ScoreRequest, StepRequest
 from gspo_proto.reward_pb2_grpc import RewardStub
 from gspo_proto.rollout_pb2 import Event, Finished, RewardUse, Scored
-from tests.support.reward_rollouts import answer_of, outcome_of
+from tests.support.reward_rollouts import make_rollout, reward_or_failure
 from tests.support.service_process import log_events, make_run, service_process, wait_exit
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -86,26 +86,28 @@ async def scored(redis: Redis, stream: str, count: int) -> dict[tuple[int, int],
 
     found = [Scored.FromString(fields[b"d"]).rollout for _, fields in await until(all_there)]
     assert len(found) == count
-    return {(one.rollout.group, one.rollout.number): outcome_of(one.score) for one in found}
+    return {(one.rollout.group, one.rollout.number): reward_or_failure(one.score) for one in found}
 
 
-async def ready(redis: Redis, keys: Keys) -> Member:
-    return await wait_for_member(redis, keys, "reward", 30)
+async def ready(redis: Redis, keys: Keys) -> Instance:
+    return await wait_for_instance(redis, keys, "reward", 30)
 
 
 async def test_rollouts_in_scores_out(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
     with reward_service(tmp_path, redis_url) as process:
         await append(
-            redis, keys.rollouts, [answer_of(t, number=n).SerializeToString() for n, t in enumerate(("1", "bad", "3"))]
+            redis,
+            keys.rollouts,
+            [make_rollout(t, number=n).SerializeToString() for n, t in enumerate(("1", "bad", "3"))],
         )
-        await append(redis, keys.eval_rollouts, [answer_of("5", group=9).SerializeToString()])
+        await append(redis, keys.eval_rollouts, [make_rollout("5", group=9).SerializeToString()])
         scores = await scored(redis, keys.scored, 3)
         assert (scores[0, 0], scores[0, 2]) == (1.0, 3.0)
         assert scores[0, 1] == "r: raised ValueError: no number (r.py line 6)"
         assert await scored(redis, keys.eval_scored, 1) == {(9, 0): 5.0}
         assert await redis.xlen(keys.rollouts) == await redis.xlen(keys.eval_rollouts) == 0
-        member = await ready(redis, keys)
-        await _look_at_rest(f"http://{member.http}")
+        instance = await ready(redis, keys)
+        await _look_at_rest(f"http://{instance.http}")
         process.send_signal(signal.SIGTERM)
         assert wait_exit(process, 20) == 0
 
@@ -137,26 +139,26 @@ async def _look_at_rest(url: str) -> None:
 
 async def test_grpc_scores_as_the_stream_does(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
     with reward_service(tmp_path, redis_url):
-        member = await ready(redis, keys)
-        async with grpc.aio.insecure_channel(member.grpc) as channel:
+        instance = await ready(redis, keys)
+        async with grpc.aio.insecure_channel(instance.grpc) as channel:
             stub = RewardStub(channel)
-            reply = await stub.Score(ScoreRequest(rollouts=[answer_of("2"), answer_of("bad")]), timeout=20)
-            assert [outcome_of(score) for score in reply.scores] == [
+            reply = await stub.Score(ScoreRequest(rollouts=[make_rollout("2"), make_rollout("bad")]), timeout=20)
+            assert [reward_or_failure(score) for score in reply.scores] == [
                 2.0,
                 "r: raised ValueError: no number (r.py line 6)",
             ]
             await _refuses_what_is_too_much(channel, stub)
-            await _play_an_environment(stub, f"http://{member.http}/v1/rewards")
+            await _play_an_environment(stub, f"http://{instance.http}/v1/rewards")
 
 
 async def _refuses_what_is_too_much(channel: grpc.aio.Channel, stub: RewardStub) -> None:
-    many = [answer_of("2") for _ in range(1025)]
-    named = answer_of("2")
+    many = [make_rollout("2") for _ in range(1025)]
+    named = make_rollout("2")
     named.rewards.extend(RewardUse(name=f"f{number}") for number in range(65))
     for asked, said in (
         (ScoreRequest(rollouts=many), "1025 rollouts in one Score, and at most 1024 are scored"),
         (ScoreRequest(rollouts=[named]), "65 functions in one Score, and at most 64 are scored"),
-        (ScoreRequest(rollouts=[answer_of("x" * 33 * 2**20)]), "33554432 are scored"),
+        (ScoreRequest(rollouts=[make_rollout("x" * 33 * 2**20)]), "33554432 are scored"),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Score(asked, timeout=20)
@@ -207,10 +209,10 @@ async def test_a_function_is_replaced_while_rollouts_come(
     ):
 
         async def both() -> Any:
-            found = await members(redis, keys, "reward")
+            found = await list_instances(redis, keys, "reward")
             return found if len(found) == 2 else None
 
-        one, two = [member.http for member in await until(both, 60)]
+        one, two = [instance.http for instance in await until(both, 60)]
         async with httpx.AsyncClient(timeout=30) as client:
             old = (
                 await client.post(f"http://{one}/v1/rewards", json={"name": "it", "source": source.format(1.0)})
@@ -233,24 +235,24 @@ async def test_a_function_is_replaced_while_rollouts_come(
 
 
 def _asking(name: str, number: int) -> bytes:
-    rollout = answer_of("x", number=number)
+    rollout = make_rollout("x", number=number)
     rollout.rewards.append(RewardUse(name=name, weight=1.0))
     return rollout.SerializeToString()
 
 
-async def test_tokens_guard_both_doors(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
+async def test_tokens_guard_grpc_and_http(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a-secret-of-tests\n")
     (tmp_path / "tokens").write_text("ann submit ann-secret-0123456789\nbob read bob-secret-0123456789\n")
     tokens = {"tokens": str(tmp_path / "tokens")}
     with reward_service(tmp_path, redis_url, services={"token_file": str(tmp_path / "token")}, reward=tokens):
-        member = await ready(redis, keys)
-        async with httpx.AsyncClient(base_url=f"http://{member.http}", timeout=10) as client:
+        instance = await ready(redis, keys)
+        async with httpx.AsyncClient(base_url=f"http://{instance.http}", timeout=10) as client:
             assert (await client.get("/v1/rewards")).status_code == 401
             assert (await client.get("/readyz")).status_code == 200
             given = {"Authorization": "Bearer a-secret-of-tests"}
             assert (await client.get("/v1/rewards", headers=given)).status_code == 200
-        async with grpc.aio.insecure_channel(member.grpc) as channel:
-            stub, asked = RewardStub(channel), ScoreRequest(rollouts=[answer_of("1")])
+        async with grpc.aio.insecure_channel(instance.grpc) as channel:
+            stub, asked = RewardStub(channel), ScoreRequest(rollouts=[make_rollout("1")])
             for token in ("", "nobody", "ann-secret-0123456788"):
                 with pytest.raises(grpc.aio.AioRpcError, match="token is missing or wrong") as refused:
                     await stub.Score(asked, timeout=5, metadata=token_metadata(token))
@@ -270,8 +272,8 @@ async def test_a_function_that_fails_too_often_is_reported_with_its_own_error(
     limits = {"max_failure_share": 0.5, "failure_window": 4}
     with reward_service(tmp_path, redis_url, reward=limits):
         texts = ("bad", "1", "bad", "bad")
-        await append(redis, keys.eval_rollouts, [answer_of("bad", group=9).SerializeToString()])
-        await append(redis, keys.rollouts, [answer_of(t, number=n).SerializeToString() for n, t in enumerate(texts)])
+        await append(redis, keys.eval_rollouts, [make_rollout("bad", group=9).SerializeToString()])
+        await append(redis, keys.rollouts, [make_rollout(t, number=n).SerializeToString() for n, t in enumerate(texts)])
         await scored(redis, keys.scored, 4)
 
         async def said() -> list[str]:
@@ -295,7 +297,7 @@ async def test_a_slow_function_does_not_hold_up_another_in_the_stream(
         await ready(redis, keys)
         rollouts = []
         for number, name in enumerate(("slow", "r", "slow", "r")):
-            rollout = answer_of(str(number), number=number)
+            rollout = make_rollout(str(number), number=number)
             rollout.rewards.add(name=name, weight=1.0)
             rollouts.append(rollout.SerializeToString())
         await append(redis, keys.rollouts, rollouts)
@@ -307,7 +309,7 @@ async def test_the_lease_is_kept_during_a_slow_function(
     redis: Redis, redis_url: str, keys: Keys, tmp_path: Path
 ) -> None:
     with reward_service(tmp_path, redis_url, services={"lease_s": 0.6}):
-        await append(redis, keys.rollouts, [answer_of("slow2.5").SerializeToString()])
+        await append(redis, keys.rollouts, [make_rollout("slow2.5").SerializeToString()])
 
         async def held() -> Any:
             return await redis.xpending_range(keys.rollouts, "reward", "-", "+", 1)
@@ -323,11 +325,11 @@ async def test_the_lease_is_kept_during_a_slow_function(
         assert await scored(redis, keys.scored, 1) == {(0, 0): 1.0}
 
 
-async def test_another_scorer_takes_over_what_a_killed_one_held(
+async def test_another_replica_takes_over_the_entries_of_a_killed_one(
     redis: Redis, redis_url: str, keys: Keys, tmp_path: Path
 ) -> None:
     with reward_service(tmp_path, redis_url, services={"lease_s": 0.6}) as process:
-        await append(redis, keys.rollouts, [answer_of("slow1").SerializeToString()])
+        await append(redis, keys.rollouts, [make_rollout("slow1").SerializeToString()])
 
         async def held() -> Any:
             return await redis.xpending_range(keys.rollouts, "reward", "-", "+", 1)
@@ -342,7 +344,7 @@ async def test_another_scorer_takes_over_what_a_killed_one_held(
 async def test_sigterm_finishes_what_is_in_hand(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
     with reward_service(tmp_path, redis_url) as process:
         await ready(redis, keys)
-        await append(redis, keys.rollouts, [answer_of("slow1").SerializeToString()])
+        await append(redis, keys.rollouts, [make_rollout("slow1").SerializeToString()])
 
         async def held() -> Any:
             return await redis.xpending_range(keys.rollouts, "reward", "-", "+", 1)
@@ -360,7 +362,7 @@ async def test_it_ends_by_itself_when_the_run_is_finished(
     await events.send(Event(finished=Finished(reason="an earlier life")))
     with reward_service(tmp_path, redis_url) as process:
         await ready(redis, keys)
-        await append(redis, keys.rollouts, [answer_of("1").SerializeToString()])
+        await append(redis, keys.rollouts, [make_rollout("1").SerializeToString()])
         await scored(redis, keys.scored, 1)
         await asyncio.sleep(1.5)  # a service that took the old one for its own would be gone by now
         assert process.poll() is None
@@ -368,13 +370,15 @@ async def test_it_ends_by_itself_when_the_run_is_finished(
         assert wait_exit(process, 20) == 0
 
 
-async def test_an_entry_that_is_no_rollout_is_set_aside(
+async def test_an_entry_that_is_no_rollout_is_a_dead_letter(
     redis: Redis, redis_url: str, keys: Keys, tmp_path: Path
 ) -> None:
-    other = answer_of("1")
+    other = make_rollout("1")
     other.schema = 99
     with reward_service(tmp_path, redis_url):
-        await append(redis, keys.rollouts, [b"\xff\xff", other.SerializeToString(), answer_of("1").SerializeToString()])
+        await append(
+            redis, keys.rollouts, [b"\xff\xff", other.SerializeToString(), make_rollout("1").SerializeToString()]
+        )
         assert await scored(redis, keys.scored, 1) == {(0, 0): 1.0}
         found = [one.letter for one in await letters(redis, keys)]
         assert [letter.payload for letter in found] == [b"\xff\xff", other.SerializeToString()]
@@ -404,7 +408,7 @@ async def test_it_needs_no_torch_and_no_engine(redis: Redis, redis_url: str, key
     command = [sys.executable, "-c", program, "--run-dir", str(config.run_dir), "--redis-url", redis_url]
     with (tmp_path / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
-    await append(redis, keys.rollouts, [answer_of("1").SerializeToString()])
+    await append(redis, keys.rollouts, [make_rollout("1").SerializeToString()])
     try:
         assert await scored(redis, keys.scored, 1) == {(0, 0): 1.0}
     finally:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from gspo.cli.reward.api_client import find_door
-from gspo.reward.registry.disk import Disk
+from gspo.cli.reward.api_client import find_reward_service
+from gspo.reward.registry.disk import DiskCopy
 from gspo.reward.registry.records import Content, Name, Origin
 from gspo.reward.registry.submission import version_of
 from tests.conftest import free_port
 from tests.support.gspo_run import REWARD, WholeRun, whole_run
 from tests.support.monitoring.otlp_collector import collector
 from tests.support.monitoring.prometheus_server import Prometheus
-from tests.support.monitoring.run_observer import Watched
+from tests.support.monitoring.run_observer import RunObservations
 from tests.support.tiny_model import make_tiny_model
 
 STEPS, GROUPS, SIZE = 3, 4, 4
@@ -34,22 +34,22 @@ def versions(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def watched(folder: Path) -> Iterator[Watched]:
+def watched(folder: Path) -> Iterator[RunObservations]:
     prometheus = Prometheus(folder / "prometheus", free_port())
     try:
         with collector() as found:
-            yield Watched(prometheus, found)
+            yield RunObservations(prometheus, found)
     finally:
         prometheus.close()
 
 
 @pytest.fixture(scope="session")
-def run(folder: Path, versions: list[str], watched: Watched) -> WholeRun:
+def run(folder: Path, versions: list[str], watched: RunObservations) -> WholeRun:
     """Three synchronous steps, watched; in the middle another version of the function is made the one that scores."""
 
     def meanwhile(process: subprocess.Popen[bytes], run_dir: Path) -> None:
         def look(coordinator: str) -> None:
-            find_door(run_dir, None).call("POST", "/half/activate", json={"version": versions[1]})
+            find_reward_service(run_dir, None).call("POST", "/half/activate", json={"version": versions[1]})
             watched.look(folder, run_dir, coordinator)
 
         watched.at_rest(process, run_dir, GROUPS, look)
@@ -76,7 +76,7 @@ def run(folder: Path, versions: list[str], watched: Watched) -> WholeRun:
 
 def keep_versions(folder: Path, *sources: str) -> list[str]:
     """Versions of the function `half` as they were submitted before the run, the first one active."""
-    disk, versions = Disk(folder), [version_of(source.encode()) for source in sources]
+    disk, versions = DiskCopy(folder), [version_of(source.encode()) for source in sources]
     for version, source in zip(versions, sources, strict=True):
         content = Content(version=version, kind="reward", source=source, entry="")
         disk.write_content(version, content.model_dump_json())

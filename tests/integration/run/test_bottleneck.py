@@ -35,7 +35,7 @@ _STEPS = 7
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowStage:
     """A run with one slow stage, and what is to be said of it."""
 
     stage: str
@@ -48,23 +48,23 @@ class Slow:
 
 
 RUNS = {
-    "training": Slow("training", Settings(**{**vars(QUICK), "train_s": 2.0}), change="a faster learner"),
+    "training": SlowStage("training", Settings(**{**vars(QUICK), "train_s": 2.0}), change="a faster learner"),
     # Room for one group: the others of a step wait for it.
-    "queue": Slow(
+    "queue": SlowStage(
         "generation",
         Settings(**{**vars(QUICK), "decode_s": 0.12}),
         sections={"generation": {"kv_cache_gb": 0.25, "max_rollouts": 2}},
         because="until a generator is free, with 1 of them",
         change="one more generator (generation.replicas: 2)",
     ),
-    "answers": Slow(
+    "answers": SlowStage(
         "generation",
         Settings(**{**vars(QUICK), "decode_s": 0.5}),
         max_lag=0,
         change="a shorter algorithm.response_length",
     ),
-    "reward": Slow("reward", reward_s=1.0, because="for slow_one", change="a faster slow_one"),
-    "push": Slow("push", Settings(**{**vars(QUICK), "load_s": 2.0}), max_lag=0, change="a faster network"),
+    "reward": SlowStage("reward", reward_s=1.0, because="for slow_one", change="a faster slow_one"),
+    "push": SlowStage("push", Settings(**{**vars(QUICK), "load_s": 2.0}), max_lag=0, change="a faster network"),
 }
 
 
@@ -85,7 +85,7 @@ def summaries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         return {name: one.result() for name, one in running.items()}
 
 
-def run(folder: Path, model: Path, slow: Slow) -> dict[str, Any]:
+def run(folder: Path, model: Path, slow: SlowStage) -> dict[str, Any]:
     """A run to its end."""
     folder.mkdir()
     records = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(40)]

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gspo.common.config.loading import read_config
-from tests.support.gspo_run import WholeRun, to_its_end
+from tests.support.gspo_run import WholeRun, run_to_end
 
 pytestmark = pytest.mark.timeout(600)
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -30,7 +30,7 @@ LESSONS = 60
 def demo(name: str, folder: Path) -> WholeRun:
     command: list[str | Path] = [sys.executable, EXAMPLES / name / "demo.py", "--steps", str(STEPS)]
     command += ["--cold-start-steps", str(LESSONS), "--runs", folder / "runs", "--cache", folder / "cache"]
-    printed = to_its_end(command)
+    printed = run_to_end(command)
     (run_dir,) = (path.parent for path in folder.glob("runs/*/summary.json"))
     return WholeRun(folder, run_dir, printed)
 

@@ -20,7 +20,7 @@ from tests.integration.run.conftest import STEPS
 from tests.support.gspo_run import WholeRun
 from tests.support.monitoring.otlp_collector import Span
 from tests.support.monitoring.prometheus_server import ROOT
-from tests.support.monitoring.run_observer import Watched, commands_of_pages
+from tests.support.monitoring.run_observer import RunObservations, documented_commands
 
 pytestmark = pytest.mark.timeout(600)
 # Grafana puts four scrapes there; the run is short.
@@ -38,21 +38,21 @@ def panels() -> list[Any]:
 
 
 @pytest.mark.parametrize("query", panels())
-def test_every_panel_has_data_of_a_real_run(query: str, run: WholeRun, watched: Watched) -> None:
+def test_every_panel_has_data_of_a_real_run(query: str, run: WholeRun, watched: RunObservations) -> None:
     asked = query.replace("$__rate_interval", RATE_INTERVAL)
     found = watched.prometheus.query_range(asked, watched.began_unix_s, watched.ended_unix_s)
     values = [float(value) for series in found for _, value in series["values"]]
     assert any(math.isfinite(value) for value in values), found
 
 
-def test_the_rules_are_evaluated_on_a_real_run(run: WholeRun, watched: Watched) -> None:
+def test_the_rules_are_evaluated_on_a_real_run(run: WholeRun, watched: RunObservations) -> None:
     found = watched.prometheus.query_range("gspo:step_time_share:rate5m", watched.began_unix_s, watched.ended_unix_s)
     last = {series["metric"]["cause"]: float(series["values"][-1][1]) for series in found}
     assert last["training"] > 0
     assert sum(last.values()) == pytest.approx(1)
 
 
-def test_no_process_serves_what_is_another_service_s(run: WholeRun, watched: Watched) -> None:
+def test_no_process_serves_what_is_another_service_s(run: WholeRun, watched: RunObservations) -> None:
     for metric, job in (
         ("gspo_step", "learner"),
         ("gspo_slots", "coordinator"),
@@ -77,7 +77,7 @@ def stations(spans: list[Span]) -> dict[tuple[str, str, str], Span]:
     return found
 
 
-def test_every_rollout_that_was_trained_has_its_whole_way_in_one_trace(run: WholeRun, watched: Watched) -> None:
+def test_every_rollout_that_was_trained_has_its_whole_way_in_one_trace(run: WholeRun, watched: RunObservations) -> None:
     traces: dict[int, list[Span]] = defaultdict(list)
     for span in watched.collector.spans:
         traces[span.trace].append(span)
@@ -102,18 +102,18 @@ def test_every_rollout_that_was_trained_has_its_whole_way_in_one_trace(run: Whol
         assert score.attributes["gspo.reward"] == row["reward"]
 
 
-def test_all_was_seen(run: WholeRun, watched: Watched) -> None:
+def test_all_was_seen(run: WholeRun, watched: RunObservations) -> None:
     assert watched.trouble == ""
 
 
-@pytest.mark.parametrize("command", commands_of_pages())
-def test_the_pages_commands_work_while_a_run_goes(command: str, run: WholeRun, watched: Watched) -> None:
+@pytest.mark.parametrize("command", documented_commands())
+def test_the_pages_commands_work_while_a_run_goes(command: str, run: WholeRun, watched: RunObservations) -> None:
     (found,) = [(code, printed) for ran, code, printed in watched.commands if ran == command]
     assert found[0] == 0, found[1]
     assert found[1].strip()
 
 
-def test_status_says_what_everybody_waits_for_while_the_run_is_paused(run: WholeRun, watched: Watched) -> None:
+def test_status_says_what_everybody_waits_for_while_the_run_is_paused(run: WholeRun, watched: RunObservations) -> None:
     doing = {service["service"]: service for service in watched.status["services"]}
     assert set(doing) == {"coordinator", "generation", "reward", "learner"}
     assert (doing["coordinator"]["kind"], doing["coordinator"]["what"]) == ("waiting", "resume")
@@ -125,7 +125,9 @@ def test_status_says_what_everybody_waits_for_while_the_run_is_paused(run: Whole
     assert bound["because"]
 
 
-def test_the_live_page_shows_what_each_process_uses_and_where_the_time_goes(run: WholeRun, watched: Watched) -> None:
+def test_the_live_page_shows_what_each_process_uses_and_where_the_time_goes(
+    run: WholeRun, watched: RunObservations
+) -> None:
     *_, learner = [line for line in watched.page.splitlines() if "learner-0 " in line and " cores" in line]
     assert re.search(r"learner-0 +\d+ \w+ +[\d.]+ cores +[\d,]+ MiB +(waiting for )?[a-z]+", learner), learner
     cores, memory = learner.split(" cores")[0].split()[-1], learner.split(" MiB")[0].split()[-1]
@@ -135,7 +137,7 @@ def test_the_live_page_shows_what_each_process_uses_and_where_the_time_goes(run:
     assert "%" in watched.page
 
 
-def test_every_second_of_a_step_has_its_cause(run: WholeRun, watched: Watched) -> None:
+def test_every_second_of_a_step_has_its_cause(run: WholeRun, watched: RunObservations) -> None:
     for line in run.lines("metrics.jsonl"):
         figures = line["figures"]
         whole = figures["step_s"] + figures["checkpoint_s"] + figures["record_s"]
@@ -144,7 +146,7 @@ def test_every_second_of_a_step_has_its_cause(run: WholeRun, watched: Watched) -
     assert max(paused) > 1, "while the run was paused, the next groups were not issued"
 
 
-def test_the_report_says_what_bounded_the_run(run: WholeRun, watched: Watched) -> None:
+def test_the_report_says_what_bounded_the_run(run: WholeRun, watched: RunObservations) -> None:
     bound = json.loads((run.run_dir / "summary.json").read_text())["bound"]
     page = (run.run_dir / "report.html").read_text()
     assert f"bound by <b>{bound['stage']}</b>" in page

@@ -48,7 +48,7 @@ SETTINGS = Settings(decode_s=1e-3, decode_s_per_request=0.0, length_median=8, lo
 
 
 @dataclass
-class Cluster:
+class SecuredCluster:
     """The processes by service, and how to reach them."""
 
     config: Config
@@ -77,13 +77,13 @@ class Cluster:
             self.processes[service] = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         return self.processes[service]
 
-    def member(self, service: str) -> dict[str, Any]:
+    def instance(self, service: str) -> dict[str, Any]:
         """Its heartbeat, once it is there."""
 
         def found() -> dict[str, Any] | None:
             assert self.processes[service].poll() is None, self.log(service)[-3:]
-            uids = [entry.decode().partition(":")[2] for entry in self.redis.smembers(self.keys.members)]
-            texts = [self.redis.get(self.keys.member(service, uid)) for uid in uids]
+            uids = [entry.decode().partition(":")[2] for entry in self.redis.smembers(self.keys.instances)]
+            texts = [self.redis.get(self.keys.instance(service, uid)) for uid in uids]
             alive = [json.loads(text) for text in texts if text]
             return next((one for one in alive if one["pid"] == self.processes[service].pid), None)
 
@@ -93,12 +93,12 @@ class Cluster:
         """An answer of its HTTP door, without a token."""
         with httpx.Client(verify=client_context(self.config.services.tls), trust_env=False, timeout=10) as client:
             extensions = {"sni_hostname": SERVER_NAME}
-            return client.get(f"https://{self.member(service)['http']}{path}", extensions=extensions)
+            return client.get(f"https://{self.instance(service)['http']}{path}", extensions=extensions)
 
     def channel(self, service: str) -> grpc.Channel:
         credentials = grpc.ssl_channel_credentials(self.secrets[CA].read_bytes())
         options = [("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.max_send_message_length", -1)]
-        return grpc.secure_channel(self.member(service)["grpc"], credentials, options)
+        return grpc.secure_channel(self.instance(service)["grpc"], credentials, options)
 
     @property
     def token(self) -> tuple[tuple[str, str], ...]:
@@ -116,7 +116,7 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -
 
 
 @contextmanager
-def open_cluster(folder: Path, **sections: Any) -> Iterator[Cluster]:
+def secured_cluster(folder: Path, **sections: Any) -> Iterator[SecuredCluster]:
     """Redis and a run directory; the test starts the services."""
     secrets = make_secrets(folder / "secrets", (), days=1)
     tls = {"cert": str(secrets[CERT]), "key": str(secrets[KEY]), "ca": str(secrets[CA]), "server_name": SERVER_NAME}
@@ -138,12 +138,12 @@ def open_cluster(folder: Path, **sections: Any) -> Iterator[Cluster]:
         config = make_run(folder, make_tiny_model(folder / "model"), services=services, **sections)
         redis = Redis(port=port, password=redis_password(config))
         until(lambda: _answers(redis), "Redis")
-        cluster = Cluster(config, secrets, redis)
+        cluster = SecuredCluster(config, secrets, redis)
         opened.callback(lambda: [end(process) for process in cluster.processes.values()])
         yield cluster
 
 
-def other_run_dir(cluster: Cluster, folder: Path, **services: Any) -> Config:
+def other_run_dir(cluster: SecuredCluster, folder: Path, **services: Any) -> Config:
     """The same run with other secrets."""
     changed = cluster.config.services.model_copy(update=services)
     run = cluster.config.run.model_copy(update={"directory": folder})

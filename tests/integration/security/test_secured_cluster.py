@@ -28,8 +28,8 @@ from gspo_proto.generation_pb2 import GenerateRequest, PushHeader, TensorFrame, 
 from gspo_proto.reward_pb2 import ResetRequest, ScoreRequest, StepRequest
 from gspo_proto.rollout_pb2 import GroupTask, Rollout, Sampling, Scored
 from tests.conftest import free_port
-from tests.integration.security.secured_cluster import START_S, Cluster, open_cluster, other_run_dir, until
-from tests.support.malformed_messages import hostile_payloads, messages
+from tests.integration.security.secured_cluster import START_S, SecuredCluster, other_run_dir, secured_cluster, until
+from tests.support.malformed_messages import malformed_payloads, messages
 from tests.support.service_process import assert_on_loopback_alone, end
 from tests.support.training.learner_feed import scored as scored_payload
 
@@ -53,7 +53,7 @@ NUM_OF_A_CALL = 20
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredCluster]:
     folder = tmp_path_factory.mktemp("cluster")
     (folder / "held_out.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     sections = {
@@ -61,11 +61,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "run": {"total_steps": 1_000_000, "directory": str(folder)},
         "generation": {"max_rollouts": 16},
     }
-    with open_cluster(folder, **sections) as opened:
+    with secured_cluster(folder, **sections) as opened:
         yield opened
 
 
-def test_a_wrong_redis_password_ends_a_service_with_one_line(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_wrong_redis_password_ends_a_service_with_one_line(cluster: SecuredCluster, tmp_path: Path) -> None:
     (tmp_path / "wrong").write_text("another-password-of-redis")
     process = cluster.start("coordinator", other_run_dir(cluster, tmp_path, redis_password_file=tmp_path / "wrong"))
     assert process.wait(START_S) == 2
@@ -74,9 +74,9 @@ def test_a_wrong_redis_password_ends_a_service_with_one_line(cluster: Cluster, t
     assert "another-password" not in str(cluster.log("coordinator"))
 
 
-def test_two_services_with_different_tokens_say_so_once_each(cluster: Cluster, tmp_path: Path) -> None:
+def test_two_services_with_different_tokens_say_so_once_each(cluster: SecuredCluster, tmp_path: Path) -> None:
     cluster.start("learner")
-    cluster.member("learner")
+    cluster.instance("learner")
     (tmp_path / "token").write_text("another-token-of-the-run")
     cluster.start("coordinator", other_run_dir(cluster, tmp_path, token_file=tmp_path / "token"))
     reason = "learner refuses our token: the secrets in services.token_file of both differ"
@@ -101,12 +101,12 @@ def test_two_services_with_different_tokens_say_so_once_each(cluster: Cluster, t
     cluster.processes["coordinator"].wait(10)
 
 
-def test_they_meet_over_tls_and_take_nobody_without_the_token(cluster: Cluster) -> None:
+def test_they_meet_over_tls_and_take_nobody_without_the_token(cluster: SecuredCluster) -> None:
     for service in ("coordinator", "reward", "generation"):
         cluster.start(service)
     for service in cluster.processes:
         until(lambda service=service: cluster.get(service, "/readyz").status_code == 200, f"{service} to be ready")
-        address = cluster.member(service)["http"]
+        address = cluster.instance(service)["http"]
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"http://{address}/readyz", trust_env=False)
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -120,11 +120,11 @@ def test_they_meet_over_tls_and_take_nobody_without_the_token(cluster: Cluster) 
                 with pytest.raises(grpc.RpcError) as refused:
                     channel.unary_unary(method)(b"", metadata=shown, timeout=10)
                 assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        with grpc.insecure_channel(cluster.member(service)["grpc"]) as plain, pytest.raises(grpc.RpcError):
+        with grpc.insecure_channel(cluster.instance(service)["grpc"]) as plain, pytest.raises(grpc.RpcError):
             plain.unary_unary(method)(b"", metadata=cluster.token, timeout=2)
 
 
-def test_the_command_line_finds_its_way(cluster: Cluster) -> None:
+def test_the_command_line_finds_its_way(cluster: SecuredCluster) -> None:
     (cluster.config.run_dir / "environment.json").write_text("{}")
     for words, shown in ((["reward", "list", "--run"], "reward"), (["status"], "coordinator-0")):
         command = [sys.executable, "-m", "gspo.cli", *words, str(cluster.config.run_dir)]
@@ -138,7 +138,7 @@ def commands() -> list[str]:
     return [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
 
 
-def test_every_command_of_the_document_works(cluster: Cluster, tmp_path: Path) -> None:
+def test_every_command_of_the_document_works(cluster: SecuredCluster, tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "redis-server").symlink_to(redis_program())
@@ -148,7 +148,7 @@ def test_every_command_of_the_document_works(cluster: Cluster, tmp_path: Path) -
     fresh.mkdir()
     there.mkdir()
     (there / "secrets").symlink_to(cluster.secrets["token"].parent)
-    ports = {"8080": cluster.member("coordinator")["http"], "8081": cluster.member("reward")["http"]}
+    ports = {"8080": cluster.instance("coordinator")["http"], "8081": cluster.instance("reward")["http"]}
     redis_port = free_port()
     for line in commands():
         command = line.replace("6379", str(redis_port))
@@ -182,10 +182,10 @@ def _pings(port: int, password: str | None) -> bool:
         return False
 
 
-def test_every_door_is_on_loopback_alone(cluster: Cluster) -> None:
+def test_every_server_is_on_loopback_alone(cluster: SecuredCluster) -> None:
     for service, process in cluster.processes.items():
-        member = cluster.member(service)
-        assert_on_loopback_alone(process.pid, *filter(None, (member["http"], member["grpc"])))
+        instance = cluster.instance(service)
+        assert_on_loopback_alone(process.pid, *filter(None, (instance["http"], instance["grpc"])))
 
 
 def alone(payloads: st.SearchStrategy[bytes]) -> st.SearchStrategy[list[bytes]]:
@@ -193,10 +193,10 @@ def alone(payloads: st.SearchStrategy[bytes]) -> st.SearchStrategy[list[bytes]]:
 
 
 CALLS = {
-    ("generation", "Generation/Generate"): alone(hostile_payloads(GenerateRequest(task=TASK))),
-    ("generation", "Generation/PushWeights"): st.lists(hostile_payloads(FRAME), max_size=3).map(lambda p: [PUSH, *p]),
+    ("generation", "Generation/Generate"): alone(malformed_payloads(GenerateRequest(task=TASK))),
+    ("generation", "Generation/PushWeights"): st.lists(malformed_payloads(FRAME), max_size=3).map(lambda p: [PUSH, *p]),
     ("generation", "Generation/Describe"): alone(st.binary(max_size=40)),
-    ("reward", "Reward/Score"): alone(hostile_payloads(ScoreRequest(rollouts=[ROLLOUT]))),
+    ("reward", "Reward/Score"): alone(malformed_payloads(ScoreRequest(rollouts=[ROLLOUT]))),
     ("reward", "Reward/ResetEnvironment"): alone(messages(ResetRequest.DESCRIPTOR).map(ResetRequest.SerializeToString)),
     ("reward", "Reward/StepEnvironment"): alone(messages(StepRequest.DESCRIPTOR).map(StepRequest.SerializeToString)),
     ("learner", "Learner/Progress"): alone(st.binary(max_size=40)),
@@ -205,7 +205,7 @@ CALLS = {
 }
 
 
-def call(cluster: Cluster, channel: grpc.Channel, method: str, payloads: list[bytes]) -> grpc.StatusCode:
+def call(cluster: SecuredCluster, channel: grpc.Channel, method: str, payloads: list[bytes]) -> grpc.StatusCode:
     """How a call with these messages ends."""
     opened = channel.stream_stream(f"/gspo.{method}")(iter(payloads), metadata=cluster.token, timeout=START_S)
     try:
@@ -225,7 +225,7 @@ def test_every_call_has_its_garbage() -> None:
 
 
 @pytest.mark.parametrize(("service", "method"), CALLS)
-def test_garbage_in_a_call_is_refused_and_counted(cluster: Cluster, service: str, method: str) -> None:
+def test_garbage_in_a_call_is_refused_and_counted(cluster: SecuredCluster, service: str, method: str) -> None:
     with cluster.channel(service) as channel:
 
         @settings(
@@ -245,7 +245,7 @@ def test_garbage_in_a_call_is_refused_and_counted(cluster: Cluster, service: str
     assert 'gspo_calls_refused_total{door="grpc",reason="too_large"}' in page
 
 
-def test_a_call_of_another_schema_is_told_so(cluster: Cluster) -> None:
+def test_a_call_of_another_schema_is_told_so(cluster: SecuredCluster) -> None:
     of_later = ScoreRequest(rollouts=[Rollout(schema=2)]).SerializeToString()
     said = "schema 2, and this version reads 1"
     with cluster.channel("reward") as channel, pytest.raises(grpc.RpcError, match=said):
@@ -253,7 +253,7 @@ def test_a_call_of_another_schema_is_told_so(cluster: Cluster) -> None:
     assert 'gspo_calls_refused_total{door="grpc",reason="schema"}' in cluster.get("reward", "/metrics").text
 
 
-def test_no_secret_is_in_a_log_or_on_a_command_line(cluster: Cluster) -> None:
+def test_no_secret_is_in_a_log_or_on_a_command_line(cluster: SecuredCluster) -> None:
     words = [cluster.secrets[name].read_text().strip() for name in ("token", "redis-password")]
     logs = "".join(path.read_text() for path in cluster.config.run_dir.rglob("*.log"))
     commands = " ".join(" ".join(map(str, process.args)) for process in cluster.processes.values())

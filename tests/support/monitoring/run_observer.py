@@ -35,7 +35,7 @@ _LEARNERS_CPU = re.compile(r"learner-0 [^\n]* cores")
 
 
 @dataclass
-class Watched:
+class RunObservations:
     """What was seen of a run.
 
     Attributes:
@@ -108,7 +108,7 @@ class Watched:
         learner = next(address for address, service in addresses(run_dir).items() if service == "learner")
         variables = {"COORDINATOR": coordinator, "SERVICE": learner, "TOKEN": "none"}
         # What resumes the run comes last: it would end before the others are through.
-        for command in sorted(commands_of_pages(), key=lambda command: "/v1/resume" in command):
+        for command in sorted(documented_commands(), key=lambda command: "/v1/resume" in command):
             done = subprocess.run(
                 ["bash", "-euc", command], cwd=folder, env=_environment() | variables, capture_output=True, text=True,
                 timeout=60, check=False,
@@ -123,8 +123,8 @@ def addresses(run_dir: Path) -> dict[str, str]:
         return {}
     redis, keys = Redis.from_url(facts["redis_url"], socket_timeout=2), Keys(run_dir.name)
     try:
-        entries = [entry.decode().split(":", 1) for entry in redis.smembers(keys.members)]
-        texts = [(service, redis.get(keys.member(service, uid))) for service, uid in entries]
+        entries = [entry.decode().split(":", 1) for entry in redis.smembers(keys.instances)]
+        texts = [(service, redis.get(keys.instance(service, uid))) for service, uid in entries]
     except RedisError:
         return {}
     finally:
@@ -133,7 +133,7 @@ def addresses(run_dir: Path) -> dict[str, str]:
     return {match[1].decode(): service for service, match in found if match}
 
 
-def commands_of_pages() -> list[str]:
+def documented_commands() -> list[str]:
     """Every command in the shell blocks of the pages, in their order."""
     blocks = [
         block

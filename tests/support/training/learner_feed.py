@@ -25,7 +25,7 @@ from tests.support.tiny_model import make_tiny_model
 NUM_ROLLOUTS = 4
 
 
-class Feeder:
+class LearnerFeed:
     """Plays coordinator, generation and reward: opens groups and writes their scored rollouts."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:

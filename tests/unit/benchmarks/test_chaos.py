@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.chaos.invariants import Left, check
+from benchmarks.chaos.invariants import FinishedRun, check
 from benchmarks.chaos.schedule import PROCESSES, kinds, round_of
 from benchmarks.simulated.answers import key_of_bits, log_probs
 from benchmarks.simulated.settings import Settings
-from benchmarks.simulated.trainer import SimulatedMaker
+from benchmarks.simulated.trainer import SimulatedTrainer
 from gspo.learner.assembly.rows import Row
-from gspo.learner.push.policy_weights import policy_from
+from gspo.learner.push.policy_weights import weights_from
 from gspo.learner.storage.step_log import StepLog
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
@@ -45,14 +45,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sound(tmp_path: Path, model: Path) -> Left:
+def sound(tmp_path: Path, model: Path) -> FinishedRun:
     """The log of a run of three steps, as the simulated run writes it."""
     config = make_run(tmp_path, model, staleness={"max_lag": 1})
     run_dir = config.run_dir
-    log, maker = StepLog(run_dir / "log"), SimulatedMaker(config, model, run_dir, Settings(time_scale=0))
+    log, maker = StepLog(run_dir / "log"), SimulatedTrainer(config, model, run_dir, Settings(time_scale=0))
     (run_dir / "log").mkdir()
     (run_dir / "services").mkdir()
-    policy, versions, loaded, metrics = policy_from(0, maker.policy()), [], [], []
+    policy, versions, loaded, metrics = weights_from(0, maker.policy()), [], [], []
     for step in range(1, STEPS + 1):
         versions.append({"version": step - 1, "digest": policy.digest})
         loaded.append({"event": "version_loaded", "version": step - 1, "digest": policy.digest[:12]})
@@ -60,7 +60,7 @@ def sound(tmp_path: Path, model: Path) -> Left:
         rows = [_row(row, step, key) for row in make_rows(model, step=step, num_groups=2)]
         log.write(step, rows)
         maker.train(step, rows)
-        policy = policy_from(step, maker.policy())
+        policy = weights_from(step, maker.policy())
         metrics.append({"step": step})
     versions.append({"version": STEPS, "digest": policy.digest})
     settled = [{"group": 2 * STEPS, "settlement": "unused", "reason": "the end"}]
@@ -69,7 +69,7 @@ def sound(tmp_path: Path, model: Path) -> Left:
         _write(run_dir / name, lines)
     groups = {"issued": 2 * STEPS + 1, "trained": 2 * STEPS, "filtered": 0, "stale": 0, "failed": 0, "unused": 1}
     (run_dir / "summary.json").write_text(json.dumps({"groups": groups}))
-    return Left(run_dir, config, 0, {"open": 0, "dead": 3}, {"scored": 8})
+    return FinishedRun(run_dir, config, 0, {"open": 0, "dead": 3}, {"scored": 8})
 
 
 def _row(row: Row, step: int, key: int) -> Row:
@@ -86,17 +86,17 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def broken(left: Left) -> set[int]:
+def broken(left: FinishedRun) -> set[int]:
     return {found.number for found in check(left) if found.broken}
 
 
-def test_a_sound_log_breaks_nothing(sound: Left) -> None:
+def test_a_sound_log_breaks_nothing(sound: FinishedRun) -> None:
     found = check(sound)
     assert [one.number for one in found] == [1, 2, 3, 4, 5, 6, 7]
     assert [one.broken for one in found] == [()] * 7
 
 
-def _change_last_step(left: Left, change: Callable[[Row], Row]) -> None:
+def _change_last_step(left: FinishedRun, change: Callable[[Row], Row]) -> None:
     log = StepLog(left.run_dir / "log")
     first, *others = log.read(STEPS)
     log.path(STEPS).unlink()
@@ -115,24 +115,24 @@ def _change_last_step(left: Left, change: Callable[[Row], Row]) -> None:
     ],
     ids=["twice", "old", "other log-probs", "other version", "failed and counts", "another row"],
 )
-def test_a_changed_rollout_is_seen(sound: Left, number: int, change: Callable[[Row], Row]) -> None:
+def test_a_changed_rollout_is_seen(sound: FinishedRun, number: int, change: Callable[[Row], Row]) -> None:
     _change_last_step(sound, change)
     assert number in broken(sound)
 
 
-def test_a_group_that_never_ended_is_seen(sound: Left) -> None:
+def test_a_group_that_never_ended_is_seen(sound: FinishedRun) -> None:
     _write(sound.run_dir / "log/settled.jsonl", [{"group": 2 * STEPS + 1, "settlement": "unused", "reason": "end"}])
     assert broken(sound) == {1}
 
 
-def test_a_group_that_ended_twice_or_for_no_reason_is_seen(sound: Left) -> None:
+def test_a_group_that_ended_twice_or_for_no_reason_is_seen(sound: FinishedRun) -> None:
     settled = _read(sound.run_dir / "log/settled.jsonl")
     _write(sound.run_dir / "log/settled.jsonl", [*settled, {"group": 0, "settlement": "failed", "reason": ""}])
     (finding,) = [found for found in check(sound) if found.broken]
     assert finding.broken == ("group 0 is settled 2 times", "group 0 is failed for no reason")
 
 
-def test_other_digests_are_seen(sound: Left) -> None:
+def test_other_digests_are_seen(sound: FinishedRun) -> None:
     loaded = _read(sound.run_dir / "services/generation-0.log")
     _write(sound.run_dir / "services/generation-0.log", [*loaded, {**loaded[0], "version": STEPS}])
     assert broken(sound) == {4}
@@ -151,5 +151,5 @@ def test_other_digests_are_seen(sound: Left) -> None:
         {"longest": {"scored": 100_000}},
     ],
 )
-def test_an_end_that_is_none_is_seen(sound: Left, left: dict[str, Any]) -> None:
+def test_an_end_that_is_none_is_seen(sound: FinishedRun, left: dict[str, Any]) -> None:
     assert broken(replace(sound, **left)) == {6}

@@ -21,7 +21,7 @@ CASE = {
 }
 
 
-def test_a_row_is_held_against_the_ideal() -> None:
+def test_a_row_is_compared_with_the_ideal() -> None:
     assert tail([CASE]).splitlines()[2] == (
         "| max_lag 1 | 3,000 | 75% | 60% | 35% | 25% | 5% | 2% | 0.8, 4 | 105, 1,280 | 1.5 |"
     )

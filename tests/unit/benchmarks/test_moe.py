@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.moe.comparison_run import FIGURES, changed
-from benchmarks.moe.stability_page import MARK, write_page
+from benchmarks.moe.stability_page import GENERATED, write_page
 
 
 def test_experts_are_a_set_and_a_token_counts_once() -> None:
@@ -36,7 +36,7 @@ def run(algorithm: str, seed: int, clipped: float) -> dict[str, Any]:
 
 
 def test_the_page_says_mean_least_and_most_and_keeps_what_is_written_by_hand(tmp_path: Path) -> None:
-    (tmp_path / "moe.md").write_text(f"# By hand\n\n{MARK}\nold\n")
+    (tmp_path / "moe.md").write_text(f"# By hand\n\n{GENERATED}\nold\n")
     runs = [run("gspo", 0, 0.1), run("gspo", 1, 0.3), run("grpo", 0, 0.001), run("grpo", 1, 0.001)]
     page = write_page(runs, tmp_path).read_text()
     assert page.startswith("# By hand\n")

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness.tables import fastest, floor_s, number, percent, share_of_floor, shared_end, table, value_at
 from benchmarks.page.sections import alone, engine, learning, logprobs, times
-from benchmarks.system.window import Look, between, idle_share
+from benchmarks.system.window import CounterSnapshot, between, idle_share
 
 RESULTS = {
     "engine": {
@@ -77,18 +77,18 @@ def test_tables_and_numbers() -> None:
     assert (number(12345.67), number(None), percent(0.845), percent(None)) == ("12,345.7", "-", "84%", "-")
 
 
-def test_our_service_is_held_against_both_ways_of_vllm_alone() -> None:
+def test_the_service_is_compared_with_bare_vllm() -> None:
     last = cells(engine(RESULTS).splitlines()[-1])
     assert last == ["our service, fixed, float32", "6,000", "5.00", "75%", "94%", "30"]
 
 
-def test_a_step_is_held_against_the_fastest_engine_and_learner_and_the_peer() -> None:
+def test_a_step_is_compared_with_its_floor_and_the_peer() -> None:
     assert alone(RESULTS) == {("fixed", "float32"): (4.0, 3.0)}
     row = cells(times(RESULTS, 17.5).splitlines()[-1])
     assert row[1:8] == ["8.75", "8.5 to 9.0", "3,700", "7.00", "80%", "2.0", "1.10"]
 
 
-def test_our_log_probs_are_held_against_the_plain_ones() -> None:
+def test_chunked_log_probs_are_compared_with_plain_ones() -> None:
     ways = {"plain": {"seconds": 32.0, "peak_bytes": 7 * 2**30}, "chunked": {"seconds": 33.6, "peak_bytes": 2**30}}
     case = {"vocabulary": 151_936, "tokens": 4096, "width": 1024, "ways": ways}
     lines = logprobs({"logprobs": {"cases": [case]}}).splitlines()
@@ -111,8 +111,8 @@ def test_accuracies_are_compared_at_equal_steps_and_at_equal_times() -> None:
 
 def test_what_happened_between_two_looks() -> None:
     doing = ("busy", "training"), ("waiting", "rollouts")
-    before = Look(100.0, {"learner": {doing[0]: 5.0}}, {"learner": 8.0}, 20.0, 1000.0, ())
-    after = Look(110.0, {"learner": {doing[0]: 11.0, doing[1]: 2.0}}, {"learner": 23.0}, 25.0, 1600.0, ())
+    before = CounterSnapshot(100.0, {"learner": {doing[0]: 5.0}}, {"learner": 8.0}, 20.0, 1000.0, ())
+    after = CounterSnapshot(110.0, {"learner": {doing[0]: 11.0, doing[1]: 2.0}}, {"learner": 23.0}, 25.0, 1600.0, ())
     found = between(before, after)
     assert found["idle_share"] == {"learner": pytest.approx(2.0 / 8.0)}
     assert found["processor_share"] == {"learner": pytest.approx(1.5)}

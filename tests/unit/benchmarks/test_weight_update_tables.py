@@ -47,7 +47,7 @@ def test_both_encodings_stand_below_each_other() -> None:
     assert facts(CASES) == {"parameters": "52,428,800", "mib": "100", "versions": "3", "digest": "1.95"}
 
 
-def test_every_way_is_held_against_tcp() -> None:
+def test_every_transfer_is_compared_with_tcp() -> None:
     assert [row[2:] for row in rows(wire(CASES))] == [["2.50", "100%"], ["1.00", "40%"], ["5.00", "200%"]]
 
 

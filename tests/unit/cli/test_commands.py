@@ -23,14 +23,14 @@ from rich.console import Console
 from gspo.cli import findings
 from gspo.cli.__main__ import main
 from gspo.cli.commands import app
-from gspo.cli.doctor import _memory_gib, merged
-from gspo.cli.findings import Finding
+from gspo.cli.doctor import _memory_gib, merge_findings
+from gspo.cli.findings import DoctorFinding
 from gspo.cli.keys_table import print_keys
 from gspo.cli.processes.checks import check_redis, check_unused
-from gspo.cli.processes.exit_codes import RefusedError
-from gspo.cli.run.eval_config import Question, eval_config
-from gspo.cli.run.evaluation import in_order, in_words_of_the_options
-from gspo.cli.rundir.plan import hold
+from gspo.cli.processes.exit_codes import ServiceRefusedError
+from gspo.cli.run.eval_config import EvaluationSpec, eval_config
+from gspo.cli.run.evaluation import in_order, naming_options
+from gspo.cli.rundir.plan import lock_run_dir
 from gspo.common.config.algorithm import fitting_clip
 from gspo.common.config.loading import parse_config, read_config, write_config
 from gspo.common.config.reference import explain
@@ -300,13 +300,13 @@ def test_no_terminal_is_too_narrow_for_a_key(width: int) -> None:
 def test_doctor_says_once_what_several_checks_say() -> None:
     same = "model.path: x is not a folder here"
     checks = [
-        Finding("coordinator", "problem", same),
-        Finding("reward", "OK", "passed"),
-        Finding("learner", "problem", same),
+        DoctorFinding("coordinator", "problem", same),
+        DoctorFinding("reward", "OK", "passed"),
+        DoctorFinding("learner", "problem", same),
     ]
-    assert list(merged(checks)) == [
-        Finding("check of coordinator, learner", "problem", same),
-        Finding("check of reward", "OK", "passed"),
+    assert list(merge_findings(checks)) == [
+        DoctorFinding("check of coordinator, learner", "problem", same),
+        DoctorFinding("check of reward", "OK", "passed"),
     ]
 
 
@@ -327,7 +327,7 @@ def test_an_evaluation_takes_the_lengths_that_the_model_has(
     tmp_path: Path, places: int, options: dict[str, int], lengths: tuple[int, int]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": places}}))
-    question = Question(str(tmp_path), (tmp_path / "e.jsonl",), reward=tmp_path / "r.py", **options)
+    question = EvaluationSpec(str(tmp_path), (tmp_path / "e.jsonl",), reward=tmp_path / "r.py", **options)
     algorithm = eval_config(question, tmp_path).algorithm
     assert (algorithm.prompt_length, algorithm.response_length) == lengths
 
@@ -404,7 +404,7 @@ def test_status_of_a_run_that_rests(gspo: Call, tmp_path: Path, config: Config) 
 def test_status_of_a_run_without_its_redis_says_so(gspo: Call, tmp_path: Path, config: Config) -> None:
     write_config(config, tmp_path / "config.yaml")
     (tmp_path / "environment.json").write_text("{}")
-    with hold(tmp_path):
+    with lock_run_dir(tmp_path):
         (tmp_path / "services" / "supervisor.json").write_text('{"redis_url": "redis://127.0.0.1:1/0"}')
         code, _, errors = gspo("status", tmp_path)
     assert (code, errors.startswith("error: redis: does not answer")) == (2, True), errors
@@ -501,7 +501,7 @@ def test_doctor_holds_the_sandbox_against_its_minimum(
 
 
 def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, given: dict[str, Any]) -> None:
-    question = Question(
+    question = EvaluationSpec(
         model=str(tmp_path),
         prompts=(tmp_path / "e.jsonl",),
         reward=tmp_path / "r.py",
@@ -516,22 +516,22 @@ def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, 
 
     base = tmp_path / "base.yaml"
     base.write_text(yaml.safe_dump({**given, "seed": 5, "generation": {"max_rollouts": 32}}))
-    config = eval_config(Question(model="other", prompts=(tmp_path / "e.jsonl",), base=base), tmp_path)
+    config = eval_config(EvaluationSpec(model="other", prompts=(tmp_path / "e.jsonl",), base=base), tmp_path)
     assert (config.seed, config.generation.max_rollouts, config.model.path) == (5, 32, "other")
     assert config.reward.functions[0].path == tmp_path / "r.py"
 
 
 def test_eval_takes_several_files_by_their_names(tmp_path: Path) -> None:
     paths = (tmp_path / "easy.jsonl", tmp_path / "hard.jsonl")
-    config = eval_config(Question(model="m", prompts=paths, reward=tmp_path / "r.py"), tmp_path)
+    config = eval_config(EvaluationSpec(model="m", prompts=paths, reward=tmp_path / "r.py"), tmp_path)
     assert config.evaluation.files == {"easy": paths[0], "hard": paths[1]}
     again = (tmp_path / "easy.jsonl", tmp_path / "other" / "easy.jsonl")
     with pytest.raises(InputError, match=r"has the name of .*easy.jsonl. Rename one"):
-        eval_config(Question(model="m", prompts=again, reward=tmp_path / "r.py"), tmp_path)
+        eval_config(EvaluationSpec(model="m", prompts=again, reward=tmp_path / "r.py"), tmp_path)
 
 
 def test_eval_speaks_of_its_own_options() -> None:
-    with pytest.raises(InputError) as raised, in_words_of_the_options():
+    with pytest.raises(InputError) as raised, naming_options():
         raise InputError(
             "algorithm.response_length",
             "prompt_length + response_length is 4096, and the model has 64 positions",
@@ -542,7 +542,7 @@ def test_eval_speaks_of_its_own_options() -> None:
         "Lower --prompt-length or --response-length"
     )
     with (
-        pytest.raises(RefusedError, match=r"^PROMPTS: /data/prompt_lengths.jsonl has no rows$"),
-        in_words_of_the_options(),
+        pytest.raises(ServiceRefusedError, match=r"^PROMPTS: /data/prompt_lengths.jsonl has no rows$"),
+        naming_options(),
     ):
-        raise RefusedError("evaluation.prompts: /data/prompt_lengths.jsonl has no rows")
+        raise ServiceRefusedError("evaluation.prompts: /data/prompt_lengths.jsonl has no rows")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from gspo.cli.report.history import read_log
+from gspo.cli.report.history import read_history
 from gspo.cli.report.page import render
 from gspo.cli.report.panels import legend, panels, running_mean
 from gspo.cli.report.plots import PLOTS
@@ -180,7 +180,7 @@ def page(run_dir: Path) -> str:
 
 def report(run_dir: Path) -> tuple[dict[str, Any], str]:
     """Summary and page of a run that nobody ended, without plots, which take their time."""
-    log = read_log(run_dir)
+    log = read_history(run_dir)
     summary = summarise(log, None, None)
     return summary, render(log, summary, [], run_dir)
 
@@ -325,7 +325,7 @@ def test_groups_and_rollouts_of_removed_step_files_still_count(ended: Path) -> N
         run_dir.checkpoints.begin(20)
         run_dir.checkpoints.finish(20)
         run_dir.prune(keep_checkpoints=1, keep_log_steps=17)
-    assert [step for step in range(1, 21) if step not in read_log(ended).step_files] == [1, 2, 3]
+    assert [step for step in range(1, 21) if step not in read_history(ended).step_files] == [1, 2, 3]
     # A kill between the lines of a step's groups and the removal of its file leaves both.
     (ended / "log" / "step-000003.parquet").write_bytes(kept)
     after, _ = report(ended)
@@ -373,7 +373,7 @@ def test_samples_are_the_best_and_worst_of_different_groups(path: Path) -> None:
     rewards = [0.9, 0.8, 0.7, 0.6, 0.1, 0.0, 0.2, 0.3]
     with RunDir(path) as run_dir:
         run_dir.write_step(1, [row(1, place // 2, place % 2, reward=r) for place, r in enumerate(rewards)])
-    (step,) = read_samples(read_log(path))
+    (step,) = read_samples(read_history(path))
     # Above the middle (0.45): groups 0, 0, 1, 1; below it: groups 2, 2, 3, 3. A second of a group comes after others.
     assert [(s.kind, s.reward) for s in step.samples] == [
         ("among the highest", 0.9),
@@ -389,14 +389,14 @@ def test_samples_are_the_best_and_worst_of_different_groups(path: Path) -> None:
 def test_versions_within_a_rollout_and_equal_rewards(path: Path) -> None:
     with RunDir(path) as run_dir:
         run_dir.write_step(9, [row(9, 0, number, reward=0.0) for number in range(2)])
-    (step,) = read_samples(read_log(path))
+    (step,) = read_samples(read_history(path))
     assert [(s.kind, s.versions) for s in step.samples] == [("every reward is this", "7 to 8")] * 2
 
 
 def test_long_texts_keep_both_ends(path: Path) -> None:
     with RunDir(path) as run_dir:
         run_dir.write_step(1, [row(1, 0, 0, text="a" * 2000 + "b" * 1234 + "c" * 2000)])
-    (step,) = read_samples(read_log(path))
+    (step,) = read_samples(read_history(path))
     assert step.samples[0].text == "a" * 2000 + "\n[... 1,234 characters left out ...]\n" + "c" * 2000
 
 
@@ -505,7 +505,7 @@ def test_figures_that_were_not_finite_leave_a_gap(path: Path) -> None:
     with RunDir(path) as run_dir:
         train(run_dir, 1, 80)
         run_dir.append_metrics(85, 85, step_figures(85, reward_mean=math.nan, clipped_sequences_low=math.inf))
-    log = read_log(path)
+    log = read_history(path)
     assert log.series("reward_mean")[-1:].tolist() == pytest.approx([math.nan], nan_ok=True)
     summary = write_report(path)
     assert summary["reward_last"] == step_figures(80)["reward_mean"]

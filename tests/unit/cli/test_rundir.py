@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from gspo.cli.rundir.plan import Plan, hold, is_held, plan_run, prepare, supervisor_facts, write_supervisor_facts
+from gspo.cli.rundir.plan import (
+    RunPlan,
+    is_run_dir_locked,
+    lock_run_dir,
+    plan_run,
+    prepare,
+    supervisor_facts,
+    write_supervisor_facts,
+)
 from gspo.common.errors import InputError
 
 
@@ -20,10 +28,10 @@ def write(path: Path, given: dict[str, Any]) -> Path:
     return path
 
 
-def started(file: Path, *, trained: bool) -> Plan:
+def started(file: Path, *, trained: bool) -> RunPlan:
     """A run directory as a first start leaves it."""
     plan = plan_run(file, resume=False)
-    with hold(plan.run_dir):
+    with lock_run_dir(plan.run_dir):
         prepare(plan)
     if trained:
         (plan.run_dir / "log").mkdir()
@@ -54,7 +62,7 @@ def test_a_start_that_trained_nothing_is_replaced(tmp_path: Path, given: dict[st
     given["seed"] = 7
     plan = plan_run(write(file, given), resume=False)
     assert (plan.clear, plan.resume) == (True, False)
-    with hold(run_dir):
+    with lock_run_dir(run_dir):
         prepare(plan)
     assert not (run_dir / "redis").exists()
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["seed"] == 7
@@ -147,13 +155,13 @@ def test_a_changed_environment_is_said_on_resume(tmp_path: Path, given: dict[str
 
 
 def test_one_command_line_holds_a_run_directory(tmp_path: Path) -> None:
-    assert not is_held(tmp_path)
-    with hold(tmp_path):
+    assert not is_run_dir_locked(tmp_path)
+    with lock_run_dir(tmp_path):
         write_supervisor_facts(tmp_path, "redis://127.0.0.1:1/0")
-        assert is_held(tmp_path)
-        with pytest.raises(InputError, match=r"in use by another gspo \(process \d+\)"), hold(tmp_path):
+        assert is_run_dir_locked(tmp_path)
+        with pytest.raises(InputError, match=r"in use by another gspo \(process \d+\)"), lock_run_dir(tmp_path):
             pass
-    assert not is_held(tmp_path)
+    assert not is_run_dir_locked(tmp_path)
     assert supervisor_facts(tmp_path)["redis_url"] == "redis://127.0.0.1:1/0"
 
 
@@ -161,6 +169,6 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with (
         pytest.raises(InputError, match=r"run\.directory: .*runs/small cannot be written \(Not a directory"),
-        hold(tmp_path / "runs" / "small"),
+        lock_run_dir(tmp_path / "runs" / "small"),
     ):
         pass

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from redis.cluster import key_slot
 
-from gspo.common.streams.keys import HEARTBEAT_S, MEMBER_TTL_S, Keys, consumer_groups, rollout_id
+from gspo.common.streams.keys import HEARTBEAT_S, INSTANCE_TTL_S, Keys, consumer_groups, rollout_id
 
 NAMES = ("prompts", "aside", "rollouts", "scored", "eval_prompts", "eval_rollouts", "eval_scored")
-OTHERS = ("dead", "events", "partial", "open", "redis_epoch", "members", "paused")
+OTHERS = ("dead", "events", "partial", "open", "redis_epoch", "instances", "paused")
 
 
 def all_keys(run: str) -> list[str]:
     keys = Keys(run)
-    return [getattr(keys, name) for name in (*NAMES, *OTHERS)] + [keys.member("generation", "5f0c")]
+    return [getattr(keys, name) for name in (*NAMES, *OTHERS)] + [keys.instance("generation", "5f0c")]
 
 
 def test_a_key_is_gspo_run_and_name() -> None:
     assert Keys("math").prompts == "gspo:{math}:prompts"
-    assert Keys("math").member("reward", "5f0c") == "gspo:{math}:member:reward:5f0c"
+    assert Keys("math").instance("reward", "5f0c") == "gspo:{math}:instance:reward:5f0c"
 
 
 def test_all_keys_of_a_run_are_in_one_slot_of_a_cluster() -> None:
@@ -44,7 +44,7 @@ def test_every_stream_of_work_has_one_reader() -> None:
 
 
 def test_a_member_outlives_three_lost_beats() -> None:
-    assert MEMBER_TTL_S > 3 * HEARTBEAT_S
+    assert INSTANCE_TTL_S > 3 * HEARTBEAT_S
 
 
 def test_rollout_ids_of_different_groups_differ() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gspo.common.config.evaluation import EvaluationConfig
-from gspo.coordinator.evaluation.results import Tally
+from gspo.coordinator.evaluation.results import EvaluationResults
 from gspo_proto.rollout_pb2 import (
     OUTCOME_EOS,
     OUTCOME_TRUNCATED,
@@ -39,8 +39,12 @@ def answer(
     return Scored(rollout=ScoredRollout(rollout=rollout, score=score))
 
 
-def tally_of(num_prompts: int, num_answers: int, *, greedy: bool = False, version: int = 0, **more: float) -> Tally:
-    return Tally(f"v{version}", version, num_prompts, EvaluationConfig(num_answers=num_answers, greedy=greedy, **more))
+def tally_of(
+    num_prompts: int, num_answers: int, *, greedy: bool = False, version: int = 0, **more: float
+) -> EvaluationResults:
+    return EvaluationResults(
+        f"v{version}", version, num_prompts, EvaluationConfig(num_answers=num_answers, greedy=greedy, **more)
+    )
 
 
 def reward(value: float) -> Score:

@@ -29,11 +29,11 @@ def test_as_many_groups_as_slots() -> None:
 def test_a_trained_group_gives_its_slot_back_when_its_version_is_live() -> None:
     slots = issued()
     assert slots.train([1, 3], version=1) == [1, 3]
-    assert (sorted(slots.open), slots.num_held, slots.num_free) == ([0, 2], 2, 0)
+    assert (sorted(slots.open), slots.num_trained, slots.num_free) == ([0, 2], 2, 0)
     slots.go_live(0)
     assert slots.num_free == 0
     slots.go_live(1)
-    assert (slots.num_held, slots.num_free) == (0, 2)
+    assert (slots.num_trained, slots.num_free) == (0, 2)
     assert slots.upcoming(2) == [4, 5]
     assert slots.counts == {"trained": 2}
 
@@ -47,11 +47,11 @@ def test_a_later_version_frees_the_slots_of_those_before() -> None:
     assert slots.num_free == 4
 
 
-def test_live_before_the_step_is_heard_of_holds_nothing() -> None:
+def test_a_version_live_before_its_step_event_keeps_no_slot() -> None:
     slots = issued()
     slots.go_live(1)
     slots.train([0, 1], version=1)
-    assert (slots.num_held, slots.num_free) == (0, 2)
+    assert (slots.num_trained, slots.num_free) == (0, 2)
 
 
 def test_any_other_settlement_gives_the_slot_back_at_once() -> None:
@@ -67,7 +67,7 @@ def test_an_event_heard_twice_counts_once() -> None:
     slots = issued()
     slots.train([0, 1], version=1)
     assert slots.train([0, 1], version=1) == []
-    assert (slots.num_held, slots.counts["trained"]) == (2, 2)
+    assert (slots.num_trained, slots.counts["trained"]) == (2, 2)
 
 
 def test_the_order_ends() -> None:
@@ -87,14 +87,14 @@ def test_groups_that_got_lost_are_issued_before_new_ones() -> None:
     assert slots.upcoming(3) == [3, 6, 8]
 
 
-def test_after_a_restart_versions_that_are_not_live_hold_whole_batches() -> None:
+def test_after_a_restart_versions_that_are_not_live_keep_whole_batches() -> None:
     slots = Slots(4, 2)
     slots.issue(4, entry())
     closed = slots.reconcile([(0, 4)], version=2, live_version=1, counts={"trained": 4, "failed": 1})
     assert closed == [4]
-    assert (slots.num_held, slots.num_free, len(slots.open)) == (2, 2, 0)
+    assert (slots.num_trained, slots.num_free, len(slots.open)) == (2, 2, 0)
     slots.train([3], version=2)
-    assert slots.num_held == 1
+    assert slots.num_trained == 1
     slots.go_live(2)
     assert slots.num_free == 4
 
@@ -102,7 +102,7 @@ def test_after_a_restart_versions_that_are_not_live_hold_whole_batches() -> None
 def test_a_learner_just_restarted_calls_nothing_live() -> None:
     slots = Slots(4, 2)
     slots.reconcile([(0, 99)], version=50, live_version=-1, counts={})
-    assert (slots.num_held, slots.num_free, slots.issue_version) == (4, 0, 50)
+    assert (slots.num_trained, slots.num_free, slots.issue_version) == (4, 0, 50)
     slots.go_live(50)
     assert slots.num_free == 4
 
@@ -112,7 +112,7 @@ def test_the_account_never_goes_back() -> None:
     slots.train([0, 1], version=1)
     slots.go_live(1)
     slots.reconcile([], version=0, live_version=-1, counts={"trained": 0})
-    assert (slots.version, slots.live_version, slots.counts["trained"], slots.num_held) == (1, 1, 2, 0)
+    assert (slots.version, slots.live_version, slots.counts["trained"], slots.num_trained) == (1, 1, 2, 0)
 
 
 def test_deadlines() -> None:

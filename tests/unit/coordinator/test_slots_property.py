@@ -15,7 +15,7 @@ NUM_SLOTS = (MAX_LAG + 1) * BATCH_SIZE
 SETTLEMENTS = ("filtered", "stale", "failed")
 
 
-class Run(RuleBasedStateMachine):
+class SlotsMachine(RuleBasedStateMachine):
     """A learner that trains and settles what is open, a coordinator that hears late, twice, or after a restart."""
 
     def __init__(self) -> None:
@@ -128,5 +128,5 @@ class Run(RuleBasedStateMachine):
         return [(group, group) for group in sorted(self.ended)]
 
 
-TestRun = Run.TestCase
+TestRun = SlotsMachine.TestCase
 TestRun.settings = settings(stateful_step_count=40)

@@ -140,7 +140,7 @@ def test_the_page_names_whom_up_waits_for() -> None:
     assert f"Redis, the four services and the door; {started} are started then" in page
 
 
-def test_the_doors_health_is_that_it_takes_calls() -> None:
+def test_the_proxy_is_healthy_when_it_takes_calls() -> None:
     check = CONTAINERS["door"]["healthcheck"]["test"]
     assert check[:3] == ["CMD", "python", "-c"]
     ports = [int(port.rpartition(":")[2]) for port in CONTAINERS["door"]["ports"]]
@@ -174,7 +174,7 @@ def test_nothing_is_published_beyond_loopback() -> None:
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
 
 
-def test_the_door_leads_to_every_service_that_has_a_rest_face() -> None:
+def test_the_proxy_routes_to_every_service_with_an_http_api() -> None:
     config = (ROOT / "deploy/docker/haproxy.cfg").read_text()
     bound = set(re.findall(r"^  bind :(\d+)$", config, re.MULTILINE))
     assert bound == {port.rpartition(":")[2] for port in CONTAINERS["door"]["ports"]}

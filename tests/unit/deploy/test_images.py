@@ -29,12 +29,12 @@ absent = {
     if not {normal(owner) for owner in owners} & lock
 }
 
-class Without(importlib.machinery.PathFinder):
+class HiddenPackages(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         return None if name.split(".")[0] in absent else super().find_spec(name, path, target)
 
-sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = HiddenPackages
 root = pathlib.Path("services/gspo") / service
 for path in sorted(root.rglob("*.py")):
     name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")

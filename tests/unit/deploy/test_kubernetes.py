@@ -275,9 +275,7 @@ def scraped(monitor: dict[str, Any], folder: Path, pods: dict[str, dict[str, str
     return {one["labels"]["__address__"].removesuffix(":8000") for one in found if one.get("labels")}
 
 
-def test_of_a_learner_on_several_nodes_only_the_pod_with_a_door_is_scraped(
-    rendered: dict[str, Documents], tmp_path: Path
-) -> None:
+def test_only_the_learner_pod_of_rank_zero_is_scraped(rendered: dict[str, Documents], tmp_path: Path) -> None:
     index = "__meta_kubernetes_pod_annotation_batch_kubernetes_io_job_completion_index"
     pods = {"learner-0": {index: "0"}, "learner-1": {index: "1"}, "learner-10": {index: "10"}, "reward": {}}
     first, *others = (rendered[overlay]["ServiceMonitor", "gspo"]["spec"] for overlay in OVERLAYS)

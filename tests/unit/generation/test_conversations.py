@@ -19,9 +19,9 @@ from gspo.generation.engine import api
 from gspo.generation.engine.api import Completion, EngineLike
 from gspo.generation.rollout.chat_turns import ChatTurns, ObservationError, PlainTurns
 from gspo.generation.rollout.driver import Rollouts
-from gspo.generation.rollout.environment_client import Environments
+from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
-from gspo.generation.rollout.in_flight import UnderWay
+from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto import rollout_pb2
 from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Rollout, Sampling
@@ -70,7 +70,7 @@ class ScriptedEngine:
 
 
 @dataclass
-class Game:
+class ScriptedGame:
     """An environment that has all its answers ready; the state counts the turns."""
 
     answers: list[EnvironmentReply]
@@ -114,12 +114,12 @@ def task_of(tokenizer: PreTrainedTokenizerFast, max_tokens: int = 400, **play: A
     return GroupTask(group=7, num_rollouts=1, prompt=prompt, sampling=sampling, environment="game", play=Play(**limits))
 
 
-def rollouts_of(engine: ScriptedEngine, game: Game) -> Rollouts:
-    episodes = Episodes(cast("Environments", game), engine.tokenizer)
+def rollouts_of(engine: ScriptedEngine, game: ScriptedGame) -> Rollouts:
+    episodes = Episodes(cast("EnvironmentClient", game), engine.tokenizer)
     return Rollouts(cast("EngineLike", engine), engine.tokenizer, GenerationConfig(), "generation-0", episodes)
 
 
-async def played(engine: ScriptedEngine, game: Game, task: GroupTask) -> Rollout:
+async def played(engine: ScriptedEngine, game: ScriptedGame, task: GroupTask) -> Rollout:
     return await rollouts_of(engine, game).generate(task, 0)
 
 
@@ -127,15 +127,15 @@ async def played(engine: ScriptedEngine, game: Game, task: GroupTask) -> Rollout
 async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     engine = ScriptedEngine(tokenizer, [THOUGHT, "24 or so", "20"])
-    game = Game(GUESSING)
+    game = ScriptedGame(GUESSING)
     # A turn with as many tokens as a turn may have is not a cut one.
     limit = len(tokenizer.encode(THOUGHT)) + 1
-    first = await played(engine, Game(GUESSING), task_of(tokenizer, turn_tokens=limit))
+    first = await played(engine, ScriptedGame(GUESSING), task_of(tokenizer, turn_tokens=limit))
     assert first.episode.num_cut_turns == 0
     engine = ScriptedEngine(tokenizer, [THOUGHT, "24 or so", "20"])
     rollouts = rollouts_of(engine, game)
     task = task_of(tokenizer)
-    under_way = rollouts.begin(task, 0)
+    in_flight = rollouts.begin(task, 0)
     task.play.turn_tokens = limit
     original = engine.generate
 
@@ -146,8 +146,8 @@ async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
         return await original(request_id, ids, most)
 
     engine.generate = cut_second  # type: ignore[method-assign]
-    assert await rollouts.play(under_way)
-    rollout = rollouts.finished(under_way)
+    assert await rollouts.play(in_flight)
+    rollout = rollouts.finished(in_flight)
 
     tokens = [*rollout.prompt.token_ids, *rollout.token_ids]
     # Each prompt that the engine was asked, with what it then sampled, is where the next one begins.
@@ -175,28 +175,28 @@ async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
 
 async def test_a_rollout_goes_on_from_any_save() -> None:
     tokenizer, lines = TOKENIZERS["chatml"], [THOUGHT, "24", "20"]
-    whole = await played(ScriptedEngine(tokenizer, lines), Game(GUESSING), task_of(tokenizer))
+    whole = await played(ScriptedEngine(tokenizer, lines), ScriptedGame(GUESSING), task_of(tokenizer))
     saves: list[bytes] = []
-    engine, game = ScriptedEngine(tokenizer, lines), Game(GUESSING)
+    engine, game = ScriptedEngine(tokenizer, lines), ScriptedGame(GUESSING)
     first = rollouts_of(engine, game)
-    under_way = first.begin(task_of(tokenizer), 0)
+    in_flight = first.begin(task_of(tokenizer), 0)
     nothing = api.Tokens([], [], [])
     for asked in (engine, game):
         for name in ("generate",) if asked is engine else ("reset", "step"):
             call = getattr(asked, name)
 
             async def saved_before(*args: Any, call: Any = call) -> Any:
-                saves.append(under_way.snapshot(nothing, 1).SerializeToString())
+                saves.append(in_flight.snapshot(nothing, 1).SerializeToString())
                 return await call(*args)
 
             setattr(asked, name, saved_before)
-    await first.play(under_way)
+    await first.play(in_flight)
     assert len(saves) == 7
     for save in saves:
         again = ScriptedEngine(tokenizer, lines)
         state = rollout_pb2.RolloutState.FromString(save)
         again.sampled = [[]] * (state.num_turns - (not state.turn_ended))
-        rollouts = rollouts_of(again, Game(GUESSING))
+        rollouts = rollouts_of(again, ScriptedGame(GUESSING))
         resumed = rollouts.begin(task_of(tokenizer), 0, save)
         await rollouts.play(resumed)
         rollout = rollouts.finished(resumed)
@@ -217,7 +217,7 @@ async def test_a_rollout_goes_on_from_any_save() -> None:
 )
 async def test_each_limit_is_an_outcome_with_a_score(limit: dict[str, Any], outcome: str, num_turns: int) -> None:
     tokenizer = TOKENIZERS["chatml"]
-    game = Game([says("higher", 0.125), says("higher", 0.25), says("higher")])
+    game = ScriptedGame([says("higher", 0.125), says("higher", 0.25), says("higher")])
     rollout = await played(ScriptedEngine(tokenizer, ["16", "24", "20"]), game, task_of(tokenizer, **limit))
     assert rollout_pb2.Outcome.Name(rollout.outcome) == f"OUTCOME_{outcome}"
     assert rollout.num_turns == num_turns
@@ -229,7 +229,7 @@ async def test_each_limit_is_an_outcome_with_a_score(limit: dict[str, Any], outc
 async def test_time_that_is_over_while_it_samples_keeps_what_was_sampled() -> None:
     tokenizer = TOKENIZERS["chatml"]
     engine = ScriptedEngine(tokenizer, [], hangs=asyncio.Event())
-    rollout = await played(engine, Game(GUESSING), task_of(tokenizer, total_timeout_s=0.05))
+    rollout = await played(engine, ScriptedGame(GUESSING), task_of(tokenizer, total_timeout_s=0.05))
     assert rollout.outcome == rollout_pb2.OUTCOME_TIME_LIMIT
     assert (list(rollout.token_ids), rollout.text) == ([65], tokenizer.decode([65]))
 
@@ -240,7 +240,7 @@ async def test_time_that_is_over_while_it_samples_keeps_what_was_sampled() -> No
 async def test_a_failed_step_is_in_the_rollout_with_its_kind(kind: str, outcome: str | None) -> None:
     tokenizer = TOKENIZERS["chatml"]
     failed = EnvironmentReply(failure=EnvironmentFailure(kind=kind, text="what was wrong"))
-    rollout = await played(ScriptedEngine(tokenizer, ["16"]), Game([failed]), task_of(tokenizer))
+    rollout = await played(ScriptedEngine(tokenizer, ["16"]), ScriptedGame([failed]), task_of(tokenizer))
     assert (rollout.episode.failure_kind, rollout.episode.failure) == (kind, "what was wrong")
     assert rollout_pb2.Outcome.Name(rollout.outcome) == f"OUTCOME_{outcome or 'ENVIRONMENT_FAILED'}"
     assert rollout.text == "16"
@@ -248,7 +248,7 @@ async def test_a_failed_step_is_in_the_rollout_with_its_kind(kind: str, outcome:
 
 async def test_what_reset_says_stands_in_the_prompt() -> None:
     tokenizer = TOKENIZERS["chatml"]
-    game = Game([says("", 1.0, done=True)], opening='"It is even."')
+    game = ScriptedGame([says("", 1.0, done=True)], opening='"It is even."')
     rollout = await played(ScriptedEngine(tokenizer, ["16"]), game, task_of(tokenizer))
     said = "<|im_start|>user\nGuess<|im_end|>\n<|im_start|>user\nIt is even.<|im_end|>\n<|im_start|>assistant\n"
     assert rollout.prompt.text == said == tokenizer.decode(rollout.prompt.token_ids)
@@ -263,7 +263,7 @@ async def test_text_prompts_get_observations_as_they_are() -> None:
     task.prompt.CopyFrom(Prompt(token_ids=tokenizer.encode("Guess:"), text="Guess:"))
     task.play.turn_tokens = 2
     rollout = await played(
-        ScriptedEngine(tokenizer, ["16 or", "20"]), Game([says(" no\n"), says("", 1, done=True)]), task
+        ScriptedEngine(tokenizer, ["16 or", "20"]), ScriptedGame([says(" no\n"), says("", 1, done=True)]), task
     )
     assert tokenizer.decode(rollout.token_ids) == "16 no\n20"
     assert rollout.mask == b"\x01\x01\x00\x00\x00\x00\x01\x01"
@@ -289,7 +289,7 @@ async def test_tool_calls_reach_the_environment_and_bad_ones_are_answered(form: 
     tokenizer = TOKENIZERS["qwen3"]
     lines = ["<tool_call>\nthe product", call.replace("calculator", "abacus"), f"<think>{call}</think>So: {call}", "6"]
     tool_says = [{"role": "tool", "name": "calculator", "content": "6"}]
-    game = Game([says(tool_says), says("", done=True)])
+    game = ScriptedGame([says(tool_says), says("", done=True)])
     tools = json.dumps([BUILTIN_TOOLS["calculator"]])
     engine = ScriptedEngine(tokenizer, lines)
     rollout = await played(engine, game, task_of(tokenizer, max_tokens=1500, tools_json=tools, tool_format=form))
@@ -308,11 +308,13 @@ async def test_tool_calls_reach_the_environment_and_bad_ones_are_answered(form: 
 
 async def test_a_restart_begins_the_conversation_anew() -> None:
     tokenizer = TOKENIZERS["chatml"]
-    rollouts = rollouts_of(ScriptedEngine(tokenizer, ["16", "20"]), game := Game([says("no"), says("", done=True)]))
-    under_way: UnderWay = rollouts.begin(task_of(tokenizer), 0)
-    await rollouts._ask_environment(under_way)
-    under_way.append(api.Tokens([65], [-1.0], [3]))
-    under_way.restart()
-    assert under_way.is_environments
-    await rollouts.play(under_way)
-    assert (len(game.tasks), rollouts.finished(under_way).num_turns) == (2, 2)
+    rollouts = rollouts_of(
+        ScriptedEngine(tokenizer, ["16", "20"]), game := ScriptedGame([says("no"), says("", done=True)])
+    )
+    in_flight: InFlightRollout = rollouts.begin(task_of(tokenizer), 0)
+    await rollouts._ask_environment(in_flight)
+    in_flight.append(api.Tokens([65], [-1.0], [3]))
+    in_flight.restart()
+    assert in_flight.environment_is_next
+    await rollouts.play(in_flight)
+    assert (len(game.tasks), rollouts.finished(in_flight).num_turns) == (2, 2)

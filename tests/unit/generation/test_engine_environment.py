@@ -9,7 +9,7 @@ import pytest
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.generation.engine import process_environment
-from gspo.generation.engine.process_environment import before_imports, threads
+from gspo.generation.engine.process_environment import import_variables, threads
 
 
 def config_of(folder: Path, model: dict[str, Any] | None, **generation: Any) -> Config:
@@ -42,14 +42,14 @@ def config_of(folder: Path, model: dict[str, Any] | None, **generation: Any) -> 
 def test_only_a_small_vocabulary_compiles_nothing(
     tmp_path: Path, model: dict[str, Any] | None, engine: dict[str, Any], compiles: bool
 ) -> None:
-    values = before_imports(config_of(tmp_path, model, engine=engine))
+    values = import_variables(config_of(tmp_path, model, engine=engine))
     assert ("TORCH_COMPILE_DISABLE" not in values) == compiles
     assert values["OPENBLAS_NUM_THREADS"] == "1"
 
 
 def test_nothing_is_set_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_environment, "torch_is_for_cpus", lambda: False)
-    assert before_imports(config_of(tmp_path, {"vocab_size": 100})) == {}
+    assert import_variables(config_of(tmp_path, {"vocab_size": 100})) == {}
 
 
 def test_the_number_of_threads_is_the_configured_one(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gspo.generation.engine.staging import StagedWeights
-from gspo.generation.receiver import Receiver, Refused
+from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo_proto.generation_pb2 import PushHeader, WeightFrame
 
 
@@ -54,7 +54,7 @@ async def turns_of_the_loop() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_push_that_is_cancelled_twice_keeps_its_turn_while_a_thread_writes() -> None:
+async def test_a_push_that_is_cancelled_twice_keeps_its_lock_while_a_thread_writes() -> None:
     copy = BlockedCopy()
     receiver, copy.blocks_at = receiver_of(copy), "begin"
     admitted = asyncio.Event()
@@ -75,7 +75,7 @@ async def test_a_push_that_is_cancelled_twice_keeps_its_turn_while_a_thread_writ
     copy.may_go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await first
-    with pytest.raises(Refused, match="nothing was loaded"):
+    with pytest.raises(PushRefusedError, match="nothing was loaded"):
         await second
     assert admitted.is_set()
 
@@ -94,7 +94,7 @@ async def test_a_newer_learner_waits_for_an_older_push_that_is_late_already() ->
     newer = asyncio.create_task(receiver.receive(header(2), go_ahead, 20.0))
     await turns_of_the_loop()
     copy.may_go_on.set()
-    with pytest.raises(Refused, match="of epoch 2; this push is of"):
+    with pytest.raises(PushRefusedError, match="of epoch 2; this push is of"):
         await late
-    with pytest.raises(Refused, match="nothing was loaded"):
+    with pytest.raises(PushRefusedError, match="nothing was loaded"):
         await newer

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from gspo.generation.engine.api import Completion, Tokens
-from gspo.generation.leased_task import num_fruitless
-from gspo.generation.rollout.in_flight import UnderWay, mark_of
+from gspo.generation.leased_task import num_failed_attempts
+from gspo.generation.rollout.in_flight import InFlightRollout, rollout_key
 from gspo.generation.rollout.stop_strings import cut_at_stop
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, RolloutState, Sampling
 
 TASK = GroupTask(group=7, prompt=Prompt(token_ids=[1, 2]), sampling=Sampling(max_tokens=10))
 
 
-def under_way(saved: bytes | None = None) -> UnderWay:
-    return UnderWay(TASK, 3, "generation-0", saved)
+def in_flight(saved: bytes | None = None) -> InFlightRollout:
+    return InFlightRollout(TASK, 3, "generation-0", saved)
 
 
 def tokens(ids: list[int], version: int) -> Tokens:
@@ -20,13 +20,13 @@ def tokens(ids: list[int], version: int) -> Tokens:
 
 
 def test_what_was_saved_goes_on_with_its_log_probs_and_versions() -> None:
-    rollout = under_way()
+    rollout = in_flight()
     rollout.append(tokens([10, 11], 4))
     saved = rollout.snapshot(tokens([12], 5), delivery=2)
     # The piece is still the engine's: it comes once, when it ends.
     assert list(rollout.state.token_ids) == [10, 11]
 
-    taken_up = under_way(saved.SerializeToString())
+    taken_up = in_flight(saved.SerializeToString())
     assert taken_up.context == [1, 2, 10, 11, 12]
     taken_up.append(tokens([13], 6))
     state = taken_up.state
@@ -38,7 +38,7 @@ def test_what_was_saved_goes_on_with_its_log_probs_and_versions() -> None:
 
 
 def test_a_segment_counts_the_tokens_of_one_version_from_its_beginning() -> None:
-    rollout = under_way()
+    rollout = in_flight()
     rollout.begin_segment()
     assert rollout.may_sample(1, None) == 10
     assert rollout.may_sample(1, 4) == 4
@@ -54,28 +54,28 @@ def test_a_segment_counts_the_tokens_of_one_version_from_its_beginning() -> None
 
 
 def test_a_restart_keeps_the_id_and_the_start_and_nothing_else() -> None:
-    rollout = under_way()
+    rollout = in_flight()
     started = rollout.state.started_unix_s
     rollout.append(tokens([10, 11], 1))
     assert rollout.restart() == 2
     assert rollout.state == RolloutState(schema=1, started_unix_s=started, num_turns=1, generator="generation-0")
-    assert (rollout.mark, rollout.oldest_version) == ("7-3", None)
+    assert (rollout.rollout_key, rollout.oldest_version) == ("7-3", None)
 
 
 def test_a_holder_that_saved_something_does_not_count_as_one_that_failed() -> None:
-    fresh, second = under_way(), under_way(under_way().snapshot(tokens([10], 1), delivery=2).SerializeToString())
-    assert num_fruitless(4, [fresh]) == 4
-    assert num_fruitless(4, [fresh, second]) == 2
-    put_aside = under_way(second.snapshot(tokens([], 1), delivery=0).SerializeToString())
-    assert num_fruitless(1, [put_aside]) == 1
+    fresh, second = in_flight(), in_flight(in_flight().snapshot(tokens([10], 1), delivery=2).SerializeToString())
+    assert num_failed_attempts(4, [fresh]) == 4
+    assert num_failed_attempts(4, [fresh, second]) == 2
+    paused = in_flight(second.snapshot(tokens([], 1), delivery=0).SerializeToString())
+    assert num_failed_attempts(1, [paused]) == 1
 
 
-def test_marks_of_evaluations_are_apart() -> None:
-    assert mark_of(TASK, 0) == "7-0"
-    assert mark_of(GroupTask(group=7, evaluation="v20"), 0) == "v20:7-0"
+def test_rollout_keys_of_evaluations_are_apart() -> None:
+    assert rollout_key(TASK, 0) == "7-0"
+    assert rollout_key(GroupTask(group=7, evaluation="v20"), 0) == "v20:7-0"
 
 
-class Letters:
+class LetterTokenizer:
     """A tokenizer of one letter a token."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
@@ -88,7 +88,9 @@ def piece_of(text: str) -> Completion:
 
 
 def test_a_stop_string_over_two_pieces_ends_the_answer_at_its_last_token() -> None:
-    cut = cut_at_stop(Letters(), [ord(letter) for letter in "so </an"], piece_of("swer> and more"), ["</answer>", "!"])
+    cut = cut_at_stop(
+        LetterTokenizer(), [ord(letter) for letter in "so </an"], piece_of("swer> and more"), ["</answer>", "!"]
+    )
     assert bytes(cut.token_ids).decode() == "swer>"
     assert (cut.finish, cut.stop_string, cut.logp, cut.version) == (
         "stop_string",
@@ -100,5 +102,5 @@ def test_a_stop_string_over_two_pieces_ends_the_answer_at_its_last_token() -> No
 
 def test_a_piece_without_one_stays_as_it_is() -> None:
     piece = piece_of("swer and more")
-    assert cut_at_stop(Letters(), [ord(letter) for letter in "so </an"], piece, ["</answer>"]) is piece
-    assert cut_at_stop(Letters(), [], piece, ["</answer>"]) is piece
+    assert cut_at_stop(LetterTokenizer(), [ord(letter) for letter in "so </an"], piece, ["</answer>"]) is piece
+    assert cut_at_stop(LetterTokenizer(), [], piece, ["</answer>"]) is piece

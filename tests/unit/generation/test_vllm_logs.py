@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gspo.generation.engine.vllm_logs import leave_out_expected
+from gspo.generation.engine.vllm_logs import filter_expected_warnings
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def handler() -> Iterator[logging.StreamHandler[io.StringIO]]:
 
 
 def test_only_what_every_healthy_run_says_is_left_out(handler: logging.StreamHandler[io.StringIO]) -> None:
-    leave_out_expected()
-    leave_out_expected()
+    filter_expected_warnings()
+    filter_expected_warnings()
     assert len(handler.filters) == 1
     log = logging.getLogger("vllm.config")
     log.warning("Triton is not installed. triton-cpu is expected on %s CPUs.", "x86")

@@ -21,10 +21,10 @@ from gspo.common.model.files import read_model_files
 from gspo.common.model.training_memory import num_trained, training_bytes
 from gspo.learner.check import check
 from gspo.learner.training import trainer
-from gspo.learner.training.deepspeed_config import _OURS, engine_config
+from gspo.learner.training.deepspeed_config import _OWN_KEYS, engine_config
 from gspo.learner.training.deepspeed_keys import _ALLOWED, _REFUSED, _ZERO
 from gspo.learner.training.gpu_memory import check_gpu_memory, own_fraction
-from tests.support.gpu_machine import be_on_gpu_machine
+from tests.support.gpu_machine import pretend_gpu_machine
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import make_config
 
@@ -200,12 +200,12 @@ def test_a_shared_gpu_is_left_to_generators_that_start_again(
     config = make_config(folder, generation={"engine": {"gpu_memory_utilization": 0.5}})
     limits: list[tuple[float, int]] = []
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *given: limits.append(given))
-    be_on_gpu_machine(monkeypatch, tmp_path / "machine", 2, gib=80)
-    trainer._leave_room(config, 1)
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", 2, gib=80)
+    trainer._limit_gpu_memory(config, 1)
     assert limits == []  # its own
     monkeypatch.setenv("GSPO_GENERATORS_PER_GPU", "0,1")
     for rank in (0, 1, 2):
-        trainer._leave_room(config, rank)
+        trainer._limit_gpu_memory(config, rank)
     assert limits == [(pytest.approx(1 - 0.5 - 1 / 80), 1)]
     assert own_fraction(config, Gpu("0", total_bytes=80 << 30), 2) == 0.01
 
@@ -259,7 +259,7 @@ def test_a_learner_with_gpus_of_its_own_has_all_of_them(
     learner: dict[str, int],
     fits: bool,
 ) -> None:
-    be_on_gpu_machine(monkeypatch, tmp_path / "machine", num_gpus)
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", num_gpus)
     monkeypatch.setattr("gspo.learner.check.shared_memory", lambda: 16 << 30)
     monkeypatch.setattr("gspo.learner.check.free_memory", lambda: 512 << 30)
     empty_model(folder, parameters)
@@ -290,7 +290,7 @@ def test_memory_of_a_parameter_by_stage_and_offload(
 def test_every_rank_loads_the_model_into_the_machines_own_memory(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    be_on_gpu_machine(monkeypatch, tmp_path / "machine", 8)
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", 8)
     monkeypatch.setattr("gspo.learner.check.shared_memory", lambda: 16 << 30)
     empty_model(folder, 7e9)
     sections = {"learner": {"ranks": 8, "zero_stage": 3}, "staleness": {"max_lag": 0}}
@@ -301,10 +301,10 @@ def test_every_rank_loads_the_model_into_the_machines_own_memory(
 
 
 def test_too_little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Memory:
+    class MachineMemory:
         available = 1 << 20
 
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: MachineMemory)
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "nvidia-smi" else name)
     assert "0.0 GiB are available" in refused(folder).rule
 
@@ -399,7 +399,7 @@ def test_every_key_of_the_installed_deepspeed_is_allowed_or_refused_with_a_reaso
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     names = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-    ours = {key.rpartition(".")[2] for key in _OURS if key.startswith("zero_optimization.")}
+    ours = {key.rpartition(".")[2] for key in _OWN_KEYS if key.startswith("zero_optimization.")}
     refused_there = {key.rpartition(".")[2] for key in _REFUSED if key.startswith("zero_optimization.")}
     assert names == set(_ZERO) | ours | refused_there
     # Whatever DeepSpeed reads of these shows in its configuration's attributes, which no table here may misname.

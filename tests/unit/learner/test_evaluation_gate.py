@@ -11,7 +11,7 @@ import pytest
 
 from gspo.common.config.loading import parse_config
 from gspo.common.telemetry.activity import Activity
-from gspo.learner.evaluation_gate import HeldOut
+from gspo.learner.evaluation_gate import EvaluationGate
 from gspo.learner.storage.run_directory import RunDir
 from gspo_proto.rollout_pb2 import EvaluationDone
 
@@ -22,7 +22,7 @@ def run_dir(tmp_path: Path) -> Iterator[RunDir]:
         yield run_dir
 
 
-def held_out(run_dir: RunDir, start_timeout_s: float = 30.0, **evaluation: Any) -> HeldOut:
+def held_out(run_dir: RunDir, start_timeout_s: float = 30.0, **evaluation: Any) -> EvaluationGate:
     given: dict[str, Any] = {
         "name": "small",
         "model": {"path": "."},
@@ -31,7 +31,7 @@ def held_out(run_dir: RunDir, start_timeout_s: float = 30.0, **evaluation: Any) 
         "evaluation": {"prompts": {"a": "a.jsonl", "b": "b.jsonl"}, "every": 2, "timeout_s": 0.05, **evaluation},
         "run": {"total_steps": 6, "start_timeout_s": start_timeout_s},
     }
-    return HeldOut(parse_config(given, run_dir.path), run_dir, Activity("learner"))
+    return EvaluationGate(parse_config(given, run_dir.path), run_dir, Activity("learner"))
 
 
 def done(version: int, file: str, score: float | None = None) -> EvaluationDone:
@@ -40,7 +40,9 @@ def done(version: int, file: str, score: float | None = None) -> EvaluationDone:
 
 
 @pytest.mark.parametrize(("version", "hold"), [(0, True), (1, True), (6, True), (2, False)])
-async def test_what_is_not_measured_or_not_held_is_not_waited_for(run_dir: RunDir, version: int, hold: bool) -> None:
+async def test_the_gate_does_not_wait_for_versions_without_evaluation(
+    run_dir: RunDir, version: int, hold: bool
+) -> None:
     async with asyncio.timeout(5):
         assert await held_out(run_dir, hold_weights=hold).wait(version, lambda: False) < 1.0
 
@@ -70,7 +72,7 @@ async def test_only_the_file_that_is_named_decides_which_version_is_kept(run_dir
 
     known = held_out(run_dir, keep_best="b/sampled_mean")
     for version, score in ((0, 0.25), (1, 0.5), (2, 0.75)):
-        known.put_aside(version, write)  # version 1 is not measured, so it is not kept
+        known.save_candidate(version, write)  # version 1 is not measured, so it is not kept
         await known.record(done(version, "a"))
         await known.record(done(version, "b", score))
         assert '"version": 0' in (run_dir.path / "best" / "best.json").read_text() or version == 2

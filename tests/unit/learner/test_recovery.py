@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from benchmarks.simulated.settings import Settings
-from benchmarks.simulated.trainer import SimulatedMaker
+from benchmarks.simulated.trainer import SimulatedTrainer
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.rows import Row, row_from_scored
-from gspo.learner.push.policy_weights import policy_from
-from gspo.learner.recovery import Recovered, recover
+from gspo.learner.push.policy_weights import weights_from
+from gspo.learner.recovery import RecoveredState, recover
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.training.schedule import configured_hyperparameters
 from gspo.learner.training.trainer import Trainer
-from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, StartMaker, Trained
+from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, StartTrainer, TrainResult
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import make_config, make_rows
@@ -29,7 +29,7 @@ from tests.support.training.rollout_rows import make_config, make_rows
 MOMENTS = {"count": 0, "mean": 0.0, "square_deviation": 0.0, "minimum": 0.0, "maximum": 0.0}
 
 
-class _Recorder(SimulatedMaker):
+class RecordingTrainer(SimulatedTrainer):
     """Keeps what it was told to leave out and to train with, by step. The step itself only takes time, and none."""
 
     def __init__(self, config: Config, folder: Path, run_dir: Path) -> None:
@@ -43,7 +43,7 @@ class _Recorder(SimulatedMaker):
         rows: Sequence[Row],
         known: Collection[int] = (),
         hyperparameters: Hyperparameters | None = None,
-    ) -> Trained:
+    ) -> TrainResult:
         self.known[step], self.used[step] = list(known), hyperparameters
         return super().train(step, rows, known, hyperparameters)
 
@@ -56,8 +56,8 @@ def config(tmp_path: Path) -> Config:
 
 def train_run(config: Config, run: RunDir, scored: Any, *, steps: int, checkpoints: Collection[int]) -> None:
     """As the loop does: log, train, record the version, and now and then a checkpoint."""
-    maker = _Recorder(config, config.run_dir.parent / "model", run.path)
-    run.append_version(0, policy_from(0, maker.policy()).digest, 0, dtype="float32")
+    maker = RecordingTrainer(config, config.run_dir.parent / "model", run.path)
+    run.append_version(0, weights_from(0, maker.policy()).digest, 0, dtype="float32")
     for step in range(1, steps + 1):
         rows = [replace(row_from_scored(scored(step)), step=step)]
         run.write_step(step, rows)
@@ -68,7 +68,7 @@ def train_run(config: Config, run: RunDir, scored: Any, *, steps: int, checkpoin
 
 
 def record_version(run: RunDir, step: int, maker: Any, used: Hyperparameters) -> None:
-    policy = policy_from(step, maker.policy())
+    policy = weights_from(step, maker.policy())
     run.append_version(step, policy.digest, step, dtype=policy.dtype, hyperparameters=asdict(used))
 
 
@@ -77,7 +77,7 @@ def save(run: RunDir, step: int, maker: Any) -> None:
     run.checkpoints.finish(step)
 
 
-def recovered(config: Config, run: RunDir, start: StartMaker = _Recorder) -> Recovered:
+def recovered(config: Config, run: RunDir, start: StartTrainer = RecordingTrainer) -> RecoveredState:
     return recover(config, config.run_dir.parent / "model", run, Activity("learner"), start)
 
 
@@ -135,7 +135,7 @@ def test_a_second_resume_of_the_same_checkpoint_repeats_the_first_and_what_came_
     with RunDir(config.run_dir) as run:
         second = recovered(config, run)
         assert (second.step, list(second.trainer.known)) == (4, [2, 3, 4])
-        assert policy_from(4, second.trainer.policy()).digest == recorded[4].digest
+        assert weights_from(4, second.trainer.policy()).digest == recorded[4].digest
         assert run.versions() == recorded
         assert contents(run.checkpoints.path(1)) == files
         assert run.settlements.ranges() == [(1, 4)]
@@ -176,7 +176,7 @@ def test_weights_that_are_not_the_recorded_version_are_damage_too(config: Config
     """Every file is as it was written; what was written is not what was published."""
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=3, checkpoints=(1,))
-        maker = _Recorder(config, config.run_dir.parent / "model", run.path)
+        maker = RecordingTrainer(config, config.run_dir.parent / "model", run.path)
         save(run, 3, maker)
         recorded = run.versions()
         found = recovered(config, run)
@@ -245,16 +245,16 @@ def test_versions_are_replayed_to_the_bit_though_a_resume_changes_what_it_may(tm
 
 
 def test_a_version_that_is_not_finite_is_refused_wherever_one_is_made(config: Config, scored) -> None:
-    class Infinite(_Recorder):
+    class NonFiniteTrainer(RecordingTrainer):
         def policy(self) -> Any:
             tensors = super().policy()
             next(iter(tensors.values()))[0] = math.inf
             return tensors
 
     with pytest.raises(NotFiniteError, match=r"version 7 is not published: 1 of \d+ of its tensors .* and resume"):
-        policy_from(7, Infinite(config, config.run_dir.parent / "model", config.run_dir).policy())
+        weights_from(7, NonFiniteTrainer(config, config.run_dir.parent / "model", config.run_dir).policy())
     with RunDir(config.run_dir) as run:
         run.write_step(1, [replace(row_from_scored(scored(1)), step=1)])
         with pytest.raises(InputError, match="replaying it ends as it did before: version 1 is not published"):
-            recovered(config, run, Infinite)
+            recovered(config, run, NonFiniteTrainer)
         assert run.versions() == []

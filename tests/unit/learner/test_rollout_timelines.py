@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from gspo.learner.telemetry.rollout_timelines import Journey, Journeys, Wait, seconds_waited
+from gspo.learner.telemetry.rollout_timelines import RolloutTimeline, RolloutTimelines, StepWait, seconds_waited
 from gspo_proto.rollout_pb2 import Rollout, Score, ScoredRollout
 
 # Issued at 10, started at 12, finished at 15, taken at 16, scored at 18.
-LAST = Journey(group=1, number=0, issued=10, started=12, finished=15, taken=16, scored=18, function="slow")
-EARLIER = Journey(group=1, number=1, issued=10, started=10, finished=11, taken=11, scored=12, function="quick")
+LAST = RolloutTimeline(group=1, number=0, issued=10, started=12, finished=15, taken=16, scored=18, function="slow")
+EARLIER = RolloutTimeline(group=1, number=1, issued=10, started=10, finished=11, taken=11, scored=12, function="quick")
 
 
 def waited(began: float, ended: float, live: float = 0.0, evaluated: float = 0.0) -> dict[str, float]:
     """What there was to wait for, without what took no time."""
-    found = seconds_waited([LAST, EARLIER], Wait(began, ended, live, evaluated))
+    found = seconds_waited([LAST, EARLIER], StepWait(began, ended, live, evaluated))
     parts = {name: seconds for name, seconds in found.items() if "_by_" not in name}
     assert sum(parts.values()) == pytest.approx(ended - began)
     return {name: seconds for name, seconds in found.items() if seconds}
@@ -41,12 +41,12 @@ def test_an_evaluation_holds_up_the_issue_after_the_push() -> None:
 
 
 def test_the_slowest_function_is_the_one_that_was_waited_for() -> None:
-    journeys = Journeys()
+    timelines = RolloutTimelines()
     score = Score(reward=1.0, scored_unix_s=18, taken_unix_s=16, seconds={"quick": 0.5, "slow": 1.5})
-    journeys.add(ScoredRollout(rollout=Rollout(group=3, finished_unix_s=15), score=score))
-    assert [(journey.function, journey.taken) for journey in journeys.take([3])] == [("slow", 16)]
-    assert journeys.take([3]) == []
+    timelines.add(ScoredRollout(rollout=Rollout(group=3, finished_unix_s=15), score=score))
+    assert [(journey.function, journey.taken) for journey in timelines.take([3])] == [("slow", 16)]
+    assert timelines.take([3]) == []
 
 
 def test_a_step_of_given_up_groups_alone_waited_for_the_intake() -> None:
-    assert seconds_waited([], Wait(1, 3, 0, 0)) == {"wait_intake_s": 2}
+    assert seconds_waited([], StepWait(1, 3, 0, 0)) == {"wait_intake_s": 2}

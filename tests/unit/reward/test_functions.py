@@ -12,16 +12,16 @@ import pytest
 from gspo.common.config.reward import RewardConfig, RewardFunction
 from gspo.common.errors import InputError
 from gspo.reward.functions.arguments import (
-    MissingColumn,
+    FunctionSource,
+    MissingColumnError,
     Signature,
-    Source,
     arguments_for,
     check_columns,
     check_names,
     read_source,
     read_sources,
 )
-from gspo.reward.sandbox.inside.recognise import Unfit, find_function
+from gspo.reward.sandbox.inside.recognise import UnfitError, find_function
 from gspo.reward.sandbox.inside.worker import load_module
 from gspo.reward.sandbox.replies import SignatureReply
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, OUTCOME_STOP_STRING, OUTCOME_TRUNCATED, Prompt, Rollout
@@ -85,7 +85,7 @@ def test_the_function_of_a_file_is_recognised(source: str, entry: str | None, na
     ],
 )
 def test_a_file_without_a_function_to_call_says_what_it_holds(source: str, entry: str | None, why: str) -> None:
-    with pytest.raises(Unfit, match=why):
+    with pytest.raises(UnfitError, match=why):
         find(source, entry)
 
 
@@ -126,7 +126,7 @@ def test_a_conversation_is_given_as_messages() -> None:
 
 def test_a_missing_column_is_named_unless_it_has_a_default() -> None:
     rows = [rollout(answer="4")]
-    with pytest.raises(MissingColumn, match="'level'"):
+    with pytest.raises(MissingColumnError, match="'level'"):
         arguments_for(signature("def reward(completions, level): ..."), rows)
     assert "level" not in arguments_for(signature("def reward(completions, level=1): ..."), rows)["arguments"]
 
@@ -152,7 +152,7 @@ def test_verl_gets_its_columns_and_others_by_name() -> None:
         "rows"
     ]
     assert (row["data_source"], row["extra_info"], row["level"], "other" in row) == ("sums", {"i": 1}, 3, False)
-    with pytest.raises(MissingColumn, match="ground_truth"):
+    with pytest.raises(MissingColumnError, match="ground_truth"):
         arguments_for(signature("def compute_score(solution_str, ground_truth): ..."), [rollout(level=3)])
 
 
@@ -189,7 +189,7 @@ def test_two_functions_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_column_that_is_not_there_names_the_nearest() -> None:
-    source = Source("r", Path("r.py"), "", "0", None, 1.0)
+    source = FunctionSource("r", Path("r.py"), "", "0", None, 1.0)
     trl = signature("def reward(completions, anwser): ...")
     with pytest.raises(InputError, match=r"no column 'anwser'.*Did you mean 'answer'"):
         check_columns(source, trl, {"answer": "4", "level": 1}, "data.prompts")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from gspo.reward.functions import environment
 from gspo.reward.functions.arguments import Signature
-from gspo.reward.sandbox.calls import Answer, CallFailed, values_of
+from gspo.reward.sandbox.calls import Answer, CallError, values_of
 from gspo.reward.sandbox.execution import _failure, _values
-from gspo.reward.sandbox.inside.frames import HEAD_BYTES, NoFrame, body_size, frame, read
+from gspo.reward.sandbox.inside.frames import HEAD_BYTES, FrameError, body_size, frame, read
 from gspo.reward.sandbox.replies import MAX_VALUES_BYTES, Reply, SignatureReply, TooLargeError, read_reply
 from gspo.reward.sandbox.values import MAX_JSON_MEMBERS, Failure, plain_json, read_value
 from gspo_proto.rollout_pb2 import Score, ScorePart
@@ -36,7 +36,7 @@ def use(reply: Reply) -> None:
     for question in ({"arguments": {}}, {"function": "step"}):
         try:
             values = _values(reply, question)
-        except CallFailed:
+        except CallError:
             continue
         json.dumps(values, allow_nan=True, default=str)
         for convention in ("trl", "verl"):
@@ -65,7 +65,7 @@ def test_any_bytes_are_a_reply_or_no_frame(body: bytes) -> None:
         head = bytes([kind]) + len(body).to_bytes(HEAD_BYTES - 1, "big")
         try:
             use(read_reply(head, body))
-        except NoFrame:
+        except FrameError:
             continue
 
 
@@ -83,7 +83,7 @@ def test_any_value_is_a_reply_that_can_be_used_or_no_frame(value: Any) -> None:
         return
     try:
         use(read_reply(sent[:HEAD_BYTES], sent[HEAD_BYTES:]))
-    except NoFrame:
+    except FrameError:
         return
 
 
@@ -142,11 +142,11 @@ def test_a_signature_is_of_the_known_form(change: dict[str, Any]) -> None:
     good = {"entry": "r", "convention": "trl", "takes": ["completions"], "required": [], "takes_any": True}
     assert msgspec.convert(good, SignatureReply).entry == "r"
     sent = frame({"id": "a", "signature": good | change})
-    with pytest.raises(NoFrame):
+    with pytest.raises(FrameError):
         read_reply(sent[:HEAD_BYTES], sent[HEAD_BYTES:])
 
 
-class Says:
+class ScriptedCallee:
     """A callee that gives what it is told to."""
 
     def __init__(self, values: Any) -> None:
@@ -161,8 +161,8 @@ class Says:
     [[{}, "x", 10**400, False], [{}, "x", 1e308 * 10, False], [{}, {}, 1.0, False], [{}, "x", 1.0, None], [], None, 5],
 )
 def test_a_step_of_other_values_fails_by_name(values: Any) -> None:
-    with pytest.raises(CallFailed) as failed:
-        asyncio.run(environment.step(Says(values), "{}", "a", session=None))  # type: ignore[arg-type]
+    with pytest.raises(CallError) as failed:
+        asyncio.run(environment.step(ScriptedCallee(values), "{}", "a", session=None))  # type: ignore[arg-type]
     assert failed.value.kind == "invalid_return"
-    with pytest.raises(CallFailed):
+    with pytest.raises(CallError):
         values_of(Answer(values, "", 0.0), 3)

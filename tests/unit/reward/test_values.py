@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gspo.reward.sandbox.inside.results import InvalidReturn, list_values, plain_value
+from gspo.reward.sandbox.inside.results import InvalidReturnError, list_values, plain_value
 from gspo.reward.sandbox.values import Failure, Value, read_value
 from gspo.reward.scoring.scorer import spread_over_groups
 from gspo_proto.rollout_pb2 import Rollout
@@ -94,7 +94,7 @@ def test_a_batch_may_come_as_list_tuple_or_array() -> None:
 
 @pytest.mark.parametrize("returned", [1.0, None, "ok", {"a": 1.0}, np.float64(1)])
 def test_a_batch_is_nothing_else(returned: Any) -> None:
-    with pytest.raises(InvalidReturn, match="a list of numbers belongs"):
+    with pytest.raises(InvalidReturnError, match="a list of numbers belongs"):
         list_values(returned)
 
 

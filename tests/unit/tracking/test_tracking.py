@@ -24,7 +24,7 @@ from gspo.learner.telemetry import trackers
 from gspo.learner.telemetry.trackers import Trackers, check_trackers
 from gspo.tracking.__main__ import follow
 from gspo.tracking.follower import Follower, hyperparameters
-from gspo.tracking.position import Position
+from gspo.tracking.position import TrackerPosition
 from gspo.tracking.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def test_what_a_killed_session_wrote_and_did_not_remember_is_there_once(
     session(config, "tensorboard")
     step(config, 2, reward_mean=0.75)
     with monkeypatch.context() as patch:
-        patch.setattr(Position, "write", lambda _self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(TrackerPosition, "write", lambda _self: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             session(config, "tensorboard")
     session(config, "tensorboard")
@@ -234,11 +234,11 @@ async def test_a_tracker_that_hangs_does_not_hold_up_the_end(
 
 def test_a_record_is_sent_after_the_position_is_known(config: Config) -> None:
     step(config, 1, reward_mean=0.5)
-    position = Position.read(config.run_dir, "tensorboard")
+    position = TrackerPosition.read(config.run_dir, "tensorboard")
     tracker = TensorBoard(config.run_dir, config, position)
     follower = Follower(config.run_dir, tracker, position)
     assert [follower.send_new(), follower.send_new()] == [1, 0]
-    again = Position.read(config.run_dir, "tensorboard")
+    again = TrackerPosition.read(config.run_dir, "tensorboard")
     assert (again.num_sent, again.last_step, again.run_id) == (1, 1, position.run_id)
     tracker.close()
 

@@ -10,13 +10,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from gspo.cli.monitor.view import Line
+from gspo.cli.monitor.view import ScreenLine
 
 LEAST_BYTES = 1 << 20
 _LOOK_S = 2.0
 
 
-def no_room(run_dir: Path) -> str:
+def disk_full_message(run_dir: Path) -> str:
     """What a reader should know of a full disk; empty while there is room."""
     free = shutil.disk_usage(run_dir).free
     if free >= LEAST_BYTES:
@@ -27,14 +27,14 @@ def no_room(run_dir: Path) -> str:
     )
 
 
-async def watch_room(run_dir: Path, say: Callable[[Line], None]) -> None:
+async def watch_disk_space(run_dir: Path, say: Callable[[ScreenLine], None]) -> None:
     """Say when the disk is full, and when it no longer is; for ever."""
     was_full = False
     while True:
-        told = no_room(run_dir)
+        told = disk_full_message(run_dir)
         if told and not was_full:
-            say(Line(told, "warning"))
+            say(ScreenLine(told, "warning"))
         elif was_full and not told:
-            say(Line(f"the disk under {run_dir} has room again"))
+            say(ScreenLine(f"the disk under {run_dir} has room again"))
         was_full = bool(told)
         await asyncio.sleep(_LOOK_S)

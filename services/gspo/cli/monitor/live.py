@@ -21,7 +21,7 @@ from rich.text import Text
 
 from gspo.cli.monitor.screen import STYLES
 from gspo.cli.monitor.verdict import in_one_line, verdict_of
-from gspo.cli.monitor.view import Line, Process, View, duration, held_out_line
+from gspo.cli.monitor.view import ScreenLine, ServiceProcess, View, duration, evaluation_line
 
 # Waiting longer than this is worth a look.
 LONG_WAIT_S = 5.0
@@ -40,7 +40,7 @@ class LiveScreen:
         self._echo = _Echo()
         self._live.start()
 
-    def say(self, line: Line) -> None:
+    def say(self, line: ScreenLine) -> None:
         """Print a line above; steps are in the panel."""
         if line.kind == "step":
             return
@@ -137,7 +137,7 @@ def _held_out_text(view: View, file: str) -> str:
     parts = [f"[bold]{last['sampled_mean']:.3f}[/] at version {version}"]
     if len(measured) > 1:
         parts[0] += f" (was {first['sampled_mean']:.3f} at {first_version})"
-    parts += held_out_line(last).split(", ")[1:]
+    parts += evaluation_line(last).split(", ")[1:]
     wanted = view.config.best_figure
     if view.best is not None and wanted is not None and wanted.file == file:
         parts.append(f"best: version {view.best[0]}")
@@ -167,7 +167,7 @@ def _processes(view: View) -> RenderableType:
     return table
 
 
-def process_cells(process: Process) -> tuple[Text, Text]:
+def process_cells(process: ServiceProcess) -> tuple[Text, Text]:
     """('for 3 s', 'waiting for rewards of 3 groups'); highlighted where it waits longer than LONG_WAIT_S."""
     kind, what, since = process.doing()
     for_s = max(0.0, time.time() - since)

@@ -1,6 +1,6 @@
 """CPU and memory of the run's processes on this machine, those that they started included.
 
-Only a process of this machine that was started under the member's name: a process id of another machine, or of a
+Only a process of this machine that was started under the instance's name: a process id of another machine, or of a
 container, may be anybody's here. Neighbour: status.py.
 """
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import psutil
 
-from gspo.common.streams.instances import Member
+from gspo.common.streams.instances import Instance
 
 
 @dataclass(frozen=True)
-class Used:
+class ProcessUsage:
     """Of one service's process and its children.
 
     Attributes:
@@ -27,29 +27,29 @@ class Used:
     memory_bytes: int
 
 
-class Usage:
+class UsageMeter:
     """Looks at processes again and again."""
 
     def __init__(self) -> None:
         self._seen: dict[int, psutil.Process] = {}
 
-    def look(self, members: Iterable[Member]) -> dict[str, Used]:
-        """By uid of the member; those that are not on this machine are left out."""
-        found: dict[str, Used] = {}
+    def look(self, members: Iterable[Instance]) -> dict[str, ProcessUsage]:
+        """By uid of the instance; those that are not on this machine are left out."""
+        found: dict[str, ProcessUsage] = {}
         seen: dict[int, psutil.Process] = {}
-        for member in members:
+        for instance in members:
             try:
-                process = self._seen.get(member.pid) or psutil.Process(member.pid)
-                if member.name not in process.cmdline():
+                process = self._seen.get(instance.pid) or psutil.Process(instance.pid)
+                if instance.name not in process.cmdline():
                     continue
                 family = [process, *process.children(recursive=True)]
             except psutil.Error:
                 continue
-            found[member.uid] = self._sum(family, seen)
+            found[instance.uid] = self._sum(family, seen)
         self._seen = seen
         return found
 
-    def _sum(self, family: Iterable[psutil.Process], seen: dict[int, psutil.Process]) -> Used:
+    def _sum(self, family: Iterable[psutil.Process], seen: dict[int, psutil.Process]) -> ProcessUsage:
         percent, memory, is_first = 0.0, 0, True
         for process in family:
             known = self._seen.get(process.pid)
@@ -60,4 +60,4 @@ class Usage:
             except psutil.Error:
                 continue  # it has just ended
             seen[process.pid] = known or process
-        return Used(None if is_first else percent / 100, memory)
+        return ProcessUsage(None if is_first else percent / 100, memory)

@@ -8,7 +8,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.text import Text
 
-from gspo.cli.monitor.view import Line, View
+from gspo.cli.monitor.view import ScreenLine, View
 
 STYLES = {"step": "", "note": "cyan", "warning": "yellow", "error": "bold red"}
 # A line about the start-up that often, where there is no live view.
@@ -18,7 +18,7 @@ _PATIENCE_S = 10.0
 class Screen(Protocol):
     """Shows a run."""
 
-    def say(self, line: Line) -> None:
+    def say(self, line: ScreenLine) -> None:
         """Show something that happened."""
 
     def show(self, view: View) -> None:
@@ -35,7 +35,7 @@ class PlainScreen:
         self._console = console
         self._said = time.monotonic()
 
-    def say(self, line: Line) -> None:
+    def say(self, line: ScreenLine) -> None:
         """Print the line."""
         label = f"{line.kind}: " if line.kind in ("warning", "error") else ""
         clock = time.strftime("%H:%M:%S")
@@ -46,7 +46,7 @@ class PlainScreen:
         """While services start, say now and then what is waited for."""
         if view.phases.current == "start" and time.monotonic() - self._said > _PATIENCE_S:
             num_ready = len(view.processes) - len(view.waiting_to_start)
-            self.say(Line(f"{num_ready} of {len(view.processes)} services are ready. {waited_for(view)}"))
+            self.say(ScreenLine(f"{num_ready} of {len(view.processes)} services are ready. {waited_for(view)}"))
 
     def close(self) -> None:
         """Nothing to put back."""

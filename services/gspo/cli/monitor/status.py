@@ -22,20 +22,20 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gspo.cli.monitor.disk_space import no_room
-from gspo.cli.monitor.generators import in_trouble
+from gspo.cli.monitor.disk_space import disk_full_message
+from gspo.cli.monitor.generators import generator_problems
 from gspo.cli.monitor.live import process_cells
-from gspo.cli.monitor.process_usage import Usage, Used
+from gspo.cli.monitor.process_usage import ProcessUsage, UsageMeter
 from gspo.cli.monitor.unscored import unscored_so_far
 from gspo.cli.monitor.verdict import over_steps, step_time_table, verdict_lines, verdict_of
-from gspo.cli.monitor.view import Phases, Process, View, held_out_line, load_history, step_line
-from gspo.cli.rundir.plan import PAGE_NAME, SUMMARY_NAME, check_run_dir, is_held, supervisor_facts
+from gspo.cli.monitor.view import Phases, ServiceProcess, View, evaluation_line, load_history, step_line
+from gspo.cli.rundir.plan import PAGE_NAME, SUMMARY_NAME, check_run_dir, is_run_dir_locked, supervisor_facts
 from gspo.common.config.loading import read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.network.credentials import redis_arguments, redis_refusal
 from gspo.common.service.app import CONFIG_NAME
-from gspo.common.streams.instances import Member, members
+from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import GENERATION, Keys
 
 _ANSWER_S = 3.0
@@ -56,13 +56,13 @@ def status(run_dir: Path | None, console: Console, *, watch: bool = False) -> No
     """
     run_dir = run_dir or _newest(Path("runs"))
     check_run_dir(run_dir)
-    look = Look(run_dir, read_config(run_dir / CONFIG_NAME))
+    look = StatusPage(run_dir, read_config(run_dir / CONFIG_NAME))
     if not watch:
         if not console.is_terminal:  # a pipe has no width: every line is whole there
             console = Console(file=console.file, width=_PIPE_WIDTH)
         console.print(look.page(asyncio.run(look.members())), highlight=False)
         return
-    usage = Usage()
+    usage = UsageMeter()
     with _until_ctrl_c() as asked, Live(console=console, auto_refresh=False) as live:
         while look.runs and not asked.is_set():
             try:
@@ -86,7 +86,7 @@ def _until_ctrl_c() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-class Look:
+class StatusPage:
     """Looks at one run, again and again; what it has logged is read again only where that has changed."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
@@ -97,9 +97,9 @@ class Look:
     @property
     def runs(self) -> bool:
         """Whether somebody works on it, or may."""
-        return is_held(self._run_dir) or self._config.services.redis_url is not None
+        return is_run_dir_locked(self._run_dir) or self._config.services.redis_url is not None
 
-    async def members(self) -> list[Member]:
+    async def members(self) -> list[Instance]:
         """Everyone who is registered; nobody where the run does not go.
 
         Raises:
@@ -107,28 +107,28 @@ class Look:
         """
         given = self._config.services.redis_url
         redis_url = given or str(supervisor_facts(self._run_dir).get("redis_url", ""))
-        return await read_members(redis_url, self._config) if self.runs else []
+        return await read_instances(redis_url, self._config) if self.runs else []
 
-    def page(self, found: list[Member], used: dict[str, Used] | None = None) -> RenderableType:
+    def page(self, found: list[Instance], used: dict[str, ProcessUsage] | None = None) -> RenderableType:
         """The run so far, where a step's time goes, who does what; `used` adds what each process uses."""
         view, run_dir = self._history(), self._run_dir
         parts: list[RenderableType] = [Text(str(run_dir), "bold")]
         parts.append(Text(step_line(view) if view.step else "no step trained yet"))
         for file, measured in view.held_out.items():
             version, figures = measured[-1]
-            parts.append(Text(f"{file or 'held-out prompts'} at version {version}: {held_out_line(figures)}"))
+            parts.append(Text(f"{file or 'held-out prompts'} at version {version}: {evaluation_line(figures)}"))
         if view.best is not None:
             parts.append(Text(f"best by {self._config.evaluation.keep_best}: version {view.best[0]}"))
         if self._unscored:
             parts.append(Text(self._unscored, "yellow"))
-        num_generators = sum(member.service == GENERATION for member in found) or self._config.generation.replicas
+        num_generators = sum(instance.service == GENERATION for instance in found) or self._config.generation.replicas
         if bound := verdict_of(view, num_generators):
             parts += ["", Text(over_steps(bound)), step_time_table(bound, view), *map(Text, verdict_lines(bound))]
         if not self.runs:
-            return Group(*parts, Text(how_it_rests(run_dir, view.step)))
-        if told := no_room(run_dir):
+            return Group(*parts, Text(describe_end(run_dir, view.step)))
+        if told := disk_full_message(run_dir):
             parts.append(Text(told, "yellow"))
-        return Group(*parts, "", *members_parts(found, used))
+        return Group(*parts, "", *instance_parts(found, used))
 
     def _history(self) -> View:
         """What is logged by now, under the configuration of now: a resume may have changed it."""
@@ -142,7 +142,7 @@ class Look:
         return self._view
 
 
-def how_it_rests(run_dir: Path, step: int) -> str:
+def describe_end(run_dir: Path, step: int) -> str:
     """How a run ended that came to its end at `step`, by its summary; of another, how to go on with it."""
     try:
         summary = json.loads((run_dir / SUMMARY_NAME).read_text())
@@ -162,7 +162,7 @@ def _newest(folder: Path) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime)
 
 
-async def read_members(url: str, config: Config) -> list[Member]:
+async def read_instances(url: str, config: Config) -> list[Instance]:
     """Everyone who is registered with a run.
 
     Raises:
@@ -171,7 +171,7 @@ async def read_members(url: str, config: Config) -> list[Member]:
     given = redis_arguments(url, config)
     redis = Redis.from_url(url, protocol=2, socket_connect_timeout=_ANSWER_S, socket_timeout=_ANSWER_S, **given)
     try:
-        return await members(redis, Keys(config.name))
+        return await list_instances(redis, Keys(config.name))
     except (RedisError, OSError) as error:
         if refusal := redis_refusal(error):
             raise refusal from error
@@ -182,19 +182,19 @@ async def read_members(url: str, config: Config) -> list[Member]:
         await redis.aclose()
 
 
-def members_parts(found: list[Member], used: dict[str, Used] | None) -> list[RenderableType]:
+def instance_parts(found: list[Instance], used: dict[str, ProcessUsage] | None) -> list[RenderableType]:
     """Who does or waits for what, with CPU and memory where they are given, and the generators in trouble."""
     if not found:
         return ["no service has registered: the run is starting, or nobody works on it"]
-    return [_MembersTable(found, used), *(Text(line, "yellow") for line in in_trouble(found))]
+    return [_InstancesTable(found, used), *(Text(line, "yellow") for line in generator_problems(found))]
 
 
 @dataclass(frozen=True)
-class _MembersTable:
-    """A row for each member; where the terminal is narrow, a second one for its addresses."""
+class _InstancesTable:
+    """A row for each instance; where the terminal is narrow, a second one for its addresses."""
 
-    found: list[Member]
-    used: dict[str, Used] | None
+    found: list[Instance]
+    used: dict[str, ProcessUsage] | None
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
         is_wide = options.max_width >= _WIDE
@@ -203,12 +203,12 @@ class _MembersTable:
         table = Table("service", "for", *usage_columns, "what", *addresses, box=None, header_style="dim")
         for column in table.columns:
             column.no_wrap, column.overflow = column.header != "what", "fold"
-        for member in self.found:
-            process = Process(member.name, member.beat_unix_s, member, ready=True)
+        for instance in self.found:
+            process = ServiceProcess(instance.name, instance.beat_unix_s, instance, ready=True)
             for_, what = process_cells(process)
-            cells = [] if self.used is None else _usage_cells(self.used.get(member.uid))
-            last = (member.http, member.grpc, str(member.pid))
-            table.add_row(member.name, for_, *cells, what, *(last if is_wide else ()))
+            cells = [] if self.used is None else _usage_cells(self.used.get(instance.uid))
+            last = (instance.http, instance.grpc, str(instance.pid))
+            table.add_row(instance.name, for_, *cells, what, *(last if is_wide else ()))
             if not is_wide:
                 named = zip(("HTTP", "gRPC", "process"), last, strict=True)
                 text = "  ".join(f"{name} {value}" for name, value in named if value)
@@ -216,7 +216,7 @@ class _MembersTable:
         yield table
 
 
-def _usage_cells(used: Used | None) -> list[str]:
+def _usage_cells(used: ProcessUsage | None) -> list[str]:
     """('1.02 cores', '812 MiB'); a dash for what is not known: of another machine, or at the first look."""
     if used is None:
         return ["-", "-"]

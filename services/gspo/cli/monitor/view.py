@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from gspo.cli.monitor.unscored import FIGURE, Unscored, reasons_of_step
 from gspo.common.config.schema import Config
-from gspo.common.streams.instances import Member
+from gspo.common.streams.instances import Instance
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
 from gspo_proto.rollout_pb2 import Event, Finished, Settlement
 
@@ -26,7 +26,7 @@ Kind = Literal["step", "note", "warning", "error"]
 
 
 @dataclass(frozen=True)
-class Line:
+class ScreenLine:
     """One thing that happened, for the reader. Steps are lines only where there is no live view."""
 
     text: str
@@ -58,20 +58,20 @@ class Phases:
 
 
 @dataclass
-class Process:
+class ServiceProcess:
     """One expected process: since when it runs, what it says about itself, what keeps it from being ready."""
 
     name: str
     since_unix_s: float
-    member: Member | None = None
+    instance: Instance | None = None
     ready: bool = False
     problem: str = ""
 
     def doing(self) -> tuple[str, str, float]:
         """(busy or waiting, what, since when in unix seconds)."""
-        if self.member is None:
+        if self.instance is None:
             return "busy", "importing its libraries", self.since_unix_s
-        activity = self.member.activity
+        activity = self.instance.activity
         what = " ".join(str(activity.get(part, "")) for part in ("what", "detail")).strip()
         return str(activity.get("kind", "busy")), what, float(activity.get("since_unix_s", self.since_unix_s))
 
@@ -96,7 +96,7 @@ class View:
 
     config: Config
     run_dir: Path
-    processes: dict[str, Process]
+    processes: dict[str, ServiceProcess]
     phases: Phases
     step: int = 0
     version: int = 0
@@ -131,17 +131,17 @@ class View:
         return max(0.0, (self.total_steps - self.step) * pace_s)
 
     @property
-    def waiting_to_start(self) -> list[Process]:
+    def waiting_to_start(self) -> list[ServiceProcess]:
         """Processes that are not ready yet."""
         return [process for process in self.processes.values() if not process.ready]
 
-    def apply(self, event: Event) -> list[Line]:
+    def apply(self, event: Event) -> list[ScreenLine]:
         """Take one event in; the lines that it is worth."""
         what = event.WhichOneof("what")
-        take: Callable[[Any, float], list[Line]] | None = getattr(self, f"_take_{what}", None)
+        take: Callable[[Any, float], list[ScreenLine]] | None = getattr(self, f"_take_{what}", None)
         return take(getattr(event, what), event.unix_s) if what and take else []
 
-    def _take_step_done(self, done: Any, unix_s: float) -> list[Line]:
+    def _take_step_done(self, done: Any, unix_s: float) -> list[ScreenLine]:
         figures = dict(done.figures)
         if self.phases.current in ("start", "evaluation_before"):
             self.phases.enter("training")
@@ -152,11 +152,11 @@ class View:
         if "reward_mean" in figures:
             self.rewards.append(figures["reward_mean"])
         found = advice(list(self.steps), self.config)
-        new = [Line(found[name], "warning") for name in found if name not in self.warned]
+        new = [ScreenLine(found[name], "warning") for name in found if name not in self.warned]
         self.warned = set(found)
-        return [Line(step_line(self), "step"), *new, *self._take_unscored(int(figures.get(FIGURE, 0)))]
+        return [ScreenLine(step_line(self), "step"), *new, *self._take_unscored(int(figures.get(FIGURE, 0)))]
 
-    def _take_unscored(self, count: int) -> list[Line]:
+    def _take_unscored(self, count: int) -> list[ScreenLine]:
         """A warning for a reason that is new, and whenever there are ten times as many such answers as before."""
         if not count:
             return []
@@ -166,28 +166,28 @@ class View:
             return []
         total = f", {len(self.unscored)} so far" if before else ""
         text = f"step {self.step}: {count} answers have no score{total}, and are left out: {self.unscored.in_words()}"
-        return [Line(text, "warning")]
+        return [ScreenLine(text, "warning")]
 
-    def _take_groups_settled(self, settled: Any, _unix_s: float) -> list[Line]:
+    def _take_groups_settled(self, settled: Any, _unix_s: float) -> list[ScreenLine]:
         for group in settled.groups:
             self.settled[Settlement.Name(group.settlement).removeprefix("SETTLEMENT_").lower()] += 1
         failed = [group for group in settled.groups if group.settlement == Settlement.SETTLEMENT_FAILED]
         return [line for group in failed if (line := self._take_failure(group))]
 
-    def _take_failure(self, group: Any) -> Line | None:
+    def _take_failure(self, group: Any) -> ScreenLine | None:
         """A warning for the first failure of a reason, and for the tenth, the hundredth and so on."""
         self.failures[group.reason] += 1
         count = self.failures[group.reason]
         if str(count).strip("0") != "1":
             return None
         which = f"group {group.group} failed" if count == 1 else f"{count} groups have failed, the last {group.group}"
-        return Line(f"{which}: {group.reason}", "warning")
+        return ScreenLine(f"{which}: {group.reason}", "warning")
 
-    def _take_version_live(self, live: Any, _unix_s: float) -> list[Line]:
+    def _take_version_live(self, live: Any, _unix_s: float) -> list[ScreenLine]:
         self.live_version = live.version
         return []
 
-    def _take_evaluation_done(self, done: Any, _unix_s: float) -> list[Line]:
+    def _take_evaluation_done(self, done: Any, _unix_s: float) -> list[ScreenLine]:
         figures = dict(done.figures)
         self.measured(done.file, done.version, figures, done.score if done.HasField("score") else None)
         if self.phases.current == "evaluation_before" and len(self.held_out) >= len(self.config.evaluation.files):
@@ -196,7 +196,9 @@ class View:
         failed = figures.get("num_failed", 0)
         more = f"; {failed:.0f} answers could not be scored" if failed else ""
         best = f"; the best by {self.config.evaluation.keep_best}" if self._is_best(done) else ""
-        return [Line(f"{what} at version {done.version}: {held_out_line(figures) or 'nothing scored'}{more}{best}")]
+        return [
+            ScreenLine(f"{what} at version {done.version}: {evaluation_line(figures) or 'nothing scored'}{more}{best}")
+        ]
 
     def measured(self, file: str, version: int, figures: dict[str, float], score: float | None) -> None:
         """Take the figures of an evaluation in."""
@@ -207,22 +209,24 @@ class View:
     def _is_best(self, done: Any) -> bool:
         return bool(done.HasField("score")) and self.best == (done.version, done.score)
 
-    def _take_checkpoint_done(self, done: Any, _unix_s: float) -> list[Line]:
-        return [Line(f"checkpoint of step {done.step}: {done.path}")]
+    def _take_checkpoint_done(self, done: Any, _unix_s: float) -> list[ScreenLine]:
+        return [ScreenLine(f"checkpoint of step {done.step}: {done.path}")]
 
-    def _take_training_done(self, done: Any, _unix_s: float) -> list[Line]:
+    def _take_training_done(self, done: Any, _unix_s: float) -> list[ScreenLine]:
         self.phases.enter("evaluation_after")
-        return [Line(f"training ended after step {done.step}: {done.reason}")]
+        return [ScreenLine(f"training ended after step {done.step}: {done.reason}")]
 
-    def _take_stop_requested(self, stop: Any, _unix_s: float) -> list[Line]:
-        return [Line(f"stop requested: {stop.reason}")]
+    def _take_stop_requested(self, stop: Any, _unix_s: float) -> list[ScreenLine]:
+        return [ScreenLine(f"stop requested: {stop.reason}")]
 
-    def _take_prompts_exhausted(self, prompts: Any, _unix_s: float) -> list[Line]:
-        return [Line(f"no more prompts after {prompts.num_groups} groups")]
+    def _take_prompts_exhausted(self, prompts: Any, _unix_s: float) -> list[ScreenLine]:
+        return [ScreenLine(f"no more prompts after {prompts.num_groups} groups")]
 
-    def _take_finished(self, finished: Any, _unix_s: float) -> list[Line]:
+    def _take_finished(self, finished: Any, _unix_s: float) -> list[ScreenLine]:
         self.finished = finished
-        return [Line(f"{'failed' if finished.failed else 'finished'}: {finished.reason}", _finished_kind(finished))]
+        return [
+            ScreenLine(f"{'failed' if finished.failed else 'finished'}: {finished.reason}", _finished_kind(finished))
+        ]
 
 
 def _finished_kind(finished: Finished) -> Kind:
@@ -251,7 +255,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines() if line]
 
 
-def held_out_line(figures: dict[str, float]) -> str:
+def evaluation_line(figures: dict[str, float]) -> str:
     """The figures of an evaluation that matter, in one line."""
     shown = [(name, figures[f"{name}_mean"]) for name in ("sampled", "greedy") if f"{name}_mean" in figures]
     if (largest := largest_pass(figures)) > 1:

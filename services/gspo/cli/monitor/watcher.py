@@ -13,12 +13,12 @@ from collections.abc import Callable
 import httpx
 from redis.asyncio import Redis
 
-from gspo.cli.monitor.generators import GeneratorNews
-from gspo.cli.monitor.view import Line, View
+from gspo.cli.monitor.generators import GeneratorAlerts
+from gspo.cli.monitor.view import ScreenLine, View
 from gspo.cli.rundir import http_client
 from gspo.common.service.app import STARTING
 from gspo.common.streams.events import FROM_START, Events
-from gspo.common.streams.instances import members
+from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
 
 POLL_S = 1.0
@@ -32,17 +32,17 @@ class Watcher:
         say: Called with every line worth showing.
     """
 
-    def __init__(self, redis: Redis, view: View, say: Callable[[Line], None]) -> None:
+    def __init__(self, redis: Redis, view: View, say: Callable[[ScreenLine], None]) -> None:
         self._redis, self._view, self._say = redis, view, say
         self._keys = Keys(view.config.name)
         self._events = Events(redis, self._keys, "cli")
         self._position = FROM_START
-        self._news = GeneratorNews()
+        self._news = GeneratorAlerts()
 
     async def forget_last_session(self) -> None:
         """Look past what an earlier session left: its end would end this one, and its addresses lead nowhere."""
         self._position = await self._events.newest()
-        await self._redis.delete(self._keys.members)
+        await self._redis.delete(self._keys.instances)
 
     async def follow(self) -> None:
         """Take events in until the run has finished."""
@@ -75,21 +75,21 @@ class Watcher:
             await asyncio.sleep(0.2)
 
     async def _read_members(self) -> None:
-        found = await members(self._redis, self._keys)
+        found = await list_instances(self._redis, self._keys)
         # The newest of a name last: one that was killed is remembered for a while beside its successor.
-        newest = {member.name: member for member in reversed(found)}
+        newest = {instance.name: instance for instance in reversed(found)}
         for process in self._view.processes.values():
             # One that imports or loads sends no heartbeat meanwhile: until it is ready the last one says what it does.
-            process.member = newest.get(process.name, None if process.ready else process.member)
+            process.instance = newest.get(process.name, None if process.ready else process.instance)
         for line in self._news.lines(found):
             self._say(line)
 
     async def _ask_ready(self, client: httpx.AsyncClient, name: str) -> None:
         process = self._view.processes[name]
-        if process.ready or process.member is None or not process.member.http:
+        if process.ready or process.instance is None or not process.instance.http:
             return
         try:
-            reply = await client.get(f"{http_client.url(process.member.http, self._view.config)}/readyz")
+            reply = await client.get(f"{http_client.url(process.instance.http, self._view.config)}/readyz")
             process.ready = reply.status_code == httpx.codes.OK
             problems = {} if process.ready else reply.json().get("problems", {})
             # That it is starting is no problem, and what it does meanwhile is in its heartbeat.
@@ -105,4 +105,4 @@ class Watcher:
             return
         waits_for_evaluation = bool(view.config.evaluation.files) and not view.held_out
         view.phases.enter("evaluation_before" if waits_for_evaluation else "training")
-        self._say(Line(f"all services are ready after {view.phases.wall_s['start']:.1f} s"))
+        self._say(ScreenLine(f"all services are ready after {view.phases.wall_s['start']:.1f} s"))

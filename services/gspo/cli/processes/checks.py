@@ -13,13 +13,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from gspo.cli.processes.child import describe_exit
-from gspo.cli.processes.exit_codes import RefusedError, RunError
+from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError
 from gspo.cli.processes.placement import NO_GPUS, Placement
-from gspo.cli.processes.preflight import FirstProcesses
+from gspo.cli.processes.preflight import Preflight
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_BAD_INPUT, WARNING, InputError
 from gspo.common.model.batch_memory import check_fits, redis_bytes
-from gspo.common.network.credentials import check_trust, redis_arguments, redis_refusal, without_password
+from gspo.common.network.credentials import check_credentials, redis_arguments, redis_refusal, without_password
 from gspo.common.streams.keys import Keys
 
 # How a service's check begins a line that stops nothing.
@@ -32,7 +32,7 @@ async def check_services(
     services: tuple[str, ...],
     config_file: Path,
     placement: Placement = NO_GPUS,
-    processes: FirstProcesses | None = None,
+    processes: Preflight | None = None,
 ) -> list[str]:
     """Run every service's own check, all at once; what they warn of.
 
@@ -41,10 +41,10 @@ async def check_services(
         processes: Where the checks run; elsewhere, they end with their check.
 
     Raises:
-        RefusedError: The first service, in the given order, that refuses the configuration.
+        ServiceRefusedError: The first service, in the given order, that refuses the configuration.
         RunError: A check broke or took longer than CHECK_TIMEOUT_S.
     """
-    first = processes or FirstProcesses()
+    first = processes or Preflight()
     try:
         answers = await asyncio.gather(
             *(first.check(service, config_file, placement.environment(f"{service}-0")) for service in services)
@@ -54,7 +54,7 @@ async def check_services(
             first.end()
     for service, (code, words) in zip(services, answers, strict=True):
         if code == EXIT_BAD_INPUT:
-            raise RefusedError(_message(words).removeprefix("error: "))
+            raise ServiceRefusedError(_message(words).removeprefix("error: "))
         if code != 0:
             raise RunError(f"the check of {service} broke ({describe_exit(code)}): {_message(words)}")
     return [
@@ -78,7 +78,7 @@ def check_ports(config: Config) -> None:
         InputError: Names the key.
     """
     services = config.services
-    check_trust(config, services.host, services.redis_url)
+    check_credentials(config, services.host, services.redis_url)
     if services.coordinator_port and services.coordinator_port == services.reward_port:
         raise InputError(
             "services.reward_port", f"{services.reward_port} is services.coordinator_port too", "Set another, or 0"

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gspo.cli.processes.preflight import FirstProcess
+from gspo.cli.processes.preflight import PreflightProcess
 
 _TAIL_BYTES = 32_768
 _TAIL_LINES = 8
@@ -37,7 +37,7 @@ class Program:
     command: tuple[str, ...]
     again: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    first: FirstProcess | None = None
+    first: PreflightProcess | None = None
 
 
 class Child:

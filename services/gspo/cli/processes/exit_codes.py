@@ -17,7 +17,7 @@ class RunError(Exception):
     exit_code = EXIT_FAILED
 
 
-class RefusedError(RunError):
+class ServiceRefusedError(RunError):
     """A service refuses what the user gave; the message is the service's own."""
 
     exit_code = EXIT_BAD_INPUT

@@ -1,10 +1,10 @@
 """The process that outlives the command line by a moment: when that ends, however it ends, nothing of it stays.
 
 It reads from its standard input the sessions that the command line's children lead, one number a line, negative when
-a session has ended. The input closes with the command line's death; then it kills every process of those sessions, and
-every one that carries the run's mark in its environment and so may have left them. Neither alone is enough: a process
-can leave its session, and one that sets its title (Redis, vLLM's engine) writes over its environment.
-Not a supervisor: it starts nothing and knows no service. Neighbour: supervisor.py starts it.
+a session has ended. The input closes with the command line's death. The guard then kills every process of those
+sessions, and every process that carries the supervisor's id in its environment. Neither alone is enough: a process can
+leave its session, and one that sets its title (Redis, vLLM's engine) overwrites its environment.
+It is not a supervisor: it starts nothing and knows no service.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from collections.abc import Collection
 
 import psutil
 
-MARK = "GSPO_SUPERVISOR"
+SUPERVISOR_VARIABLE = "GSPO_SUPERVISOR"
 # A process may fork while the others are killed; after so many rounds something else is wrong.
 _ROUNDS, _ROUND_S = 50, 0.1
 
 
-def belonging(mark: str, sessions: Collection[int] = ()) -> list[psutil.Process]:
-    """Every living process, zombies apart, that was started under this mark or is in one of these sessions."""
+def processes_of(supervisor_id: str, sessions: Collection[int] = ()) -> list[psutil.Process]:
+    """Every living process, zombies apart, that was started under this supervisor_id or is in one of these sessions."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.status() != psutil.STATUS_ZOMBIE and (
-                os.getsid(process.pid) in sessions or (mark and process.environ().get(MARK) == mark)
+                os.getsid(process.pid) in sessions
+                or (supervisor_id and process.environ().get(SUPERVISOR_VARIABLE) == supervisor_id)
             ):
                 found.append(process)
     return found
 
 
-def kill_belonging(mark: str, sessions: Collection[int] = ()) -> None:
+def kill_processes_of(supervisor_id: str, sessions: Collection[int] = ()) -> None:
     """Kill them, until there are none."""
     for _ in range(_ROUNDS):
-        left = belonging(mark, sessions)
+        left = processes_of(supervisor_id, sessions)
         if not left:
             return
         for process in left:
@@ -50,14 +51,14 @@ def kill_belonging(mark: str, sessions: Collection[int] = ()) -> None:
 
 def kill_session(session: int) -> None:
     """Kill what is left of a session whose leader has ended."""
-    kill_belonging("", (session,))
+    kill_processes_of("", (session,))
 
 
-def start_guard(mark: str) -> subprocess.Popen[str]:
+def start_guard(supervisor_id: str) -> subprocess.Popen[str]:
     """Start the guard of this process; closing its standard input lets it sweep and end."""
-    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
     return subprocess.Popen(
-        [sys.executable, "-m", "gspo.cli.processes.guard", mark],
+        [sys.executable, "-m", "gspo.cli.processes.guard", supervisor_id],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -78,7 +79,7 @@ def main() -> None:
             sessions.add(session)
         else:
             sessions.discard(-session)
-    kill_belonging(sys.argv[1], sessions)
+    kill_processes_of(sys.argv[1], sessions)
 
 
 if __name__ == "__main__":

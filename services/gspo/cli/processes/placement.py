@@ -20,7 +20,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Need:
+class GpuDemand:
     """GPUs that one process wants, all of them different.
 
     Attributes:
@@ -33,7 +33,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Placed:
+class GpuAssignment:
     """The GPUs that one process gets."""
 
     process: str
@@ -53,31 +53,33 @@ class Placement:
         free: GPUs that nobody gets.
     """
 
-    placed: tuple[Placed, ...] = ()
+    assignments: tuple[GpuAssignment, ...] = ()
     free: tuple[Gpu, ...] = ()
 
     def environment(self, process: str) -> dict[str, str]:
         """Variables for a process, such as "learner-0"; none for one without GPUs of its own."""
-        for it in self.placed:
+        for it in self.assignments:
             if it.process == process:
                 generators = "" if it.is_generator else ",".join(str(self._num_generators(gpu)) for gpu in it.gpus)
                 told = {GENERATORS_PER_GPU: generators} if generators else {}
                 return {**_visible(it.gpus), **told}
         return {}
 
-    def environment_of_the_rest(self) -> dict[str, str]:
+    def free_gpu_environment(self) -> dict[str, str]:
         """Variables for a learner that the user starts beside the generators: the GPUs that are left, if any."""
         return _visible(self.free) if self.free else {}
 
     def others_on(self, gpus: Iterable[Gpu], process: str) -> list[str]:
         """The other processes on any of these GPUs."""
         names = {gpu.name for gpu in gpus}
-        return [it.process for it in self.placed if it.process != process and names & {gpu.name for gpu in it.gpus}]
+        return [
+            it.process for it in self.assignments if it.process != process and names & {gpu.name for gpu in it.gpus}
+        ]
 
     def table(self) -> str:
         """A line a process: its GPUs, and who shares them."""
         rows = [("process", "GPU", "shared with")]
-        for it in self.placed:
+        for it in self.assignments:
             names = ", ".join(gpu.name for gpu in it.gpus)
             rows.append((it.process, names, ", ".join(self.others_on(it.gpus, it.process)) or "nobody"))
         if self.free:
@@ -85,25 +87,27 @@ class Placement:
         return _aligned(rows)
 
     def _num_generators(self, gpu: Gpu) -> int:
-        return sum(it.is_generator and gpu in it.gpus for it in self.placed)
+        return sum(it.is_generator and gpu in it.gpus for it in self.assignments)
 
 
 NO_GPUS = Placement()
 
 
-def gpus_of_an_engine(config: Config) -> dict[str, int]:
+def gpus_per_generator(config: Config) -> dict[str, int]:
     """vLLM's arguments that multiply the GPUs of one generator, as far as they are given and whole numbers."""
     engine = config.generation.engine
     return {name: engine[name] for name in PARALLEL_ARGUMENTS if type(engine.get(name)) is int}
 
 
-def needs_of(config: Config, processes: Sequence[str]) -> list[Need]:
+def gpu_demands(config: Config, processes: Sequence[str]) -> list[GpuDemand]:
     """What each of these processes wants, generators first. A learner of no ranks is started by the user."""
-    parallel = gpus_of_an_engine(config)
+    parallel = gpus_per_generator(config)
     key = f"generation.engine.{next(iter(parallel), PARALLEL_ARGUMENTS[0])}"
-    generators = [Need(name, math.prod(parallel.values()), key) for name in processes if name.startswith(_GENERATION)]
+    generators = [
+        GpuDemand(name, math.prod(parallel.values()), key) for name in processes if name.startswith(_GENERATION)
+    ]
     ranks = config.learner.ranks
-    learners = [Need(name, ranks, "learner.ranks") for name in processes if name.startswith(LEARNER) and ranks]
+    learners = [GpuDemand(name, ranks, "learner.ranks") for name in processes if name.startswith(LEARNER) and ranks]
     return generators + learners
 
 
@@ -118,11 +122,11 @@ def place(config: Config, processes: Sequence[str], gpus: Sequence[Gpu]) -> Plac
         InputError: A process wants more GPUs than there are, or generators do not fit on a GPU together. The message
             ends with the table of who wants what.
     """
-    needs = needs_of(config, processes)
+    needs = gpu_demands(config, processes)
     if not gpus or not needs:
         return NO_GPUS
     num_users = dict.fromkeys(gpus, 0)
-    placed = []
+    assignments = []
     for need in needs:
         if need.num_gpus > len(gpus):
             raise _too_few(need, needs, gpus)
@@ -130,13 +134,13 @@ def place(config: Config, processes: Sequence[str], gpus: Sequence[Gpu]) -> Plac
         chosen = sorted(sorted(gpus, key=lambda gpu: num_users[gpu])[: need.num_gpus], key=list(gpus).index)
         for gpu in chosen:
             num_users[gpu] += 1
-        placed.append(Placed(need.process, tuple(chosen)))
-    placement = Placement(tuple(placed), tuple(gpu for gpu in gpus if not num_users[gpu]))
+        assignments.append(GpuAssignment(need.process, tuple(chosen)))
+    placement = Placement(tuple(assignments), tuple(gpu for gpu in gpus if not num_users[gpu]))
     _check_shares(config, placement, gpus)
     return placement
 
 
-def _too_few(need: Need, needs: Sequence[Need], gpus: Sequence[Gpu]) -> InputError:
+def _too_few(need: GpuDemand, needs: Sequence[GpuDemand], gpus: Sequence[Gpu]) -> InputError:
     names = ", ".join(gpu.name for gpu in gpus)
     rows = [("process", "GPUs wanted"), *((it.process, str(it.num_gpus)) for it in needs)]
     return InputError(
@@ -152,7 +156,7 @@ def _check_shares(config: Config, placement: Placement, gpus: Sequence[Gpu]) -> 
     if not isinstance(share, (int, float)):
         return  # vLLM refuses it itself
     for gpu in gpus:
-        on_it = [it.process for it in placement.placed if it.is_generator and gpu in it.gpus]
+        on_it = [it.process for it in placement.assignments if it.is_generator and gpu in it.gpus]
         total = gpu.total_bytes or 0
         if not on_it or share * len(on_it) <= 1 - (gpu.used_bytes / total if total else 0):
             continue

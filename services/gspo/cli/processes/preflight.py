@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from gspo.cli.processes.exit_codes import RunError
-from gspo.cli.processes.guard import MARK
+from gspo.cli.processes.guard import SUPERVISOR_VARIABLE
 from gspo.common.service.app import end_tasks
 from gspo.common.service.start_command import CHECKED, Start
 
@@ -33,7 +33,7 @@ def check_command(service: str, config_file: Path) -> tuple[str, ...]:
     return (sys.executable, "-m", f"gspo.{service}", "--check", str(config_file))
 
 
-class FirstProcess:
+class PreflightProcess:
     """One such process. Its output goes to a file without a name until it has a log."""
 
     def __init__(self, service: str, command: tuple[str, ...], process: Process, ours: socket.socket, said: BinaryIO):
@@ -41,7 +41,7 @@ class FirstProcess:
         self._process, self._socket, self._said = process, ours, said
 
     @classmethod
-    async def start(cls, service: str, command: tuple[str, ...], environment: Mapping[str, str]) -> FirstProcess:
+    async def start(cls, service: str, command: tuple[str, ...], environment: Mapping[str, str]) -> PreflightProcess:
         """Start it, as the leader of a session of its own."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -101,22 +101,22 @@ class FirstProcess:
         self._said.close()
 
 
-class FirstProcesses:
+class Preflight:
     """The first processes of all services; those that nobody has taken end with the block.
 
     Args:
         run_dir: Of the run for whose start they wait after a check that has found nothing; None for a check alone.
 
     Attributes:
-        mark: The supervisor's mark, which they carry from the beginning.
+        supervisor_id: The supervisor's supervisor_id, which they carry from the beginning.
     """
 
     def __init__(self, run_dir: Path | None = None) -> None:
-        self.mark = uuid.uuid4().hex
+        self.supervisor_id = uuid.uuid4().hex
         self._run_dir = run_dir
-        self._processes: dict[str, FirstProcess] = {}
+        self._processes: dict[str, PreflightProcess] = {}
 
-    def __enter__(self) -> FirstProcesses:
+    def __enter__(self) -> Preflight:
         return self
 
     def __exit__(
@@ -135,11 +135,11 @@ class FirstProcesses:
         if self._run_dir is not None:
             # It keeps this command line as the service: whoever looks for a run's processes finds name and run in it.
             command += ("--wait", "--name", name, "--run-dir", str(self._run_dir))
-        environment = {**os.environ, **variables, MARK: self.mark}
-        process = self._processes[name] = await FirstProcess.start(service, command, environment)
+        environment = {**os.environ, **variables, SUPERVISOR_VARIABLE: self.supervisor_id}
+        process = self._processes[name] = await PreflightProcess.start(service, command, environment)
         return await process.verdict()
 
-    def take(self, name: str) -> FirstProcess | None:
+    def take(self, name: str) -> PreflightProcess | None:
         """The one of this name, for whoever starts the service; it is his to end."""
         return self._processes.pop(name, None) if self._run_dir is not None else None
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gspo.cli.processes.child import Program
 from gspo.cli.processes.placement import NO_GPUS, Placement
-from gspo.cli.processes.preflight import FirstProcesses
+from gspo.cli.processes.preflight import Preflight
 from gspo.cli.processes.redis_server import redis_command, write_password
 from gspo.common.config.schema import Config
 from gspo.common.network.credentials import EVERY_INTERFACE, is_loopback, redis_password
@@ -40,10 +40,10 @@ class Job:
     services: tuple[str, ...] = SERVICES
     coordinator_options: tuple[str, ...] = ()
     placement: Placement = NO_GPUS
-    first: FirstProcesses = field(default_factory=FirstProcesses)
+    first: Preflight = field(default_factory=Preflight)
 
     @property
-    def leaves_learner(self) -> bool:
+    def has_external_learner(self) -> bool:
         """Whether a learner takes part that the user starts."""
         return LEARNER in self.services and self.config.learner.ranks == 0
 
@@ -78,13 +78,13 @@ def redis_program(config: Config, run_dir: Path, port: int) -> Program:
 
 def service_programs(job: Job, redis_url: str) -> list[Program]:
     """Every service process of the run, but for a learner that the user starts."""
-    names = [name for name in job.names if not (name.startswith(LEARNER) and job.leaves_learner)]
+    names = [name for name in job.names if not (name.startswith(LEARNER) and job.has_external_learner)]
     return [_service_program(job, name, redis_url) for name in names]
 
 
-def learner_by_hand(job: Job, redis_url: str) -> str:
+def external_learner_command(job: Job, redis_url: str) -> str:
     """How to start the learner on several hosts, for a user to complete."""
-    variables = "".join(f"{name}={value} " for name, value in job.placement.environment_of_the_rest().items())
+    variables = "".join(f"{name}={value} " for name, value in job.placement.free_gpu_environment().items())
     return (
         "learner.ranks is 0, so start the learner, on every host of it with its own --node-rank, on this one 0: "
         f"{variables}torchrun --nnodes HOSTS --node-rank N --nproc-per-node RANKS --master-addr THIS_HOST "

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 
 from gspo.cli.processes.child import Child, Program, describe_exit
-from gspo.cli.processes.exit_codes import RefusedError, RunError
-from gspo.cli.processes.guard import MARK, kill_session, start_guard
+from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError
+from gspo.cli.processes.guard import SUPERVISOR_VARIABLE, kill_session, start_guard
 from gspo.common.errors import EXIT_BAD_INPUT
 
 # A service that lived so long before it died is not in a crash loop: its deaths are counted afresh.
@@ -32,28 +32,28 @@ _TERMINATE_S, _KILL_S, _SWEEP_S = 15.0, 5.0, 10.0
 _QUIET_S = 2.0
 
 
-class Supervisor:
+class ProcessSupervisor:
     """Starts programs, keeps them, ends them; use it as an asynchronous context.
 
     Args:
         log_dir: Folder of the log files.
         max_restarts: Deaths of one program that are answered by a restart.
         say: Called with a line for the user.
-        mark: Of its processes, which the guard knows them by; a new one by default.
+        supervisor_id: Of its processes, which the guard knows them by; a new one by default.
     """
 
-    def __init__(self, log_dir: Path, max_restarts: int, say: Callable[[str], None], mark: str = "") -> None:
+    def __init__(self, log_dir: Path, max_restarts: int, say: Callable[[str], None], supervisor_id: str = "") -> None:
         self._log_dir, self._max_restarts, self._say = log_dir, max_restarts, say
-        self._mark = mark or uuid.uuid4().hex
+        self._supervisor_id = supervisor_id or uuid.uuid4().hex
         self._guard: subprocess.Popen[str] | None = None
         self.children: dict[str, Child] = {}
         self._keepers: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
         self.restarts: dict[str, int] = {}
 
-    async def __aenter__(self) -> Supervisor:
+    async def __aenter__(self) -> ProcessSupervisor:
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._guard = start_guard(self._mark)
+        self._guard = start_guard(self._supervisor_id)
         return self
 
     async def __aexit__(
@@ -64,7 +64,9 @@ class Supervisor:
     def start(self, programs: Iterable[Program]) -> None:
         """Start programs and keep them alive from now on."""
         for program in programs:
-            child = Child(program, self._log_dir, {**os.environ, **program.environment, MARK: self._mark})
+            child = Child(
+                program, self._log_dir, {**os.environ, **program.environment, SUPERVISOR_VARIABLE: self._supervisor_id}
+            )
             self.children[program.name] = child
             self._keepers.add(asyncio.create_task(self._keep(child), name=program.name))
 
@@ -72,7 +74,7 @@ class Supervisor:
         """Run until a program cannot be kept alive.
 
         Raises:
-            RefusedError: A program ended with exit code 2.
+            ServiceRefusedError: A program ended with exit code 2.
             RunError: A program died too often.
         """
         while self._keepers:
@@ -133,7 +135,7 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 self._say(f"the guard (process {guard.pid}) is still looking for what is left of the run")
 
-    def _tell_guard(self, session: int) -> None:
+    def _notify_guard(self, session: int) -> None:
         if self._guard and self._guard.stdin:
             self._guard.stdin.write(f"{session}\n")
 
@@ -141,11 +143,11 @@ class Supervisor:
         deaths = early = 0
         while not self._ending.is_set():
             session = await child.start(again=deaths > 0)
-            self._tell_guard(session)
+            self._notify_guard(session)
             code = await child.wait()
             # A killed service may leave children behind, such as an engine with all its memory.
             await asyncio.to_thread(kill_session, session)
-            self._tell_guard(-session)
+            self._notify_guard(-session)
             if self._ending.is_set():
                 return
             lived_s = time.monotonic() - child.started
@@ -164,7 +166,7 @@ class Supervisor:
                 return
         words = child.last_words()
         if code == EXIT_BAD_INPUT:
-            raise RefusedError(words.removeprefix("error: "))
+            raise ServiceRefusedError(words.removeprefix("error: "))
         if deaths > self._max_restarts:
             times = "once" if deaths == 1 else f"{deaths} times"
             raise RunError(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import PercentFormatter
 
-from gspo.cli.report.history import RunLog
+from gspo.cli.report.history import RunHistory
 from gspo.cli.report.panels import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, legend, line, panels, stack
 
 _HELD_OUT = (ORANGE, GREEN, PURPLE, RED)
@@ -26,7 +26,7 @@ _ENDS = {
 }
 
 
-def draw_turns(figure: Any, log: RunLog) -> bool:
+def draw_turns(figure: Any, log: RunHistory) -> bool:
     """Turns of the policy in a conversation, in training and on held-out prompts."""
     if np.isnan(log.series("turns_mean")).all():
         return False
@@ -43,7 +43,7 @@ def draw_turns(figure: Any, log: RunLog) -> bool:
     return True
 
 
-def draw_tools(figure: Any, log: RunLog) -> bool:
+def draw_tools(figure: Any, log: RunHistory) -> bool:
     """Tool calls, and turns with calls that could not be made."""
     calls, malformed = log.series("tool_calls_mean"), log.series("malformed_calls_mean")
     if not (np.nansum(calls) or np.nansum(malformed)):
@@ -57,7 +57,7 @@ def draw_tools(figure: Any, log: RunLog) -> bool:
     return True
 
 
-def draw_ends(figure: Any, log: RunLog) -> bool:
+def draw_ends(figure: Any, log: RunHistory) -> bool:
     """Shares of the step's rollouts by what ended them."""
     if np.isnan(log.series("turns_mean")).all():
         return False

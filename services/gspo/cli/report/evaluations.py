@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.ticker import PercentFormatter
 
 from gspo.cli.monitor.view import largest_pass
-from gspo.cli.report.history import RunLog, known
+from gspo.cli.report.history import RunHistory, known
 from gspo.cli.report.panels import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, legend, line, panels
 
 _COLOURS = (BLUE, GREEN, PURPLE, ORANGE)
@@ -19,7 +19,7 @@ _MARKERS = ("o", "s", "^", "v")
 
 
 @dataclass(frozen=True)
-class HeldOutTable:
+class EvaluationTable:
     """The evaluations of one held-out file.
 
     Attributes:
@@ -33,12 +33,12 @@ class HeldOutTable:
     rows: list[tuple[int, bool, list[str]]]
 
 
-def held_out_tables(log: RunLog) -> list[HeldOutTable]:
+def evaluation_tables(log: RunHistory) -> list[EvaluationTable]:
     """A table for each held-out file, with the columns that any of its evaluations has."""
     return [_table(log, file, records) for file, records in log.held_out.items()]
 
 
-def _table(log: RunLog, file: str, records: list[dict[str, Any]]) -> HeldOutTable:
+def _table(log: RunHistory, file: str, records: list[dict[str, Any]]) -> EvaluationTable:
     measured = [(record, known(record["figures"])) for record in records]
     names = dict.fromkeys(name for _, figures in measured for name in figures)
     ks = sorted(int(name.removeprefix("pass_at_")) for name in names if name.removeprefix("pass_at_").isdecimal())
@@ -58,7 +58,7 @@ def _table(log: RunLog, file: str, records: list[dict[str, Any]]) -> HeldOutTabl
         )
         for record, figures in measured
     ]
-    return HeldOutTable(file, list(shown), rows)
+    return EvaluationTable(file, list(shown), rows)
 
 
 def _cell(figures: dict[str, float], name: str, error: str) -> str:
@@ -74,7 +74,7 @@ def _cell(figures: dict[str, float], name: str, error: str) -> str:
     return f"{figures[name]:.3f}{more}"
 
 
-def draw_reward(figure: Any, log: RunLog) -> bool:
+def draw_reward(figure: Any, log: RunHistory) -> bool:
     """Held-out and training reward over the steps."""
     (panel,) = panels(figure, ["mean reward"])
     drawn = line(panel, log, "reward_mean", SKY, "training rollouts of the step")
@@ -89,7 +89,7 @@ def draw_reward(figure: Any, log: RunLog) -> bool:
     return drawn
 
 
-def draw_pass(figure: Any, log: RunLog) -> bool:
+def draw_pass(figure: Any, log: RunHistory) -> bool:
     """pass@k of the first held-out file over the versions."""
     (panel,) = panels(figure, ["share of prompts"])
     measured = [(int(record["version"]), known(record["figures"])) for record in log.headline]

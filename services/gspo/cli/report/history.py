@@ -72,7 +72,7 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class RunLog:
+class RunHistory:
     """One run as its directory tells it.
 
     Attributes:
@@ -157,7 +157,7 @@ def known(figures: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def read_log(run_dir: Path) -> RunLog:
+def read_history(run_dir: Path) -> RunHistory:
     """Read everything but the rollouts themselves; nothing that is missing or broken is an error."""
     problems: list[str] = []
     log = run_dir / "log"
@@ -166,7 +166,7 @@ def read_log(run_dir: Path) -> RunLog:
     metrics = _json_lines(log / "metrics.jsonl", ("step", "figures"), problems)
     evaluations = _json_lines(log / "evaluations.jsonl", ("version", "figures"), problems)
     versions = _json_lines(log / "policy.jsonl", ("version", "digest", "step"), problems)
-    return RunLog(
+    return RunHistory(
         run_dir=run_dir,
         config=_config(run_dir, problems),
         environment=_environment(run_dir / ENVIRONMENT_NAME, problems),

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from gspo.cli.report.history import RunLog, read_columns
+from gspo.cli.report.history import RunHistory, read_columns
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LengthShare:
         return self.dropped / (self.trained + self.dropped)
 
 
-def lost_by_length(log: RunLog) -> list[LengthShare]:
+def stale_by_length(log: RunHistory) -> list[LengthShare]:
     """A row for each doubling of the length, where there are any; empty where nothing was dropped."""
     if not log.groups.dropped_lengths:
         return []

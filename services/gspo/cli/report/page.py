@@ -15,9 +15,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from gspo.cli.monitor.view import duration
-from gspo.cli.report.evaluations import held_out_tables
-from gspo.cli.report.history import SETTLEMENTS, RunLog
-from gspo.cli.report.lengths import lost_by_length
+from gspo.cli.report.evaluations import evaluation_tables
+from gspo.cli.report.history import SETTLEMENTS, RunHistory
+from gspo.cli.report.lengths import stale_by_length
 from gspo.cli.report.plots import Plot
 from gspo.cli.report.samples import read_samples
 from gspo.cli.report.summary import difference, notes
@@ -47,7 +47,7 @@ class Advice:
     num_steps: int
 
 
-def render(log: RunLog, summary: dict[str, Any], plots: list[Plot], folder: Path) -> str:
+def render(log: RunHistory, summary: dict[str, Any], plots: list[Plot], folder: Path) -> str:
     """The page; `folder` holds the plots' files."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -69,12 +69,12 @@ def render(log: RunLog, summary: dict[str, Any], plots: list[Plot], folder: Path
         phases=_shares(summary["wall_s"] or {}),
         times=[(share.in_words, share.seconds, share.share) for share in shares(*log.figures)],
         endings=[(name, _MEANINGS[name], summary["groups"][name], _reasons(log, name)) for name in SETTLEMENTS],
-        lost=lost_by_length(log),
+        lost=stale_by_length(log),
         samples=read_samples(log),
         environment=log.environment,
         run_dir=log.run_dir.resolve(),
         quoted=shlex.quote(str(log.run_dir.resolve())),
-        held_out=held_out_tables(log),
+        held_out=evaluation_tables(log),
         exported=(log.run_dir / "export" / "config.json").is_file(),
         kept_best=(log.run_dir / "best" / "config.json").is_file(),
         evaluation=" ".join(shlex.quote(str(path)) for path in log.config.evaluation.files.values())
@@ -93,7 +93,7 @@ def _status(summary: dict[str, Any]) -> tuple[str, str]:
     return ("open", reason) if reason.startswith("stopped") else ("done", f"finished: {reason}")
 
 
-def _advice(log: RunLog) -> list[Advice]:
+def _advice(log: RunHistory) -> list[Advice]:
     """What was said while it ran, each sentence in its last form."""
     if log.config is None:
         return []
@@ -165,7 +165,7 @@ def _shares(seconds: dict[str, float]) -> list[tuple[str, float, float]]:
     return [(name.replace("_", " "), s, s / total) for name, s in seconds.items() if s > 0]
 
 
-def _reasons(log: RunLog, settlement: str) -> str:
+def _reasons(log: RunHistory, settlement: str) -> str:
     reasons = log.groups.reasons[settlement]
     shown = [f"{reason} ({count})" for reason, count in reasons.most_common(_REASONS_SHOWN)]
     more = len(reasons) - len(shown)

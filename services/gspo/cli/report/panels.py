@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from gspo.cli.report.history import RunLog
+from gspo.cli.report.history import RunHistory
 
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#0072B2",
@@ -56,7 +56,7 @@ def panels(figure: Any, labels: Sequence[str]) -> list[Any]:
     return made
 
 
-def line(panel: Any, log: RunLog, name: str, colour: str, label: str | None = None, style: str = "-") -> bool:
+def line(panel: Any, log: RunHistory, name: str, colour: str, label: str | None = None, style: str = "-") -> bool:
     """Draw a figure over the steps; False where no step has it."""
     values = log.series(name)
     if np.isnan(values).all():

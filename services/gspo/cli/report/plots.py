@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from gspo.cli.report.conversations import draw_ends, draw_tools, draw_turns
 from gspo.cli.report.evaluations import draw_pass, draw_reward
-from gspo.cli.report.history import SETTLEMENTS, RunLog
+from gspo.cli.report.history import SETTLEMENTS, RunHistory
 from gspo.cli.report.panels import (
     BLUE,
     GREEN,
@@ -37,7 +37,7 @@ from gspo.common.telemetry.advice import CLIPPED_TOO_MUCH
 
 _SIZE_INCHES, _DPI = (6.4, 3.5), 150
 
-Draw = Callable[[Any, RunLog], bool]
+Draw = Callable[[Any, RunHistory], bool]
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Plot:
     draw: Draw
 
 
-def write_plots(log: RunLog, folder: Path) -> list[Plot]:
+def write_plots(log: RunHistory, folder: Path) -> list[Plot]:
     """Write plots/*.png; those that the log has figures for are returned, and what an earlier report left of the
     others is removed."""
     folder.mkdir(exist_ok=True)
     return [plot for plot in PLOTS if _write(plot, log, folder / f"{plot.name}.png")]
 
 
-def _write(plot: Plot, log: RunLog, path: Path) -> bool:
+def _write(plot: Plot, log: RunHistory, path: Path) -> bool:
     with rc_context(STYLE):
         figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
         if not plot.draw(figure, log):
@@ -68,7 +68,7 @@ def _write(plot: Plot, log: RunLog, path: Path) -> bool:
     return True
 
 
-def _clip(figure: Any, log: RunLog) -> bool:
+def _clip(figure: Any, log: RunHistory) -> bool:
     low, high = log.series("clipped_sequences_low"), log.series("clipped_sequences_high")
     if np.isnan(low).all():
         return False
@@ -82,7 +82,7 @@ def _clip(figure: Any, log: RunLog) -> bool:
     return True
 
 
-def _log_ratio(figure: Any, log: RunLog) -> bool:
+def _log_ratio(figure: Any, log: RunHistory) -> bool:
     mean, std = log.series("log_ratio_mean"), log.series("log_ratio_std")
     if np.isnan(mean).all():
         return False
@@ -101,7 +101,7 @@ def _log_ratio(figure: Any, log: RunLog) -> bool:
     return True
 
 
-def _length(figure: Any, log: RunLog) -> bool:
+def _length(figure: Any, log: RunHistory) -> bool:
     upper, lower = panels(figure, ["tokens an answer", "cut off"])
     drawn = line(upper, log, "response_tokens_mean", BLUE, "mean over the step's rollouts")
     line(lower, log, "truncated_share", RED, "share cut off at response_length")
@@ -112,7 +112,7 @@ def _length(figure: Any, log: RunLog) -> bool:
     return drawn
 
 
-def _spread(figure: Any, log: RunLog) -> bool:
+def _spread(figure: Any, log: RunHistory) -> bool:
     upper, lower = panels(figure, ["share of groups", "reward"])
     drawn = line(upper, log, "zero_spread_groups", RED, "groups whose rewards are all equal")
     drawn |= line(lower, log, "reward_std", BLUE, "standard deviation over the step's rollouts")
@@ -123,7 +123,7 @@ def _spread(figure: Any, log: RunLog) -> bool:
     return drawn
 
 
-def _age(figure: Any, log: RunLog) -> bool:
+def _age(figure: Any, log: RunHistory) -> bool:
     (panel,) = panels(figure, ["age (policy versions)"])
     drawn = line(panel, log, "age_mean", BLUE, "mean over counted tokens")
     drawn |= line(panel, log, "age_max", RED, "oldest counted token", ":")
@@ -137,7 +137,7 @@ def _age(figure: Any, log: RunLog) -> bool:
     return drawn
 
 
-def _entropy(figure: Any, log: RunLog) -> bool:
+def _entropy(figure: Any, log: RunHistory) -> bool:
     upper, lower = panels(figure, ["entropy (nats)", "k3 (nats)"])
     drawn = line(upper, log, "entropy", GREEN, "mean over tokens")
     drawn |= line(lower, log, "k3", ORANGE, "KL estimate to the old policy")
@@ -147,7 +147,7 @@ def _entropy(figure: Any, log: RunLog) -> bool:
     return drawn
 
 
-def _gradient(figure: Any, log: RunLog) -> bool:
+def _gradient(figure: Any, log: RunHistory) -> bool:
     upper, lower = panels(figure, ["gradient norm", "loss"])
     drawn = line(upper, log, "grad_norm", BLUE, "before it is scaled down")
     if log.config is not None:
@@ -158,7 +158,7 @@ def _gradient(figure: Any, log: RunLog) -> bool:
     return drawn
 
 
-def _time(figure: Any, log: RunLog) -> bool:
+def _time(figure: Any, log: RunHistory) -> bool:
     names = [
         ("wait_s", "waiting for rollouts", GREY, None),
         ("train_s", "training", BLUE, None),
@@ -175,7 +175,7 @@ def _time(figure: Any, log: RunLog) -> bool:
     return True
 
 
-def _groups(figure: Any, log: RunLog) -> bool:
+def _groups(figure: Any, log: RunHistory) -> bool:
     counts = {**{name: log.groups.counts[name] for name in SETTLEMENTS}, "open": log.groups.open}
     if not log.groups.issued:
         return False

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from gspo.cli.report.history import RunLog, read_columns
+from gspo.cli.report.history import RunHistory, read_columns
 
 _EACH = 3
 _LONGEST_TEXT = 4000
@@ -66,8 +66,8 @@ class StepSamples:
     samples: tuple[Sample, ...]
 
 
-def read_samples(log: RunLog) -> list[StepSamples]:
-    """Samples of the first and the last logged step; what cannot be read is left out (read_log has said so)."""
+def read_samples(log: RunHistory) -> list[StepSamples]:
+    """Samples of the first and the last logged step; what cannot be read is left out (read_history has said so)."""
     found = []
     for step in sorted({*list(log.step_files)[:1], *list(log.step_files)[-1:]}):
         try:

@@ -11,13 +11,13 @@ from typing import Any
 
 from gspo.cli.monitor.unscored import unscored_so_far
 from gspo.cli.monitor.view import largest_pass
-from gspo.cli.report.history import SETTLEMENTS, SKIPS, TRAINED, RunLog, known
+from gspo.cli.report.history import SETTLEMENTS, SKIPS, TRAINED, RunHistory, known
 from gspo.common.telemetry.bottleneck import verdict
 
 TIMES = ("wait_s", "train_s", "publish_s", "hold_s", "log_s")
 
 
-def summarise(log: RunLog, wall_s: dict[str, float] | None, finished: dict[str, Any] | None) -> dict[str, Any]:
+def summarise(log: RunHistory, wall_s: dict[str, float] | None, finished: dict[str, Any] | None) -> dict[str, Any]:
     """The content of summary.json.
 
     Args:
@@ -51,7 +51,7 @@ def summarise(log: RunLog, wall_s: dict[str, float] | None, finished: dict[str, 
     }
 
 
-def _bound(log: RunLog) -> dict[str, Any] | None:
+def _bound(log: RunHistory) -> dict[str, Any] | None:
     """Which stage bounded the last steps, the numbers that say so, and what to change; None where nothing is known."""
     if log.config is None:
         return None
@@ -59,7 +59,7 @@ def _bound(log: RunLog) -> dict[str, Any] | None:
     return None if found is None else {"stage": found.stage, "because": found.because, "change": list(found.change)}
 
 
-def _accuracies(log: RunLog) -> dict[str, Any]:
+def _accuracies(log: RunHistory) -> dict[str, Any]:
     """Of the first and the last evaluation of the first held-out file; one alone is the first."""
     first, last = first_and_last(log.headline)
     found: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def first_and_last(records: list[dict[str, Any]]) -> tuple[dict[str, Any] | None
     return (records[0] if records else None), (records[-1] if len(records) > 1 else None)
 
 
-def _held_out(log: RunLog) -> dict[str, Any]:
+def _held_out(log: RunHistory) -> dict[str, Any]:
     """All figures of the first and the last evaluation of every held-out file."""
     found: dict[str, Any] = {}
     for name, records in log.held_out.items():
@@ -94,7 +94,7 @@ def _held_out(log: RunLog) -> dict[str, Any]:
     return found
 
 
-def _best(log: RunLog) -> dict[str, Any] | None:
+def _best(log: RunHistory) -> dict[str, Any] | None:
     """The version in `best/`, and by what it is the best; None where none is kept."""
     if log.best is None:
         return None
@@ -102,12 +102,12 @@ def _best(log: RunLog) -> dict[str, Any] | None:
     return {"version": log.best[0], "figure": figure, "score": log.best[1]}
 
 
-def _groups(log: RunLog) -> dict[str, int]:
+def _groups(log: RunHistory) -> dict[str, int]:
     counts = {name: log.groups.counts[name] for name in SETTLEMENTS}
     return {"issued": log.groups.issued, **counts, "open": log.groups.open}
 
 
-def _rollouts(log: RunLog) -> dict[str, int]:
+def _rollouts(log: RunHistory) -> dict[str, int]:
     """Trained and skipped: from the step files, and from the figures where a step's file was removed."""
     total: Counter[str] = Counter()
     for counts in log.rollouts.values():
@@ -119,7 +119,7 @@ def _rollouts(log: RunLog) -> dict[str, int]:
     return {TRAINED: total[TRAINED], **{f"skipped_{reason}": total[reason] for reason in SKIPS}}
 
 
-def notes(log: RunLog, summary: dict[str, Any]) -> list[str]:
+def notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
     """Sentences without which the numbers say more than is known; problems of reading included."""
     figures = {int(step): figures for step, figures in zip(log.steps, log.figures, strict=True)}
     unscored = unscored_so_far(log.run_dir, figures)
@@ -128,7 +128,7 @@ def notes(log: RunLog, summary: dict[str, Any]) -> list[str]:
     return [*found, *log.problems]
 
 
-def _accuracy_notes(log: RunLog, summary: dict[str, Any]) -> list[str]:
+def _accuracy_notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
     if not log.headline:
         return ["No held-out evaluation: the training reward is of other prompts at every step, and no measurement."]
     if len(log.headline) == 1:
@@ -165,7 +165,7 @@ def difference(summary: dict[str, Any], name: str) -> tuple[float, float | None]
     return after - before, math.hypot(*errors) if None not in errors else None
 
 
-def _group_notes(log: RunLog, summary: dict[str, Any]) -> list[str]:
+def _group_notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
     groups, found = summary["groups"], []
     if log.groups.twice:
         shown = ", ".join(map(str, log.groups.twice[:5]))
@@ -181,7 +181,7 @@ def _group_notes(log: RunLog, summary: dict[str, Any]) -> list[str]:
     return found
 
 
-def _log_notes(log: RunLog) -> list[str]:
+def _log_notes(log: RunHistory) -> list[str]:
     found = []
     if waiting := [step for step in log.step_files if step > log.step]:
         found.append(f"Step {waiting[-1]} is logged and not trained yet: `gspo run --resume` trains it first.")

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gspo.cli.report.history import RunLog, read_log
+from gspo.cli.report.history import RunHistory, read_history
 from gspo.cli.report.page import render
 from gspo.cli.report.plots import write_plots
 from gspo.cli.report.summary import summarise
@@ -28,7 +28,7 @@ def write_report(
         finished: `reason` and `failed` of the run's end; empty where it came to none. The log holds neither of the
             two: where None is given, those of an earlier report stand, if no step was trained since.
     """
-    log = read_log(run_dir)
+    log = read_history(run_dir)
     earlier = _earlier(run_dir / SUMMARY_NAME, log)
     if wall_s is None:
         wall_s = earlier.get("wall_s")
@@ -41,7 +41,7 @@ def write_report(
     return summary
 
 
-def _earlier(path: Path, log: RunLog) -> dict[str, Any]:
+def _earlier(path: Path, log: RunHistory) -> dict[str, Any]:
     """The summary of an earlier report of the same policy; empty where there is none."""
     try:
         summary = json.loads(path.read_text())

@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 
-from gspo.cli.monitor.status import read_members
+from gspo.cli.monitor.status import read_instances
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.rundir import http_client
-from gspo.cli.rundir.plan import check_run_dir, is_held, supervisor_facts
+from gspo.cli.rundir.plan import check_run_dir, is_run_dir_locked, supervisor_facts
 from gspo.common.config.loading import read_config
 from gspo.common.config.schema import Config
 from gspo.common.config.services import TlsConfig
@@ -54,7 +54,7 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
 
 
-class RewardDoor:
+class RewardClient:
     """One service's door.
 
     Args:
@@ -89,7 +89,7 @@ class RewardDoor:
         raise RunError(f"the reward service answered {reply.status_code}: {refusal['detail']}")
 
 
-def find_door(run: Path | None, url: str | None) -> RewardDoor:
+def find_reward_service(run: Path | None, url: str | None) -> RewardClient:
     """The door at `url`, else of a run's reward service: the given run, or the newest one under ./runs.
 
     Raises:
@@ -98,12 +98,12 @@ def find_door(run: Path | None, url: str | None) -> RewardDoor:
     url = url or os.environ.get(URL_VARIABLE)
     token = os.environ.get(TOKEN_VARIABLE, "")
     if url and run is None:
-        return RewardDoor(url, token, TlsConfig(ca=_authority()))
+        return RewardClient(url, token, TlsConfig(ca=_authority()))
     run_dir = run or _newest(Path("runs"))
     check_run_dir(run_dir)
     config = read_config(run_dir / CONFIG_NAME)
     found = http_client.url(_address(run_dir, config), config)
-    return RewardDoor(found, token or shared_token(config), config.services.tls)
+    return RewardClient(found, token or shared_token(config), config.services.tls)
 
 
 def _authority() -> Path | None:
@@ -120,14 +120,14 @@ def _newest(folder: Path) -> Path:
     if not found:
         raise InputError(str(folder), "holds no run directory", "Give one with --run, or an address with --url")
     found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((path for path in found if is_held(path)), found[0])
+    return next((path for path in found if is_run_dir_locked(path)), found[0])
 
 
 def _address(run_dir: Path, config: Config) -> str:
     with _explained(run_dir):
         redis_url = config.services.redis_url or str(supervisor_facts(run_dir)["redis_url"])
-        members = asyncio.run(read_members(redis_url, config))
-        return next(member.http for member in members if member.service == "reward")
+        members = asyncio.run(read_instances(redis_url, config))
+        return next(instance.http for instance in members if instance.service == "reward")
 
 
 @contextmanager

@@ -15,14 +15,14 @@ from rich.console import Console
 
 from gspo.cli.processes.checks import check_ports, check_redis
 from gspo.cli.processes.programs import REDIS, Job, service_programs
-from gspo.cli.processes.supervisor import Supervisor
+from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.cli.run.session import Interrupts, first_of, start_redis
 from gspo.cli.rundir import http_client
-from gspo.cli.rundir.plan import SERVICES_DIR, Plan, hold, prepare, write_supervisor_facts
+from gspo.cli.rundir.plan import SERVICES_DIR, RunPlan, lock_run_dir, prepare, write_supervisor_facts
 from gspo.common.config.loading import read_config
 from gspo.common.config.reward import RewardFunction
 from gspo.common.config.schema import Config
-from gspo.common.streams.instances import wait_for_member
+from gspo.common.streams.instances import wait_for_instance
 from gspo.common.streams.keys import Keys
 
 START_TIMEOUT_S = 60.0
@@ -39,7 +39,7 @@ def serve(config_file: Path, port: int, console: Console) -> int:
     """
     config = serving_config(read_config(config_file), port)
     check_ports(config)
-    with hold(config.run_dir):
+    with lock_run_dir(config.run_dir):
         return asyncio.run(_serve(config, console))
 
 
@@ -65,18 +65,18 @@ async def _serve(config: Config, console: Console) -> int:
     interrupts.install()
     if config.services.redis_url:
         await check_redis(config.services.redis_url, config)
-    prepare(Plan(config, config.run_dir, resume=True))
+    prepare(RunPlan(config, config.run_dir, resume=True))
     # As on resume: the keys of an earlier time are ours.
     job = Job(config, config.run_dir, resume=True, services=("reward",))
     logs = config.run_dir / SERVICES_DIR
-    async with Supervisor(logs, config.services.max_restarts, lambda text: console.print(text)) as supervisor:
+    async with ProcessSupervisor(logs, config.services.max_restarts, lambda text: console.print(text)) as supervisor:
         interrupts.supervisor = supervisor
         redis, redis_url = await start_redis(job, supervisor)
         try:
             write_supervisor_facts(config.run_dir, redis_url)
-            await redis.delete(Keys(config.name).members, Keys(config.name).events)
+            await redis.delete(Keys(config.name).instances, Keys(config.name).events)
             supervisor.start(service_programs(job, redis_url))
-            tell = _tell(config, redis, console)
+            tell = _announce(config, redis, console)
             await first_of([_until_asked(interrupts)], [supervisor.watch(), tell])
         finally:
             await supervisor.end(0.0, last=REDIS)
@@ -88,9 +88,9 @@ async def _until_asked(interrupts: Interrupts) -> None:
     await interrupts.asked.wait()
 
 
-async def _tell(config: Config, redis: Redis, console: Console) -> None:
+async def _announce(config: Config, redis: Redis, console: Console) -> None:
     """Say where it is, once it is there."""
-    member = await wait_for_member(redis, Keys(config.name), "reward", START_TIMEOUT_S)
-    url = http_client.url(member.http, config)
+    instance = await wait_for_instance(redis, Keys(config.name), "reward", START_TIMEOUT_S)
+    url = http_client.url(instance.http, config)
     console.print(f"reward functions at {url}, described at {url}/docs; Ctrl-C ends it", highlight=False)
     console.print(f"what is submitted stays in {config.registry_dir}", highlight=False)

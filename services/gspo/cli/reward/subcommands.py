@@ -49,7 +49,7 @@ def submit(
     }
     if entry is not None:
         body["entry"] = entry
-    told = _door(run, url).call("POST", json=body)
+    told = _client(run, url).call("POST", json=body)
     state = "scores now" if told["active"] else f"waits: gspo reward activate {told['name']} {told['version'][:12]}"
     again = "" if told["new"] else " (known before)"
     Console().print(f"{told['name']} {told['version']}{again}\n{state}", highlight=False, soft_wrap=True)
@@ -63,7 +63,7 @@ def list_rewards(run: Run = None, url: Url = None, as_json: AsJson = False) -> N
     """
     from gspo.cli.reward.tables import print_list
 
-    _print(_door(run, url).call("GET"), print_list, as_json=as_json)
+    _print(_client(run, url).call("GET"), print_list, as_json=as_json)
 
 
 @app.command()
@@ -81,14 +81,14 @@ def show(
     """
     from gspo.cli.reward.tables import print_one
 
-    door = _door(run, url)
+    client = _client(run, url)
     if source or version:
         query = {"version": version} if version else {}
-        typer.echo(door.call("GET", f"/{name}/source", params=query)["source"], nl=False)
+        typer.echo(client.call("GET", f"/{name}/source", params=query)["source"], nl=False)
         return
-    found = {"reward": door.call("GET", f"/{name}"), **door.call("GET", f"/{name}/usage")}
+    found = {"reward": client.call("GET", f"/{name}"), **client.call("GET", f"/{name}/usage")}
     if found["reward"]["origin"] == "registered":
-        found |= door.call("GET", f"/{name}/versions")
+        found |= client.call("GET", f"/{name}/versions")
     _print(found, print_one, as_json=as_json)
 
 
@@ -112,7 +112,7 @@ def try_rows(
     given = _read_rows(rows)
     episode = len(given) == 1 and "actions" in given[0]
     body = {"task": given[0].get("task"), "actions": given[0]["actions"]} if episode else {"rows": given}
-    told = _door(run, url).call("POST", f"/{name}/try", json=body | ({"version": version} if version else {}))
+    told = _client(run, url).call("POST", f"/{name}/try", json=body | ({"version": version} if version else {}))
     _print(told, print_trial, as_json=as_json)
 
 
@@ -129,7 +129,7 @@ def activate(
     Example: [bold]gspo reward activate exact 9f86d081[/]
     """
     body = {"version": version} | ({"if_active": if_active} if if_active is not None else {})
-    told = _door(run, url).call("POST", f"/{name}/activate", json=body)
+    told = _client(run, url).call("POST", f"/{name}/activate", json=body)
     Console().print(f"{name}: {_short(told['was'])} -> {_short(told['active'])}", highlight=False)
 
 
@@ -139,7 +139,7 @@ def retire(name: Name, run: Run = None, url: Url = None) -> None:
 
     Example: [bold]gspo reward retire exact[/]
     """
-    told = _door(run, url).call("DELETE", f"/{name}")
+    told = _client(run, url).call("DELETE", f"/{name}")
     Console().print(f"{name}: {_short(told['was'])} -> retired", highlight=False)
 
 
@@ -154,7 +154,7 @@ def remove(
 
     Example: [bold]gspo reward remove exact 9f86d081[/]
     """
-    told = _door(run, url).call("DELETE", f"/{name}/versions/{version}")
+    told = _client(run, url).call("DELETE", f"/{name}/versions/{version}")
     Console().print(f"{name}: {told['removed'][:12]} removed", highlight=False)
 
 
@@ -172,9 +172,9 @@ def logs(
     """
     from gspo.cli.reward.tables import print_logs
 
-    door = _door(run, url)
-    lines = door.call("GET", f"/{name}/log", params={"limit": limit})
-    _print({**lines, **door.call("GET", f"/{name}/usage")}, print_logs, as_json=as_json)
+    client = _client(run, url)
+    lines = client.call("GET", f"/{name}/log", params={"limit": limit})
+    _print({**lines, **client.call("GET", f"/{name}/usage")}, print_logs, as_json=as_json)
 
 
 @app.command()
@@ -193,10 +193,10 @@ def serve(
     raise typer.Exit(serve_until_stopped(config, port, Console()))
 
 
-def _door(run: Path | None, url: str | None) -> Any:
-    from gspo.cli.reward.api_client import find_door
+def _client(run: Path | None, url: str | None) -> Any:
+    from gspo.cli.reward.api_client import find_reward_service
 
-    return find_door(run, url)
+    return find_reward_service(run, url)
 
 
 def _print(told: Any, show_it: Any, *, as_json: bool) -> None:

@@ -18,7 +18,7 @@ from gspo.common.model.folder import max_positions
 
 
 @dataclass(frozen=True)
-class Question:
+class EvaluationSpec:
     """What to measure; None leaves the base configuration's value, or the default."""
 
     model: str
@@ -33,7 +33,7 @@ class Question:
     seed: int | None = None
 
 
-def eval_config(question: Question, folder: Path) -> Config:
+def eval_config(question: EvaluationSpec, folder: Path) -> Config:
     """The configuration of an evaluation whose run directory is in `folder`.
 
     Raises:
@@ -73,7 +73,7 @@ def eval_config(question: Question, folder: Path) -> Config:
     return parse_config(given, base=Path.cwd())
 
 
-def _fit_lengths(given: dict[str, Any], question: Question) -> None:
+def _fit_lengths(given: dict[str, Any], question: EvaluationSpec) -> None:
     """Take what the options leave open from the model, where it reads fewer tokens than the defaults ask for."""
     places = max_positions(Path(question.model))
     if places is None:

@@ -19,13 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo.cli.monitor.view import Phases, View
-from gspo.cli.processes.exit_codes import InterruptedRunError, RefusedError, RunError
-from gspo.cli.processes.preflight import FirstProcesses
+from gspo.cli.processes.exit_codes import InterruptedRunError, RunError, ServiceRefusedError
+from gspo.cli.processes.preflight import Preflight
 from gspo.cli.processes.programs import Job
-from gspo.cli.run.eval_config import Question, eval_config, named_files
+from gspo.cli.run.eval_config import EvaluationSpec, eval_config, named_files
 from gspo.cli.run.session import Interrupts, new_view, run_session
 from gspo.cli.run.training import check_all, open_screen, place_on_gpus, until_interrupted
-from gspo.cli.rundir.plan import SERVICES_DIR, Plan, prepare
+from gspo.cli.rundir.plan import SERVICES_DIR, RunPlan, prepare
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.service.app import CONFIG_NAME
@@ -53,7 +53,7 @@ _OPTIONS = (
 )
 
 
-def evaluate(question: Question, out: Path | None, *, plain: bool, console: Console) -> int:
+def evaluate(question: EvaluationSpec, out: Path | None, *, plain: bool, console: Console) -> int:
     """Measure, print, and write `out` as JSON; 0.
 
     Raises:
@@ -62,9 +62,9 @@ def evaluate(question: Question, out: Path | None, *, plain: bool, console: Cons
     """
     if out is not None:
         _check_writable(out)
-    with tempfile.TemporaryDirectory(prefix="gspo-eval-") as folder, in_words_of_the_options():
+    with tempfile.TemporaryDirectory(prefix="gspo-eval-") as folder, naming_options():
         config = eval_config(question, Path(folder))
-        with FirstProcesses(config.run_dir) as first:
+        with Preflight(config.run_dir) as first:
             measured = asyncio.run(_evaluate(config, first, console, plain=plain))
     _print(measured, console)
     if out is not None:
@@ -81,7 +81,7 @@ def _check_writable(out: Path) -> None:
         out.unlink()
 
 
-def _result(question: Question, measured: Measured) -> dict[str, Any]:
+def _result(question: EvaluationSpec, measured: Measured) -> dict[str, Any]:
     """What `--out` holds: the figures of a single file, or of each by its name."""
     if len(question.prompts) == 1:
         return {"model": question.model, "prompts": str(question.prompts[0]), **measured[""]}
@@ -90,14 +90,14 @@ def _result(question: Question, measured: Measured) -> dict[str, Any]:
 
 
 @contextmanager
-def in_words_of_the_options() -> Iterator[None]:
+def naming_options() -> Iterator[None]:
     """Name the options of `gspo eval` where a check names configuration keys: the user may have no such file."""
     try:
         yield
     except InputError as error:
         raise InputError(*(_with_options(text) for text in (error.where, error.rule, error.fix))) from error
-    except RefusedError as error:
-        raise RefusedError(_with_options(str(error))) from error
+    except ServiceRefusedError as error:
+        raise ServiceRefusedError(_with_options(str(error))) from error
 
 
 def _with_options(text: str) -> str:
@@ -106,10 +106,10 @@ def _with_options(text: str) -> str:
     return text
 
 
-async def _evaluate(config: Config, first: FirstProcesses, console: Console, *, plain: bool) -> Measured:
+async def _evaluate(config: Config, first: Preflight, console: Console, *, plain: bool) -> Measured:
     phases, interrupts = Phases(), Interrupts()
     interrupts.install()
-    plan = Plan(config, config.run_dir, resume=False)
+    plan = RunPlan(config, config.run_dir, resume=False)
     (plan.run_dir / SERVICES_DIR).mkdir(parents=True)
     prepare(plan)
     placement = place_on_gpus(config, _SERVICES, console)

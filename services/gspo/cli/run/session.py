@@ -18,9 +18,9 @@ import httpx
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gspo.cli.monitor.disk_space import watch_room
+from gspo.cli.monitor.disk_space import watch_disk_space
 from gspo.cli.monitor.screen import Screen
-from gspo.cli.monitor.view import Line, Phases, Process, View, load_history
+from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, load_history
 from gspo.cli.monitor.watcher import Watcher
 from gspo.cli.processes.checks import check_unused
 from gspo.cli.processes.child import Program
@@ -29,12 +29,12 @@ from gspo.cli.processes.programs import (
     LOOPBACK,
     REDIS,
     Job,
+    external_learner_command,
     free_port,
-    learner_by_hand,
     redis_program,
     service_programs,
 )
-from gspo.cli.processes.supervisor import Supervisor
+from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.cli.rundir import http_client
 from gspo.cli.rundir.plan import SERVICES_DIR, write_supervisor_facts
 from gspo.common.config.schema import Config
@@ -57,7 +57,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
-        self.supervisor: Supervisor | None = None
+        self.supervisor: ProcessSupervisor | None = None
         self.screen: Screen | None = None
 
     def install(self) -> None:
@@ -79,7 +79,7 @@ class Interrupts:
 def new_view(job: Job, phases: Phases) -> View:
     """The view of a session that begins now."""
     now = time.time()
-    view = View(job.config, job.run_dir, {name: Process(name, now) for name in job.names}, phases)
+    view = View(job.config, job.run_dir, {name: ServiceProcess(name, now) for name in job.names}, phases)
     if job.resume:
         load_history(view)
     return view
@@ -101,11 +101,11 @@ async def run_session(
     """
     view.phases.enter("start")
     services = job.config.services
-    async with Supervisor(
+    async with ProcessSupervisor(
         job.run_dir / SERVICES_DIR,
         services.max_restarts,
-        lambda text: screen.say(Line(text, "warning")),
-        job.first.mark,
+        lambda text: screen.say(ScreenLine(text, "warning")),
+        job.first.supervisor_id,
     ) as supervisor:
         interrupts.supervisor = supervisor
         redis, redis_url = await start_redis(job, supervisor)
@@ -115,8 +115,8 @@ async def run_session(
             write_supervisor_facts(job.run_dir, redis_url)
             supervisor.start((programs or service_programs)(job, redis_url))
             job.first.end()  # those that are not of this run
-            if job.leaves_learner:
-                screen.say(Line(learner_by_hand(job, redis_url)))
+            if job.has_external_learner:
+                screen.say(ScreenLine(external_learner_command(job, redis_url)))
             await _until_over(job, view, screen, interrupts, supervisor, watcher)
         except RedisError as error:
             raise RunError(f"Redis did not answer for {REDIS_PATIENCE_S} s ({error})") from error
@@ -128,7 +128,7 @@ async def run_session(
             await redis.aclose()
 
 
-async def start_redis(job: Job, supervisor: Supervisor) -> tuple[Redis, str]:
+async def start_redis(job: Job, supervisor: ProcessSupervisor) -> tuple[Redis, str]:
     """A client of the Redis that the services will use, and its address; starts one where none is given."""
     given = job.config.services.redis_url
     if given:
@@ -143,7 +143,7 @@ async def start_redis(job: Job, supervisor: Supervisor) -> tuple[Redis, str]:
     return connect_redis(url, job.config), url
 
 
-async def _until_redis_answers(url: str, config: Config, supervisor: Supervisor) -> None:
+async def _until_redis_answers(url: str, config: Config, supervisor: ProcessSupervisor) -> None:
     probe = Redis.from_url(url, protocol=2, socket_timeout=1, **redis_arguments(url, config))
     deadline = time.monotonic() + _REDIS_START_S
     try:
@@ -161,7 +161,7 @@ async def _until_redis_answers(url: str, config: Config, supervisor: Supervisor)
 
 
 async def _until_over(
-    job: Job, view: View, screen: Screen, interrupts: Interrupts, supervisor: Supervisor, watcher: Watcher
+    job: Job, view: View, screen: Screen, interrupts: Interrupts, supervisor: ProcessSupervisor, watcher: Watcher
 ) -> None:
     """Return when the run has finished or was stopped; raise what ends it otherwise."""
     background = [
@@ -169,7 +169,7 @@ async def _until_over(
         _refresh(view, screen),
         supervisor.watch(),
         _start_in_time(job, watcher),
-        watch_room(job.run_dir, screen.say),
+        watch_disk_space(job.run_dir, screen.say),
     ]
     ends = [watcher.follow(), _stop_when_asked(job, view, screen, interrupts)]
     await first_of(ends, background)
@@ -209,24 +209,30 @@ async def _stop_when_asked(job: Job, view: View, screen: Screen, interrupts: Int
     await interrupts.asked.wait()
     timeout_s = job.config.run.drain_timeout_s
     coordinator = next(
-        (p.member for p in view.processes.values() if p.member and p.member.service == "coordinator"), None
+        (p.instance for p in view.processes.values() if p.instance and p.instance.service == "coordinator"), None
     )
     learner = next((p for p in view.processes.values() if p.name.startswith("learner-")), None)
     if coordinator is None or learner is None or not learner.ready:
-        screen.say(Line("stopping: nothing was trained yet in this session"))
+        screen.say(ScreenLine("stopping: nothing was trained yet in this session"))
         return
     screen.say(
-        Line(f"stopping: up to {timeout_s:g} s for the step under way and a checkpoint; Ctrl-C again ends at once")
+        ScreenLine(
+            f"stopping: up to {timeout_s:g} s for the step under way and a checkpoint; Ctrl-C again ends at once"
+        )
     )
     try:
         await _call_stop(coordinator.http, job)
     except httpx.HTTPError as error:
         screen.say(
-            Line(f"the coordinator did not take the stop ({type(error).__name__}: {error}); ending now", "warning")
+            ScreenLine(
+                f"the coordinator did not take the stop ({type(error).__name__}: {error}); ending now", "warning"
+            )
         )
         return
     await asyncio.sleep(timeout_s)
-    screen.say(Line(f"the checkpoint took longer than run.drain_timeout_s ({timeout_s:g} s); ending now", "warning"))
+    screen.say(
+        ScreenLine(f"the checkpoint took longer than run.drain_timeout_s ({timeout_s:g} s); ending now", "warning")
+    )
 
 
 async def _call_stop(address: str, job: Job) -> None:

@@ -14,14 +14,14 @@ from rich.text import Text
 
 from gspo.cli.monitor.live import LiveScreen
 from gspo.cli.monitor.screen import PlainScreen, Screen
-from gspo.cli.monitor.view import Line, Phases, View, duration
+from gspo.cli.monitor.view import Phases, ScreenLine, View, duration
 from gspo.cli.processes.checks import check_ports, check_redis, check_services
 from gspo.cli.processes.exit_codes import InterruptedRunError
 from gspo.cli.processes.placement import Placement, place
-from gspo.cli.processes.preflight import FirstProcesses
+from gspo.cli.processes.preflight import Preflight
 from gspo.cli.processes.programs import Job, process_names
 from gspo.cli.run.session import Interrupts, Programs, new_view, run_session
-from gspo.cli.rundir.plan import PAGE_NAME, Plan, hold, plan_run, prepare
+from gspo.cli.rundir.plan import PAGE_NAME, RunPlan, lock_run_dir, plan_run, prepare
 from gspo.common.config.schema import Config
 from gspo.common.host.gpus import visible_gpus
 from gspo.common.host.memory import free_memory
@@ -56,14 +56,14 @@ def run(target: Path, *, resume: bool, plain: bool, console: Console, programs: 
         console.print(_has_finished(plan), highlight=False, soft_wrap=True)
         return 0
     config_file = target / CONFIG_NAME if target.is_dir() else target
-    with hold(plan.run_dir):
-        with FirstProcesses(plan.run_dir) as first:
+    with lock_run_dir(plan.run_dir):
+        with Preflight(plan.run_dir) as first:
             view = asyncio.run(_run(plan, config_file, first, console, programs, plain=plain))
         return _conclude(plan, view, console)
 
 
 async def _run(
-    plan: Plan, config_file: Path, first: FirstProcesses, console: Console, programs: Programs | None, *, plain: bool
+    plan: RunPlan, config_file: Path, first: Preflight, console: Console, programs: Programs | None, *, plain: bool
 ) -> View:
     phases, interrupts = Phases(), Interrupts()
     interrupts.install()
@@ -76,7 +76,7 @@ async def _run(
     screen = open_screen(console, plain=plain)
     interrupts.screen = screen
     try:
-        for line in [Line(warning, "warning") for warning in warnings] + [Line(note) for note in notes]:
+        for line in [ScreenLine(warning, "warning") for warning in warnings] + [ScreenLine(note) for note in notes]:
             screen.say(line)
         await run_session(job, view, screen, interrupts, programs)
     finally:
@@ -99,13 +99,13 @@ def place_on_gpus(config: Config, services: tuple[str, ...], console: Console) -
         InputError: They do not fit.
     """
     placement = place(config, process_names(config, services), visible_gpus())
-    if placement.placed:
+    if placement.assignments:
         console.print(placement.table(), highlight=False)
     return placement
 
 
 async def check_all(
-    config: Config, services: tuple[str, ...], config_file: Path, placement: Placement, first: FirstProcesses
+    config: Config, services: tuple[str, ...], config_file: Path, placement: Placement, first: Preflight
 ) -> list[str]:
     """Everything that can be known before anything is started; what the services warn of."""
     check_ports(config)
@@ -141,14 +141,14 @@ def _how_to_go_on(run_dir: Path) -> str:
     return f"Go on with it:\n  gspo run --resume {shlex.quote(str(run_dir))}"
 
 
-def _has_finished(plan: Plan) -> str:
+def _has_finished(plan: RunPlan) -> str:
     return (
         f"{plan.run_dir} has finished: {plan.finished}. Report: {plan.run_dir / PAGE_NAME}\n"
         "To train on, raise run.total_steps in your configuration and go on with it: gspo run CONFIG.yaml --resume"
     )
 
 
-def _conclude(plan: Plan, view: View, console: Console) -> int:
+def _conclude(plan: RunPlan, view: View, console: Console) -> int:
     """Write the report of what there is, say how it went; the exit code."""
     from gspo.cli.report.writer import write_report  # here: plotting takes a second to import
 

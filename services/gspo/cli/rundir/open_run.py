@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo.cli.rundir.plan import check_run_dir, is_held, supervisor_facts
+from gspo.cli.rundir.plan import check_run_dir, is_run_dir_locked, supervisor_facts
 from gspo.common.config.loading import read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
@@ -16,7 +16,7 @@ from gspo.common.service.app import CONFIG_NAME
 
 
 @dataclass(frozen=True)
-class OpenedRun:
+class OpenRun:
     """A run.
 
     Attributes:
@@ -28,7 +28,7 @@ class OpenedRun:
     redis_url: str | None
 
 
-def open_run(run_dir: Path | None) -> OpenedRun:
+def open_run(run_dir: Path | None) -> OpenRun:
     """A run by its directory; the newest one under ./runs where none is given.
 
     Raises:
@@ -37,8 +37,8 @@ def open_run(run_dir: Path | None) -> OpenedRun:
     run_dir = run_dir or _newest(Path("runs"))
     check_run_dir(run_dir)
     config = read_config(run_dir / CONFIG_NAME)
-    own = str(supervisor_facts(run_dir).get("redis_url", "")) if is_held(run_dir) else ""
-    return OpenedRun(run_dir, config, config.services.redis_url or own or None)
+    own = str(supervisor_facts(run_dir).get("redis_url", "")) if is_run_dir_locked(run_dir) else ""
+    return OpenRun(run_dir, config, config.services.redis_url or own or None)
 
 
 def _newest(folder: Path) -> Path:

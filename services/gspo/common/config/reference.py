@@ -35,7 +35,7 @@ def explain() -> list[Key]:
     return list(_walk(Config, ""))
 
 
-def explain_item(key: Key) -> list[Key]:
+def item_keys(key: Key) -> list[Key]:
     """The keys of one item, where a key's value is a list of sections: `reward.functions.N.weight`."""
     annotation: Any = Config
     for part in key.name.split("."):

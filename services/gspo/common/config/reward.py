@@ -151,7 +151,7 @@ class RewardConfig(Section):
     )
     sandbox_minimum: Literal["bubblewrap", "landlock", "rlimits"] = Field(
         "landlock",
-        description="Least containment of user code; the strongest that the machine gives is taken",
+        description="Least confinement of user code; the strongest that the machine gives is taken",
         json_schema_extra=ON_RESUME,
     )
     registry: Path | None = Field(

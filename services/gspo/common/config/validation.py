@@ -10,7 +10,7 @@ from gspo.common.config.reference import explain, meaning, names_at, section_at
 from gspo.common.errors import InputError, in_yaml, nearest
 
 
-def explained(error: ValidationError, source: str) -> InputError:
+def as_input_error(error: ValidationError, source: str) -> InputError:
     """One error for everything that is wrong.
 
     Args:

@@ -115,7 +115,7 @@ def _installed_gpus() -> list[Gpu]:
     ]
 
 
-def generators_on(gpus: Sequence[Gpu]) -> list[int]:
+def generators_per_gpu(gpus: Sequence[Gpu]) -> list[int]:
     """How many generators run on each of this process's GPUs, as `gspo run` said; none where it said nothing."""
     told = [int(word) for word in os.environ.get(GENERATORS_PER_GPU, "").split(",") if word.strip()]
     return [told[place] if place < len(told) else 0 for place in range(len(gpus))]

@@ -24,7 +24,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Needed:
+class MemoryNeed:
     """Bytes that one process needs for the groups of a run.
 
     Attributes:
@@ -36,24 +36,24 @@ class Needed:
     most: int
 
 
-def coordinator_bytes(config: Config) -> Needed:
+def coordinator_bytes(config: Config) -> MemoryNeed:
     """The tables of open groups."""
     tables = config.num_slots * OPEN_GROUP
-    return Needed(tables, tables)
+    return MemoryNeed(tables, tables)
 
 
-def redis_bytes(config: Config) -> Needed:
+def redis_bytes(config: Config) -> MemoryNeed:
     """The tasks of open groups, and the answers that no step has taken yet."""
     tasks = config.num_slots * REDIS_GROUP
-    return Needed(
+    return MemoryNeed(
         tasks + config.algorithm.num_rollouts * REDIS_ROLLOUT,
         tasks + _open_rollouts(config) * (REDIS_ROLLOUT + REDIS_TOKEN * config.algorithm.response_length),
     )
 
 
-def learner_bytes(config: Config) -> Needed:
+def learner_bytes(config: Config) -> MemoryNeed:
     """The answers that wait for their group or their step."""
-    return Needed(
+    return MemoryNeed(
         config.algorithm.num_rollouts * LEARNER_ROLLOUT,
         _open_rollouts(config) * (LEARNER_ROLLOUT + LEARNER_TOKEN * config.algorithm.response_length),
     )
@@ -63,7 +63,7 @@ def _open_rollouts(config: Config) -> int:
     return config.num_slots * config.algorithm.num_return_sequences_in_group
 
 
-def check_fits(config: Config, needed: Needed, available: float, whose: str) -> str:
+def check_fits(config: Config, needed: MemoryNeed, available: float, whose: str) -> str:
     """A warning where the longest answers would not fit; empty where they do.
 
     Args:

@@ -41,7 +41,7 @@ def host_bytes(files: ModelFiles, training: tuple[float, float], *, on_gpu: bool
     return max(on_host, FLOAT32_BYTES * files.num_parameters) if on_gpu else on_device + on_host
 
 
-def kept_bytes(config: Config, files: ModelFiles) -> int:
+def snapshot_bytes(config: Config, files: ModelFiles) -> int:
     """What the first rank keeps in host memory with a lag: one earlier version of what is trained."""
     return FLOAT32_BYTES * num_trained(config.learner.lora, files) if config.staleness.max_lag else 0
 

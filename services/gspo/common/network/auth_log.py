@@ -18,7 +18,7 @@ log = structlog.get_logger()
 Door = Literal["grpc", "http"]
 
 
-class HasProblems(Protocol):
+class HasReadiness(Protocol):
     """A service, as far as it is needed here."""
 
     problems: dict[str, str]
@@ -42,7 +42,7 @@ def note_refusal(door: Door, reason: str, *, caller: str, asked: str, detail: st
     log.warning("call_refused", door=door, caller=caller, asked=asked, reason=detail)
 
 
-def refused_by(service: HasProblems, peer: str, *, key: str = "services.token_file") -> None:
+def token_rejected_by(service: HasReadiness, peer: str, *, key: str = "services.token_file") -> None:
     """Another service does not take our token: one error line, and not ready until it does."""
     cause = f"token for {peer}"
     if cause not in service.problems:
@@ -51,7 +51,7 @@ def refused_by(service: HasProblems, peer: str, *, key: str = "services.token_fi
         log.error("token_refused", peer=peer, reason=reason)
 
 
-def heard_by(service: HasProblems, peer: str) -> None:
+def token_accepted_by(service: HasReadiness, peer: str) -> None:
     """Another service takes our token, or is gone."""
     if service.problems.pop(f"token for {peer}", None):
         log.info("token_accepted", peer=peer)

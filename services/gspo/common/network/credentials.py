@@ -48,7 +48,7 @@ def redis_password(config: Config) -> str:
     return _secret("services.redis_password_file", config.services.redis_password_file)
 
 
-def check_trust(config: Config, host: str, redis_url: str | None) -> None:
+def check_credentials(config: Config, host: str, redis_url: str | None) -> None:
     """Refuse secrets and certificates that cannot work, and doors beyond loopback without them.
 
     Args:
@@ -223,7 +223,7 @@ def check_tls(tls: TlsConfig, host: str) -> None:
         ) from error
     name, authority = tls.server_name or host, tls.ca or "the authorities of this machine"
     try:
-        _shake_hands(server, client_context(tls), name)
+        _handshake(server, client_context(tls), name)
     except ssl.SSLCertVerificationError as error:
         raise InputError(
             "services.tls.cert",
@@ -252,7 +252,7 @@ def _server_context(tls: TlsConfig) -> ssl.SSLContext:
     return context
 
 
-def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> None:
+def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> None:
     """A whole handshake in memory: what refuses here refuses on the wire."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [

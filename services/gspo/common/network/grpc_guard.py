@@ -26,7 +26,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
-class Guard(grpc.aio.ServerInterceptor):
+class GrpcGuard(grpc.aio.ServerInterceptor):
     """Refuses calls without the shared token, but for health, which probes ask; and what cannot be read.
 
     Args:
@@ -49,7 +49,7 @@ class Guard(grpc.aio.ServerInterceptor):
         given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_HEADER, "")
         if self._expected and not method.startswith(_HEALTH) and not self._knows(given):
             return _refusing(handler, method)
-        return _Reading(handler, method).handler() if method.startswith(_OURS) else handler
+        return _CheckedMessages(handler, method).handler() if method.startswith(_OURS) else handler
 
     def _knows(self, given: str | bytes) -> bool:
         if _same(given, self._expected):
@@ -82,7 +82,7 @@ def _refusing(handler: Handler, method: str) -> Handler:
     return grpc.stream_unary_rpc_method_handler(refuse)
 
 
-class _Reading:
+class _CheckedMessages:
     """A handler behind the reading of its messages.
 
     A call with one request is taken as a stream of one, which is the same on the wire: only so a request that never

@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from gspo.common.config.services import TlsConfig
 from gspo.common.errors import InputError
 from gspo.common.network.credentials import pem, reachable_host
-from gspo.common.network.grpc_guard import TOKEN_HEADER, Guard
+from gspo.common.network.grpc_guard import TOKEN_HEADER, GrpcGuard
 
 # A frame of weights is about 1 MiB; a group of long rollouts stays well below this.
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -50,7 +50,7 @@ class GrpcServer:
         may_call: Callable[[str], bool] | None = None,
         tls: TlsConfig | None = None,
     ) -> None:
-        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[Guard(token, may_call)])
+        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[GrpcGuard(token, may_call)])
         add_servicers(self._server)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

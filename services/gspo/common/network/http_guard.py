@@ -22,11 +22,11 @@ Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
 # Bodies of all requests of one service that are in memory at a time.
-MAX_HELD_BYTES = 64 * 2**20
+MAX_BUFFERED_BYTES = 64 * 2**20
 MAX_BRACKETS = 30_000
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _CHANGING = ("POST", "PUT", "PATCH")
@@ -48,7 +48,7 @@ class HttpGuard:
         takes_forms: Whether a change may be a multipart form, too.
     """
 
-    def __init__(self, app: App, hosts: Collection[str] = (), *, takes_forms: bool = False) -> None:
+    def __init__(self, app: ASGIApp, hosts: Collection[str] = (), *, takes_forms: bool = False) -> None:
         self._app = app
         self._names = {"localhost", socket.gethostname().lower(), *(name.lower() for name in hosts)}
         self._types = (JSON_TYPE, FORM_TYPE) if takes_forms else (JSON_TYPE,)
@@ -113,8 +113,8 @@ class BoundedBodies:
         max_bytes: Of one body.
     """
 
-    def __init__(self, app: App, max_bytes: int) -> None:
-        self._app, self._max_bytes, self._held_bytes = app, max_bytes, 0
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes, self._buffered_bytes = app, max_bytes, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         length, body = header(scope, b"content-length"), bytearray()
@@ -125,7 +125,7 @@ class BoundedBodies:
                 if message["type"] == "http.disconnect":
                     return
                 body += message.get("body", b"")
-                self._held_bytes += len(message.get("body", b""))
+                self._buffered_bytes += len(message.get("body", b""))
                 refusal = self._refusal(len(body))
                 if not message.get("more_body", False):
                     break
@@ -135,12 +135,12 @@ class BoundedBodies:
                 return
             await self._app(scope, _replay(bytes(body), receive), send)
         finally:
-            self._held_bytes -= len(body)
+            self._buffered_bytes -= len(body)
 
     def _refusal(self, num_bytes: int) -> _Refusal | None:
         if num_bytes > self._max_bytes:
             return _Refusal(413, "body", f"the body has more than {self._max_bytes} bytes")
-        if self._held_bytes > MAX_HELD_BYTES:
+        if self._buffered_bytes > MAX_BUFFERED_BYTES:
             return _Refusal(503, "bodies", "too many large requests at a time; come back in a moment")
         return None
 

@@ -15,7 +15,7 @@ from gspo.common.config.services import ServicesConfig, TlsConfig
 from gspo.common.errors import InputError
 from gspo.common.network.credentials import reachable_host
 from gspo.common.network.http_connection import REQUEST_TIMEOUT_S, HttpConnection
-from gspo.common.network.http_guard import App, HttpGuard
+from gspo.common.network.http_guard import ASGIApp, HttpGuard
 
 # All headers of a request together; a connection that sends more is answered with 400 and closed.
 MAX_HEADER_BYTES = 64 * 2**10
@@ -35,7 +35,7 @@ class HttpServer:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         host: str,
         port: int,
         services: ServicesConfig | None = None,

@@ -34,7 +34,7 @@ from gspo.common.config.loading import read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_BAD_INPUT, InputError
 from gspo.common.network.credentials import (
-    check_trust,
+    check_credentials,
     redis_arguments,
     redis_refusal,
     shared_token,
@@ -42,7 +42,7 @@ from gspo.common.network.credentials import (
 )
 from gspo.common.service.redis_cancellation import cancellable
 from gspo.common.service.redis_client import PatientRedis
-from gspo.common.service.start_command import receive_start, say_checked
+from gspo.common.service.start_command import receive_start_command, report_checked
 from gspo.common.service.traces import Traces
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry.activity import Activity
@@ -85,7 +85,7 @@ class Options:
 
 
 def parse_options(
-    service: str, check: Callable[[Config], None], *, meaning: str, checks_in_life: bool = False
+    service: str, check: Callable[[Config], None], *, meaning: str, checks_at_startup: bool = False
 ) -> Options:
     """Read the command line of `python -m services.X`; `--check FILE` runs the service's own check and exits.
 
@@ -95,7 +95,7 @@ def parse_options(
     start, the check is run here, and the process stays, not ready, with that message.
 
     Args:
-        checks_in_life: The service's life begins with the same check, which takes long.
+        checks_at_startup: The service's life begins with the same check, which takes long.
     """
     parser = _parser(service, meaning)
     given = parser.parse_args()
@@ -106,17 +106,17 @@ def parse_options(
             check(config)
             if not given.wait:
                 sys.exit(0)
-            say_checked()
+            report_checked()
             return Options(service, Path(), "", name, "", 0, 0, resume=False, config=config, waits=True)
         if not given.run_dir:
             parser.error("--run-dir or --check is needed")
         config = read_config(given.run_dir / CONFIG_NAME)
         host = given.host or config.services.host
         redis_url = given.redis_url or os.environ.get(REDIS_VARIABLE) or config.services.redis_url or _REDIS_ON_LOOPBACK
-        check_trust(config, host, redis_url)
+        check_credentials(config, host, redis_url)
         set_up_logs(config.services.log_level, service=service, name=name, run=config.name)
         warn_of_plain_text(config, host)
-        if given.stay and not checks_in_life:
+        if given.stay and not checks_at_startup:
             check(config)
     except InputError as error:
         if not given.stay:
@@ -142,7 +142,7 @@ def await_start(options: Options) -> Options:
     """The options of a process that waits, once it is told to start; of any other, the same."""
     if not options.waits:
         return options
-    receive_start()
+    receive_start_command()
     return parse_options(options.service, lambda _config: None, meaning="")
 
 
@@ -179,9 +179,9 @@ def exit_bad_input(error: InputError) -> NoReturn:
 
 def stay(error: InputError, host: str, http_port: int) -> NoReturn:
     """Say what is wrong with the input, and stay until SIGTERM with that at /readyz; then exit with code 2."""
-    from gspo.common.service.degraded_start import stay_refused  # here: its face is built on this module
+    from gspo.common.service.degraded_start import serve_rejection  # here: its face is built on this module
 
-    stay_refused(error, host, http_port)
+    serve_rejection(error, host, http_port)
 
 
 def _redis_address(url: str) -> str:
@@ -205,13 +205,13 @@ def set_up_logs(level: str, **bound: str) -> None:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Unbreakable(sys.stderr))),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _LossyStream(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(**bound)
 
 
-class _Unbreakable(io.TextIOBase):
+class _LossyStream(io.TextIOBase):
     """A stream whose full disk, or closed pipe, costs the lines and not the process that says them."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -330,7 +330,7 @@ def connect_redis(url: str, config: Config | None = None) -> Redis:
 def run_service(options: Options, life: Callable[[Service], Coroutine[Any, Any, None]]) -> NoReturn:
     """Run a service's life to its end and exit: 0 done or drained, 1 failed with the reason logged, 2 refused."""
     try:
-        sys.exit(asyncio.run(_live(options, life)))
+        sys.exit(asyncio.run(_run(options, life)))
     except InputError as error:
         if options.stay:
             stay(error, options.host, options.http_port)
@@ -338,7 +338,7 @@ def run_service(options: Options, life: Callable[[Service], Coroutine[Any, Any, 
         sys.exit(EXIT_BAD_INPUT)
 
 
-async def _live(options: Options, life: Callable[[Service], Coroutine[Any, Any, None]]) -> int:
+async def _run(options: Options, life: Callable[[Service], Coroutine[Any, Any, None]]) -> int:
     loop = asyncio.get_running_loop()
     try:
         service = Service(options)

@@ -13,13 +13,13 @@ from typing import NoReturn
 import structlog
 
 from gspo.common.errors import EXIT_BAD_INPUT, InputError
-from gspo.common.network.http_guard import App, Receive, Scope, Send, reply
+from gspo.common.network.http_guard import ASGIApp, Receive, Scope, Send, reply
 from gspo.common.network.http_server import HttpServer
 
 log = structlog.get_logger()
 
 
-def stay_refused(error: InputError, host: str, port: int) -> NoReturn:
+def serve_rejection(error: InputError, host: str, port: int) -> NoReturn:
     """Serve the reason at /readyz until SIGTERM or SIGINT, and exit with code 2.
 
     Where the port is what was refused there is nothing to serve it on, and it exits at once.
@@ -31,7 +31,7 @@ def stay_refused(error: InputError, host: str, port: int) -> NoReturn:
 
 async def _stay(reason: str, host: str, port: int) -> None:
     try:
-        http = HttpServer(_face(reason), host, port)
+        http = HttpServer(_rejection_app(reason), host, port)
     except InputError as taken:
         log.error("bad_input", reason=str(taken))
         return
@@ -43,7 +43,7 @@ async def _stay(reason: str, host: str, port: int) -> None:
     serving.cancel()
 
 
-def _face(reason: str) -> App:
+def _rejection_app(reason: str) -> ASGIApp:
     async def app(scope: Scope, _receive: Receive, send: Send) -> None:
         if scope["path"] == "/healthz":
             await reply(send, 200, {"status": "alive"})

@@ -34,13 +34,13 @@ class Start:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-def say_checked() -> None:
+def report_checked() -> None:
     """Say that the check has found nothing."""
     with _other_end() as connection:
         connection.sendall(CHECKED)
 
 
-def receive_start() -> None:
+def receive_start_command() -> None:
     """Wait to be told to start, and become that program: its command line, its log. Exits where nobody is left."""
     with _other_end() as connection, connection.makefile("rb") as lines:
         line = lines.readline()

@@ -51,7 +51,7 @@ class Traces:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision, TraceIdRatioBased
 
-        self._ids = _Ids()
+        self._ids = _SpanIds()
         self._provider = TracerProvider(
             resource=Resource.create(resource),
             sampler=ALWAYS_ON,
@@ -130,7 +130,7 @@ def ids_of(run: str, rollout: str) -> tuple[int, int]:
     return int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:]) or 1
 
 
-class _Ids:
+class _SpanIds:
     """Random ids, as the SDK asks for them, but for a root span those that it is given."""
 
     next: tuple[int, int] | None = None

@@ -23,7 +23,7 @@ FROM_START = b"0"
 log = structlog.get_logger()
 
 # KEYS: events, dead. ARGV: entry, letter. Of all who read the entry, whoever removes it writes the letter.
-_SET_ASIDE = """
+_REMOVE_UNREADABLE = """
 local first = redis.call('XDEL', KEYS[1], ARGV[1])
 if first == 1 then redis.call('XADD', KEYS[2], '*', 'd', ARGV[2]) end
 return first
@@ -39,7 +39,7 @@ class Events:
 
     def __init__(self, redis: Redis, keys: Keys, sender: str) -> None:
         self._redis, self._keys, self._sender = redis, keys, sender
-        self._set_aside = redis.register_script(_SET_ASIDE)
+        self._remove_unreadable = redis.register_script(_REMOVE_UNREADABLE)
 
     async def send(self, event: Event) -> None:
         """Complete the event's head and append it."""
@@ -79,7 +79,7 @@ class Events:
             return FROM_START
         return bytes(found["last-generated-id"])
 
-    async def until_finished(self, position: bytes) -> Finished:
+    async def wait_for_finished(self, position: bytes) -> Finished:
         """Wait for the end of the run; for a background task, which ends with it.
 
         `position` is `newest()` of the service's start: a run that is resumed still holds the Finished of its
@@ -95,7 +95,7 @@ class Events:
             return read_entry(Event, payload)
         except MalformedEntryError as error:
             letter = make_letter("events", payload, None, reason=str(error), by=self._sender, attempts=1)
-            if await self._set_aside(keys=[self._keys.events, self._keys.dead], args=[entry, letter]):
+            if await self._remove_unreadable(keys=[self._keys.events, self._keys.dead], args=[entry, letter]):
                 metrics.DEAD_LETTERS.labels("events").inc()
                 log.error("dead_letter", stream="events", entry=entry.decode(), reason=str(error))
             return Event()

@@ -108,7 +108,7 @@ return saved
 
 # KEYS: stream, open hash, stream it goes to. ARGV: group, consumer, entry, attempt, payload, field of `open` or none.
 # The entry goes to the end of that stream as a new one; one whose group has ended in the meantime is only removed.
-_GIVE_BACK = """
+_REQUEUE = """
 local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1)
 if #held == 0 or held[1][2] ~= ARGV[2] or held[1][4] ~= tonumber(ARGV[4]) then return 0 end
 if ARGV[6] == '' or redis.call('HEXISTS', KEYS[2], ARGV[6]) == 1 then
@@ -136,7 +136,7 @@ class Delivery:
 
 
 @dataclass(frozen=True)
-class Output:
+class EntryOutput:
     """What comes out of an entry that is still worked on; `mark` names it, so that it is written once."""
 
     delivery: Delivery
@@ -146,7 +146,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Saved:
+class EntryState:
     """What is kept of an output that is not finished: `state` under `mark`, until the output itself is written."""
 
     delivery: Delivery
@@ -168,14 +168,14 @@ class Inbox:
     def __init__(self, redis: Redis, keys: Keys, stream: str, *, consumer: str, lease_s: float) -> None:
         self.stream, self.consumer, self.lease_s = stream, consumer, lease_s
         self._redis, self._keys = redis, keys
-        self._was_there = False
+        self._stream_exists = False
         self._group, self._kind = consumer_groups(keys)[stream], entry_kinds(keys)[stream]
         self._finish = redis.register_script(_FINISH)
         self._put_many = redis.register_script(_PUT_MANY)
         self._finish_many = redis.register_script(_FINISH_MANY)
         self._renew = redis.register_script(_RENEW)
         self._save = redis.register_script(_SAVE)
-        self._give_back = redis.register_script(_GIVE_BACK)
+        self._requeue = redis.register_script(_REQUEUE)
 
     async def take(self, count: int, block_s: float) -> list[Delivery]:
         """Up to `count` new entries; waits `block_s` at most (0 looks once), and returns none then.
@@ -221,7 +221,7 @@ class Inbox:
             self._pass_over_missing(error)
             return set()
 
-    async def put(self, outputs: Sequence[Output]) -> list[bool]:
+    async def put(self, outputs: Sequence[EntryOutput]) -> list[bool]:
         """Write outputs, all in one transaction, and keep their entries; a second one under a mark is dropped.
 
         Returns, for each output, whether its entry is still ours.
@@ -240,7 +240,7 @@ class Inbox:
             return [False] * len(outputs)
         return [bool(kept) for kept in found]
 
-    async def save(self, states: Sequence[Saved]) -> int:
+    async def save(self, states: Sequence[EntryState]) -> int:
         """Save unfinished outputs, all in one transaction; returns how many were.
 
         Those whose entry is another worker's by now are left out, and so are those that are finished.
@@ -261,7 +261,7 @@ class Inbox:
         found: Any = await self._redis.hmget(self._keys.partial, list(marks)) if marks else []
         return list(found)
 
-    async def give_back(self, delivery: Delivery, *, stream: str = "", group: int | None = None) -> bool:
+    async def requeue(self, delivery: Delivery, *, stream: str = "", group: int | None = None) -> bool:
         """Put the entry to the end of its stream, or of another, for any worker to take.
 
         One of a `group` that has ended meanwhile is removed. Returns whether the entry was still ours; if not, nothing
@@ -270,7 +270,7 @@ class Inbox:
         field = "" if group is None else str(group)
         args: list[Any] = [self._group, self.consumer, delivery.entry, delivery.attempt, delivery.payload, field]
         try:
-            return bool(await self._give_back(keys=[self.stream, self._keys.open, stream or self.stream], args=args))
+            return bool(await self._requeue(keys=[self.stream, self._keys.open, stream or self.stream], args=args))
         except ResponseError as error:
             self._pass_over_missing(error)
             return False
@@ -300,7 +300,7 @@ class Inbox:
             self._pass_over_missing(error)
             return False
 
-    async def bury(self, delivery: Delivery, reason: str, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
+    async def dead_letter(self, delivery: Delivery, reason: str, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
         """Finish an entry as a dead letter, with the outputs, in one transaction; whether it was still ours."""
         name = self.stream.rpartition(":")[2]
         letter = make_letter(
@@ -345,7 +345,7 @@ class Inbox:
             try:
                 deliveries.append(Delivery(entry, payload, attempt, read_entry(self._kind, payload)))
             except MalformedEntryError as error:
-                await self.bury(Delivery(entry, payload, attempt), str(error))
+                await self.dead_letter(Delivery(entry, payload, attempt), str(error))
         return deliveries
 
     async def _attempt(self, entry: bytes) -> int:
@@ -362,16 +362,16 @@ class Inbox:
             self._pass_over_missing(error)
             await create_consumer_groups(self._redis, self._keys)
             return []
-        self._was_there = True
+        self._stream_exists = True
         return reply[0][1] if reply else []
 
     def _pass_over_missing(self, error: ResponseError) -> None:
         """Pass over a stream or group that is not there: nobody has made it yet, or Redis was wiped."""
         if "NOGROUP" not in str(error):
             raise error
-        if self._was_there:
+        if self._stream_exists:
             log.warning("stream_missing", detail=str(error), cause="Redis has lost it; it is made again")
-            self._was_there = False
+            self._stream_exists = False
         else:
             log.debug("stream_not_made_yet", detail=str(error))
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from gspo.common.streams.keys import HEARTBEAT_S, MEMBER_TTL_S, Keys
+from gspo.common.streams.keys import HEARTBEAT_S, INSTANCE_TTL_S, Keys
 from gspo.common.telemetry.activity import Activity
 
 
 @dataclass(frozen=True)
-class Member:
+class Instance:
     """One process of the run.
 
     `facts` holds what the service adds: a generator its version, digest and dtype. `uid` is of no other process.
@@ -40,16 +40,16 @@ class Member:
 
 
 class Registration:
-    """Keeps one member's heartbeat.
+    """Keeps one instance's heartbeat.
 
     Args:
         facts: Called at every beat.
     """
 
     def __init__(
-        self, redis: Redis, keys: Keys, member: Member, activity: Activity, facts: Callable[[], dict[str, Any]]
+        self, redis: Redis, keys: Keys, instance: Instance, activity: Activity, facts: Callable[[], dict[str, Any]]
     ) -> None:
-        self._redis, self._keys, self._member, self._activity, self._facts = redis, keys, member, activity, facts
+        self._redis, self._keys, self._member, self._activity, self._facts = redis, keys, instance, activity, facts
 
     async def open(self, grpc: str, facts: Callable[[], dict[str, Any]]) -> None:
         """Say where a service is called that has been starting until now, and what it adds from now on."""
@@ -59,14 +59,14 @@ class Registration:
     async def beat(self) -> None:
         """Write one heartbeat now, as after a change that others wait for."""
         self._activity.set(self._activity.kind, self._activity.what, self._activity.detail)
-        member = asdict(self._member) | {
+        instance = asdict(self._member) | {
             "activity": self._activity.describe(),
             "facts": self._facts(),
             "beat_unix_s": time.time(),
         }
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.sadd(self._keys.members, self._entry)
-            pipe.set(self._key, json.dumps(member), ex=MEMBER_TTL_S)
+            pipe.sadd(self._keys.instances, self._entry)
+            pipe.set(self._key, json.dumps(instance), ex=INSTANCE_TTL_S)
             await pipe.execute()
 
     async def run(self) -> None:
@@ -77,7 +77,7 @@ class Registration:
                 await asyncio.sleep(HEARTBEAT_S)
         finally:
             await self._redis.delete(self._key)
-            await self._redis.srem(self._keys.members, self._entry)
+            await self._redis.srem(self._keys.instances, self._entry)
 
     @property
     def _entry(self) -> str:
@@ -85,41 +85,41 @@ class Registration:
 
     @property
     def _key(self) -> str:
-        return self._keys.member(self._member.service, self._member.uid)
+        return self._keys.instance(self._member.service, self._member.uid)
 
 
-async def members(redis: Redis, keys: Keys, service: str | None = None) -> list[Member]:
-    """Every living member, or those of one service: by service and name, of one name the newest first."""
-    registered: Any = await redis.smembers(keys.members)
+async def list_instances(redis: Redis, keys: Keys, service: str | None = None) -> list[Instance]:
+    """Every living instance, or those of one service: by service and name, of one name the newest first."""
+    registered: Any = await redis.smembers(keys.instances)
     entries = [entry.decode().split(":", 1) for entry in registered]
     wanted = [(of, uid) for of, uid in entries if service in (None, of)]
     if not wanted:
         return []
-    found = await redis.mget([keys.member(of, uid) for of, uid in wanted])
+    found = await redis.mget([keys.instance(of, uid) for of, uid in wanted])
     if gone := [f"{of}:{uid}" for (of, uid), text in zip(wanted, found, strict=True) if not text]:
         # One that was only silent for long registers again with its next beat.
-        await redis.srem(keys.members, *gone)
-    alive = [member for text in found if text and (member := _read(text))]
-    return sorted(alive, key=lambda member: (member.service, member.name, -member.beat_unix_s))
+        await redis.srem(keys.instances, *gone)
+    alive = [instance for text in found if text and (instance := _read(text))]
+    return sorted(alive, key=lambda instance: (instance.service, instance.name, -instance.beat_unix_s))
 
 
-def _read(text: bytes | str) -> Member | None:
+def _read(text: bytes | str) -> Instance | None:
     """A heartbeat; None for what is none, which is nobody who could be called."""
     try:
-        return Member(**json.loads(text))
+        return Instance(**json.loads(text))
     except (ValueError, TypeError):
         return None
 
 
-async def wait_for_member(redis: Redis, keys: Keys, service: str, timeout_s: float) -> Member:
-    """The first living member of a service that can be called: one that is starting has no gRPC address yet.
+async def wait_for_instance(redis: Redis, keys: Keys, service: str, timeout_s: float) -> Instance:
+    """The first living instance of a service that can be called: one that is starting has no gRPC address yet.
 
     Raises:
         TimeoutError: None has registered within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if found := [member for member in await members(redis, keys, service) if member.grpc]:
+        if found := [instance for instance in await list_instances(redis, keys, service) if instance.grpc]:
             return found[0]
         await asyncio.sleep(0.2)
     raise TimeoutError(f"no {service} registered within {timeout_s:g} s")

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A member that stops its heartbeat is forgotten after this; three beats may be lost.
-MEMBER_TTL_S = 6
+# A instance that stops its heartbeat is forgotten after this; three beats may be lost.
+INSTANCE_TTL_S = 6
 HEARTBEAT_S = 1.5
 # Events are read by position and acknowledged by nobody, so trimming them loses no pending entry.
 EVENTS_KEPT = 10_000
 # Each replica of the reward service also appends to a file, which is never cut.
 AUDIT_KEPT = 10_000
 # What `paused` holds where a user asked for it.
-BY_A_USER = b"1"
+PAUSED_BY_USER = b"1"
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,17 @@ class Keys:
         return self._key("redis_epoch")
 
     @property
-    def members(self) -> str:
+    def instances(self) -> str:
         """Set of `service:uid` of every process that has registered."""
-        return self._key("members")
+        return self._key("instances")
 
-    def member(self, service: str, uid: str) -> str:
-        """Heartbeat of one process, as JSON; lives MEMBER_TTL_S."""
-        return self._key(f"member:{service}:{uid}")
+    def instance(self, service: str, uid: str) -> str:
+        """Heartbeat of one process, as JSON; lives INSTANCE_TTL_S."""
+        return self._key(f"instance:{service}:{uid}")
 
     @property
     def paused(self) -> str:
-        """Present while the issue of new groups is paused: BY_A_USER, or why."""
+        """Present while the issue of new groups is paused: PAUSED_BY_USER, or why."""
         return self._key("paused")
 
 

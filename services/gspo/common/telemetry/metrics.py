@@ -50,7 +50,7 @@ EVALUATION_FIGURE = Gauge(
 EVALUATION_VERSION = Gauge("gspo_evaluation_version", "Policy version of the last evaluation", ["file"])
 STREAM_ENTRIES = Gauge("gspo_stream_entries", "Entries in a Redis stream: untaken, and under work", ["stream"])
 STREAM_UNTAKEN = Gauge("gspo_stream_untaken", "Entries in a Redis stream that nobody has taken", ["stream"])
-MEMBERS = Gauge("gspo_members", "Living processes that are registered with the run", ["service"])
+INSTANCES = Gauge("gspo_instances", "Living processes that are registered with the run", ["service"])
 PAUSED = Gauge("gspo_paused", "1 while no new groups are issued: a user paused the run, or too many scores fail")
 REDIS_MEMORY = Gauge("gspo_redis_memory_bytes", "Memory that Redis uses")
 REDIS_MEMORY_LIMIT = Gauge(
@@ -63,7 +63,7 @@ ROLLOUTS_GENERATED = Counter("gspo_rollouts_generated", "Rollouts finished, by o
 TOKENS_GENERATED = Counter("gspo_tokens_generated", "Policy tokens sampled", ["evaluation"])
 ROLLOUTS_SAVED = Counter("gspo_rollouts_saved", "Times that a rollout under way was saved")
 ROLLOUTS_RESUMED = Counter("gspo_rollouts_resumed", "Rollouts gone on with from what was saved of them")
-ROLLOUTS_PUT_ASIDE = Counter("gspo_rollouts_put_aside", "Times that a rollout had to wait for a later step")
+ROLLOUTS_PAUSED = Counter("gspo_rollouts_paused", "Times that a rollout had to wait for a later step")
 TOKENS_RESTARTED = Counter("gspo_tokens_restarted", "Policy tokens dropped because the weights changed under them")
 ROLLOUTS_RUNNING = Gauge("gspo_rollouts_running", "Rollouts under way in the engine")
 ROLLOUT_QUEUE_SECONDS = Histogram(
@@ -130,7 +130,7 @@ TRACKER_UP = Gauge("gspo_tracker_up", "1 while the process that feeds a tracker 
 _are_of("learner")
 
 
-class Served:
+class ServiceCollector:
     """What a process of one service serves: what is its own, what every service has, and the process itself."""
 
     def __init__(self, service: str) -> None:

@@ -51,7 +51,7 @@ def _open(key: str, path: Path) -> Dataset:
     datasets.disable_progress_bars()
     try:
         if path.is_dir():
-            return _one_split(key, path, _open_folder(path))
+            return _training_split(key, path, _open_folder(path))
         builder = _BUILDERS.get(path.suffix.lower())
         if builder is None:
             formats = ", ".join(_BUILDERS)
@@ -103,7 +103,7 @@ def _open_folder(path: Path) -> Dataset:
     return datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
 
 
-def _one_split(key: str, path: Path, opened: Dataset) -> Dataset:
+def _training_split(key: str, path: Path, opened: Dataset) -> Dataset:
     """The training split where there are several, the only one where there is one."""
     if not hasattr(opened, "keys"):
         return opened

@@ -18,7 +18,7 @@ from gspo.common.streams.inbox import Delivery, Inbox, append, new_consumer
 from gspo.common.streams.keys import COORDINATOR, GENERATION, Keys, evaluation_label, rollout_id
 from gspo.common.telemetry import metrics
 from gspo.coordinator.data.prompts import PromptSet
-from gspo.coordinator.evaluation.results import NEWEST_VERSION, Tally
+from gspo.coordinator.evaluation.results import NEWEST_VERSION, EvaluationResults
 from gspo.coordinator.groups.tasks import evaluation_tasks
 from gspo.coordinator.redis_state.listing import all_entries
 from gspo_proto.rollout_pb2 import GroupTask
@@ -26,12 +26,12 @@ from gspo_proto.rollout_pb2 import GroupTask
 _TAKE = 256
 _BLOCK_S = 0.2
 _PROMPTS_AT_ONCE = 32
-_MARKS_AT_ONCE = 1000
+_KEYS_AT_ONCE = 1000
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Measured:
+class EvaluationRecord:
     """One evaluation that has ended.
 
     Attributes:
@@ -63,31 +63,31 @@ class Evaluator:
         )
         # Twice what the engines run at a time: they never wait for tasks, and the stream stays short.
         self._window = 2 * config.generation.max_rollouts * config.generation.replicas
-        self._under_way: dict[int, GroupTask] = {}
-        self._tally: Tally | None = None
+        self._in_flight: dict[int, GroupTask] = {}
+        self._tally: EvaluationResults | None = None
 
     def describe(self) -> str:
         """How far the evaluation under way is; empty where there is none."""
         tally = self._tally
         return f"{tally.label}: {len(tally)} of {tally.num_expected} answers scored" if tally else ""
 
-    async def measure(self, version: int, file: str, limit: int | None) -> Measured:
+    async def measure(self, version: int, file: str, limit: int | None) -> EvaluationRecord:
         """Measure `version` on the first `limit` prompts of a file (all for None) and return the figures."""
         prompts = self.files[file]
         num_prompts = min(limit or len(prompts), len(prompts))
-        tally = Tally(evaluation_label(version, file), version, num_prompts, self._config.evaluation)
+        tally = EvaluationResults(evaluation_label(version, file), version, num_prompts, self._config.evaluation)
         self._tally = tally
-        await self._remove_traces(tally)
+        await self._remove_leftovers(tally)
         try:
             problem = await self._collect(tally, prompts)
         finally:
-            self._tally, self._under_way = None, {}
-            await self._remove_traces(tally)
-        measured = Measured(tally.label, version, file, tally.figures(), problem, self._score(tally, file))
+            self._tally, self._in_flight = None, {}
+            await self._remove_leftovers(tally)
+        measured = EvaluationRecord(tally.label, version, file, tally.figures(), problem, self._score(tally, file))
         _publish(measured)
         return measured
 
-    def _score(self, tally: Tally, file: str) -> float | None:
+    def _score(self, tally: EvaluationResults, file: str) -> float | None:
         """The figure of evaluation.keep_best, of the prompts that an evaluation between two steps asks too.
 
         None where newer weights took part: a learner that was started again did not hold them back.
@@ -98,11 +98,11 @@ class Evaluator:
         figures = tally.figures(first=self._config.evaluation.limit_between)
         return None if NEWEST_VERSION in figures else figures.get(best.figure)
 
-    async def send_again(self) -> None:
+    async def resend_tasks(self) -> None:
         """Send every task under way again: Redis lost them."""
-        await append(self._redis, self._keys.eval_prompts, [t.SerializeToString() for t in self._under_way.values()])
+        await append(self._redis, self._keys.eval_prompts, [t.SerializeToString() for t in self._in_flight.values()])
 
-    async def _collect(self, tally: Tally, prompts: PromptSet) -> str:
+    async def _collect(self, tally: EvaluationResults, prompts: PromptSet) -> str:
         """Feed tasks and take answers until all are in or time is up; returns what went wrong."""
         lease_s, limit_s = self._config.services.lease_s, self._config.evaluation.timeout_s
         deadline, next_reclaim = time.monotonic() + limit_s, time.monotonic() + lease_s
@@ -118,38 +118,38 @@ class Evaluator:
             await self._absorb(tally, deliveries)
         return tally.failure
 
-    async def _feed(self, tally: Tally, prompts: PromptSet, next_row: int) -> int:
+    async def _feed(self, tally: EvaluationResults, prompts: PromptSet, next_row: int) -> int:
         """Send tasks until the window is full or none is left; returns the first row not sent."""
-        while next_row < tally.num_prompts and self._num_under_way() < self._window:
+        while next_row < tally.num_prompts and self._num_in_flight() < self._window:
             rows = range(next_row, min(next_row + _PROMPTS_AT_ONCE, tally.num_prompts))
             tasks = [
                 task
                 for row, prompt in zip(rows, await asyncio.to_thread(prompts.prompts, rows), strict=True)
                 for task in evaluation_tasks(self._config, row, prompt, label=tally.label, version=tally.version)
             ]
-            await append(self._redis, self._keys.eval_prompts, [self._sent(task) for task in tasks])
+            await append(self._redis, self._keys.eval_prompts, [self._prepare(task) for task in tasks])
             next_row = rows.stop
         return next_row
 
-    def _sent(self, task: GroupTask) -> bytes:
+    def _prepare(self, task: GroupTask) -> bytes:
         task.issued_unix_s = time.time()
         task.deadline_unix_s = task.issued_unix_s + self._config.evaluation.timeout_s
-        self._under_way[task.group] = task
+        self._in_flight[task.group] = task
         return task.SerializeToString()
 
-    def _num_under_way(self) -> int:
-        return sum(task.num_rollouts for task in self._under_way.values())
+    def _num_in_flight(self) -> int:
+        return sum(task.num_rollouts for task in self._in_flight.values())
 
-    async def _absorb(self, tally: Tally, deliveries: list[Delivery]) -> None:
+    async def _absorb(self, tally: EvaluationResults, deliveries: list[Delivery]) -> None:
         if not deliveries:
             return
         for delivery in deliveries:
             tally.add(delivery.message)
         await self._inbox.acknowledge(deliveries)
-        missing = set(tally.incomplete_groups(self._under_way))
-        self._under_way = {group: task for group, task in self._under_way.items() if group in missing}
+        missing = set(tally.incomplete_groups(self._in_flight))
+        self._in_flight = {group: task for group, task in self._in_flight.items() if group in missing}
 
-    async def _remove_traces(self, tally: Tally) -> None:
+    async def _remove_leftovers(self, tally: EvaluationResults) -> None:
         """Remove the tasks and marks of this label: a mark without its answer would keep it from being made."""
         entries = await all_entries(self._redis, self._keys.eval_prompts)
         marks = [f"{tally.label}:{rollout_id(group, number)}" for group, number in tally.expected()]
@@ -157,12 +157,12 @@ class Evaluator:
             for entry, _ in entries:
                 pipe.xack(self._keys.eval_prompts, GENERATION, entry)
                 pipe.xdel(self._keys.eval_prompts, entry)
-            for start in range(0, len(marks), _MARKS_AT_ONCE):
-                pipe.hdel(self._keys.partial, *marks[start : start + _MARKS_AT_ONCE])
+            for start in range(0, len(marks), _KEYS_AT_ONCE):
+                pipe.hdel(self._keys.partial, *marks[start : start + _KEYS_AT_ONCE])
             await pipe.execute()
 
 
-def _publish(measured: Measured) -> None:
+def _publish(measured: EvaluationRecord) -> None:
     metrics.EVALUATION_VERSION.labels(measured.file).set(measured.version)
     for name, value in measured.figures.items():
         metrics.EVALUATION_FIGURE.labels(measured.file, name).set(value)

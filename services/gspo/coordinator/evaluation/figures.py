@@ -16,7 +16,7 @@ _MOST_PARTS = 32
 
 
 @dataclass(frozen=True)
-class Answer:
+class HeldOutAnswer:
     """One answer to a held-out prompt.
 
     Attributes:
@@ -35,7 +35,7 @@ class Answer:
 
 
 def sampled_figures(
-    prompts: Sequence[Sequence[Answer]], pass_ks: Iterable[int], pass_reward: float
+    prompts: Sequence[Sequence[HeldOutAnswer]], pass_ks: Iterable[int], pass_reward: float
 ) -> dict[str, float]:
     """Figures of the sampled answers; one without a scored answer behind it is left out.
 
@@ -65,7 +65,7 @@ def sampled_figures(
     return found
 
 
-def greedy_figures(answers: Sequence[Answer]) -> dict[str, float]:
+def greedy_figures(answers: Sequence[HeldOutAnswer]) -> dict[str, float]:
     """Figures of the greedy answers, one a prompt."""
     rewards = [answer.reward for answer in answers if answer.reward is not None]
     came = [answer for answer in answers if answer.num_tokens]
@@ -75,7 +75,7 @@ def greedy_figures(answers: Sequence[Answer]) -> dict[str, float]:
     return found | _conversations("greedy_", came)
 
 
-def _conversations(prefix: str, came: Sequence[Answer]) -> dict[str, float]:
+def _conversations(prefix: str, came: Sequence[HeldOutAnswer]) -> dict[str, float]:
     talked = [answer for answer in came if answer.num_turns]
     turns = _mean(f"{prefix}turns_mean", [answer.num_turns for answer in talked])
     return turns | _mean(f"{prefix}tool_calls_mean", [answer.num_tool_calls for answer in talked])

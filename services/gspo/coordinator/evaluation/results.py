@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from gspo.common.config.evaluation import EvaluationConfig
-from gspo.coordinator.evaluation.figures import Answer, greedy_figures, sampled_figures
+from gspo.coordinator.evaluation.figures import HeldOutAnswer, greedy_figures, sampled_figures
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Scored, ScoredRollout
 
 NEWEST_VERSION = "newest_version"
 
 
-class Tally:
+class EvaluationResults:
     """Collects the scored answers of one evaluation; the first result of an id wins.
 
     Args:
@@ -27,7 +27,7 @@ class Tally:
     def __init__(self, label: str, version: int, num_prompts: int, wanted: EvaluationConfig) -> None:
         self.label, self.version, self.num_prompts, self._wanted = label, version, num_prompts, wanted
         self.num_expected = num_prompts * (wanted.num_answers + int(wanted.greedy))
-        self._answers: dict[tuple[int, int], Answer] = {}
+        self._answers: dict[tuple[int, int], HeldOutAnswer] = {}
         self._newest_version = version
         self.failure = ""
 
@@ -93,7 +93,7 @@ class Tally:
             figures[NEWEST_VERSION] = float(self._newest_version)
         return figures
 
-    def _answers_of(self, group: int) -> list[Answer]:
+    def _answers_of(self, group: int) -> list[HeldOutAnswer]:
         found = (self._answers.get((group, number)) for number in range(self.group_size(group)))
         return [answer for answer in found if answer is not None]
 
@@ -104,13 +104,13 @@ class Tally:
     def _fail_rest_of(self, group: int) -> None:
         for number in range(self.group_size(group)):
             if self._expects(group, number):
-                self._answers.setdefault((group, number), Answer(None, 0, truncated=False))
+                self._answers.setdefault((group, number), HeldOutAnswer(None, 0, truncated=False))
 
 
-def _answer(scored: ScoredRollout) -> Answer:
+def _answer(scored: ScoredRollout) -> HeldOutAnswer:
     rollout, score = scored.rollout, scored.score
     parts = {part.name: part.value for part in score.parts} if len(score.parts) > 1 else {}
-    return Answer(
+    return HeldOutAnswer(
         reward=score.reward if score.HasField("reward") else None,
         num_tokens=sum(rollout.mask),
         truncated=rollout.outcome == OUTCOME_TRUNCATED,

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from gspo.common.service.app import Service
 from gspo.common.streams.events import Events
-from gspo.coordinator.evaluation.scheduler import Measuring
-from gspo.coordinator.redis_state.epoch import RedisMemory
+from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
+from gspo.coordinator.redis_state.epoch import RedisEpoch
 from gspo.coordinator.redis_state.listing import newest_position
 from gspo_proto.rollout_pb2 import Event, Finished
 
 _BLOCK_S = 0.2
 
 
-async def measure_once(service: Service, measuring: Measuring) -> None:
+async def run_standalone_evaluation(service: Service, scheduler: EvaluationScheduler) -> None:
     """Measure version 0 on every file, announce the figures and the end; a stop or SIGTERM ends it early, as failed."""
-    memory = RedisMemory(service.redis, service.keys)
+    memory = RedisEpoch(service.redis, service.keys)
     events = Events(service.redis, service.keys, service.options.name)
     await memory.open()
     position = await newest_position(service.redis, service.keys.events)
     service.problems.pop("starting", None)
-    measuring.measure(0)
+    scheduler.measure(0)
     done = False
     while not done and not service.stopping.is_set():
         for entry, event in await events.read(position, _BLOCK_S):
@@ -30,11 +30,11 @@ async def measure_once(service: Service, measuring: Measuring) -> None:
             if event.WhichOneof("what") in ("stop_requested", "finished"):
                 service.stopping.set()
         if await memory.was_wiped():
-            await measuring.send_again()
-        if ended := measuring.turn(0, over=False):
+            await scheduler.resend_tasks()
+        if ended := scheduler.tick(0, over=False):
             await events.send(ended)
-        done = not measuring.busy
-        service.activity.set("waiting", "evaluation", measuring.describe())
-    await measuring.cancel()
+        done = not scheduler.busy
+        service.activity.set("waiting", "evaluation", scheduler.describe())
+    await scheduler.cancel()
     reason = "the evaluation is done" if done else "stopped before the evaluation was done"
     await events.send(Event(finished=Finished(reason=reason, failed=not done)))

@@ -88,17 +88,17 @@ class Slots:
         self.settled = SettledGroups()
         self.counts: Counter[str] = Counter()
         self.version, self.live_version = 0, -1
-        self._held: dict[int, int] = {}
+        self._trained_by_version: dict[int, int] = {}
 
     @property
-    def num_held(self) -> int:
+    def num_trained(self) -> int:
         """Slots of groups that are trained, while their version is not live yet."""
-        return sum(self._held.values())
+        return sum(self._trained_by_version.values())
 
     @property
     def num_taken(self) -> int:
         """Slots in use."""
-        return len(self.open) + self.num_held
+        return len(self.open) + self.num_trained
 
     @property
     def num_free(self) -> int:
@@ -138,7 +138,7 @@ class Slots:
         """A step made `version` from these groups; returns those not known as settled before."""
         groups = list(groups)
         if version > self.live_version:
-            self._held[version] = len(groups)
+            self._trained_by_version[version] = len(groups)
         self.version = max(self.version, version)
         return self.settle(groups, TRAINED)
 
@@ -154,7 +154,9 @@ class Slots:
     def go_live(self, version: int) -> None:
         """A generator has `version`: what was trained into it or an older one gives its slots back."""
         self.live_version = max(self.live_version, version)
-        self._held = {made: held for made, held in self._held.items() if made > self.live_version}
+        self._trained_by_version = {
+            made: held for made, held in self._trained_by_version.items() if made > self.live_version
+        }
 
     def expired(self, now_unix_s: float) -> list[int]:
         """Open groups past their deadline, the oldest first."""
@@ -180,5 +182,5 @@ class Slots:
         # More versions than the slots have batches cannot be waiting, whatever a learner just restarted calls live.
         oldest = max(self.live_version, 0, self.version - self.num_slots // self._batch_size)
         for made in range(oldest + 1, self.version + 1):
-            self._held.setdefault(made, self._batch_size)
+            self._trained_by_version.setdefault(made, self._batch_size)
         return closed

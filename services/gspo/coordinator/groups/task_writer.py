@@ -30,7 +30,7 @@ from gspo.coordinator.redis_state.listing import all_entries, readable
 from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Prompt, Scored
 
 log = structlog.get_logger()
-# Groups that are read, prepared and written at a time: what a turn of the loop holds follows from it, not from slots.
+# Groups that are read, prepared and written at a time: what a tick of the loop holds follows from it, not from slots.
 MOST_AT_ONCE = 1024
 # Groups with their `open` entries and tasks. An entry is of one issue alone, so one that is there was written before.
 _ISSUE = """
@@ -43,7 +43,7 @@ end
 """
 
 
-class Issuer:
+class TaskWriter:
     """Writes what `slots` allows.
 
     Args:
@@ -65,7 +65,7 @@ class Issuer:
     ) -> None:
         self._redis, self._keys, self._config = redis, keys, config
         self._prompts, self._order, self._slots, self._traces = prompts, order, slots, traces
-        self._ahead: dict[int, Prompt] = {}
+        self._prepared: dict[int, Prompt] = {}
         self._issue = redis.register_script(_ISSUE)
 
     async def read_open(self) -> None:
@@ -85,8 +85,8 @@ class Issuer:
     async def prepare(self, count: int) -> None:
         """Read and tokenise the prompts of the next groups, at most MOST_AT_ONCE, so that issuing is a transaction."""
         groups = self._slots.upcoming(min(count, MOST_AT_ONCE))
-        self._ahead = {group: self._ahead[group] for group in groups if group in self._ahead}
-        await self._read([group for group in groups if group not in self._ahead])
+        self._prepared = {group: self._prepared[group] for group in groups if group in self._prepared}
+        await self._read([group for group in groups if group not in self._prepared])
 
     async def reissue_open(self) -> None:
         """Issue every open group again at its own attempt: Redis lost them, and they did nothing wrong.
@@ -147,7 +147,7 @@ class Issuer:
         for group, entry in entries.items():
             self._slots.issue(group, entry)
         metrics.GROUPS_EXTENDED.inc(len(entries))
-        log.info("groups_go_on", groups=sorted(entries), detail="past their deadline, and further than before")
+        log.info("groups_extended", groups=sorted(entries), detail="past their deadline, and further than before")
 
     async def remove_settled(self, groups: Iterable[int]) -> None:
         """Remove settled groups from `open`, and the marks and saved states of their rollouts."""
@@ -183,10 +183,10 @@ class Issuer:
         """Add tasks and `open` entries in one transaction, each once however often the connection broke meanwhile."""
         if not entries:
             return
-        await self._read([group for group in entries if group not in self._ahead])
+        await self._read([group for group in entries if group not in self._prepared])
         args: list[str | bytes] = []
         for group, entry in entries.items():
-            task = training_task(self._config, group, self._ahead.pop(group))
+            task = training_task(self._config, group, self._prepared.pop(group))
             task.attempt, task.min_version = entry.attempt, max(entry.min_version, self._slots.issue_version)
             task.issued_unix_s, task.deadline_unix_s = entry.issued_unix_s, entry.deadline_unix_s
             args += (str(group), entry.to_json(), task.SerializeToString())
@@ -214,7 +214,7 @@ class Issuer:
         if groups:
             places = [self._order.place(group) for group in groups]
             prompts = await asyncio.to_thread(self._prompts.prompts, places)
-            self._ahead.update(zip(groups, prompts, strict=True))
+            self._prepared.update(zip(groups, prompts, strict=True))
 
 
 def _num_saved(state: bytes | None) -> int:

@@ -10,7 +10,7 @@ from collections import Counter
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from gspo.common.streams.instances import members
+from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import SERVICES, Keys, consumer_groups
 from gspo.common.telemetry import metrics
 
@@ -24,16 +24,16 @@ async def show(redis: Redis, keys: Keys) -> None:
     Raises:
         ResponseError: Redis refuses, for another reason than that it has lost a stream.
     """
-    await _show_streams(redis, keys)
+    await _update_stream_gauges(redis, keys)
     memory = await redis.info("memory")
     metrics.REDIS_MEMORY.set(memory["used_memory"])
     metrics.REDIS_MEMORY_LIMIT.set(memory["maxmemory"] or memory["total_system_memory"])
-    registered = Counter(member.service for member in await members(redis, keys))
+    registered = Counter(instance.service for instance in await list_instances(redis, keys))
     for service in SERVICES:
-        metrics.MEMBERS.labels(service).set(registered[service])
+        metrics.INSTANCES.labels(service).set(registered[service])
 
 
-async def _show_streams(redis: Redis, keys: Keys) -> None:
+async def _update_stream_gauges(redis: Redis, keys: Keys) -> None:
     groups = consumer_groups(keys)
     # In one transaction: an entry that is taken in between would be counted as less than none.
     async with redis.pipeline(transaction=True) as pipe:

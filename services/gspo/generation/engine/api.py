@@ -79,7 +79,7 @@ class EngineLike(Protocol):
     def num_sampled(self, request_id: str) -> int:
         """Tokens that a request under way has sampled so far; 0 for one that is not."""
 
-    def so_far(self, request_id: str) -> Tokens:
+    def partial_output(self, request_id: str) -> Tokens:
         """What a request under way has sampled so far; nothing for one that is not."""
 
     async def abort(self, request_id: str) -> None:

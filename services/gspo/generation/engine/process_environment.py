@@ -24,7 +24,7 @@ _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_
 _SMALL_VOCABULARY = 4096
 
 
-def before_imports(config: Config) -> dict[str, str]:
+def import_variables(config: Config) -> dict[str, str]:
     """What is to be set, unless the user has set it; the number of threads is always ours."""
     if not torch_is_for_cpus():
         return {}

@@ -77,7 +77,7 @@ class PolicyCopy:
             os.posix_fallocate(self._file, 0, max(num_bytes, 1))
         except OSError as error:
             os.close(self._file)
-            raise _no_room(num_bytes, str(error)) from error
+            raise _not_enough_memory(num_bytes, str(error)) from error
         self._map = mmap.mmap(self._file, max(num_bytes, 1))
 
     def bits(self, name: str) -> NDArray[np.unsignedinteger[Any]]:
@@ -112,7 +112,7 @@ class PolicyCopy:
         os.close(self._file)
 
 
-def _no_room(num_bytes: int, why: str) -> InputError:
+def _not_enough_memory(num_bytes: int, why: str) -> InputError:
     return InputError(
         "model.path",
         f"the policy that serves and the next one take {num_bytes / _GIB:.2f} GiB of shared memory, and {why}",
@@ -149,7 +149,7 @@ class StagedWeights:
         self.num_bytes = sum(place.num_bytes for place in self.places.values())
         # Beyond a container's limit the kernel would kill this process instead of refusing it the memory.
         if 2 * end > (free := free_memory()):
-            raise _no_room(2 * end, f"{free / _GIB:.2f} GiB can be had")
+            raise _not_enough_memory(2 * end, f"{free / _GIB:.2f} GiB can be had")
         self._bits = _BITS[dtype]
         self.current = PolicyCopy(self.places, end)
         self.next = PolicyCopy(self.places, end)

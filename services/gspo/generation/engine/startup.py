@@ -23,7 +23,7 @@ def check_values(config: Config, folder: Path) -> None:
     Raises:
         InputError: vLLM refuses one.
     """
-    with _one_message(config, folder):
+    with _as_input_error(config, folder):
         _arguments(config, folder).create_engine_config()
 
 
@@ -36,7 +36,7 @@ async def start_engine(config: Config, folder: Path, process: ForkedProcess | No
     Raises:
         InputError: vLLM refuses the model or an argument; starting again would end the same.
     """
-    with _one_message(config, folder):
+    with _as_input_error(config, folder):
         return await Engine.start(_arguments(config, folder), process=process)
 
 
@@ -54,7 +54,7 @@ def _arguments(config: Config, folder: Path) -> AsyncEngineArgs:
 
 
 @contextmanager
-def _one_message(config: Config, folder: Path) -> Iterator[None]:
+def _as_input_error(config: Config, folder: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError) as error:

@@ -41,7 +41,7 @@ from gspo.generation.engine.forked_process import ForkedProcess
 from gspo.generation.engine.process_environment import CPU_ENVIRONMENT
 from gspo.generation.engine.staging import PolicyCopy, StagedWeights
 from gspo.generation.engine.weights import BACKEND
-from gspo.generation.engine.worker_process import used_by_vllm
+from gspo.generation.engine.worker_process import vllm_starts_in
 
 _GIB = 1 << 30
 
@@ -75,7 +75,7 @@ class Engine:
         argument that vLLM refuses.
         """
         environment = _environment(CPU_ENVIRONMENT if current_platform.is_cpu() else GPU_ENVIRONMENT)
-        with environment, used_by_vllm(process) if process else nullcontext():
+        with environment, vllm_starts_in(process) if process else nullcontext():
             started = cls(AsyncLLM.from_engine_args(args), version)
         await started._llm.engine_core.set_weight_version_async(str(version))
         longest = started._llm.model_config.max_model_len
@@ -109,7 +109,7 @@ class Engine:
         state = self._request_state(request_id)
         return int(state.detokenizer.num_output_tokens()) if state is not None else 0
 
-    def so_far(self, request_id: str) -> Tokens:
+    def partial_output(self, request_id: str) -> Tokens:
         """What a request under way has sampled so far, from vLLM's own account: nothing is streamed for it."""
         state = self._request_state(request_id)
         if state is None or state.logprobs_processor.logprobs is None:

@@ -30,7 +30,7 @@ _EXPECTED = (
 )
 
 
-class Unexpected(logging.Filter):
+class ExpectedWarningFilter(logging.Filter):
     """Lets everything through but these warnings."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -38,15 +38,15 @@ class Unexpected(logging.Filter):
         return record.levelno != logging.WARNING or not record.getMessage().startswith(_EXPECTED)
 
 
-def leave_out_expected() -> None:
+def filter_expected_warnings() -> None:
     """Leave these warnings out of vLLM's log in this process; a second call changes nothing.
 
     vLLM sets its handlers up when it reads its configuration, and a child of its engine's has them already.
     """
-    DEFAULT_LOGGING_CONFIG.setdefault("filters", {})["unexpected"] = {"()": Unexpected}
+    DEFAULT_LOGGING_CONFIG.setdefault("filters", {})["unexpected"] = {"()": ExpectedWarningFilter}
     DEFAULT_LOGGING_CONFIG["handlers"]["vllm"]["filters"] = ["unexpected"]
     for handler in logging.getLogger("vllm").handlers:
-        if not any(isinstance(found, Unexpected) for found in handler.filters):
-            handler.addFilter(Unexpected())
+        if not any(isinstance(found, ExpectedWarningFilter) for found in handler.filters):
+            handler.addFilter(ExpectedWarningFilter())
     # vLLM looks through every name of torch, deprecated ones too.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.reduce_op", category=FutureWarning)

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from gspo.generation.engine.vllm_logs import leave_out_expected
+from gspo.generation.engine.vllm_logs import filter_expected_warnings
 
 BACKEND = "gspo"
 
@@ -149,6 +149,6 @@ def _refuse_missing_tensors(model: torch.nn.Module, policy: SharedPolicy) -> Non
 
 def register() -> None:
     """Make the backend known to this vLLM process, and its log quieter; vLLM calls it once or more in each."""
-    leave_out_expected()
+    filter_expected_warnings()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)

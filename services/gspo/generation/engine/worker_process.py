@@ -38,7 +38,7 @@ def import_engine(model: ModelConfig) -> bool:
 
 
 @contextmanager
-def used_by_vllm(process: ForkedProcess) -> Iterator[None]:
+def vllm_starts_in(process: ForkedProcess) -> Iterator[None]:
     """A block in which vLLM starts its engine in this process.
 
     vLLM offers no argument for it, so its own function is replaced: the one that says how processes are started.

@@ -20,7 +20,7 @@ from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import Completion, EngineLike, Finish, Sampling
 from gspo.generation.rollout.detokenizer import Detokenizer
 from gspo.generation.rollout.episodes import Episodes, end_conversation, seconds_left
-from gspo.generation.rollout.in_flight import UnderWay
+from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo.generation.rollout.stop_strings import cut_at_stop
 from gspo_proto import rollout_pb2
 from gspo_proto.rollout_pb2 import GroupTask, Rollout
@@ -32,7 +32,7 @@ _OUTCOMES = {
 }
 
 
-class AbortedError(RuntimeError):
+class RolloutAbortedError(RuntimeError):
     """The engine ended a request before its answer was whole."""
 
 
@@ -53,15 +53,15 @@ class Rollouts:
         episodes: Episodes | None = None,
     ) -> None:
         self._episodes = episodes
-        self._aborting: set[asyncio.Future[None]] = set()  # held, or they could be collected before they are done
+        self._abort_tasks: set[asyncio.Future[None]] = set()  # held, or they could be collected before they are done
         self._engine, self._tokenizer, self._generator = engine, tokenizer, generator
         self._detokenizer = Detokenizer(tokenizer)
         self._restarts = config.on_update == "restart"
         self._request_numbers = count()
 
-    def begin(self, task: GroupTask, number: int, saved: bytes | None = None) -> UnderWay:
+    def begin(self, task: GroupTask, number: int, saved: bytes | None = None) -> InFlightRollout:
         """A rollout of a task, from its beginning or from what was saved of it."""
-        return UnderWay(task, number, self._generator, saved)
+        return InFlightRollout(task, number, self._generator, saved)
 
     async def generate(self, task: GroupTask, number: int) -> Rollout:
         """One rollout of a task, from its beginning to its end; errors as in `play`."""
@@ -69,17 +69,17 @@ class Rollouts:
         await self.play(rollout)
         return self.finished(rollout)
 
-    async def play(self, rollout: UnderWay, segment_tokens: int | None = None) -> bool:
+    async def play(self, rollout: InFlightRollout, segment_tokens: int | None = None) -> bool:
         """Go on with a rollout; whether it has ended. If not, it has used up `segment_tokens`, its tokens of a step.
 
         Raises:
             ValueError: The engine refuses the request, such as a prompt that is too long for it.
-            AbortedError: The request was ended from outside.
+            RolloutAbortedError: The request was ended from outside.
         """
         rollout.begin_segment()
         while not rollout.ended:
             self._restart_if_outdated(rollout)
-            if rollout.is_environments:
+            if rollout.environment_is_next:
                 await self._ask_environment(rollout)
                 continue
             most = rollout.may_sample(self._engine.version, segment_tokens)
@@ -88,7 +88,7 @@ class Rollouts:
             await self._take_turn(rollout, most)
         return True
 
-    def finished(self, rollout: UnderWay) -> Rollout:
+    def finished(self, rollout: InFlightRollout) -> Rollout:
         """A rollout that has ended, as it goes into the stream; counted."""
         task, state = rollout.task, rollout.state
         text = self._detokenizer.text(state.token_ids[state.turn_start :])
@@ -123,7 +123,7 @@ class Rollouts:
         _count(finished)
         return finished
 
-    async def _take_turn(self, rollout: UnderWay, most: int) -> None:
+    async def _take_turn(self, rollout: InFlightRollout, most: int) -> None:
         """Have the model go on for `most` tokens at most, and end its turn where it ends it."""
         state = rollout.state
         if rollout.task.environment and not seconds_left(rollout):
@@ -133,7 +133,7 @@ class Rollouts:
         elif completion := await self._sample(rollout, most):
             _end_turn(rollout, completion.finish, completion.stop_string or "")
 
-    async def _ask_environment(self, rollout: UnderWay) -> None:
+    async def _ask_environment(self, rollout: InFlightRollout) -> None:
         if self._episodes is None:
             raise ValueError(f"task of group {rollout.task.group} names an environment, and this generator has none")
         if rollout.state.turn_ended:
@@ -141,12 +141,12 @@ class Rollouts:
         else:
             await self._episodes.begin(rollout)
 
-    async def _sample(self, rollout: UnderWay, most: int) -> Completion | None:
+    async def _sample(self, rollout: InFlightRollout, most: int) -> Completion | None:
         """Append what the engine samples next; None where a change of weights had it begin anew."""
         num_before = len(rollout.state.token_ids)
         # Unique: what is under way is looked up by it, and two tasks of one group may be here at a time. The last
         # number says where in the answer the piece begins.
-        rollout.request_id = f"{rollout.mark}:{rollout.task.attempt}.{next(self._request_numbers)}.{num_before}"
+        rollout.request_id = f"{rollout.rollout_key}:{rollout.task.attempt}.{next(self._request_numbers)}.{num_before}"
         sampling = _sampling(rollout.task.sampling, most, num_before)
         try:
             with self._time_limit(rollout):
@@ -154,7 +154,7 @@ class Rollouts:
         finally:
             rollout.request_id = ""
         if completion.finish == "aborted" and not rollout.out_of_time:
-            raise AbortedError(f"rollout {rollout.mark} was aborted in the engine")
+            raise RolloutAbortedError(f"rollout {rollout.rollout_key} was aborted in the engine")
         if completion.finish == "restart":
             metrics.TOKENS_RESTARTED.inc(rollout.restart() + len(completion.token_ids))
             return None
@@ -165,7 +165,7 @@ class Rollouts:
         return completion
 
     @contextmanager
-    def _time_limit(self, rollout: UnderWay) -> Iterator[None]:
+    def _time_limit(self, rollout: InFlightRollout) -> Iterator[None]:
         """Ends the request when the conversation's time is over; what it has sampled by then counts."""
         if not rollout.task.environment or (left := seconds_left(rollout)) == math.inf:
             yield
@@ -176,20 +176,20 @@ class Rollouts:
         finally:
             timer.cancel()
 
-    def _out_of_time(self, rollout: UnderWay) -> None:
+    def _out_of_time(self, rollout: InFlightRollout) -> None:
         rollout.out_of_time = True
         aborting = asyncio.ensure_future(self._engine.abort(rollout.request_id))
-        self._aborting.add(aborting)
-        aborting.add_done_callback(self._aborting.discard)
+        self._abort_tasks.add(aborting)
+        aborting.add_done_callback(self._abort_tasks.discard)
 
-    def _restart_if_outdated(self, rollout: UnderWay) -> None:
+    def _restart_if_outdated(self, rollout: InFlightRollout) -> None:
         """Under on_update: restart nothing goes on that older weights began."""
         oldest = rollout.oldest_version if self._restarts else None
         if oldest is not None and oldest < self._engine.version:
             metrics.TOKENS_RESTARTED.inc(rollout.restart())
 
 
-def _end_turn(rollout: UnderWay, finish: Finish, stop_string: str) -> None:
+def _end_turn(rollout: InFlightRollout, finish: Finish, stop_string: str) -> None:
     """What the end of a piece means: the rollout's, the turn's for its environment to answer, or nothing yet."""
     state, play, is_cut = rollout.state, rollout.task.play, finish == "length"
     if is_cut and rollout.tokens_left and rollout.turn_tokens_left:

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from gspo.common.config.services import TlsConfig
 from gspo.common.network.grpc_server import open_channel, token_metadata
-from gspo.common.streams.instances import Member, members
+from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import HEARTBEAT_S, Keys
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.activity import Activity
@@ -44,14 +44,14 @@ log = structlog.get_logger()
 
 
 @dataclass(eq=False)
-class _Replica:
-    member: Member
+class _RewardReplica:
+    instance: Instance
     channel: grpc.aio.Channel
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     num_calls: int = 0
 
 
-class Environments:
+class EnvironmentClient:
     """Asks the reward replicas of a run.
 
     Args:
@@ -72,7 +72,7 @@ class Environments:
         self._tls = tls
         self._redis, self._keys, self._activity = redis, keys, activity
         self._metadata, self._reach_timeout_s = token_metadata(token), reach_timeout_s
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, _RewardReplica] = {}
         self._num_waiting = 0
 
     async def run(self) -> None:
@@ -88,14 +88,14 @@ class Environments:
 
     async def look(self) -> None:
         """See who lives now; calls to the others are asked anew elsewhere."""
-        alive = {member.uid: member for member in await members(self._redis, self._keys, "reward")}
+        alive = {instance.uid: instance for instance in await list_instances(self._redis, self._keys, "reward")}
         for uid in [uid for uid in self._replicas if uid not in alive]:
             replica = self._replicas.pop(uid)
             replica.gone.set()
             await replica.channel.close()
-        for uid, member in alive.items():
-            if uid not in self._replicas and member.grpc:  # else it is starting
-                self._replicas[uid] = _Replica(member, open_channel(member.grpc, self._tls))
+        for uid, instance in alive.items():
+            if uid not in self._replicas and instance.grpc:  # else it is starting
+                self._replicas[uid] = _RewardReplica(instance, open_channel(instance.grpc, self._tls))
 
     async def reset(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
         """The beginning of an episode. Whatever goes wrong is the reply's failure; `timeout_s` is the step's own."""
@@ -124,19 +124,19 @@ class Environments:
                     said = f"{error.code().name}: {error.details()}"
                     if error.code() in _FINAL:
                         return _failed(_FINAL[error.code()], error.details() or said)
-                    last = f"{replica.member.name} said {said}"
-                except _GoneError:
-                    last = f"{replica.member.name} ended"
+                    last = f"{replica.instance.name} said {said}"
+                except _ReplicaGoneError:
+                    last = f"{replica.instance.name} ended"
                 metrics.ENVIRONMENT_RETRIES.inc()
                 await asyncio.sleep(_PAUSE_S)
         return _failed("unreachable", f"no reward service answered a {what} in {self._reach_timeout_s:g} s: {last}")
 
-    async def _ask_one(self, replica: _Replica, call: Call, limit_s: float) -> EnvironmentReply:
+    async def _ask_one(self, replica: _RewardReplica, call: Call, limit_s: float) -> EnvironmentReply:
         """One replica's answer, given up as soon as it is known to be gone.
 
         Raises:
             AioRpcError: It gave none.
-            _GoneError: It lost its heartbeat.
+            _ReplicaGoneError: It lost its heartbeat.
         """
         asked = asyncio.ensure_future(_reply(call(RewardStub(replica.channel), limit_s)))
         gone = asyncio.ensure_future(replica.gone.wait())
@@ -144,7 +144,7 @@ class Environments:
         try:
             await asyncio.wait({asked, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not asked.done() or asked.cancelled():  # its channel was closed
-                raise _GoneError
+                raise _ReplicaGoneError
             return asked.result()
         finally:
             replica.num_calls -= 1
@@ -152,7 +152,7 @@ class Environments:
                 task.cancel()
             await asyncio.gather(asked, gone, return_exceptions=True)
 
-    async def _choose(self, deadline: float) -> _Replica | None:
+    async def _choose(self, deadline: float) -> _RewardReplica | None:
         """The living replica with the fewest calls under way; None where none comes before the deadline."""
         if not self._replicas:
             await self.look()
@@ -180,7 +180,7 @@ class Environments:
                 self._activity.set("busy", "generating")
 
 
-class _GoneError(Exception):
+class _ReplicaGoneError(Exception):
     pass
 
 

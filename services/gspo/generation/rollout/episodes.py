@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from gspo.common.streams.environment_task import task_json
 from gspo.common.telemetry import metrics
 from gspo.generation.rollout.chat_turns import ChatTurns, ObservationError, PlainTurns, as_messages
-from gspo.generation.rollout.environment_client import Environments
-from gspo.generation.rollout.in_flight import UnderWay
+from gspo.generation.rollout.environment_client import EnvironmentClient
+from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto import rollout_pb2
 from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.rollout_pb2 import Episode, Play, RolloutState
@@ -35,13 +35,13 @@ class Episodes:
         environments: Where they are asked.
     """
 
-    def __init__(self, environments: Environments, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, environments: EnvironmentClient, tokenizer: PreTrainedTokenizerBase) -> None:
         self._environments, self._tokenizer = environments, tokenizer
         self._plain = PlainTurns(tokenizer)
         self._chats: dict[str, ChatTurns] = {}
         self._parsers: dict[tuple[str, str], ToolParser] = {}
 
-    async def begin(self, rollout: UnderWay) -> None:
+    async def begin(self, rollout: InFlightRollout) -> None:
         """Reset the environment, and put what it says behind the prompt; ends the rollout where that fails."""
         task, play = rollout.task, rollout.task.play
         request = ResetRequest(environment=task.environment, version=play.version, task_json=task_json(task.prompt))
@@ -67,7 +67,7 @@ class Episodes:
             return
         state.prompt.CopyFrom(prompt)
 
-    async def respond(self, rollout: UnderWay) -> None:
+    async def respond(self, rollout: InFlightRollout) -> None:
         """What the turn that has ended leads to: an observation and a new turn, or the rollout's end."""
         state, play = rollout.state, rollout.task.play
         turn = list(state.token_ids[state.turn_start :])
@@ -103,7 +103,7 @@ class Episodes:
             return
         self._continue(rollout, observation)
 
-    async def _in_time(self, rollout: UnderWay, asked: Any) -> EnvironmentReply | None:
+    async def _in_time(self, rollout: InFlightRollout, asked: Any) -> EnvironmentReply | None:
         """The reply; None where the rollout's time is over first, and its outcome says so."""
         try:
             left_s = seconds_left(rollout)
@@ -114,7 +114,7 @@ class Episodes:
             rollout.state.outcome = rollout_pb2.OUTCOME_TIME_LIMIT
             return None
 
-    def _continue(self, rollout: UnderWay, observation: Any) -> None:
+    def _continue(self, rollout: InFlightRollout, observation: Any) -> None:
         """Append what the policy sees next and begin its turn, unless a limit is reached."""
         state, play = rollout.state, rollout.task.play
         role = "tool" if play.tools_json else "user"
@@ -132,7 +132,7 @@ class Episodes:
         else:
             rollout.begin_turn(token_ids)
 
-    def _turns(self, rollout: UnderWay) -> ChatTurns | PlainTurns:
+    def _turns(self, rollout: InFlightRollout) -> ChatTurns | PlainTurns:
         task = rollout.task
         return self._chat(task.play.tools_json) if task.prompt.messages_json else self._plain
 
@@ -158,7 +158,7 @@ class Episodes:
         return found.calls, found.problem
 
 
-def seconds_left(rollout: UnderWay) -> float:
+def seconds_left(rollout: InFlightRollout) -> float:
     """Until the rollout's time is over; it runs on while another generator takes over. Infinity without a limit."""
     limit_s = rollout.task.play.total_timeout_s or math.inf
     return max(0.0, float(rollout.state.started_unix_s + limit_s - time.time()))

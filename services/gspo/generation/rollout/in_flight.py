@@ -16,13 +16,13 @@ from gspo_proto import rollout_pb2
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, RolloutState
 
 
-def mark_of(task: GroupTask, number: int) -> str:
+def rollout_key(task: GroupTask, number: int) -> str:
     """The name under which a rollout is saved, and finished once: its id, apart for every evaluation."""
-    mark = rollout_id(task.group, number)
-    return f"{task.evaluation}:{mark}" if task.evaluation else mark
+    rollout_key = rollout_id(task.group, number)
+    return f"{task.evaluation}:{rollout_key}" if task.evaluation else rollout_key
 
 
-class UnderWay:
+class InFlightRollout:
     """A rollout that is not finished.
 
     Args:
@@ -36,7 +36,7 @@ class UnderWay:
     """
 
     def __init__(self, task: GroupTask, number: int, generator: str, saved: bytes | None = None) -> None:
-        self.task, self.number, self.mark = task, number, mark_of(task, number)
+        self.task, self.number, self.rollout_key = task, number, rollout_key(task, number)
         self.state = saved_state(saved) or _fresh(time.time())
         self.state.generator = generator
         self.request_id = ""
@@ -60,7 +60,7 @@ class UnderWay:
         return self.state.prompt if self.state.HasField("prompt") else self.task.prompt
 
     @property
-    def is_environments(self) -> bool:
+    def environment_is_next(self) -> bool:
         """Whether it is not the policy that goes on: an environment has to begin, or to answer a turn."""
         return bool(self.task.environment) and (self.state.turn_ended or not self.state.HasField("episode"))
 

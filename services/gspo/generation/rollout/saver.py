@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterable
 
 from gspo.common.config.schema import GenerationConfig
-from gspo.common.streams.inbox import Delivery, Inbox, Saved
+from gspo.common.streams.inbox import Delivery, EntryState, Inbox
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineLike
-from gspo.generation.rollout.in_flight import UnderWay
+from gspo.generation.rollout.in_flight import InFlightRollout
 
 # Short beside the time of half of save_tokens tokens, which is what is left for a look and a write.
 _LOOK_S = 0.1
@@ -24,16 +24,16 @@ class Saver:
     """Looks at the rollouts under way again and again, and saves those that have grown enough.
 
     Args:
-        under_way: The inbox and the task's delivery of each rollout under way.
+        in_flight: The inbox and the task's delivery of each rollout under way.
     """
 
     def __init__(
         self,
         config: GenerationConfig,
         engine: EngineLike,
-        under_way: Callable[[], Iterable[tuple[Inbox, Delivery, UnderWay]]],
+        in_flight: Callable[[], Iterable[tuple[Inbox, Delivery, InFlightRollout]]],
     ) -> None:
-        self._engine, self._under_way = engine, under_way
+        self._engine, self._in_flight = engine, in_flight
         # At half of it: the other half is room for what is sampled until the write has ended.
         self._due_tokens, self._due_s = max(1, config.save_tokens // 2), config.save_every_s
 
@@ -41,19 +41,19 @@ class Saver:
         """Save until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            await self.save([entry for entry in self._under_way() if self._is_due(entry[2])])
+            await self.save([entry for entry in self._in_flight() if self._is_due(entry[2])])
 
-    async def save(self, entries: Iterable[tuple[Inbox, Delivery, UnderWay]], *, put_aside: bool = False) -> None:
-        """Save rollouts as they are now; `put_aside` where this worker lets go of them."""
-        states: dict[Inbox, list[Saved]] = {}
+    async def save(self, entries: Iterable[tuple[Inbox, Delivery, InFlightRollout]], *, paused: bool = False) -> None:
+        """Save rollouts as they are now; `paused` where this worker lets go of them."""
+        states: dict[Inbox, list[EntryState]] = {}
         for inbox, delivery, rollout in entries:
-            running = self._engine.so_far(rollout.request_id)
-            state = rollout.snapshot(running, 0 if put_aside else delivery.attempt)
+            running = self._engine.partial_output(rollout.request_id)
+            state = rollout.snapshot(running, 0 if paused else delivery.attempt)
             rollout.num_saved, rollout.saved_s = len(state.token_ids), time.monotonic()
-            states.setdefault(inbox, []).append(Saved(delivery, rollout.mark, state.SerializeToString()))
+            states.setdefault(inbox, []).append(EntryState(delivery, rollout.rollout_key, state.SerializeToString()))
         for inbox, saved in states.items():
             metrics.ROLLOUTS_SAVED.inc(await inbox.save(saved))
 
-    def _is_due(self, rollout: UnderWay) -> bool:
+    def _is_due(self, rollout: InFlightRollout) -> bool:
         unsaved = len(rollout.state.token_ids) + self._engine.num_sampled(rollout.request_id) - rollout.num_saved
         return unsaved >= self._due_tokens or (unsaved > 0 and time.monotonic() - rollout.saved_s >= self._due_s)

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.tool_parsers import ToolParserManager
 
 # What a turn that means to call a tool has in it, in both formats.
-_MARKS = ("<tool_call>", "</tool_call>", "<function=")
+_CALL_TOKENS = ("<tool_call>", "</tool_call>", "<function=")
 _THOUGHT_ENDS = "</think>"
 _FORMS = {
     "hermes": '<tool_call>\n{"name": NAME, "arguments": {NAME: VALUE}}\n</tool_call>',
@@ -26,7 +26,7 @@ logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True)
-class Calls:
+class ToolCalls:
     """What a turn calls: `calls` as {name, arguments}, or the problem for which none of them is made."""
 
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -47,21 +47,21 @@ class ToolParser:
         self._parameters = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
         self._request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], model="", tools=tools)
 
-    def read(self, text: str) -> Calls:
+    def read(self, text: str) -> ToolCalls:
         """The calls in a turn's text, special tokens left in; what it only thinks of calling is no call."""
         text = text.rpartition(_THOUGHT_ENDS)[2]
         # A parser for each turn: it keeps what it has seen of a text that streams in.
         found = self._parser(self._tokenizer, self._request.tools).extract_tool_calls(text, self._request)
         if not found.tools_called:
-            means_to_call = any(mark in text for mark in _MARKS)
-            return Calls(problem=f"cannot be read; write {_FORMS[self._format]}" if means_to_call else "")
+            means_to_call = any(mark in text for mark in _CALL_TOKENS)
+            return ToolCalls(problem=f"cannot be read; write {_FORMS[self._format]}" if means_to_call else "")
         calls = []
         for call in found.tool_calls:
             arguments = _arguments(call.function.arguments)
             if problem := self._problem(call.function.name, arguments):
-                return Calls(problem=problem)
+                return ToolCalls(problem=problem)
             calls.append({"name": call.function.name, "arguments": arguments})
-        return Calls(calls)
+        return ToolCalls(calls)
 
     def _problem(self, name: str, arguments: Any) -> str:
         parameters = self._parameters.get(name)

@@ -15,12 +15,12 @@ from gspo.common.config.schema import StalenessConfig
 from gspo.learner.assembly.groups import Group
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import SettledGroup, Settlement, Settlements
-from gspo.learner.assembly.training_order import in_training_order, take_in, with_advantages
+from gspo.learner.assembly.training_order import in_training_order, update_moments, with_advantages
 from gspo_core.advantage import RunningMoments
 from gspo_proto.rollout_pb2 import GroupFailure, ScoredRollout
 
 
-class Added(StrEnum):
+class AddResult(StrEnum):
     """What became of an entry. All but NEW may be acknowledged at once."""
 
     NEW = "new"
@@ -39,7 +39,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingForGroups:
     """No step yet: `what` is 'groups' or 'old_groups', `detail` says it to a reader. `settled` ended now."""
 
     what: str
@@ -48,14 +48,14 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Exhausted:
+class PromptsUsedUp:
     """No step ever: every group that was issued, and will be, is settled."""
 
     settled: tuple[SettledGroup, ...]
 
 
 @dataclass(frozen=True)
-class Hopeless:
+class NoUsableGroups:
     """No step: all groups of max_refill batches failed or were filtered. `reason` names the last one's."""
 
     reason: str
@@ -89,23 +89,23 @@ class Assembler:
         self._groups: dict[int, Group] = {}
         self._fruitless: list[SettledGroup] = []
 
-    def add(self, entry: ScoredRollout | GroupFailure) -> Added:
+    def add(self, entry: ScoredRollout | GroupFailure) -> AddResult:
         """Take an entry of the `scored` stream. ValueError: a malformed rollout; nothing is kept of it."""
         number = entry.group if isinstance(entry, GroupFailure) else entry.rollout.group
         if (ended := self._settlements.get(number)) is not None:
             is_logged = ended is Settlement.TRAINED and isinstance(entry, ScoredRollout)
-            return Added.DUPLICATE if is_logged else Added.LATE
+            return AddResult.DUPLICATE if is_logged else AddResult.LATE
         group = self._groups.get(number) or Group(number, self._algorithm, fails_as_one=self._fails_as_one)
         if isinstance(entry, ScoredRollout) and entry.rollout.number in group:
-            return Added.DUPLICATE
+            return AddResult.DUPLICATE
         if group.is_complete:
-            return Added.LATE
+            return AddResult.LATE
         if isinstance(entry, ScoredRollout):
             group.add(entry)
         else:
-            group.given_up = entry.reason
+            group.failure_reason = entry.reason
         self._groups[number] = group
-        return Added.NEW
+        return AddResult.NEW
 
     def knows(self, group: int) -> bool:
         """Whether something of this group is here, or it has ended."""
@@ -113,7 +113,7 @@ class Assembler:
 
     def next_batch(
         self, version: int, open_groups: Mapping[int, int], *, num_groups: int | None = None
-    ) -> Batch | Waiting | Exhausted | Hopeless:
+    ) -> Batch | WaitingForGroups | PromptsUsedUp | NoUsableGroups:
         """The batch that makes version + 1, or why there is none yet; either way, the groups that ended by now.
 
         What is returned counts as settled from here on: the caller records it before it does anything else.
@@ -132,13 +132,13 @@ class Assembler:
         chosen = complete[:size]
         if missing := self._missing_old_groups(version, chosen, open_groups):
             detail = f"{len(chosen)} of {size} groups; {missing}"
-            return self._unless_hopeless(Waiting("old_groups", detail, settled), chosen)
+            return self._unless_hopeless(WaitingForGroups("old_groups", detail, settled), chosen)
         is_last = self._all_are_here(num_groups) or self._has_refilled_enough()
         if len(chosen) == size or (chosen and is_last):
             return self._make_batch(version, chosen, settled)
         if self._all_are_here(num_groups):
-            return Exhausted(settled)
-        return self._unless_hopeless(Waiting("groups", f"{len(chosen)} of {size} groups", settled), chosen)
+            return PromptsUsedUp(settled)
+        return self._unless_hopeless(WaitingForGroups("groups", f"{len(chosen)} of {size} groups", settled), chosen)
 
     def settle_unused(self, open_groups: Iterable[int], reason: str) -> tuple[SettledGroup, ...]:
         """End every group that is open or in hand: the run ends without it."""
@@ -148,7 +148,7 @@ class Assembler:
     def replay(self, rows: Sequence[Row]) -> None:
         """Take the rewards of a logged step into the running moments, as its assembly did."""
         if self._algorithm.reward_norm == "running":
-            take_in(self.moments, rows)
+            update_moments(self.moments, rows)
 
     def _settle(self, group: int, settlement: Settlement, reason: str) -> SettledGroup:
         left = self._groups.pop(group, None)
@@ -229,7 +229,7 @@ class Assembler:
         """Whether max_refill batches of groups have ended without training since the last step."""
         return len(self._fruitless) >= self._algorithm.max_refill * self._algorithm.rollout_batch_size
 
-    def _unless_hopeless(self, waiting: Waiting, chosen: Sequence[Group]) -> Waiting | Hopeless:
+    def _unless_hopeless(self, waiting: WaitingForGroups, chosen: Sequence[Group]) -> WaitingForGroups | NoUsableGroups:
         if chosen or not self._has_refilled_enough():
             return waiting
         last = self._fruitless[-1]
@@ -237,4 +237,4 @@ class Assembler:
             f"{len(self._fruitless)} groups in a row failed or were filtered, none was trained; the last one, "
             f"group {last.group}, was {last.settlement}: {last.reason}"
         )
-        return Hopeless(reason, waiting.settled)
+        return NoUsableGroups(reason, waiting.settled)

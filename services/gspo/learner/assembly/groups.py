@@ -26,7 +26,7 @@ class Group:
 
     def __init__(self, number: int, algorithm: AlgorithmConfig, *, fails_as_one: bool = False) -> None:
         self.number = number
-        self.given_up: str | None = None
+        self.failure_reason: str | None = None
         self.num_rollouts: int | None = None
         self.oldest: int | None = None  # version of the oldest token that counts
         self.newest: int | None = None
@@ -44,7 +44,7 @@ class Group:
     @property
     def is_complete(self) -> bool:
         """Whether nothing more is to come: all rollouts are here, or the group was given up."""
-        return self.given_up is not None or self.num_here == self.num_rollouts
+        return self.failure_reason is not None or self.num_here == self.num_rollouts
 
     def add(self, scored: ScoredRollout) -> None:
         """Take a rollout. ValueError: it is malformed, or does not fit into its group."""
@@ -67,8 +67,8 @@ class Group:
 
     def ending(self, version: int, staleness: StalenessConfig) -> tuple[Settlement, str] | None:
         """How a complete group ends that the learner at `version` cannot train on, and why; None where it can."""
-        if self.given_up is not None:
-            return Settlement.FAILED, self.given_up
+        if self.failure_reason is not None:
+            return Settlement.FAILED, self.failure_reason
         failures = [row.failure for row in self.rows() if row.skipped == "failed"]
         if len(failures) == self.num_here:
             return Settlement.FAILED, f"every rollout failed, the last one: {failures[-1]}"

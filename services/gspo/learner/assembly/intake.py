@@ -21,9 +21,9 @@ from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.inbox import Delivery, Inbox
 from gspo.common.streams.keys import LEARNER
 from gspo.common.telemetry import metrics
-from gspo.learner.assembly.assembler import Added, Assembler
-from gspo.learner.assembly.rollout_limits import limits_of
-from gspo.learner.telemetry.rollout_timelines import Journeys
+from gspo.learner.assembly.assembler import AddResult, Assembler
+from gspo.learner.assembly.rollout_limits import rollout_limits
+from gspo.learner.telemetry.rollout_timelines import RolloutTimelines
 from gspo_proto.rollout_pb2 import GroupFailure, Rollout, Score, Scored, ScoredRollout
 
 log = structlog.get_logger()
@@ -32,7 +32,7 @@ _AT_A_TIME = 256
 # All that an earlier life took and did not finish; the open groups bound it.
 _EVERYTHING = 1_000_000
 # A learner that is killed hands on everything that waits for its group, so this is far more than accidents make.
-_MOST_LIVES = 20
+_MAX_DELIVERIES = 20
 
 
 class Intake:
@@ -40,12 +40,12 @@ class Intake:
 
     Attributes:
         arrived: Set when something new came.
-        journeys: Where the rollouts that are held have been, and when.
+        timelines: Where the rollouts that are held have been, and when.
     """
 
     def __init__(self, service: Service, assembler: Assembler) -> None:
         self._service, self._assembler = service, assembler
-        self._limits = limits_of(service.config)
+        self._limits = rollout_limits(service.config)
         # One learner at a time holds the run, so its name may outlive the process and find its own entries again.
         self._inbox = Inbox(
             service.redis,
@@ -54,8 +54,8 @@ class Intake:
             consumer=LEARNER,
             lease_s=service.config.services.lease_s,
         )
-        self._held: dict[int, list[Delivery]] = defaultdict(list)
-        self.arrived, self.journeys = asyncio.Event(), Journeys()
+        self._unacknowledged: dict[int, list[Delivery]] = defaultdict(list)
+        self.arrived, self.timelines = asyncio.Event(), RolloutTimelines()
 
     async def run(self) -> None:
         """Take entries until cancelled; first those of an earlier life."""
@@ -66,7 +66,7 @@ class Intake:
 
     async def acknowledge(self, groups: Iterable[int]) -> None:
         """Acknowledge every entry of groups that are settled on disk."""
-        await self._inbox.acknowledge([entry for group in groups for entry in self._held.pop(group, [])])
+        await self._inbox.acknowledge([entry for group in groups for entry in self._unacknowledged.pop(group, [])])
 
     async def open_groups(self) -> dict[int, int]:
         """Groups issued and not settled -> the least version of their tokens, as the coordinator says."""
@@ -99,31 +99,31 @@ class Intake:
     async def _take_in(self, delivery: Delivery) -> bool:
         """Whether the entry is to be held; if not, it has no further use."""
         entry = _content(delivery.message)
-        if delivery.attempt > _MOST_LIVES:
+        if delivery.attempt > _MAX_DELIVERIES:
             entry = await self._give_up(delivery, entry)
         try:
             if isinstance(entry, ScoredRollout):
                 self._limits.check(entry)
             added = self._assembler.add(entry)
         except ValueError as error:
-            await self._refuse(delivery, str(error), self._in_place_of(entry, str(error)))
+            await self._refuse(delivery, str(error), self._replacement_for(entry, str(error)))
             return True
-        if added is Added.NEW:
+        if added is AddResult.NEW:
             # For its acknowledgement; what it says is in the assembler, and would be here twice.
-            self._held[_group(entry)].append(replace(delivery, payload=b"", message=None))
+            self._unacknowledged[_group(entry)].append(replace(delivery, payload=b"", message=None))
             if isinstance(entry, ScoredRollout):
-                self.journeys.add(entry)
+                self.timelines.add(entry)
             return True
         metrics.ROLLOUTS_SKIPPED.labels(added.value).inc()
         return False
 
     async def _refuse(self, delivery: Delivery, reason: str, in_its_place: list[bytes]) -> None:
         metrics.ROLLOUTS_SKIPPED.labels("malformed").inc()
-        await self._inbox.bury(delivery, reason, [(self._service.keys.scored, entry) for entry in in_its_place])
+        await self._inbox.dead_letter(delivery, reason, [(self._service.keys.scored, entry) for entry in in_its_place])
 
-    def _in_place_of(self, entry: ScoredRollout | GroupFailure, reason: str) -> list[bytes]:
+    def _replacement_for(self, entry: ScoredRollout | GroupFailure, reason: str) -> list[bytes]:
         """A rollout without tokens that failed for the reason: what was refused has a mark, and is not made again."""
-        if isinstance(entry, GroupFailure) or not self._limits.has_room(entry.rollout):
+        if isinstance(entry, GroupFailure) or not self._limits.has_rollout(entry.rollout):
             return []
         of = entry.rollout
         rollout = Rollout(
@@ -135,7 +135,7 @@ class Intake:
     async def _give_up(self, delivery: Delivery, entry: ScoredRollout | GroupFailure) -> GroupFailure:
         """An entry that so many learners died over: its group fails, so that it holds no slot."""
         reason = f"handed to {delivery.attempt - 1} learners, and each died with it in hand"
-        await self._inbox.bury(delivery, reason)
+        await self._inbox.dead_letter(delivery, reason)
         return GroupFailure(group=_group(entry), attempt=delivery.attempt, reason=reason)
 
 

@@ -24,7 +24,7 @@ _END_OF_INT32 = 2**31
 
 
 @dataclass(frozen=True)
-class Limits:
+class RolloutLimits:
     """Of one run.
 
     Attributes:
@@ -48,12 +48,12 @@ class Limits:
         if problem := self._problem(rollout) or _number_problem(scored):
             raise ValueError(f"rollout {rollout.group}-{rollout.number}: {problem}")
 
-    def has_room(self, rollout: Rollout) -> bool:
+    def has_rollout(self, rollout: Rollout) -> bool:
         """Whether a group of this run has a rollout of this number."""
         return rollout.num_rollouts == self.num_rollouts and rollout.number < self.num_rollouts
 
     def _problem(self, rollout: Rollout) -> str:
-        if not self.has_room(rollout):
+        if not self.has_rollout(rollout):
             return f"number {rollout.number} of {rollout.num_rollouts}, and a group of this run has {self.num_rollouts}"
         if rollout.token_ids and not rollout.prompt.token_ids:
             return "its prompt has no token"
@@ -90,12 +90,12 @@ def _number_problem(scored: ScoredRollout) -> str:
     return "" if all(map(math.isfinite, (*times, *others))) else "a time or a temperature that is not a finite number"
 
 
-def limits_of(config: Config) -> Limits:
+def rollout_limits(config: Config) -> RolloutLimits:
     """The limits of a run, from its configuration and its model's files."""
     algorithm = config.algorithm
     facts = json.loads((model_folder(config.model) / "config.json").read_text(encoding="utf-8"))
     vocabulary = facts.get("text_config", facts).get("vocab_size")
-    return Limits(
+    return RolloutLimits(
         num_rollouts=algorithm.num_return_sequences_in_group,
         prompt_length=algorithm.prompt_length,
         response_length=algorithm.response_length,

@@ -11,7 +11,7 @@ from gspo.common.telemetry import metrics
 from gspo.learner.assembly.settlements import SettledGroup
 
 
-class AgeCost:
+class StalenessCost:
     """The account of one learner, from step to step."""
 
     def __init__(self) -> None:

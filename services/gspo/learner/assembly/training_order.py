@@ -46,7 +46,7 @@ def with_advantages(rows: Sequence[Row], algorithm: AlgorithmConfig, moments: Ru
     return [replace(row, advantage=next(advantages)) if row.skipped is None else row for row in rows]
 
 
-def take_in(moments: RunningMoments, rows: Sequence[Row]) -> None:
+def update_moments(moments: RunningMoments, rows: Sequence[Row]) -> None:
     """Update the moments from a logged step, to the bit as `with_advantages` did under running."""
     moments.update(_rewards([row for row in rows if row.skipped is None]))
 

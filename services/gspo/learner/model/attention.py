@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from gspo.learner.model.packed_rollouts import Block, PackedLine
+from gspo.learner.model.packed_rollouts import PackedBlock, PackedRollouts
 
 NAME = "gspo"
 OWN_ATTENTION = "eager"
@@ -32,22 +32,22 @@ _TRIAL_TOKENS = 16
 _TOLERANCE = 1e-3
 
 
-class _Packed:
+class _CurrentPacking:
     """The line that the model is given at the moment. Not a call's argument: with gradient checkpointing the backward
     pass attends again, and not every model hands on what it does not know."""
 
-    line: PackedLine | None = None
+    line: PackedRollouts | None = None
 
 
-class _Passed:
+class _SeenArguments:
     """Names of what layers passed to the attention; collected while this is a set."""
 
     names: set[str] | None = None
 
 
-def attend_to(line: PackedLine | None) -> None:
+def attend_to(line: PackedRollouts | None) -> None:
     """What the next forward and its backward are given: a packed line, or rows by themselves (None)."""
-    _Packed.line = line
+    _CurrentPacking.line = line
 
 
 def attention_name() -> str:
@@ -70,12 +70,12 @@ def use_own_attention(causal_lm: PreTrainedModel) -> str:
     vocabulary, rows = causal_lm.config.get_text_config().vocab_size, 2
     token_RS = (torch.arange(rows * _TRIAL_TOKENS, device=causal_lm.device) * 7 % vocabulary).view(rows, -1)
     attend_to(None)
-    _Passed.names = set()
+    _SeenArguments.names = set()
     try:
         ours = causal_lm(input_ids=token_RS, use_cache=False).logits
-        unknown = _Passed.names - _CARRIED
+        unknown = _SeenArguments.names - _CARRIED
     finally:
-        _Passed.names = None
+        _SeenArguments.names = None
     causal_lm.set_attn_implementation(OWN_ATTENTION)
     if not has_own_attention(causal_lm):
         return "its code takes no other attention"
@@ -95,7 +95,7 @@ def has_own_attention(causal_lm: PreTrainedModel) -> bool:
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """transformers' own, but for a packed line, of which it would make a square."""
-    if _Packed.line is not None:
+    if _CurrentPacking.line is not None:
         return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
@@ -112,15 +112,15 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention. query [R, heads, S, head width], key and value [R, kv heads, S, head width]."""
-    if _Passed.names is not None:
-        _Passed.names |= {name for name, value in kwargs.items() if value is not None and value is not False}
-    if _Packed.line is None:
+    if _SeenArguments.names is not None:
+        _SeenArguments.names |= {name for name, value in kwargs.items() if value is not None and value is not False}
+    if _CurrentPacking.line is None:
         return _attention_of_rows(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     # [positions, heads, head width] of the whole line.
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     window = kwargs.get("sliding_window")
     attended = []
-    for block in _Packed.line.blocks:
+    for block in _CurrentPacking.line.blocks:
         q_rows, k_rows, v_rows = (block.to_rows(tensor).transpose(1, 2) for tensor in (q, k, v))
         mask = _window_mask(block, window, query.device)
         found = _attention_of_rows(module, q_rows, k_rows, v_rows, mask, dropout, scaling, kwargs)
@@ -148,7 +148,7 @@ def _attention_of_rows(
     return short_causal_attention(query, key, value, scaling).transpose(1, 2).contiguous()
 
 
-def _window_mask(block: Block, window: int | None, device: torch.device) -> Tensor | None:
+def _window_mask(block: PackedBlock, window: int | None, device: torch.device) -> Tensor | None:
     """Bool [1, 1, S, S] where rows are longer than a layer's sliding window; None where it cuts nothing off."""
     if window is None or block.width <= window:
         return None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gspo.learner.assembly.rows import Row
-from gspo.learner.model.packed_rollouts import PackedLine
+from gspo.learner.model.packed_rollouts import PackedRollouts
 from gspo_core.packing import micro_batches, packed_micro_batches
 
 
@@ -81,7 +81,7 @@ class MicroBatch:
 
     row_R: Tensor
     input_RS: Tensor
-    line: PackedLine | None
+    line: PackedRollouts | None
     state_N: Tensor
     target_N: Tensor
     mask_RT: Tensor
@@ -170,7 +170,7 @@ def _micro_batch(batch: StepBatch, rows: Sequence[int], packed_tokens: int | Non
     sequences = [batch.sequences[row] for row in rows]
     length_R = torch.tensor([len(sequence) for sequence in sequences])
     if packed_tokens:
-        line, input_RS = PackedLine.of(length_R.tolist(), packed_tokens), torch.cat(sequences)[None]
+        line, input_RS = PackedRollouts.of(length_R.tolist(), packed_tokens), torch.cat(sequences)[None]
         start_R = length_R.cumsum(0) - length_R
     else:
         line, input_RS = None, torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)

@@ -63,7 +63,7 @@ def checkpoint_tensors(
         return {}
     # It splits, turns and renames: no number changes, so it may come after the rounding.
     named: Mapping[str, Tensor] = revert_weight_conversion(causal_lm, copies)
-    return {name: _of_its_own(tensor) for name, tensor in named.items()}
+    return {name: _unshared(tensor) for name, tensor in named.items()}
 
 
 def _weights(causal_lm: PreTrainedModel, adapters: Adapters | None) -> dict[str, NamedWeight]:
@@ -72,7 +72,7 @@ def _weights(causal_lm: PreTrainedModel, adapters: Adapters | None) -> dict[str,
     return {name: NamedWeight([it], it.detach) for name, it in causal_lm.state_dict(keep_vars=True).items()}
 
 
-def _of_its_own(tensor: Tensor) -> Tensor:
+def _unshared(tensor: Tensor) -> Tensor:
     """In memory that it shares with no other: a file of tensors cannot be written otherwise."""
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor

@@ -17,7 +17,7 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.learner.model.attention import OWN_ATTENTION, attend_to, attention_name, has_own_attention, use_own_attention
 from gspo.learner.model.experts import experts_name
-from gspo.learner.model.packed_rollouts import PackedLine
+from gspo.learner.model.packed_rollouts import PackedRollouts
 from gspo_core.logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class PolicyModel(nn.Module):
         self._dtype = dtype
 
     def forward(
-        self, input_RS: Tensor, line: PackedLine | None, state_N: Tensor, target_N: Tensor
+        self, input_RS: Tensor, line: PackedRollouts | None, state_N: Tensor, target_N: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(logp_N, entropy_N), float32, of target_N, each predicted by the state at its flat place in [R, S].
 
@@ -82,7 +82,7 @@ class PolicyModel(nn.Module):
         return weight
 
 
-def hidden_states(causal_lm: PreTrainedModel, input_RS: Tensor, line: PackedLine | None) -> Tensor:
+def hidden_states(causal_lm: PreTrainedModel, input_RS: Tensor, line: PackedRollouts | None) -> Tensor:
     """The states [R, S, D] that predict the next tokens; what attends in a backward pass attends as in here."""
     attend_to(line)
     positions = {} if line is None else {"position_ids": line.position_S[None]}
@@ -100,7 +100,7 @@ def can_be_packed(causal_lm: PreTrainedModel) -> bool:
         return False
     vocabulary, device = causal_lm.config.get_text_config().vocab_size, causal_lm.device
     tokens = [torch.arange(1, 1 + length, device=device) * 7 % vocabulary for length in (5, 5, 3)]
-    line = PackedLine.of([len(token_S) for token_S in tokens], 10).to(device)
+    line = PackedRollouts.of([len(token_S) for token_S in tokens], 10).to(device)
     training = causal_lm.training
     causal_lm.eval()
     try:

@@ -17,7 +17,7 @@ from gspo_core.packing import micro_batches
 
 
 @dataclass(frozen=True)
-class Block:
+class PackedBlock:
     """Neighbouring rollouts of a line, of like length, as R rows of S positions.
 
     Attributes:
@@ -35,7 +35,7 @@ class Block:
     line_place_N: Tensor | None
 
     @classmethod
-    def of(cls, first: int, lengths: Sequence[int]) -> Block:
+    def of(cls, first: int, lengths: Sequence[int]) -> PackedBlock:
         """The block of rollouts of these lengths that starts at `first`."""
         R, S, last = len(lengths), max(lengths), first + sum(lengths)
         if last - first == R * S:
@@ -46,12 +46,12 @@ class Block:
         row_place_RS = start_R[:, None] + torch.where(inside_RS, place_S, 0)
         return cls(first, last, R, S, row_place_RS.flatten(), inside_RS.flatten().nonzero()[:, 0])
 
-    def to(self, device: torch.device) -> Block:
+    def to(self, device: torch.device) -> PackedBlock:
         """The same with its places on `device`."""
         if self.row_place_N is None or self.line_place_N is None:
             return self
         places = self.row_place_N.to(device), self.line_place_N.to(device)
-        return Block(self.first, self.last, self.num_rows, self.width, *places)
+        return PackedBlock(self.first, self.last, self.num_rows, self.width, *places)
 
     def to_rows(self, line: Tensor) -> Tensor:
         """[positions of the line, ...] to [R, S, ...]: this block's rows, with anything finite behind their ends."""
@@ -81,7 +81,7 @@ class _ToRows(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class PackedLine:
+class PackedRollouts:
     """A line of rollouts, the longest first.
 
     Attributes:
@@ -89,10 +89,10 @@ class PackedLine:
     """
 
     position_S: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[PackedBlock, ...]
 
     @classmethod
-    def of(cls, lengths: Sequence[int], max_padded: int) -> PackedLine:
+    def of(cls, lengths: Sequence[int], max_padded: int) -> PackedRollouts:
         """Lay rollouts of these lengths, in descending order, one after another.
 
         Args:
@@ -101,11 +101,11 @@ class PackedLine:
         position_S = torch.cat([torch.arange(length) for length in lengths])
         blocks, first = [], 0
         for rows in micro_batches(lengths, max(max_padded, *lengths)):
-            block = Block.of(first, [lengths[row] for row in rows])
+            block = PackedBlock.of(first, [lengths[row] for row in rows])
             blocks.append(block)
             first = block.last
         return cls(position_S, tuple(blocks))
 
-    def to(self, device: torch.device) -> PackedLine:
+    def to(self, device: torch.device) -> PackedRollouts:
         """The same with its places on `device`."""
-        return PackedLine(self.position_S.to(device), tuple(block.to(device) for block in self.blocks))
+        return PackedRollouts(self.position_S.to(device), tuple(block.to(device) for block in self.blocks))

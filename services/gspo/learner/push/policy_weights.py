@@ -17,7 +17,7 @@ _BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16, torch.float1
 
 
 @dataclass(frozen=True)
-class Policy:
+class PolicyWeights:
     """One version of the policy in the inference dtype, in host memory.
 
     Attributes:
@@ -35,7 +35,7 @@ class Policy:
         return sum(tensor.nbytes for tensor in self.bits.values())
 
 
-def policy_from(version: int, tensors: Mapping[str, torch.Tensor]) -> Policy:
+def weights_from(version: int, tensors: Mapping[str, torch.Tensor]) -> PolicyWeights:
     """A policy from contiguous CPU tensors of one dtype, which must not change afterwards.
 
     Raises:
@@ -53,7 +53,7 @@ def policy_from(version: int, tensors: Mapping[str, torch.Tensor]) -> Policy:
         )
     bits = {name: tensor.view(_BITS[tensor.dtype]).numpy() for name, tensor in tensors.items()}
     digest = policy_digest((name, dtype, tensor.shape, tensor) for name, tensor in bits.items())
-    return Policy(version, digest, dtype, bits)
+    return PolicyWeights(version, digest, dtype, bits)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

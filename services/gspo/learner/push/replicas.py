@@ -12,18 +12,18 @@ from typing import Any, Literal
 
 import grpc
 
-from gspo.common.streams.instances import Member
-from gspo.learner.push.policy_weights import Policy
+from gspo.common.streams.instances import Instance
+from gspo.learner.push.policy_weights import PolicyWeights
 
 State = Literal["current", "behind", "out"]
-STATES: tuple[State, ...] = ("current", "behind", "out")
+REPLICA_STATES: tuple[State, ...] = ("current", "behind", "out")
 # One failure is an accident of the network; three in a row are a bad engine, which then costs one attempt in 30 s.
 _OUT_AFTER = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 
 
 @dataclass
-class Target:
+class GeneratorReplica:
     """A generator process.
 
     Attributes:
@@ -34,7 +34,7 @@ class Target:
         waiting: Whether its push waits for others to be sent.
     """
 
-    member: Member
+    instance: Instance
     channel: grpc.aio.Channel
     version: int
     digest: str
@@ -48,9 +48,9 @@ class Target:
     @property
     def name(self) -> str:
         """Its name in the run and its address: replicas may share a name."""
-        return f"{self.member.name} ({self.member.grpc})"
+        return f"{self.instance.name} ({self.instance.grpc})"
 
-    def serves(self, policy: Policy) -> bool:
+    def serves(self, policy: PolicyWeights) -> bool:
         """Whether it serves this version."""
         return (self.version, self.digest) == (policy.version, policy.digest)
 

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Literal
 
 from gspo.common.weights.time_limit import TimeLimit
-from gspo.learner.push.replicas import Target
+from gspo.learner.push.replicas import GeneratorReplica
 
 Kind = Literal["full", "delta"]
 # One whole policy at a time uses all of the sender. Changes are small: several at a time hide the round trips. Each
@@ -26,7 +26,7 @@ _FIRST_BYTES_S = 1e8
 _MOST_DOUBLINGS = 3
 
 
-class PushQueue:
+class SendQueue:
     """Turns and time limits of pushes.
 
     Args:
@@ -38,7 +38,7 @@ class PushQueue:
         self._limits = {kind: TimeLimit(least_s, _FIRST_BYTES_S) for kind in _NUM_SENT}
 
     @asynccontextmanager
-    async def turn(self, kind: Kind, target: Target) -> AsyncIterator[Callable[[], None]]:
+    async def turn(self, kind: Kind, target: GeneratorReplica) -> AsyncIterator[Callable[[], None]]:
         """Wait for a turn to send, first come first served. It ends with the block, or earlier by the call given."""
         turns = self._turns[kind]
         target.waiting = turns.locked()

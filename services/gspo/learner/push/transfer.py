@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from gspo.common.network.grpc_server import ADMITTED
-from gspo.learner.push.weight_frames import Frames
+from gspo.learner.push.weight_frames import WeightFrames
 from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
 
 # A generator admits a push at once, unless it still takes or loads one whose sender has given up.
@@ -28,15 +28,15 @@ class PushFailedError(Exception):
         self.status = status
 
 
-def failure_of(error: grpc.aio.AioRpcError | PushFailedError) -> PushFailedError:
+def push_failure(error: grpc.aio.AioRpcError | PushFailedError) -> PushFailedError:
     """What gRPC raised, in our words."""
     if isinstance(error, PushFailedError):
         return error
     return PushFailedError(error.code(), error.details() or "")
 
 
-async def deliver(
-    call: Any, header: PushHeader, frames: Frames, on_sent: Callable[[], None] = lambda: None
+async def send_push(
+    call: Any, header: PushHeader, frames: WeightFrames, on_sent: Callable[[], None] = lambda: None
 ) -> tuple[PushResult, int]:
     """Send one version over a PushWeights call; the generator's answer, and the bytes of the frames.
 
@@ -64,7 +64,7 @@ async def deliver(
     return result, num_bytes
 
 
-async def _transmit(call: Any, header: PushHeader, frames: Frames) -> int:
+async def _transmit(call: Any, header: PushHeader, frames: WeightFrames) -> int:
     """Write header and frames; how many bytes the frames are. Where the call has ended, its answer says why."""
     num_bytes = 0
     with contextlib.suppress(asyncio.InvalidStateError):

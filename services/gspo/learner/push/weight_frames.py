@@ -10,17 +10,17 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from gspo.common.weights.changes import Bits, pack_changes
-from gspo.learner.push.policy_weights import Policy
+from gspo.learner.push.policy_weights import PolicyWeights
 from gspo_proto.generation_pb2 import WeightFrame
 
 # Far below gRPC's limit for a message. Larger ones are slower (4 MiB: a third of the rate): each copy of one is memory
 # that the allocator takes from the system anew.
 FRAME_BYTES = 2**20
-# Frames that are packed before they are asked for.
+# WeightFrames that are packed before they are asked for.
 _AHEAD = 4
 
 
-class Frames:
+class WeightFrames:
     """The frames of one push, in order; iterate as often as wanted.
 
     Args:
@@ -28,7 +28,9 @@ class Frames:
         frame_bytes: Weights in one frame, at most.
     """
 
-    def __init__(self, policy: Policy, base: Policy | None = None, frame_bytes: int = FRAME_BYTES) -> None:
+    def __init__(
+        self, policy: PolicyWeights, base: PolicyWeights | None = None, frame_bytes: int = FRAME_BYTES
+    ) -> None:
         self._policy, self._base = policy, base
         self._runs = [
             (name, slice(start, start + frame_bytes // bits.itemsize))
@@ -48,13 +50,13 @@ class Frames:
                 if ahead not in self._packed:
                     packing = asyncio.to_thread(self._pack, self._base, *self._runs[ahead])
                     self._packed[ahead] = asyncio.ensure_future(packing)
-                    self._packed[ahead].add_done_callback(_take_notice)
+                    self._packed[ahead].add_done_callback(_ignore_result)
             # Another push may wait for the same frame when this one is cancelled.
             frame = await asyncio.shield(self._packed[number])
             if frame is not None:
                 yield frame
 
-    def _pack(self, base: Policy, name: str, run: slice) -> WeightFrame | None:
+    def _pack(self, base: PolicyWeights, name: str, run: slice) -> WeightFrame | None:
         """What changed in a run, or all of it where that is less; None where nothing changed."""
         new = self._policy.bits[name].reshape(-1)[run]
         packed = pack_changes(new, base.bits[name].reshape(-1)[run])
@@ -67,7 +69,7 @@ class Frames:
         return frame
 
 
-def _take_notice(packed: asyncio.Future[WeightFrame | None]) -> None:
+def _ignore_result(packed: asyncio.Future[WeightFrame | None]) -> None:
     """One that failed is raised where it is awaited; those ahead of it, which nobody awaits any more, are no news."""
     if not packed.cancelled():
         packed.exception()

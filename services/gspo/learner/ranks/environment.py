@@ -35,11 +35,11 @@ def num_local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
-def die_with_the_launcher() -> None:
+def end_with_launcher() -> None:
     """Have the kernel kill this rank when its launcher dies, however that happens: it would hold the run directory."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def cores_of_a_rank(num_ranks_here: int) -> int:
+def cores_per_rank(num_ranks_here: int) -> int:
     """CPU cores that each of so many ranks on this machine may use."""
     return max(1, len(os.sched_getaffinity(0)) // num_ranks_here)

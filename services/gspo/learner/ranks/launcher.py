@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser, run
 
 from gspo.common.config.schema import Config
 from gspo.common.service.app import EXIT_FAILED
-from gspo.learner.ranks.environment import cores_of_a_rank
+from gspo.learner.ranks.environment import cores_per_rank
 
 _MODULE = "gspo.learner"
 
@@ -23,7 +23,7 @@ def launch(config: Config, arguments: Sequence[str]) -> int:
     """Run `python -m gspo.learner ARGUMENTS` once a rank, to the end of all; the exit code of the first to fail."""
     learner = config.learner
     # torchrun would set it to 1, and say so at length.
-    os.environ.setdefault("OMP_NUM_THREADS", str(learner.threads or cores_of_a_rank(learner.ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(learner.threads or cores_per_rank(learner.ranks)))
     words = ["--standalone", "--nproc-per-node", str(learner.ranks), "--max-restarts", "0", "-m", _MODULE, *arguments]
     try:
         run(get_args_parser().parse_args(words))  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ from gspo_core.stats import Stats
 
 _LOOPBACKS = ("lo", "lo0")
 # What the libraries' messages about other ranks have in common; torch has no class for gloo's.
-_MARKS = ("gloo", "nccl", "connection closed", "timed out", "connection reset", "broken pipe")
+_PEER_ERRORS = ("gloo", "nccl", "connection closed", "timed out", "connection reset", "broken pipe")
 
 
 class RanksError(RuntimeError):
@@ -34,7 +34,7 @@ def join(backend: str, timeout_s: float) -> None:
     if distributed.is_initialized():
         return
     if is_launched():
-        with in_time(timeout_s):
+        with rank_errors(timeout_s):
             distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     else:
         # gloo listens for other ranks even where there are none, on the address of the host's name.
@@ -51,7 +51,7 @@ def set_deadlines(timeout_s: float) -> None:
 
 
 @contextmanager
-def in_time(timeout_s: float) -> Iterator[None]:
+def rank_errors(timeout_s: float) -> Iterator[None]:
     """Say of what the libraries raise about other ranks what it means.
 
     Raises:
@@ -61,7 +61,7 @@ def in_time(timeout_s: float) -> Iterator[None]:
         yield
     except RuntimeError as error:
         words = str(error)
-        if isinstance(error, RanksError) or not any(mark in words.lower() for mark in _MARKS):
+        if isinstance(error, RanksError) or not any(mark in words.lower() for mark in _PEER_ERRORS):
             raise
         raise RanksError(
             f"another rank of the learner has ended, or was silent for more than learner.rank_timeout_s "
@@ -90,7 +90,7 @@ def sum_stats(stats: Stats, device: torch.device) -> Stats:
     return summed
 
 
-class Line:
+class RankBroadcast:
     """Bytes from rank 0 to all others, over the hosts' network whatever the devices are. All ranks make it at once."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -109,6 +109,6 @@ class Line:
         distributed.broadcast(message, src=0, group=self._group)
         return message.numpy().tobytes()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until every rank is here."""
         distributed.barrier(group=self._group)

@@ -21,7 +21,7 @@ BEST, CANDIDATES, FACTS = "best", "candidates", "best.json"
 log = structlog.get_logger()
 
 
-class Best:
+class BestVersion:
     """Keeps the best of the versions that were measured. Its calls may come from several threads.
 
     Args:
@@ -41,7 +41,7 @@ class Best:
         """The best version so far, the earliest of several; None before the first score."""
         return max(self._scores, key=lambda version: (self._scores[version], -version), default=None)
 
-    def put_aside(self, version: int, write: Callable[[Path], None]) -> None:
+    def save_candidate(self, version: int, write: Callable[[Path], None]) -> None:
         """Keep the weights of a version until it is measured; `write` makes a model folder, whole or not at all."""
         with self._lock:
             known = version in self._scores

@@ -23,11 +23,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 # How the system says that a disk, or a user's share of it, is full.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Libraries that write tensors do not pass the system's word on: then it is asked how much room there is.
-_NO_ROOM_BYTES = 1 << 20
+_FULL_BELOW_BYTES = 1 << 20
 log = structlog.get_logger()
 
 
-class Disk:
+class DiskSpace:
     """Writes that wait for room. Its calls block, so they belong into threads.
 
     Args:
@@ -66,7 +66,7 @@ class Disk:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             if waited and self._activity is not None and before:
-                log.warning("disk_has_room", written=what, where=str(where))
+                log.warning("disk_space_freed", written=what, where=str(where))
                 self._activity.set(*before)
             return result
 
@@ -75,7 +75,7 @@ def is_full(error: BaseException, where: Path) -> bool:
     """Whether an error means that there is no room on the disk of a path."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _FULL
-    return free_bytes(where) < _NO_ROOM_BYTES
+    return free_bytes(where) < _FULL_BELOW_BYTES
 
 
 def free_bytes(where: Path) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from gspo.learner.storage.disk_space import Disk
+from gspo.learner.storage.disk_space import DiskSpace
 
 # A name that ends so is unfinished: removed at the next start, read by nobody.
 TEMPORARY = ".tmp"
@@ -66,8 +66,8 @@ class JsonLines:
         disk: Waits for room, where it does.
     """
 
-    def __init__(self, path: Path, disk: Disk | None = None) -> None:
-        self.path, self._disk = path, disk or Disk()
+    def __init__(self, path: Path, disk: DiskSpace | None = None) -> None:
+        self.path, self._disk = path, disk or DiskSpace()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         fsync(path.parent)
         self._cut_torn_line()

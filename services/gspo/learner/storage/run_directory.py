@@ -21,7 +21,7 @@ from gspo.common.errors import InputError
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import SettledGroup, Settlement, Settlements
 from gspo.learner.storage.checkpoints import Checkpoints
-from gspo.learner.storage.disk_space import Disk
+from gspo.learner.storage.disk_space import DiskSpace
 from gspo.learner.storage.durable_files import TEMPORARY, JsonLines, finite_or_null, replace_whole
 from gspo.learner.storage.step_log import StepLog
 
@@ -59,7 +59,7 @@ class RunDir:
         ValueError: Something else wrote into the log: a broken line, or a group that ended twice.
     """
 
-    def __init__(self, path: Path, disk: Disk | None = None) -> None:
+    def __init__(self, path: Path, disk: DiskSpace | None = None) -> None:
         self.path = path
         log_folder = path / "log"
         self.steplog = StepLog(log_folder, disk)
@@ -87,7 +87,7 @@ class RunDir:
             self._evaluations = {r["label"]: _num_prompts(r["figures"]) for r in evaluations}
             # A version's first score counts: what was kept or removed by it is not there to be judged again.
             self._scores = {r["version"]: r["score"] for r in reversed(evaluations) if r.get("score") is not None}
-            self._held = held.pop_all()
+            self._open_files = held.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +97,7 @@ class RunDir:
 
     def close(self) -> None:
         """Close every file and let the lock go."""
-        self._held.close()
+        self._open_files.close()
 
     def write_step(self, step: int, rows: Sequence[Row]) -> None:
         """Log a step before it is trained; its groups are then settled as trained.

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gspo.learner.assembly.rows import SCHEMA, Row, from_table, to_table
-from gspo.learner.storage.disk_space import Disk
+from gspo.learner.storage.disk_space import DiskSpace
 from gspo.learner.storage.durable_files import fsync, link_new, temporary
 
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
@@ -37,8 +37,8 @@ class StepLog:
         disk: Waits for room, where it does.
     """
 
-    def __init__(self, folder: Path, disk: Disk | None = None) -> None:
-        self.folder, self._disk = folder, disk or Disk()
+    def __init__(self, folder: Path, disk: DiskSpace | None = None) -> None:
+        self.folder, self._disk = folder, disk or DiskSpace()
 
     def path(self, step: int) -> Path:
         """Where a step's file is, or will be."""

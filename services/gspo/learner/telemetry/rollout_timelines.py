@@ -15,7 +15,7 @@ from gspo_proto.rollout_pb2 import ScoredRollout
 
 
 @dataclass(frozen=True)
-class Journey:
+class RolloutTimeline:
     """When a rollout passed which station, and the reward function that took longest on it."""
 
     group: int
@@ -29,7 +29,7 @@ class Journey:
 
 
 @dataclass(frozen=True)
-class Wait:
+class StepWait:
     """A wait of the learner, and what else happened that may have held up the issue of groups.
 
     Attributes:
@@ -43,18 +43,18 @@ class Wait:
     evaluated: float
 
 
-class Journeys:
-    """The journeys of the rollouts that wait for their step."""
+class RolloutTimelines:
+    """The timelines of the rollouts that wait for their step."""
 
     def __init__(self) -> None:
-        self._of_group: dict[int, list[Journey]] = defaultdict(list)
+        self._of_group: dict[int, list[RolloutTimeline]] = defaultdict(list)
 
     def add(self, scored: ScoredRollout) -> None:
         """A rollout came in."""
         rollout, score = scored.rollout, scored.score
         function = max(score.seconds, key=lambda name: score.seconds[name], default="")
         self._of_group[rollout.group].append(
-            Journey(
+            RolloutTimeline(
                 group=rollout.group,
                 number=rollout.number,
                 issued=rollout.issued_unix_s,
@@ -66,18 +66,18 @@ class Journeys:
             )
         )
 
-    def take(self, groups: Iterable[int]) -> list[Journey]:
-        """The journeys of groups that have ended; they are forgotten."""
+    def take(self, groups: Iterable[int]) -> list[RolloutTimeline]:
+        """The timelines of groups that have ended; they are forgotten."""
         return [journey for group in groups for journey in self._of_group.pop(group, [])]
 
 
-def seconds_waited(journeys: Iterable[Journey], wait: Wait) -> dict[str, float]:
+def seconds_waited(timelines: Iterable[RolloutTimeline], wait: StepWait) -> dict[str, float]:
     """Seconds of the wait by figure; they add up to its length.
 
     The last rollout was first not issued (a push or an evaluation held that up, or nobody had issued it yet), then
     queued, then generated, then scored, then on its way to the learner.
     """
-    last = max(journeys, key=lambda journey: journey.scored, default=None)
+    last = max(timelines, key=lambda journey: journey.scored, default=None)
     if last is None:
         return {"wait_intake_s": wait.ended - wait.began}
     until = (

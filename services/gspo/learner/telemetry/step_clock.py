@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from gspo.common.service.traces import Traces
 from gspo.common.telemetry import metrics
-from gspo.learner.telemetry.rollout_timelines import Journey, Journeys, Wait, seconds_waited
+from gspo.learner.telemetry.rollout_timelines import RolloutTimeline, RolloutTimelines, StepWait, seconds_waited
 from gspo.learner.telemetry.step_traces import StepTimes, StepTraces
 
 
@@ -18,17 +18,17 @@ class StepClock:
     """The clock of one learner.
 
     Args:
-        journeys: Of the rollouts that wait for their step.
+        timelines: Of the rollouts that wait for their step.
         traces: Where the spans of a step go.
     """
 
-    def __init__(self, journeys: Journeys, traces: Traces) -> None:
-        self._journeys, self._traces = journeys, StepTraces(traces)
-        self._journeys_now: list[Journey] = []
+    def __init__(self, timelines: RolloutTimelines, traces: Traces) -> None:
+        self._timelines, self._traces = timelines, StepTraces(traces)
+        self._step_timelines: list[RolloutTimeline] = []
         self._trained = 0.0
-        self._wait = Wait(0.0, 0.0, 0.0, 0.0)
+        self._wait = StepWait(0.0, 0.0, 0.0, 0.0)
         self._phases: dict[str, float] = {}
-        self._mark = self._ended = self._checkpoint_s = 0.0
+        self._phase_began = self._ended = self._checkpoint_s = 0.0
 
     def wait_over(self, began: float, *, live_unix_s: float, evaluated_unix_s: float) -> None:
         """A batch is complete. Only before the first step is the issue of groups held up by an evaluation.
@@ -37,34 +37,34 @@ class StepClock:
             began: By time.monotonic: the time of day may be set while the learner waits.
         """
         evaluated, now = 0.0 if self._ended else evaluated_unix_s, time.time()
-        self._wait = Wait(now - (time.monotonic() - began), now, live_unix_s, evaluated)
+        self._wait = StepWait(now - (time.monotonic() - began), now, live_unix_s, evaluated)
 
     def begin(self, groups: Iterable[int]) -> None:
         """A step of these groups begins, now that they are complete."""
-        self._journeys_now = journeys = self._journeys.take(groups)
-        for journey in journeys:
+        self._step_timelines = timelines = self._timelines.take(groups)
+        for journey in timelines:
             metrics.ROLLOUT_WAIT_SECONDS.observe(max(0.0, self._wait.ended - journey.scored))
         wait_s, now = self._wait.ended - self._wait.began, time.monotonic()
         between_s = now - self._ended - wait_s if self._ended else 0.0
         self._phases = {
             "wait_s": wait_s,
-            **seconds_waited(journeys, self._wait),
+            **seconds_waited(timelines, self._wait),
             "checkpoint_s": self._checkpoint_s,
             "record_s": max(0.0, between_s - self._checkpoint_s),
         }
-        self._mark, self._checkpoint_s = now, 0.0
+        self._phase_began, self._checkpoint_s = now, 0.0
 
     def over(self, phase: str) -> None:
         """A phase of the step is over: it took the time since the one before."""
         now = time.monotonic()
-        self._phases[phase], self._mark = now - self._mark, now
+        self._phases[phase], self._phase_began = now - self._phase_began, now
         self._ended = now
         if phase == "train_s":
             self._trained = time.time()
 
     def published(self, version: int) -> None:
         """The version is handed to the publisher."""
-        self._traces.trained(version, self._journeys_now, StepTimes(self._wait.ended, self._trained, time.time()))
+        self._traces.trained(version, self._step_timelines, StepTimes(self._wait.ended, self._trained, time.time()))
 
     def live(self, version: int) -> None:
         """A generator serves the version."""

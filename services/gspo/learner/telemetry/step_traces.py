@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gspo.common.service.traces import Traces
-from gspo.learner.telemetry.rollout_timelines import Journey
+from gspo.learner.telemetry.rollout_timelines import RolloutTimeline
 
 
 @dataclass(frozen=True)
-class _Published:
-    journeys: Sequence[Journey]
+class _PublishedStep:
+    timelines: Sequence[RolloutTimeline]
     unix_s: float
 
 
@@ -29,22 +29,22 @@ class StepTraces:
 
     def __init__(self, traces: Traces) -> None:
         self._traces = traces
-        self._published: dict[int, _Published] = {}
+        self._published: dict[int, _PublishedStep] = {}
 
-    def trained(self, step: int, journeys: Sequence[Journey], times: StepTimes) -> None:
+    def trained(self, step: int, timelines: Sequence[RolloutTimeline], times: StepTimes) -> None:
         """A step of these rollouts was made; its version is pushed from now on."""
         if not self._traces.on:
             return
-        for journey in journeys:
+        for journey in timelines:
             which = (journey.group, journey.number)
             self._traces.add("wait", *which, journey.scored, times.began)
             self._traces.add("train", *which, times.began, times.trained, step=step)
-        self._published[step] = _Published(journeys, times.published)
+        self._published[step] = _PublishedStep(timelines, times.published)
 
     def live(self, version: int, unix_s: float) -> None:
         """A generator serves a version."""
         for made in [made for made in self._published if made <= version]:
             published = self._published.pop(made)
-            for journey in published.journeys:
+            for journey in published.timelines:
                 which = (journey.group, journey.number)
                 self._traces.add("push", *which, published.unix_s, unix_s, version=made)

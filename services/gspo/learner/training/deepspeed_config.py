@@ -16,7 +16,7 @@ from gspo.common.errors import InputError, in_yaml
 from gspo.learner.training.deepspeed_keys import refuse_without_effect
 
 # DeepSpeed's key -> the way to say it here. A value that says the same as ours is no contradiction.
-_OURS = {
+_OWN_KEYS = {
     "train_batch_size": "the batch is algorithm.rollout_batch_size groups",
     "train_micro_batch_size_per_gpu": "set learner.micro_batch_tokens",
     "gradient_accumulation_steps": "set learner.micro_batch_tokens and algorithm.num_mini_batches",
@@ -46,9 +46,9 @@ def engine_config(config: Config) -> dict[str, Any]:
             has no effect, or asks for an offload that its ZeRO stage does not have.
     """
     learner = config.learner
-    given = _without_auto(_given(learner))
-    refuse_without_effect(given, _OURS, learner.zero_stage)
-    for key, instead in _OURS.items():
+    given = _without_auto(_user_section(learner))
+    refuse_without_effect(given, _OWN_KEYS, learner.zero_stage)
+    for key, instead in _OWN_KEYS.items():
         found = _at(given, key)
         if found is not None and not _says_the_same(key, found, learner):
             raise InputError(
@@ -64,11 +64,11 @@ def engine_config(config: Config) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
     }
     # What is ours was compared above, and the engine takes it as it is in `ours`.
-    further = {key: value for key, value in given.items() if key not in _OURS}
+    further = {key: value for key, value in given.items() if key not in _OWN_KEYS}
     return _merged(ours, further)
 
 
-def _given(learner: LearnerConfig) -> Mapping[str, Any]:
+def _user_section(learner: LearnerConfig) -> Mapping[str, Any]:
     if not isinstance(learner.deepspeed, Path):
         return learner.deepspeed
     path = learner.deepspeed

@@ -16,10 +16,10 @@ from torch import Tensor, distributed
 from gspo.learner.model.batch import StepBatch
 from gspo.learner.model.named_weights import Whole
 
-NUM_ROLLOUTS = 16
+NUM_PROBED_ROLLOUTS = 16
 
 
-class KeptWeights:
+class SnapshotWeights:
     """What is trained, as it was in one version, in the host memory of rank 0.
 
     Args:
@@ -86,14 +86,16 @@ class KeptWeights:
         here.copy_(kept)
 
 
-def rows_to_probe(batch: StepBatch, version: int) -> tuple[list[int], Tensor]:
+def rollouts_to_probe(batch: StepBatch, version: int) -> tuple[list[int], Tensor]:
     """Up to 16 rollouts with tokens of a version, those with the most first, and the mask of these tokens. Bool [B, T].
 
     Few are enough: 16 answers of 100 tokens give the token's sigma to 2 % and the sequence's to a fifth.
     """
     of_version_BT = batch.mask_BT & (batch.version_BT == version)
     num_B = of_version_BT.sum(-1)
-    most = sorted((row for row in range(len(batch)) if num_B[row]), key=lambda row: -int(num_B[row]))[:NUM_ROLLOUTS]
+    most = sorted((row for row in range(len(batch)) if num_B[row]), key=lambda row: -int(num_B[row]))[
+        :NUM_PROBED_ROLLOUTS
+    ]
     chosen_B1 = torch.zeros(len(batch), 1, dtype=torch.bool)
     chosen_B1[most] = True
     return sorted(most), of_version_BT & chosen_B1

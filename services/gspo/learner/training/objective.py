@@ -20,7 +20,7 @@ from gspo_core.stats import Stats, mean_stats
 
 
 @dataclass(frozen=True)
-class Targets:
+class StepTargets:
     """What the log-probs of a step are held against. All [B, T].
 
     Attributes:
@@ -45,7 +45,9 @@ class MicroBatchLoss:
     stats: Stats
 
 
-def step_targets(algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor, reference_BT: Tensor | None) -> Targets:
+def step_targets(
+    algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor, reference_BT: Tensor | None
+) -> StepTargets:
     """Correct for stale behavior, penalise by KL, and place the advantages, over the whole step."""
     weight_BT, keep_BT, stats = _behavior_weights(algorithm, batch, old_BT)
     mask_BT = batch.mask_BT & keep_BT
@@ -60,10 +62,10 @@ def step_targets(algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor, r
         whiten_advantages=algorithm.whiten_advantages,
         advantage_clip=algorithm.advantage_clip,
     )
-    return Targets(old_BT, reference_BT, (advantage_BT * weight_BT).float(), mask_BT, stats)
+    return StepTargets(old_BT, reference_BT, (advantage_BT * weight_BT).float(), mask_BT, stats)
 
 
-def has_gradient(algorithm: AlgorithmConfig, targets: Targets) -> Tensor:
+def has_gradient(algorithm: AlgorithmConfig, targets: StepTargets) -> Tensor:
     """Of which rollouts the loss has a gradient, Bool [B]: where no advantage is, only a KL term has one."""
     if algorithm.use_kl_loss and algorithm.kl_loss_coef:
         return targets.mask_BT.any(-1)
@@ -75,7 +77,7 @@ def micro_batch_loss(
     micro: MicroBatch,
     logp_RT: Tensor,
     entropy_RT: Tensor,
-    targets: Targets,
+    targets: StepTargets,
     *,
     num_sequences: int,
     num_tokens: int,

@@ -18,15 +18,15 @@ from torch import Tensor, distributed
 
 from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row, from_table, to_table
-from gspo.learner.ranks.process_group import Line, in_time
+from gspo.learner.ranks.process_group import RankBroadcast, rank_errors
 from gspo.learner.training.trainer import Trainer
-from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, Trained
+from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, TrainResult
 
 log = structlog.get_logger()
-_END, _SIGN_OF_LIFE = "end", "sign_of_life"
+_END, _HEARTBEAT = "end", "rank_heartbeat"
 
 
-class Leader:
+class RankZero:
     """Rank 0's trainer, with the others behind it; the trainer itself where there are no others.
 
     Args:
@@ -35,12 +35,12 @@ class Leader:
 
     def __init__(self, config: Config, model: Path, run_dir: Path) -> None:
         self._timeout_s, self._run_dir = config.learner.rank_timeout_s, run_dir
-        with in_time(self._timeout_s):
+        with rank_errors(self._timeout_s):
             self._trainer = Trainer(config, model, seed=config.seed)
-            self._line = Line(self._timeout_s) if distributed.get_world_size() > 1 else None
+            self._line = RankBroadcast(self._timeout_s) if distributed.get_world_size() > 1 else None
 
     @property
-    def has_followers(self) -> bool:
+    def has_other_ranks(self) -> bool:
         """Whether there are other ranks."""
         return self._line is not None
 
@@ -50,77 +50,77 @@ class Leader:
         rows: Sequence[Row],
         known: Collection[int] = (),
         hyperparameters: Hyperparameters | None = None,
-    ) -> Trained:
+    ) -> TrainResult:
         """As Trainer.train."""
-        with in_time(self._timeout_s):
+        with rank_errors(self._timeout_s):
             values = asdict(hyperparameters) if hyperparameters else None
-            self._order("train", rows, step=step, known=sorted(known), hyperparameters=values)
+            self._send_call("train", rows, step=step, known=sorted(known), hyperparameters=values)
             return self._trainer.train(step, rows, known, hyperparameters)
 
     def policy(self) -> dict[str, Tensor]:
         """As Trainer.policy."""
-        with in_time(self._timeout_s):
-            self._order("policy")
+        with rank_errors(self._timeout_s):
+            self._send_call("policy")
             return self._trainer.policy()
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """As Trainer.save, into a folder of the run directory."""
-        with in_time(self._timeout_s):
-            self._order("save", folder=str(folder.relative_to(self._run_dir)))
+        with rank_errors(self._timeout_s):
+            self._send_call("save", folder=str(folder.relative_to(self._run_dir)))
             self._trainer.save(folder, state)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """As Trainer.load, from a folder of the run directory."""
-        with in_time(self._timeout_s):
-            self._order("load", folder=str(folder.relative_to(self._run_dir)))
+        with rank_errors(self._timeout_s):
+            self._send_call("load", folder=str(folder.relative_to(self._run_dir)))
             return self._trainer.load(folder)
 
     def export(self, folder: Path) -> None:
         """As Trainer.export."""
-        with in_time(self._timeout_s):
-            self._order("export", folder=str(folder.relative_to(self._run_dir)))
+        with rank_errors(self._timeout_s):
+            self._send_call("export", folder=str(folder.relative_to(self._run_dir)))
             self._trainer.export(folder)
 
-    def sign_of_life(self) -> None:
+    def rank_heartbeat(self) -> None:
         """Show the others that there will be orders, and see that they are there."""
-        with in_time(self._timeout_s):
-            self._order(_SIGN_OF_LIFE)
+        with rank_errors(self._timeout_s):
+            self._send_call(_HEARTBEAT)
             if self._line:
-                self._line.meet()
+                self._line.barrier()
 
     def close(self) -> None:
         """Let the others end."""
-        with in_time(self._timeout_s):
-            self._order(_END)
+        with rank_errors(self._timeout_s):
+            self._send_call(_END)
 
-    def _order(self, what: str, rows: Sequence[Row] = (), **details: Any) -> None:
+    def _send_call(self, what: str, rows: Sequence[Row] = (), **details: Any) -> None:
         if self._line:
             head = json.dumps({"what": what, **details}).encode()
             self._line.send(head + b"\n" + _packed(rows))
 
 
-def follow(config: Config, model: Path, run_dir: Path) -> None:
+def follow_rank_zero(config: Config, model: Path, run_dir: Path) -> None:
     """Make every call of the trainer that rank 0 makes, until it says that this is the end.
 
     Raises:
         RanksError: Another rank has ended or is silent.
     """
-    with in_time(config.learner.rank_timeout_s):
+    with rank_errors(config.learner.rank_timeout_s):
         trainer = Trainer(config, model, seed=config.seed)
-        line = Line(config.learner.rank_timeout_s)
+        line = RankBroadcast(config.learner.rank_timeout_s)
         log.info("rank_ready", rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
         while True:
             head, _, table = line.receive().partition(b"\n")
             order = json.loads(head)
             if order["what"] == _END:
                 return
-            if order["what"] == _SIGN_OF_LIFE:
-                line.meet()
+            if order["what"] == _HEARTBEAT:
+                line.barrier()
             else:
-                _obey(trainer, order, table, run_dir)
+                _execute(trainer, order, table, run_dir)
 
 
-def _obey(trainer: Trainer, order: Mapping[str, Any], table: bytes, run_dir: Path) -> None:
+def _execute(trainer: Trainer, order: Mapping[str, Any], table: bytes, run_dir: Path) -> None:
     match order["what"]:
         case "train":
             values = order["hyperparameters"]

@@ -15,7 +15,7 @@ import torch
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.learner.assembly.rows import Row
 from gspo.learner.model.batch import StepBatch
-from gspo.learner.training.objective import Targets
+from gspo.learner.training.objective import StepTargets
 from gspo_core.figures import age_stats, independent_sigma, noise_share, reward_stats
 from gspo_core.stats import Stats, figures
 
@@ -26,7 +26,7 @@ _SEEN = ("outside_clip_sequences", "dual_clipped_tokens", "k1", "k3", "reference
 _MOMENTS = ("log_ratio", "token_log_ratio", "advantage")
 
 
-def row_figures(rows: Sequence[Row]) -> dict[str, float]:
+def row_metrics(rows: Sequence[Row]) -> dict[str, float]:
     """What the rows say by themselves: rewards, lengths, what was skipped and why."""
     skipped = Counter(row.skipped for row in rows)
     lengths = [int(row.mask.sum()) for row in rows]
@@ -35,7 +35,7 @@ def row_figures(rows: Sequence[Row]) -> dict[str, float]:
         **{f"skipped_tokens_{reason}": float(_skipped_tokens(rows, reason)) for reason in SKIP_REASONS},
         "response_tokens_mean": math.fsum(lengths) / max(1, len(rows)),
         "truncated_share": sum(row.outcome == "truncated" for row in rows) / max(1, len(rows)),
-        **_conversation_figures(rows),
+        **_conversation_metrics(rows),
     }
     scored = [row for row in rows if row.reward is not None]
     if not scored:
@@ -46,7 +46,7 @@ def row_figures(rows: Sequence[Row]) -> dict[str, float]:
     return counted | reward | _part_means(scored)
 
 
-def _conversation_figures(rows: Sequence[Row]) -> dict[str, float]:
+def _conversation_metrics(rows: Sequence[Row]) -> dict[str, float]:
     """Turns, tool calls and how conversations ended; nothing where every rollout is one answer."""
     talked = [row for row in rows if row.turns_json]
     if not talked:
@@ -82,7 +82,7 @@ def _skipped_tokens(rows: Sequence[Row], reason: str) -> int:
     return tokens
 
 
-def batch_figures(batch: StepBatch, learner_version: int) -> dict[str, float]:
+def batch_metrics(batch: StepBatch, learner_version: int) -> dict[str, float]:
     """How much was trained on, and how old it was."""
     age = figures(age_stats(batch.version_BT, batch.mask_BT, learner_version))
     return {
@@ -94,7 +94,7 @@ def batch_figures(batch: StepBatch, learner_version: int) -> dict[str, float]:
     }
 
 
-def correction_figures(batch: StepBatch, targets: Targets) -> dict[str, float]:
+def correction_metrics(batch: StepBatch, targets: StepTargets) -> dict[str, float]:
     """What the behavior correction found, what it took out, and what is left; nothing where there is none."""
     if not targets.stats:
         return {}
@@ -109,7 +109,7 @@ def correction_figures(batch: StepBatch, targets: Targets) -> dict[str, float]:
     }
 
 
-def objective_figures(stats: Stats) -> dict[str, float]:
+def objective_metrics(stats: Stats) -> dict[str, float]:
     """What the loss saw, over all optimizer steps of the step."""
     seen = figures(stats)
     clipped: dict[str, float] = {}
@@ -120,7 +120,7 @@ def objective_figures(stats: Stats) -> dict[str, float]:
     return clipped | moments | {name: seen[name] for name in _SEEN if name in seen}
 
 
-def mismatch_figures(algorithm: AlgorithmConfig, stats: Stats, length_B: torch.Tensor) -> dict[str, float]:
+def mismatch_metrics(algorithm: AlgorithmConfig, stats: Stats, length_B: torch.Tensor) -> dict[str, float]:
     """Noise between generator and learner at equal weights; nothing where no token was compared.
 
     Args:

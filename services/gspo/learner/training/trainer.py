@@ -19,27 +19,27 @@ from torch import Tensor, distributed
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.host.gpus import generators_on, visible_gpus
+from gspo.common.host.gpus import generators_per_gpu, visible_gpus
 from gspo.learner.assembly.rows import Row
 from gspo.learner.model.batch import StepBatch
 from gspo.learner.model.export import export_model
 from gspo.learner.model.named_weights import checkpoint_tensors
 from gspo.learner.model.network import can_be_packed, load_policy_model, load_reference_model
-from gspo.learner.ranks.environment import cores_of_a_rank, num_local_ranks
+from gspo.learner.ranks.environment import cores_per_rank, num_local_ranks
 from gspo.learner.ranks.process_group import join, set_deadlines, sum_stats
 from gspo.learner.storage.durable_files import fsync
 from gspo.learner.training.deepspeed_config import engine_config, reference_config
 from gspo.learner.training.gpu_memory import own_fraction
-from gspo.learner.training.mismatch_probe import KeptWeights
+from gspo.learner.training.mismatch_probe import SnapshotWeights
 from gspo.learner.training.schedule import configured_hyperparameters
 from gspo.learner.training.step_metrics import (
-    batch_figures,
-    correction_figures,
-    mismatch_figures,
-    objective_figures,
-    row_figures,
+    batch_metrics,
+    correction_metrics,
+    mismatch_metrics,
+    objective_metrics,
+    row_metrics,
 )
-from gspo.learner.training.trainer_api import Hyperparameters, Trained
+from gspo.learner.training.trainer_api import Hyperparameters, TrainResult
 from gspo.learner.training.updates import StepSums, Updates, mean
 from gspo_core.stats import merge
 
@@ -56,7 +56,7 @@ class Trainer:
 
     def __init__(self, config: Config, model_folder: Path, *, seed: int) -> None:
         self._config, self._folder = config, model_folder
-        self._threads = config.learner.threads or cores_of_a_rank(num_local_ranks())
+        self._threads = config.learner.threads or cores_per_rank(num_local_ranks())
         torch.set_num_threads(self._threads)
         self._device = _join(config)
         self._rank, self._num_ranks = distributed.get_rank(), distributed.get_world_size()
@@ -65,7 +65,7 @@ class Trainer:
         self._engine = self._start_engine()
         reference = self._start_reference()
         set_deadlines(config.learner.rank_timeout_s)
-        kept = KeptWeights(
+        kept = SnapshotWeights(
             list(self._model.parameters()), lambda parts: self._whole(parts, changed_by=0), is_spread=self._is_spread
         )
         self._updates = Updates(config, self._engine, reference, self._device, kept, packing=packing, seed=seed)
@@ -76,7 +76,7 @@ class Trainer:
         rows: Sequence[Row],
         known: Collection[int] = (),
         hyperparameters: Hyperparameters | None = None,
-    ) -> Trained:
+    ) -> TrainResult:
         """Train the policy of version step - 1 on rows in training order.
 
         Args:
@@ -92,20 +92,20 @@ class Trainer:
         batch = StepBatch.from_rows(rows)
         used = hyperparameters or configured_hyperparameters(self._config, step)
         self._updates.set_hyperparameters(used)
-        report = {**row_figures(rows), **batch_figures(batch, step - 1), "learning_rate": used.learning_rate}
+        report = {**row_metrics(rows), **batch_metrics(batch, step - 1), "learning_rate": used.learning_rate}
         sums = self._updates.run(step, batch, known) if len(batch) else StepSums()
         report["mini_batches_not_applied"] = float(len(sums.not_applied))
         if sums.targets is None or not sums.losses:
-            return Trained(report, tuple(sums.not_applied))
+            return TrainResult(report, tuple(sums.not_applied))
         stats = sum_stats(merge(sums.stats), self._device)
         report |= {
-            **correction_figures(batch, sums.targets),
-            **objective_figures(stats),
-            **mismatch_figures(self._config.algorithm, stats, sums.targets.mask_BT.sum(-1)),
+            **correction_metrics(batch, sums.targets),
+            **objective_metrics(stats),
+            **mismatch_metrics(self._config.algorithm, stats, sums.targets.mask_BT.sum(-1)),
             "loss": mean(sums.losses),
             "grad_norm": mean(sums.grad_norms),
         }
-        return Trained(report, tuple(sums.not_applied))
+        return TrainResult(report, tuple(sums.not_applied))
 
     def policy(self) -> dict[str, Tensor]:
         """The weights in the generators' dtype, by checkpoint names, tied ones once: contiguous CPU copies.
@@ -215,16 +215,16 @@ def _join(config: Config) -> torch.device:
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))  # DeepSpeed asks the environment, not the group
     accelerator.set_device(local_rank)
     if accelerator.device_name() == "cuda":
-        _leave_room(config, local_rank)
+        _limit_gpu_memory(config, local_rank)
     join(accelerator.communication_backend_name(), config.learner.rank_timeout_s)
     return torch.device(accelerator.current_device_name())
 
 
-def _leave_room(config: Config, local_rank: int) -> None:
+def _limit_gpu_memory(config: Config, local_rank: int) -> None:
     """Keep off the generators' share of this rank's GPU: torch would hold on to what it has freed."""
     gpus = visible_gpus()
     if local_rank >= len(gpus):
         return  # nvidia-smi does not answer
-    fraction = own_fraction(config, gpus[local_rank], generators_on(gpus)[local_rank])
+    fraction = own_fraction(config, gpus[local_rank], generators_per_gpu(gpus)[local_rank])
     if fraction is not None:
         torch.cuda.set_per_process_memory_fraction(fraction, local_rank)

@@ -21,7 +21,7 @@ class NotFiniteError(ArithmeticError):
 
 
 @dataclass(frozen=True)
-class NotApplied:
+class SkippedUpdate:
     """An optimizer step that was not made.
 
     Attributes:
@@ -35,11 +35,11 @@ class NotApplied:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainResult:
     """What a step came to: its figures, and the mini-batches that were not applied."""
 
     figures: dict[str, float]
-    not_applied: tuple[NotApplied, ...] = ()
+    not_applied: tuple[SkippedUpdate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Hyperparameters:
     max_grad_norm: float
 
 
-class Maker(Protocol):
-    """The calls of orders.Leader and trainer.Trainer, which say what each does."""
+class TrainerApi(Protocol):
+    """The calls of orders.RankZero and trainer.Trainer, which say what each does."""
 
     @property
-    def has_followers(self) -> bool:
+    def has_other_ranks(self) -> bool:
         """Whether other ranks make the same calls."""
 
     def train(
@@ -72,7 +72,7 @@ class Maker(Protocol):
         rows: Sequence[Row],
         known: Collection[int] = (),
         hyperparameters: Hyperparameters | None = None,
-    ) -> Trained:
+    ) -> TrainResult:
         """Train the policy of version step - 1."""
 
     def policy(self) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ class Maker(Protocol):
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
 
-    def sign_of_life(self) -> None:
+    def rank_heartbeat(self) -> None:
         """Show other ranks that this one lives."""
 
     def close(self) -> None:
@@ -95,4 +95,4 @@ class Maker(Protocol):
 
 
 # From the configuration, the model's folder and the run directory; takes as long as loading a model does.
-StartMaker: TypeAlias = Callable[[Config, Path, Path], Maker]
+StartTrainer: TypeAlias = Callable[[Config, Path, Path], TrainerApi]

@@ -18,15 +18,15 @@ from torch import Tensor, distributed
 from gspo.common.config.schema import Config
 from gspo.learner.model.batch import MicroBatch, StepBatch, rank_micro_batches
 from gspo.learner.ranks.process_group import sum_over_ranks
-from gspo.learner.training.mismatch_probe import KeptWeights, rows_to_probe
-from gspo.learner.training.objective import Targets, has_gradient, micro_batch_loss, step_targets
-from gspo.learner.training.trainer_api import Hyperparameters, NotApplied, NotFiniteError
+from gspo.learner.training.mismatch_probe import SnapshotWeights, rollouts_to_probe
+from gspo.learner.training.objective import StepTargets, has_gradient, micro_batch_loss, step_targets
+from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, SkippedUpdate
 from gspo_core.figures import mismatch_stats
 from gspo_core.staleness import drop_old_tokens
 from gspo_core.stats import Stats, merge
 
 # So many in a row are no accident: what comes after would be trained on a policy that has come apart.
-MOST_IN_A_ROW = 3
+MAX_SKIPPED_IN_A_ROW = 3
 
 
 @dataclass
@@ -37,11 +37,11 @@ class StepSums:
         targets: What the step's log-probs were held against; None where nothing was trained on.
     """
 
-    targets: Targets | None = None
+    targets: StepTargets | None = None
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
-    not_applied: list[NotApplied] = field(default_factory=list)
+    not_applied: list[SkippedUpdate] = field(default_factory=list)
 
 
 class Updates:
@@ -61,7 +61,7 @@ class Updates:
         engine: Any,
         reference: torch.nn.Module | None,
         device: torch.device,
-        kept: KeptWeights,
+        kept: SnapshotWeights,
         *,
         packing: bool,
         seed: int,
@@ -84,7 +84,7 @@ class Updates:
         """All optimizer steps of a step, but those numbered in `known`, which were not applied before either.
 
         Raises:
-            NotFiniteError: MOST_IN_A_ROW of them in a row, counted over steps, had no finite loss or gradient norm.
+            NotFiniteError: MAX_SKIPPED_IN_A_ROW updates in a row, over steps, had no finite loss or gradient norm.
         """
         sums = StepSums()
         targets, mismatch = self._targets(step, batch)
@@ -96,22 +96,24 @@ class Updates:
         cuts = {mini_batch: self._cut(batch, targets, mini_batch) for mini_batch in mini_batches}
         for update, mini_batch in enumerate(mini_batches * self._algorithm.ppo_epochs):
             if update in known:
-                self._leave_out(sums, step, NotApplied(update, mini_batch, "a former life of the run did not apply it"))
+                self._leave_out(
+                    sums, step, SkippedUpdate(update, mini_batch, "a former life of the run did not apply it")
+                )
                 continue
             self._seed_random_numbers(step, update)
             reason = self._update(sums, batch, targets, cuts[mini_batch], mini_batch, fresh_BT)
             if reason:
-                self._leave_out(sums, step, NotApplied(update, mini_batch, reason))
+                self._leave_out(sums, step, SkippedUpdate(update, mini_batch, reason))
                 continue
             fresh_BT, self._not_finite_in_a_row = None, 0
         return sums
 
-    def _leave_out(self, sums: StepSums, step: int, left_out: NotApplied) -> None:
+    def _leave_out(self, sums: StepSums, step: int, left_out: SkippedUpdate) -> None:
         sums.not_applied.append(left_out)
         self._not_finite_in_a_row += 1
-        if self._not_finite_in_a_row >= MOST_IN_A_ROW:
+        if self._not_finite_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise NotFiniteError(
-                f"step {step}: {MOST_IN_A_ROW} mini-batches in a row were not applied; of the last one "
+                f"step {step}: {MAX_SKIPPED_IN_A_ROW} mini-batches in a row were not applied; of the last one "
                 f"{left_out.reason}. Look at the rewards of that step in its log, or lower learner.learning_rate and "
                 "resume"
             )
@@ -120,7 +122,7 @@ class Updates:
         self,
         sums: StepSums,
         batch: StepBatch,
-        targets: Targets,
+        targets: StepTargets,
         cut: Sequence[MicroBatch],
         mini_batch: int,
         fresh_BT: Tensor | None,
@@ -142,7 +144,7 @@ class Updates:
         entropy = np.random.SeedSequence((self._seed, step, update, self._rank))
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
 
-    def _cut(self, batch: StepBatch, targets: Targets, mini_batch: int) -> list[MicroBatch]:
+    def _cut(self, batch: StepBatch, targets: StepTargets, mini_batch: int) -> list[MicroBatch]:
         """This rank's micro-batches of a mini-batch; those that need no backward pass come first."""
         rows = (batch.mini_batch_B == mini_batch).nonzero()[:, 0].tolist()
         moving_B = has_gradient(self._algorithm, targets)
@@ -169,7 +171,7 @@ class Updates:
         )
         return [micro.to(self._device) for micro in cut]
 
-    def _targets(self, step: int, batch: StepBatch) -> tuple[Targets, Stats]:
+    def _targets(self, step: int, batch: StepBatch) -> tuple[StepTargets, Stats]:
         """What the step's log-probs are held against; under `recompute` also the mismatch with the generators."""
         algorithm = self._algorithm
         recompute = algorithm.old_logprobs == "recompute"
@@ -190,7 +192,7 @@ class Updates:
         if version is None or version < oldest:
             self._kept.keep(step - 1)
             return {}
-        rows, mask_BT = rows_to_probe(batch, version)
+        rows, mask_BT = rollouts_to_probe(batch, version)
         if not rows:
             return {}
         with self._kept.in_place(present=step - 1):
@@ -213,7 +215,7 @@ class Updates:
         self,
         of_update_B: Tensor,
         cut: Sequence[MicroBatch],
-        targets: Targets,
+        targets: StepTargets,
         batch: StepBatch,
         fresh_BT: Tensor | None,
     ) -> tuple[float, Stats]:

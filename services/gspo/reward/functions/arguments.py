@@ -37,28 +37,28 @@ from typing import Any, Literal
 from gspo.common.config.reward import RewardConfig, RewardFunction
 from gspo.common.errors import InputError, nearest
 from gspo.reward.registry.submission import version_of
-from gspo.reward.sandbox.calls import CallFailed, Code, CodeKind
+from gspo.reward.sandbox.calls import CallError, Code, CodeKind
 from gspo.reward.sandbox.replies import SignatureReply
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout
 
-TRL_GIVEN = ("prompts", "completions", "completion_ids", "outcomes", "stops", "truncated")
-OPENRLHF_GIVEN = ("queries", "prompts", "labels")
-VERL_GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
-GIVEN = {"trl": TRL_GIVEN, "verl": VERL_GIVEN, "openrlhf": OPENRLHF_GIVEN, "environment": ()}
+TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "outcomes", "stops", "truncated")
+OPENRLHF_ARGUMENTS = ("queries", "prompts", "labels")
+VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+CONVENTION_ARGUMENTS = {"trl": TRL_ARGUMENTS, "verl": VERL_ARGUMENTS, "openrlhf": OPENRLHF_ARGUMENTS, "environment": ()}
 BUILTINS = Path(__file__).parent / "builtins"
-NOT_ASKED = "Unaskable"
+NOT_ASKED = "NotAskableError"
 _FILES = {"code_tests": "code_runner.py"}
 GROUND_TRUTH_RULE = "column ground_truth, else reward_model.ground_truth, else column answer"
 
 
-class Unaskable(CallFailed):
+class NotAskableError(CallError):
     """A function cannot be asked about a rollout."""
 
     def __init__(self, text: str) -> None:
         super().__init__("exception", text, error_type=NOT_ASKED)
 
 
-class MissingColumn(Unaskable):
+class MissingColumnError(NotAskableError):
     """The data set lacks a column that the function needs."""
 
     def __init__(self, column: str, columns: Collection[str]) -> None:
@@ -67,7 +67,7 @@ class MissingColumn(Unaskable):
 
 
 @dataclass(frozen=True)
-class Source:
+class FunctionSource:
     """One reward function as text.
 
     Attributes:
@@ -110,11 +110,11 @@ class Signature:
 
     def missing(self, columns: Collection[str]) -> list[str]:
         """Columns that the function cannot do without and that `columns` lacks."""
-        given = {*columns, *GIVEN[self.convention]}
+        given = {*columns, *CONVENTION_ARGUMENTS[self.convention]}
         return [name for name in self.required if name not in given]
 
 
-def read_sources(config: RewardConfig) -> list[Source]:
+def read_sources(config: RewardConfig) -> list[FunctionSource]:
     """Read every file and built-in of the configuration; addresses and registered names are not among them.
 
     Raises:
@@ -143,7 +143,7 @@ def check_names(config: RewardConfig) -> None:
             )
 
 
-def read_source(function: RewardFunction, key: str) -> Source:
+def read_source(function: RewardFunction, key: str) -> FunctionSource:
     """Read one file or built-in; `key` is its place in the configuration.
 
     Raises:
@@ -155,7 +155,9 @@ def read_source(function: RewardFunction, key: str) -> Source:
     # A built-in's file lies among others of the same names as the libraries that they use.
     shown = path if function.path else Path(f"{function.builtin}.py")
     reads = tuple(existing(place, f"{key}.reads.{i}") for i, place in enumerate(function.reads))
-    return Source(function.label, shown, text, version, function.entry, function.weight, function.args, reads=reads)
+    return FunctionSource(
+        function.label, shown, text, version, function.entry, function.weight, function.args, reads=reads
+    )
 
 
 def read_python(path: Path, key: str) -> tuple[bytes, str]:
@@ -199,12 +201,12 @@ def arguments_for(
         args: Further keyword arguments, the same in every call.
 
     Raises:
-        Unaskable: A column that it needs is not in the data set, or a rollout's columns are not JSON.
+        NotAskableError: A column that it needs is not in the data set, or a rollout's columns are not JSON.
     """
     try:
         return _arguments(signature, rollouts, args or {})
     except ValueError as error:
-        raise Unaskable(f"cannot be asked: {error}") from error
+        raise NotAskableError(f"cannot be asked: {error}") from error
 
 
 def _arguments(signature: Signature, rollouts: Sequence[Rollout], args: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +217,7 @@ def _arguments(signature: Signature, rollouts: Sequence[Rollout], args: dict[str
         case "openrlhf":
             return {"arguments": _openrlhf_arguments(rollouts, columns) | args}
         case "environment":
-            raise Unaskable("is an environment, which answers steps and scores no answers")
+            raise NotAskableError("is an environment, which answers steps and scores no answers")
     return {"arguments": _trl_arguments(signature, rollouts, columns, args) | args}
 
 
@@ -246,7 +248,7 @@ def _openrlhf_arguments(rollouts: Sequence[Rollout], columns: list[dict[str, Any
 def _label(columns: dict[str, Any]) -> Any:
     try:
         return ground_truth(columns)
-    except MissingColumn:
+    except MissingColumnError:
         return None
 
 
@@ -255,10 +257,10 @@ def _trl_arguments(
 ) -> dict[str, Any]:
     names = {name for row in columns for name in row}
     if missing := signature.missing({*names, *args}):
-        raise MissingColumn(missing[0], names)
+        raise MissingColumnError(missing[0], names)
     wanted = names if signature.takes_any else names & signature.takes
     arguments: dict[str, Any] = {name: [row.get(name) for row in columns] for name in wanted}
-    for name in TRL_GIVEN:
+    for name in TRL_ARGUMENTS:
         if name in signature.takes or (signature.takes_any and name in ("prompts", "completions")):
             arguments[name] = [_trl_value(name, rollout) for rollout in rollouts]
     return arguments
@@ -291,7 +293,7 @@ def _completion(rollout: Rollout) -> list[dict[str, Any]]:
 
 def _verl_row(signature: Signature, rollout: Rollout, columns: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
     if missing := signature.missing({*columns, *args}):
-        raise MissingColumn(missing[0], columns)
+        raise MissingColumnError(missing[0], columns)
     given = {
         "data_source": columns.get("data_source", ""),
         "solution_str": rollout.text,
@@ -306,7 +308,7 @@ def ground_truth(columns: dict[str, Any]) -> Any:
     """The right answer of a row: GROUND_TRUTH_RULE.
 
     Raises:
-        MissingColumn: The row has none of them.
+        MissingColumnError: The row has none of them.
     """
     if columns.get("ground_truth") is not None:
         return columns["ground_truth"]
@@ -315,10 +317,10 @@ def ground_truth(columns: dict[str, Any]) -> Any:
         return model["ground_truth"]
     if columns.get("answer") is not None:
         return columns["answer"]
-    raise MissingColumn("ground_truth", columns)
+    raise MissingColumnError("ground_truth", columns)
 
 
-def check_columns(source: Source, signature: Signature, row: dict[str, Any], where: str) -> None:
+def check_columns(source: FunctionSource, signature: Signature, row: dict[str, Any], where: str) -> None:
     """Check that a data set whose first row's columns are `row` has what the function asks for.
 
     Raises:
@@ -328,7 +330,7 @@ def check_columns(source: Source, signature: Signature, row: dict[str, Any], whe
     if signature.convention == "verl" and not missing:
         try:
             ground_truth(row)
-        except MissingColumn:
+        except MissingColumnError:
             raise InputError(
                 where,
                 f"has no right answer for {signature.entry} of {source.path} ({GROUND_TRUTH_RULE})",

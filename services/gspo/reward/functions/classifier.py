@@ -20,9 +20,9 @@ from pydantic import PositiveInt, ValidationError
 from gspo.common.config.fields import Section
 from gspo.common.config.reward import RewardFunction
 from gspo.common.errors import InputError, nearest
-from gspo.reward.functions.arguments import BUILTINS, Signature, Source
+from gspo.reward.functions.arguments import BUILTINS, FunctionSource, Signature
 from gspo.reward.registry.submission import version_of
-from gspo.reward.sandbox.calls import Answer, CallFailed, Question
+from gspo.reward.sandbox.calls import Answer, CallError, Question
 
 PROGRAM = BUILTINS / "reward_model.py"
 LOAD_TIMEOUT_S, END_TIMEOUT_S = 300.0, 10.0
@@ -38,7 +38,7 @@ class ClassifierOptions(Section):
     batch_size: PositiveInt = 8
 
 
-def read_classifier(function: RewardFunction, key: str) -> tuple[Source, ClassifierOptions]:
+def read_classifier(function: RewardFunction, key: str) -> tuple[FunctionSource, ClassifierOptions]:
     """The reward model of a configuration.
 
     Raises:
@@ -52,10 +52,10 @@ def read_classifier(function: RewardFunction, key: str) -> tuple[Source, Classif
         fix = nearest(name, ClassifierOptions.model_fields) if first["type"] == "extra_forbidden" else "Mend it"
         raise InputError(f"{key}.args.{name}", first["msg"], fix) from error
     version = version_of(PROGRAM.read_bytes(), args=options.model_dump())
-    return Source(function.label, Path(options.model), "", version, None, function.weight), options
+    return FunctionSource(function.label, Path(options.model), "", version, None, function.weight), options
 
 
-class Classifier:
+class ClassifierProcess:
     """The process with the model.
 
     Args:
@@ -75,7 +75,7 @@ class Classifier:
         """Start the process and load the model.
 
         Raises:
-            CallFailed: It cannot be loaded.
+            CallError: It cannot be loaded.
         """
         async with self._lock:
             await self._ready()
@@ -85,7 +85,7 @@ class Classifier:
         """The scores of one batch.
 
         Raises:
-            CallFailed: The process failed or took too long.
+            CallError: The process failed or took too long.
         """
         arguments = question["arguments"]
         pairs = zip(arguments["prompts"], arguments["completions"], strict=True)
@@ -110,7 +110,7 @@ class Classifier:
         self._listening = asyncio.create_task(self._listen(self._process))
         try:
             await self._ask(self._process, None, LOAD_TIMEOUT_S)
-        except CallFailed as error:
+        except CallError as error:
             error.loading = True
             raise
         return self._process
@@ -126,13 +126,13 @@ class Classifier:
                     await process.stdin.drain()
                 line = await process.stdout.readline()
             if not line:
-                raise CallFailed("crash", f"the reward model's process ended: {await self._last_words(process)}")
+                raise CallError("crash", f"the reward model's process ended: {await self._last_words(process)}")
             answered = True
             return json.loads(line)
         except TimeoutError:
-            raise CallFailed("timeout", f"the reward model took longer than {timeout_s:g} s") from None
+            raise CallError("timeout", f"the reward model took longer than {timeout_s:g} s") from None
         except (ConnectionError, ValueError) as error:
-            raise CallFailed("crash", f"the reward model's process failed: {error}") from error
+            raise CallError("crash", f"the reward model's process failed: {error}") from error
         finally:
             if not answered:
                 await self.close()

@@ -23,7 +23,7 @@ from typing import Any
 
 from gspo.reward.functions.arguments import Signature
 from gspo.reward.functions.judge import text_of
-from gspo.reward.sandbox.calls import Answer, CallFailed, Question
+from gspo.reward.sandbox.calls import Answer, CallError, Question
 from gspo.reward.sandbox.execution import Sandbox
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -70,7 +70,7 @@ class CodeTests:
         """Load the runner.
 
         Raises:
-            CallFailed: It cannot be.
+            CallError: It cannot be.
         """
         await self._sandbox.load()
         return self.signature
@@ -80,7 +80,7 @@ class CodeTests:
         arguments, started = question["arguments"], time.perf_counter()
         completions, tests = arguments["completions"], arguments.get("tests")
         if not isinstance(tests, list):
-            raise CallFailed("exception", "there are no tests: give a column tests, or args.tests")
+            raise CallError("exception", "there are no tests: give a column tests, or args.tests")
         # A column has a list for each answer; of args.tests each item is one test.
         each = tests if _is_column(tests, len(completions)) else [tests] * len(completions)
         partial = bool(arguments.get("partial", False))
@@ -92,11 +92,13 @@ class CodeTests:
         try:
             wanted = read_tests(tests)
         except UnreadableTestError as error:
-            return {"error": {"type": "Unfit", "text": str(error), "place": "", "traceback": "", "kind": "exception"}}
+            return {
+                "error": {"type": "UnfitError", "text": str(error), "place": "", "traceback": "", "kind": "exception"}
+            }
         task = {"code": code_of(text), "runs": [test.run for test in wanted]}
         try:
             answer = await self._sandbox.call({"function": "reset", "arguments": {"task": task}}, session=None)
-        except CallFailed as error:
+        except CallError as error:
             if error.kind in _ITS_OWN_FAULT and not error.loading:
                 return 0.0
             raise

@@ -10,18 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from gspo.common.config.environment import EnvironmentConfig
-from gspo.reward.functions.arguments import BUILTINS, Source, existing, read_python
-from gspo.reward.functions.tool_calls import Tools
+from gspo.reward.functions.arguments import BUILTINS, FunctionSource, existing, read_python
+from gspo.reward.functions.tool_calls import ToolEnvironment
 from gspo.reward.registry.submission import version_of
-from gspo.reward.sandbox.calls import Callee, Code, Limits
+from gspo.reward.sandbox.calls import Callee, CallLimits, Code
 from gspo.reward.sandbox.execution import Sandbox
 
 ENVIRONMENT_KEY = "environment"
 
 
 def open_environment(
-    environment: EnvironmentConfig, limits: Limits, sandbox: Callable[[Code, Limits], Sandbox]
-) -> tuple[Source, Callee]:
+    environment: EnvironmentConfig, limits: CallLimits, sandbox: Callable[[Code, CallLimits], Sandbox]
+) -> tuple[FunctionSource, Callee]:
     """A configured environment, not loaded yet.
 
     Args:
@@ -34,10 +34,10 @@ def open_environment(
     source = read_environment(environment)
     own = replace(limits, timeout_s=environment.step_timeout_s, memory_mb=environment.memory_mb or limits.memory_mb)
     made = sandbox(source.code, own)
-    return source, Tools(made) if environment.builtin == "tools" else made
+    return source, ToolEnvironment(made) if environment.builtin == "tools" else made
 
 
-def read_environment(environment: EnvironmentConfig) -> Source:
+def read_environment(environment: EnvironmentConfig) -> FunctionSource:
     """The text of a configured environment.
 
     Raises:
@@ -48,4 +48,6 @@ def read_environment(environment: EnvironmentConfig) -> Source:
     shown = environment.path or Path(f"{environment.builtin}.py")
     version = version_of(data, kind="environment", entry=environment.entry)
     reads = tuple(existing(place, f"{ENVIRONMENT_KEY}.reads.{i}") for i, place in enumerate(environment.reads))
-    return Source(environment.label, shown, text, version, environment.entry, 1.0, kind="environment", reads=reads)
+    return FunctionSource(
+        environment.label, shown, text, version, environment.entry, 1.0, kind="environment", reads=reads
+    )

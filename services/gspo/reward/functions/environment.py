@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo.reward.functions.arguments import NOT_ASKED
-from gspo.reward.sandbox.calls import Callee, CallFailed
+from gspo.reward.sandbox.calls import Callee, CallError
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ async def reset(callee: Callee, task_json: str, *, session: str | None) -> Turn:
     """`reset(task) -> state, observation`.
 
     Raises:
-        CallFailed: It failed, or returned something else.
+        CallError: It failed, or returned something else.
     """
     arguments = {"task": _read(task_json, "the task")}
     found = await callee.call({"function": "reset", "arguments": arguments}, session=session)
@@ -45,7 +45,7 @@ async def step(callee: Callee, state_json: str, action: str, calls_json: str = "
         calls_json: The tool calls in it, where the policy has tools: the action is then {text, calls}.
 
     Raises:
-        CallFailed: It failed, or returned something else.
+        CallError: It failed, or returned something else.
     """
     given = {"text": action, "calls": _read(calls_json, "the calls")} if calls_json else action
     arguments = {"state": _read(state_json, "the state"), "action": given}
@@ -65,7 +65,7 @@ def _read(text: str, what: str) -> Any:
     try:
         return json.loads(text or "null")
     except (ValueError, RecursionError) as error:
-        raise CallFailed("exception", f"{what} is not JSON: {error}", error_type=NOT_ASKED) from error
+        raise CallError("exception", f"{what} is not JSON: {error}", error_type=NOT_ASKED) from error
 
 
 def _dump(value: Any) -> str:
@@ -104,5 +104,5 @@ def _observation(value: Any) -> str:
     return _dump(value)
 
 
-def _invalid(text: str) -> CallFailed:
-    return CallFailed("invalid_return", text, error_type="InvalidReturn")
+def _invalid(text: str) -> CallError:
+    return CallError("invalid_return", text, error_type="InvalidReturnError")

@@ -10,10 +10,10 @@ from gspo.reward.functions import environment
 from gspo.reward.functions.environment import Turn
 from gspo.reward.functions.library import Function
 from gspo.reward.registry.usage import UsageCounter
-from gspo.reward.sandbox.calls import CallFailed, failing_only_the_call
+from gspo.reward.sandbox.calls import CallError, raising_call_errors
 
 
-class Environments:
+class EnvironmentSteps:
     """Answers resets and steps.
 
     Args:
@@ -28,7 +28,7 @@ class Environments:
         """Begin with a task.
 
         Raises:
-            CallFailed: The environment failed, or returned something else.
+            CallError: The environment failed, or returned something else.
         """
         return await self._counted(function, environment.reset(function.callee, task_json, session=self._session))
 
@@ -36,24 +36,24 @@ class Environments:
         """What an action leads to.
 
         Raises:
-            CallFailed: The environment failed, or returned something else.
+            CallError: The environment failed, or returned something else.
         """
         asked = environment.step(function.callee, state_json, action, calls_json, session=self._session)
         return await self._counted(function, asked)
 
     async def _counted(self, function: Function, asked: Awaitable[Turn]) -> Turn:
         source, started, result = function.source, time.perf_counter(), "ok"
-        function.calls_under_way += 1
+        function.calls_in_flight += 1
         try:
-            with failing_only_the_call(source.name):
+            with raising_call_errors(source.name):
                 return await asked
-        except CallFailed as error:
+        except CallError as error:
             result = error.kind
             if self._usage is not None:
                 self._usage.fail(source.name, source.version, error.kind, str(error), error.traceback, error.output)
             raise
         finally:
-            function.calls_under_way -= 1
+            function.calls_in_flight -= 1
             if self._usage is not None:
                 seconds = time.perf_counter() - started
                 metrics.REWARD_CALLS.labels(source.name, result).inc()

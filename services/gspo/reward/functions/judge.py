@@ -19,9 +19,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 from gspo.common.config.fields import Section
 from gspo.common.config.reward import RewardFunction
 from gspo.common.errors import InputError, nearest
-from gspo.reward.functions.arguments import Signature, Source, ground_truth
+from gspo.reward.functions.arguments import FunctionSource, Signature, ground_truth
 from gspo.reward.functions.remote import TEXT_CHARS, HttpCaller
-from gspo.reward.sandbox.calls import Answer, CallFailed, Question
+from gspo.reward.sandbox.calls import Answer, CallError, Question
 
 PROMPT = """Judge the answer to a task.
 
@@ -49,7 +49,7 @@ class JudgeOptions(Section):
     api_key_variable: str = Field("GSPO_JUDGE_API_KEY", description="Environment variable with the key, if one is set")
 
 
-def read_judge(function: RewardFunction, key: str) -> tuple[Source, JudgeOptions]:
+def read_judge(function: RewardFunction, key: str) -> tuple[FunctionSource, JudgeOptions]:
     """The judge of a configuration; its version is that of its options, the key left out.
 
     Raises:
@@ -63,7 +63,7 @@ def read_judge(function: RewardFunction, key: str) -> tuple[Source, JudgeOptions
         fix = nearest(name, JudgeOptions.model_fields) if first["type"] == "extra_forbidden" else "Mend it"
         raise InputError(f"{key}.args.{name}", first["msg"], fix) from error
     version = hashlib.sha256(options.model_dump_json().encode()).hexdigest()
-    return Source(function.label, Path(options.url), "", version, None, function.weight), options
+    return FunctionSource(function.label, Path(options.url), "", version, None, function.weight), options
 
 
 class Judge:
@@ -111,8 +111,10 @@ class Judge:
         try:
             async with self._free:
                 return read_score(await self._http.post(body)) / self._options.divide_by
-        except CallFailed as error:
-            return {"error": {"type": "Unfit", "text": str(error), "place": "", "traceback": "", "kind": error.kind}}
+        except CallError as error:
+            return {
+                "error": {"type": "UnfitError", "text": str(error), "place": "", "traceback": "", "kind": error.kind}
+            }
 
     async def close(self) -> None:
         """Close the connections."""
@@ -128,13 +130,13 @@ def read_score(reply: Any) -> float:
     """The last number of the judge's reply.
 
     Raises:
-        CallFailed: There is none, or it is no reply of a chat completion.
+        CallError: There is none, or it is no reply of a chat completion.
     """
     try:
         text = reply["choices"][0]["message"]["content"]
         found = _NUMBER.findall(text)
     except (KeyError, IndexError, TypeError) as error:
-        raise CallFailed("invalid_return", f"the judge sent no chat completion: {str(reply)[:TEXT_CHARS]}") from error
+        raise CallError("invalid_return", f"the judge sent no chat completion: {str(reply)[:TEXT_CHARS]}") from error
     if not found:
-        raise CallFailed("invalid_return", f"the judge named no number: {text[-TEXT_CHARS:]}")
+        raise CallError("invalid_return", f"the judge named no number: {text[-TEXT_CHARS:]}")
     return float(found[-1])

@@ -16,21 +16,20 @@ from pathlib import Path
 from gspo.common.config.environment import EnvironmentConfig
 from gspo.common.config.reward import RewardConfig, RewardFunction
 from gspo.common.errors import InputError, nearest
-from gspo.reward.functions.arguments import Source, check_names, read_source
-from gspo.reward.functions.classifier import Classifier, read_classifier
+from gspo.reward.functions.arguments import FunctionSource, check_names, read_source
+from gspo.reward.functions.classifier import ClassifierProcess, read_classifier
 from gspo.reward.functions.code_tests import CodeTests
 from gspo.reward.functions.configured_environment import ENVIRONMENT_KEY, open_environment
 from gspo.reward.functions.judge import Judge, read_judge
-from gspo.reward.functions.remote import Remote, read_remote
-from gspo.reward.registry.offline import RegistryCopy
+from gspo.reward.functions.remote import RemoteFunction, read_remote
+from gspo.reward.registry.offline import OfflineRegistry
 from gspo.reward.registry.records import Content, NotRegisteredError
 from gspo.reward.registry.store import Registry
-from gspo.reward.registry.submission import Kind
-from gspo.reward.registry.submission import Limits as AskedLimits
+from gspo.reward.registry.submission import Kind, RequestedLimits
 from gspo.reward.registry.usage import UsageCounter
-from gspo.reward.sandbox.calls import Callee, CallFailed, Code, Limits, failing_only_the_call
+from gspo.reward.sandbox.calls import Callee, CallError, CallLimits, Code, raising_call_errors
 from gspo.reward.sandbox.execution import Sandbox
-from gspo.reward.sandbox.levels import Found, find_level
+from gspo.reward.sandbox.levels import Confinement, find_level
 from gspo.reward.submissions.source_check import SourceReader
 
 # Each holds a process or more; a run uses a handful.
@@ -44,9 +43,9 @@ HOW_TO_REGISTER = (
 class Function:
     """One version of a function, and what has it loaded."""
 
-    source: Source
+    source: FunctionSource
     callee: Callee
-    calls_under_way: int = field(default=0, compare=False)
+    calls_in_flight: int = field(default=0, compare=False)
 
 
 class UnknownFunctionError(Exception):
@@ -59,7 +58,7 @@ class Library:
     Args:
         configured: Those of the run's configuration, loaded; more may be put in while it opens.
         limits: What a call may take where a registered function says nothing itself.
-        containment: How user code is contained.
+        confinement: How user code is contained.
         num_workers: Calls of one function that are answered at once.
         registry: None where nothing is registered, as in a check.
         usage: Counts calls; None counts none.
@@ -69,18 +68,18 @@ class Library:
     def __init__(
         self,
         configured: Sequence[Function],
-        limits: Limits,
+        limits: CallLimits,
         *,
-        containment: Found,
+        confinement: Confinement,
         num_workers: int = 1,
-        registry: Registry | RegistryCopy | None = None,
+        registry: Registry | OfflineRegistry | None = None,
         usage: UsageCounter | None = None,
         step_timeout_s: float | None = None,
     ) -> None:
         call = ("reward.timeout_s", limits.timeout_s)
         step = ("environment.step_timeout_s", step_timeout_s) if step_timeout_s is not None else call
         self._timeouts: dict[Kind, tuple[str, float]] = {"reward": call, "environment": step}
-        self.containment, self._num_workers = containment, num_workers
+        self.confinement, self._num_workers = confinement, num_workers
         self.configured = {function.source.name: function for function in configured}
         self.usage = usage
         self._limits, self._registry = limits, registry
@@ -106,7 +105,7 @@ class Library:
             raise UnknownFunctionError(str(error)) from error
         try:
             return await self.load(name, content)
-        except CallFailed as error:
+        except CallError as error:
             raise UnknownFunctionError(f"version {content.version[:12]} cannot be loaded: {error}") from error
 
     def _configured(self, name: str, version: str) -> Function:
@@ -120,7 +119,7 @@ class Library:
         """A registered version, loaded once however many ask at a time.
 
         Raises:
-            CallFailed: It cannot be loaded.
+            CallError: It cannot be loaded.
         """
         key = (name, content.version)
         if key not in self._loaded:
@@ -138,32 +137,32 @@ class Library:
     async def _load(self, name: str, content: Content) -> Function:
         # It was admitted under a configuration that allowed more.
         if beyond := self.beyond_limits(content.kind, content.limits):
-            raise CallFailed("forbidden", beyond[0][1])
+            raise CallError("forbidden", beyond[0][1])
         source = source_of(name, content)
         function = Function(source, self.sandbox(source.code, self.limits_of(content)))
         try:
-            with failing_only_the_call(name):
+            with raising_call_errors(name):
                 await function.callee.load()
-        except CallFailed:
+        except CallError:
             await function.callee.close()
             raise
         return function
 
-    def sandbox(self, code: Code, limits: Limits, *, load_timeout_s: float | None = None) -> Sandbox:
+    def sandbox(self, code: Code, limits: CallLimits, *, load_timeout_s: float | None = None) -> Sandbox:
         """Where a submitted or registered function runs."""
-        level, num_workers = self.containment.level, self._num_workers
+        level, num_workers = self.confinement.level, self._num_workers
         return Sandbox(code, limits, level, num_workers=num_workers, load_timeout_s=load_timeout_s)
 
-    def limits_of(self, content: Content) -> Limits:
+    def limits_of(self, content: Content) -> CallLimits:
         """What one call of a version may take."""
         own = content.limits
-        return Limits(
+        return CallLimits(
             timeout_s=own.timeout_s or self._timeouts[content.kind][1],
             memory_mb=own.memory_mb or self._limits.memory_mb,
             cpu_s=own.cpu_s or self._limits.cpu_s,
         )
 
-    def beyond_limits(self, kind: Kind, asked: AskedLimits) -> list[tuple[str, str]]:
+    def beyond_limits(self, kind: Kind, asked: RequestedLimits) -> list[tuple[str, str]]:
         """What a version asks for beyond the configuration: pairs of field, and what is wrong with it."""
         bounds = {
             "timeout_s": self._timeouts[kind],
@@ -180,7 +179,7 @@ class Library:
 
     async def _forget_oldest(self, newest: tuple[str, str]) -> None:
         """End the processes of what was not used for longest; never of what is being called, or will be: `newest`."""
-        idle = [key for key, function in self._loaded.items() if not function.calls_under_way and key != newest]
+        idle = [key for key, function in self._loaded.items() if not function.calls_in_flight and key != newest]
         # All leave the list at once: another load may be here while these are waited for.
         forgotten = [self._loaded.pop(key) for key in idle[: max(0, len(self._loaded) - MAX_LOADED)]]
         await asyncio.gather(*(function.callee.close() for function in forgotten))
@@ -194,9 +193,9 @@ class Library:
         await asyncio.gather(self.source_reader.close(), *(function.callee.close() for function in functions))
 
 
-def source_of(name: str, content: Content) -> Source:
+def source_of(name: str, content: Content) -> FunctionSource:
     """A registered version as the sandbox loads it."""
-    return Source(
+    return FunctionSource(
         name, Path(f"{name}.py"), content.source, content.version, content.entry or None, 1.0, kind=content.kind
     )
 
@@ -206,7 +205,7 @@ async def open_library(
     config: RewardConfig,
     *,
     environment: EnvironmentConfig | None = None,
-    registry: Registry | RegistryCopy | None = None,
+    registry: Registry | OfflineRegistry | None = None,
     usage: UsageCounter | None = None,
 ) -> AsyncIterator[Library]:
     """The library of a run, with every function of its configuration loaded, and its environment.
@@ -216,13 +215,13 @@ async def open_library(
     """
     check_names(config)
     found = await find_level(config.sandbox_minimum)
-    limits = Limits(config.timeout_s, config.memory_mb, config.cpu_s)
+    limits = CallLimits(config.timeout_s, config.memory_mb, config.cpu_s)
     keys = [f"reward.functions.{index}" for index in range(len(config.functions))]
     named = dict(zip(keys, config.functions, strict=True))
     library = Library(
         [],
         limits,
-        containment=found,
+        confinement=found,
         num_workers=config.workers,
         registry=registry,
         usage=usage,
@@ -248,22 +247,22 @@ async def open_library(
         await library.close()
 
 
-def open_function(function: RewardFunction, key: str, limits: Limits, library: Library) -> Function:
+def open_function(function: RewardFunction, key: str, limits: CallLimits, library: Library) -> Function:
     """A function of the configuration, not loaded yet; `key` is its place in there.
 
     Raises:
         InputError: It cannot be read, or an argument of it is wrong.
     """
-    own = Limits(function.timeout_s or limits.timeout_s, function.memory_mb or limits.memory_mb, limits.cpu_s)
+    own = CallLimits(function.timeout_s or limits.timeout_s, function.memory_mb or limits.memory_mb, limits.cpu_s)
     if function.url is not None:
         source = read_remote(function)
-        return Function(source, Remote(function.url, timeout_s=own.timeout_s, fields=function.args))
+        return Function(source, RemoteFunction(function.url, timeout_s=own.timeout_s, fields=function.args))
     if function.builtin == "llm_judge":
         source, judging = read_judge(function, key)
         return Function(source, Judge(judging, timeout_s=own.timeout_s))
     if function.builtin == "reward_model":
         source, options = read_classifier(function, key)
-        return Function(source, Classifier(options, timeout_s=own.timeout_s))
+        return Function(source, ClassifierProcess(options, timeout_s=own.timeout_s))
     source = read_source(function, key)
     if function.builtin == "code_tests":
         return Function(source, CodeTests(library.sandbox(replace(source.code, kind="environment"), own)))
@@ -274,7 +273,7 @@ async def _load_configured(function: Function, key: str) -> None:
     source = function.source
     try:
         signature = await function.callee.load()
-    except CallFailed as error:
+    except CallError as error:
         raise InputError(key, f"{source.path} {error}", _how_to_mend(error, key)) from error
     for name in source.args:
         if name not in signature.takes and not signature.takes_any:
@@ -298,12 +297,12 @@ async def _load_registered(library: Library, name: str, version: str | None, key
         raise InputError(f"{key}.name", rule, "Name another, or submit it as that kind")
 
 
-def _how_to_mend(error: CallFailed, key: str) -> str:
-    if key == ENVIRONMENT_KEY and error.error_type == "Unfit":
+def _how_to_mend(error: CallError, key: str) -> str:
+    if key == ENVIRONMENT_KEY and error.error_type == "UnfitError":
         return "Define reset(task) and step(state, action), or name the object that has them: `entry:`"
     if "several" in str(error):
         return "Name one with `entry:`, or list the file once for each with `name:` and `entry:`"
-    if error.error_type == "Unfit":
+    if error.error_type == "UnfitError":
         return "Define reward(prompts, completions, **columns) or verl's compute_score, or name the function: `entry:`"
     if error.error_type == "MemoryError":
         return "Raise reward.memory_mb"

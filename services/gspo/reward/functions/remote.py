@@ -22,8 +22,8 @@ import httpx
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 from gspo.common.config.reward import RewardFunction
-from gspo.reward.functions.arguments import OPENRLHF_GIVEN, Signature, Source
-from gspo.reward.sandbox.calls import Answer, CallFailed, Question
+from gspo.reward.functions.arguments import OPENRLHF_ARGUMENTS, FunctionSource, Signature
+from gspo.reward.sandbox.calls import Answer, CallError, Question
 from gspo.reward.sandbox.values import whole_text
 
 MAX_ATTEMPTS = 6
@@ -33,7 +33,7 @@ TEXT_CHARS = 300
 _JSON = {"content-type": "application/json"}
 
 
-class BusyError(Exception):
+class ServerBusyError(Exception):
     """The server cannot answer now; another try may be answered."""
 
 
@@ -48,12 +48,12 @@ class HttpCaller:
         """The JSON that the server answers with.
 
         Raises:
-            CallFailed: There was none within the time limit and the tries, or the server refused the request.
+            CallError: There was none within the time limit and the tries, or the server refused the request.
         """
         # One at first use: a client belongs to the loop that it is used in.
         client = self._client = self._client or httpx.AsyncClient(timeout=self._timeout_s, headers=self._headers)
         tries = AsyncRetrying(
-            retry=retry_if_exception_type(BusyError),
+            retry=retry_if_exception_type(ServerBusyError),
             wait=wait_exponential_jitter(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
             stop=stop_after_attempt(MAX_ATTEMPTS),
         )
@@ -64,35 +64,35 @@ class HttpCaller:
                     with attempt:
                         try:
                             return await self._post_once(client, body)
-                        except BusyError as error:
+                        except ServerBusyError as error:
                             last = str(error)
                             raise
         except TimeoutError:
-            raise CallFailed("timeout", f"{self._url} gave no answer within {self._timeout_s:g} s ({last})") from None
+            raise CallError("timeout", f"{self._url} gave no answer within {self._timeout_s:g} s ({last})") from None
         except RetryError:
-            raise CallFailed("exception", f"{self._url} failed {MAX_ATTEMPTS} times: {last}") from None
+            raise CallError("exception", f"{self._url} failed {MAX_ATTEMPTS} times: {last}") from None
         raise AssertionError("unreachable: the tries end by an answer or an error")
 
     async def _post_once(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
         try:
             content = json.dumps(whole_text(body), allow_nan=False)
         except ValueError as error:
-            raise CallFailed("exception", f"cannot be asked: {error}") from error
+            raise CallError("exception", f"cannot be asked: {error}") from error
         try:
             reply = await client.post(self._url, content=content, headers=_JSON)
         except httpx.TransportError as error:
-            raise BusyError(f"{type(error).__name__}: {error}") from error
+            raise ServerBusyError(f"{type(error).__name__}: {error}") from error
         if reply.status_code == httpx.codes.TOO_MANY_REQUESTS or reply.is_server_error:
-            raise BusyError(f"HTTP {reply.status_code}: {reply.text[:TEXT_CHARS]}")
+            raise ServerBusyError(f"HTTP {reply.status_code}: {reply.text[:TEXT_CHARS]}")
         if not reply.is_success:
-            raise CallFailed("exception", f"{self._url} answered HTTP {reply.status_code}: {reply.text[:TEXT_CHARS]}")
+            raise CallError("exception", f"{self._url} answered HTTP {reply.status_code}: {reply.text[:TEXT_CHARS]}")
         if len(reply.content) > MAX_REPLY_BYTES:
-            raise CallFailed("output_too_large", f"{self._url} answered with {len(reply.content)} bytes")
+            raise CallError("output_too_large", f"{self._url} answered with {len(reply.content)} bytes")
         try:
             return whole_text(reply.json())
         except (ValueError, RecursionError) as error:
             text = f"{self._url} answered with something else than JSON: {reply.text[:TEXT_CHARS]}"
-            raise CallFailed("invalid_return", text) from error
+            raise CallError("invalid_return", text) from error
 
     async def close(self) -> None:
         """Close the connections."""
@@ -101,7 +101,7 @@ class HttpCaller:
             self._client = None
 
 
-class Remote:
+class RemoteFunction:
     """One such server.
 
     Args:
@@ -109,7 +109,7 @@ class Remote:
         fields: Further fields of every request.
     """
 
-    signature = Signature("POST", "openrlhf", frozenset(OPENRLHF_GIVEN), (), takes_any=True)
+    signature = Signature("POST", "openrlhf", frozenset(OPENRLHF_ARGUMENTS), (), takes_any=True)
 
     def __init__(self, url: str, *, timeout_s: float, fields: dict[str, Any]) -> None:
         self._http, self._fields = HttpCaller(url, timeout_s=timeout_s), fields
@@ -122,7 +122,7 @@ class Remote:
         """The rewards of one batch.
 
         Raises:
-            CallFailed: The server did not answer in time, or with something else.
+            CallError: The server did not answer in time, or with something else.
         """
         arguments, started = question["arguments"], time.perf_counter()
         given = {"query": arguments["queries"], "prompts": arguments["prompts"], "labels": arguments["labels"]}
@@ -139,12 +139,12 @@ def read_rewards(reply: Any, count: int) -> list[Any]:
     """The rewards as worker_process.plain_value encodes them.
 
     Raises:
-        CallFailed: They are not `count` numbers.
+        CallError: They are not `count` numbers.
     """
     rewards = reply.get("rewards") if isinstance(reply, dict) else reply
     if not isinstance(rewards, list) or len(rewards) != count:
         was = f"{len(rewards)} values" if isinstance(rewards, list) else type(rewards).__name__
-        raise CallFailed("invalid_return", f'returned {was} as "rewards" for {count} answers')
+        raise CallError("invalid_return", f'returned {was} as "rewards" for {count} answers')
     extras = reply.get("extra_logs") if isinstance(reply, dict) else None
     logged = {
         str(name): values
@@ -165,8 +165,8 @@ def _plain(value: Any) -> Any:
     return None if value is None else {"type": type(value).__name__}
 
 
-def read_remote(function: RewardFunction) -> Source:
+def read_remote(function: RewardFunction) -> FunctionSource:
     """An address of the configuration as a source: its version is that of the address and the further fields."""
     told = json.dumps([function.url, function.args], sort_keys=True, default=str)
     version = hashlib.sha256(told.encode()).hexdigest()
-    return Source(function.label, Path(function.url or ""), "", version, None, function.weight)
+    return FunctionSource(function.label, Path(function.url or ""), "", version, None, function.weight)

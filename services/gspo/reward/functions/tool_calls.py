@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from gspo.reward.functions.arguments import Signature
-from gspo.reward.sandbox.calls import Answer, CallFailed, Question
+from gspo.reward.sandbox.calls import Answer, CallError, Question
 from gspo.reward.sandbox.execution import Sandbox
 
 # A tool whose calls run what the policy wrote.
@@ -18,7 +18,7 @@ _RUNS_CODE = "python"
 _ITS_OWN_FAULT = ("timeout", "memory", "crash", "forbidden", "output_too_large", "exception", "invalid_return")
 
 
-class Tools:
+class ToolEnvironment:
     """Answers the calls of a turn.
 
     Args:
@@ -37,7 +37,7 @@ class Tools:
         """Load the tools.
 
         Raises:
-            CallFailed: They cannot be.
+            CallError: They cannot be.
         """
         return await self._sandbox.load()
 
@@ -45,7 +45,7 @@ class Tools:
         """Answer one question.
 
         Raises:
-            CallFailed: It failed, and not by what the policy wrote.
+            CallError: It failed, and not by what the policy wrote.
         """
         calls = _calls_of(question)
         if not any(call["name"] == _RUNS_CODE for call in calls):
@@ -53,7 +53,7 @@ class Tools:
         started = time.perf_counter()
         try:
             return await self._sandbox.call(question, session=None)
-        except CallFailed as error:
+        except CallError as error:
             if error.kind not in _ITS_OWN_FAULT or error.loading:
                 raise
             said = f"error: {error}"

@@ -12,25 +12,25 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from gspo.common.network.auth_log import note_refusal
-from gspo.common.network.http_guard import App, Receive, Scope, Send, caller_of, header
+from gspo.common.network.http_guard import ASGIApp, Receive, Scope, Send, caller_of, header
 from gspo.reward.http_api.views import ProblemView, Refusal
 from gspo.reward.registry.records import ConflictError, NotRegisteredError
 from gspo.reward.submissions.callers import ANONYMOUS, Caller, Callers, RateLimit
-from gspo.reward.submissions.source_check import MAX_PROBLEMS, RefusedError
+from gspo.reward.submissions.source_check import MAX_PROBLEMS, SubmissionRefusedError
 
 # A source of 256 KiB in which every character is escaped, with its test cases.
 MAX_BODY_BYTES = 4 * 2**20
 # A body counts as one more call for each: to read it holds others up as long as a few calls do.
 BYTES_OF_A_CALL = 16 * 2**10
 NO_TOKEN = "a token is missing or wrong: send it as 'Authorization: Bearer TOKEN'"  # noqa: S105 - a message
-# For the description at /docs; `Guard` has looked at the token before.
+# For the description at /docs; `AccessControl` has looked at the token before.
 BEARER = HTTPBearer(auto_error=False, description="A token of reward.tokens, or the one that the services share")
 
 MAX_PROBLEM_CHARS = 500
 _NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")
 
 
-class RefuseError(Exception):
+class RestRefusalError(Exception):
     """An answer other than what was asked for."""
 
     def __init__(
@@ -40,7 +40,7 @@ class RefuseError(Exception):
         self.status, self.refusal, self.headers = status, Refusal(detail=detail, problems=list(problems)), headers
 
 
-class Guard:
+class AccessControl:
     """Lets known callers through to the calls, and few enough of them: all of it before their body is read.
 
     Attributes:
@@ -50,7 +50,7 @@ class Guard:
     def __init__(self, callers: Callers, rate: RateLimit) -> None:
         self.callers, self._rate = callers, rate
 
-    def before(self, app: App) -> App:
+    def before(self, app: ASGIApp) -> ASGIApp:
         """The app behind the checks; its page at /docs is open to all."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +59,7 @@ class Guard:
                 return
             try:
                 caller = self._admit(scope)
-            except RefuseError as error:
+            except RestRefusalError as error:
                 if error.status == 401:
                     note_refusal("http", "token", caller=caller_of(scope), asked=scope["path"], detail=NO_TOKEN)
                 await answer(error.status, error.refusal, error.headers)(scope, receive, send)
@@ -73,21 +73,21 @@ class Guard:
         """Whose token it is.
 
         Raises:
-            RefuseError: Nobody's, or of one who may not make this call, or not now.
+            RestRefusalError: Nobody's, or of one who may not make this call, or not now.
         """
         scheme, _, token = header(scope, b"authorization").partition(" ")
         caller = self.callers.find(token.strip() if scheme.lower() == "bearer" else "")
         if caller is None:
-            raise RefuseError(401, NO_TOKEN, headers={"WWW-Authenticate": "Bearer"})
+            raise RestRefusalError(401, NO_TOKEN, headers={"WWW-Authenticate": "Bearer"})
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return caller
         if caller.role != "submit":
-            raise RefuseError(403, f"{caller.name} has a token to read; this call needs one to submit")
+            raise RestRefusalError(403, f"{caller.name} has a token to read; this call needs one to submit")
         # Without tokens, callers differ by their address alone.
         who = caller_of(scope).rpartition(":")[0] if caller is ANONYMOUS else caller.name
         if wait_s := self._rate.wait_s(who, _kind(scope), cost=1 + _num_bytes(scope) // BYTES_OF_A_CALL):
             detail = f"{caller.name} has made more calls of this kind than reward.calls_per_minute; wait {wait_s:.1f} s"
-            raise RefuseError(429, detail, headers={"Retry-After": str(int(wait_s) + 1)})
+            raise RestRefusalError(429, detail, headers={"Retry-After": str(int(wait_s) + 1)})
         return caller
 
 
@@ -110,8 +110,8 @@ def _kind(scope: Scope) -> str:
 def add_error_answers(app: FastAPI) -> None:
     """Every refusal is a `Refusal`, whoever found it."""
 
-    @app.exception_handler(RefuseError)
-    async def refused(_: Request, error: RefuseError) -> Response:
+    @app.exception_handler(RestRefusalError)
+    async def refused(_: Request, error: RestRefusalError) -> Response:
         return answer(error.status, error.refusal, error.headers)
 
     @app.exception_handler(HTTPException)
@@ -130,8 +130,8 @@ def add_error_answers(app: FastAPI) -> None:
     async def conflict(_: Request, error: ConflictError) -> Response:
         return answer(409, Refusal(detail=str(error)))
 
-    @app.exception_handler(RefusedError)
-    async def not_taken(_: Request, error: RefusedError) -> Response:
+    @app.exception_handler(SubmissionRefusedError)
+    async def not_taken(_: Request, error: SubmissionRefusedError) -> Response:
         problems = [ProblemView(**vars(problem)) for problem in error.problems]
         return answer(422, Refusal(detail=problems[0].text, problems=problems))
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from fastapi_offline import FastAPIOffline
 
-from gspo.common.network.http_guard import App, BoundedBodies
+from gspo.common.network.http_guard import ASGIApp, BoundedBodies
 from gspo.reward.http_api.access import MAX_BODY_BYTES, add_error_answers
-from gspo.reward.http_api.routes import Desk, make_router
+from gspo.reward.http_api.routes import ApiDependencies, make_router
 from gspo.reward.http_api.submission_body import submission_schemas
 
 _MEANING = """Reward functions and environments of running trainings.
@@ -20,7 +20,7 @@ Submit a Python function, try it, activate it: seconds later it scores. It runs 
 Where the service has tokens, send one as `Authorization: Bearer TOKEN`; the role `read` looks, `submit` changes."""
 
 
-def rest_app(desk: Desk) -> App:
+def rest_app(desk: ApiDependencies) -> ASGIApp:
     """The app; it knows its callers itself, and asks before it reads a body."""
     app = FastAPIOffline(title="gspo reward", version=version("gspo"), description=_MEANING)
     describe = app.openapi

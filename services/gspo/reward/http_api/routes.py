@@ -13,20 +13,20 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 
 from gspo.common.errors import nearest
 from gspo.reward.functions.library import Function, Library
-from gspo.reward.http_api.access import BEARER, Guard, RefuseError
+from gspo.reward.http_api.access import BEARER, AccessControl, RestRefusalError
 from gspo.reward.http_api.submission_body import read_submission, request_body
 from gspo.reward.http_api.views import (
     ActivateBody,
+    ActivationView,
     AuditList,
-    Moved,
     ProblemView,
     Refusal,
-    Removed,
+    RemovalView,
     RewardList,
     RewardView,
     SourceView,
-    Submitted,
-    Tried,
+    SubmissionView,
+    TrialView,
     TryBody,
     UsageList,
     VersionList,
@@ -42,7 +42,7 @@ from gspo.reward.registry.store import Registry
 from gspo.reward.registry.submission import Name as NameText
 from gspo.reward.registry.submission import Version
 from gspo.reward.registry.usage import UsageCounter
-from gspo.reward.sandbox.calls import CallFailed
+from gspo.reward.sandbox.calls import CallError
 from gspo.reward.submissions.admission import Admission
 from gspo.reward.submissions.callers import Caller
 from gspo.reward.submissions.trials import try_actions, try_rows
@@ -65,19 +65,19 @@ _MEANINGS = {
 
 
 @dataclass(frozen=True)
-class Desk:
+class ApiDependencies:
     """What the routes work with."""
 
     library: Library
     registry: Registry
     admission: Admission
     usage: UsageCounter
-    guard: Guard
+    guard: AccessControl
 
 
-def make_router(desk: Desk) -> APIRouter:
+def make_router(desk: ApiDependencies) -> APIRouter:
     """Every call, each with what it may answer."""
-    calls, router = _Calls(desk), APIRouter(prefix="/v1/rewards", tags=["reward functions"])
+    calls, router = _Endpoints(desk), APIRouter(prefix="/v1/rewards", tags=["reward functions"])
 
     def add(path: str, endpoint: Callable[..., Any], method: str, **more: Any) -> None:
         router.add_api_route(path, endpoint, methods=[method], dependencies=[Depends(BEARER)], **more)
@@ -115,23 +115,25 @@ def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Refusal, "description": _MEANINGS[status]} for status in sorted(set(statuses))}
 
 
-class _Calls:
-    def __init__(self, desk: Desk) -> None:
+class _Endpoints:
+    def __init__(self, desk: ApiDependencies) -> None:
         self._desk, self._registry = desk, desk.registry
 
-    async def submit_reward(self, request: Request) -> Submitted:
+    async def submit_reward(self, request: Request) -> SubmissionView:
         submission = await read_submission(request)
         if submission.name in self._desk.library.configured:
-            raise RefuseError(409, f"the run's configuration has a function '{submission.name}'. Give it another name")
+            raise RestRefusalError(
+                409, f"the run's configuration has a function '{submission.name}'. Give it another name"
+            )
         if beyond := self._desk.library.beyond_limits(submission.kind, submission.limits):
             problems = [ProblemView(rule="field", text=text, field=field) for field, text in beyond]
-            raise RefuseError(422, problems[0].text, problems)
-        await self._registry.check_room(submission)
+            raise RestRefusalError(422, problems[0].text, problems)
+        await self._registry.check_quotas(submission)
         content = await self._known(submission.version) if not submission.tests else None
         content = content or await self._desk.admission.admit(submission, _who(request))
         name, new = await self._registry.submit(submission, content, who=_who(request))
         view = version_view(name, content.version, content)
-        return Submitted(**view.model_dump(), new=new)
+        return SubmissionView(**view.model_dump(), new=new)
 
     async def _known(self, version: str) -> Content | None:
         """What was admitted before need not be checked again."""
@@ -179,10 +181,10 @@ class _Calls:
         except NotRegisteredError as error:
             return version_view(name, version, None, unreadable=str(error))
 
-    async def remove_version(self, request: Request, name: NamePath, version: VersionPath) -> Removed:
+    async def remove_version(self, request: Request, name: NamePath, version: VersionPath) -> RemovalView:
         """Remove a version for good; the active one is refused (409). It makes room under reward.quotas."""
         await self._found(name)
-        return Removed(name=name, removed=await self._registry.remove(name, version, who=_who(request)))
+        return RemovalView(name=name, removed=await self._registry.remove(name, version, who=_who(request)))
 
     async def get_source(self, name: NamePath, version: VersionQuery = None) -> SourceView:
         """The source of a version."""
@@ -210,13 +212,13 @@ class _Calls:
         await self._found(name)
         return AuditList(lines=await self._registry.audit(name, limit))
 
-    async def try_reward(self, name: NamePath, body: TryBody) -> Tried:
+    async def try_reward(self, name: NamePath, body: TryBody) -> TrialView:
         """Score rows, or play an environment's turns: scores, time and what it printed. Nothing of it is kept."""
         function = await self._function(name, body.version)
         wrong = "rows" if function.source.kind == "environment" else "actions"
         if getattr(body, wrong) or (wrong == "rows" and body.task is None):
             text = f"{name} is of kind {function.source.kind}: send {_TRY_FIELDS[function.source.kind]}"
-            raise RefuseError(422, text, [ProblemView(rule="field", text=text, field=wrong)])
+            raise RestRefusalError(422, text, [ProblemView(rule="field", text=text, field=wrong)])
         if function.source.kind == "environment":
             trial = await try_actions(function, body.task, body.actions)
         else:
@@ -229,40 +231,40 @@ class _Calls:
         content = await self._content(name, version)
         try:
             return await self._desk.library.load(name, content)
-        except CallFailed as error:
+        except CallError as error:
             text = f"version {content.version[:12]} cannot be loaded: {error}"
             problem = ProblemView(rule="load", text=text, traceback=error.traceback, output=error.output)
-            raise RefuseError(422, text, [problem]) from error
+            raise RestRefusalError(422, text, [problem]) from error
 
-    async def activate(self, request: Request, name: NamePath, body: ActivateBody) -> Moved:
+    async def activate(self, request: Request, name: NamePath, body: ActivateBody) -> ActivationView:
         """Make a version the active one, a newer or an older; calls under way finish on theirs."""
         await self._found(name)
         who = _who(request)
         found, was = await self._registry.activate(name, body.version, who=who, if_active=body.if_active)
-        return Moved(name=name, active=found.active or None, was=was or None, revision=found.revision)
+        return ActivationView(name=name, active=found.active or None, was=was or None, revision=found.revision)
 
-    async def retire(self, request: Request, name: NamePath) -> Moved:
+    async def retire(self, request: Request, name: NamePath) -> ActivationView:
         """Leave the name without an active version. A run that pins a version still gets it."""
         await self._found(name)
         found, was = await self._registry.retire(name, who=_who(request))
-        return Moved(name=name, active=found.active or None, was=was or None, revision=found.revision)
+        return ActivationView(name=name, active=found.active or None, was=was or None, revision=found.revision)
 
     async def _found(self, name: str) -> Name:
         """A submitted name.
 
         Raises:
-            RefuseError: There is none; with the nearest one that there is.
+            RestRefusalError: There is none; with the nearest one that there is.
         """
         configured = self._desk.library.configured
         if name in configured:
-            raise RefuseError(404, f"'{name}' is of the run's configuration: it has one version, which stays")
+            raise RestRefusalError(404, f"'{name}' is of the run's configuration: it has one version, which stays")
         try:
             return await self._registry.name(name)
         except UnreadableError:
             raise
         except NotRegisteredError:
             known = [*configured, *(one.name for one in await self._registry.names())]
-            raise RefuseError(404, f"there is no reward function '{name}'. {nearest(name, known)}") from None
+            raise RestRefusalError(404, f"there is no reward function '{name}'. {nearest(name, known)}") from None
 
     def _configured(self, name: str) -> Function | None:
         return self._desk.library.configured.get(name)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 
 from gspo.common.network.http_guard import FORM_TYPE, JSON_TYPE
-from gspo.reward.http_api.access import MAX_BODY_BYTES, RefuseError, cut, refusal_of
+from gspo.reward.http_api.access import MAX_BODY_BYTES, RestRefusalError, cut, refusal_of
 from gspo.reward.http_api.views import ProblemView
 from gspo.reward.registry.submission import Submission
 
@@ -56,7 +56,7 @@ async def read_submission(request: Request) -> Submission:
     """The submission of a request.
 
     Raises:
-        RefuseError: It is neither JSON nor a form, or a field is missing, unknown or wrong.
+        RestRefusalError: It is neither JSON nor a form, or a field is missing, unknown or wrong.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == JSON_TYPE:
@@ -64,14 +64,14 @@ async def read_submission(request: Request) -> Submission:
     elif kind == FORM_TYPE:
         text = json.dumps(await _read_form(request)).encode()
     else:
-        raise RefuseError(
+        raise RestRefusalError(
             415, f"send {JSON_TYPE}, or {FORM_TYPE} with the source as `file`; this is {cut(kind) or 'neither'}"
         )
     try:
         return Submission.model_validate_json(text)
     except ValidationError as error:
         refusal = refusal_of(error.errors(include_url=False, include_context=False, include_input=False))
-        raise RefuseError(422, refusal.detail, refusal.problems) from error
+        raise RestRefusalError(422, refusal.detail, refusal.problems) from error
 
 
 async def _read_form(request: Request) -> dict[str, Any]:
@@ -108,9 +108,9 @@ async def _read_source(file: UploadFile) -> str:
         raise _wrong("file", f"is not Python text ({error})") from error
 
 
-def _wrong(field: str, text: str) -> RefuseError:
+def _wrong(field: str, text: str) -> RestRefusalError:
     field = cut(field)
-    return RefuseError(422, f"{field}: {text}", [ProblemView(rule="field", text=f"{field}: {text}", field=field)])
+    return RestRefusalError(422, f"{field}: {text}", [ProblemView(rule="field", text=f"{field}: {text}", field=field)])
 
 
 def submission_schemas() -> dict[str, Any]:

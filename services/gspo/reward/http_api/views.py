@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, model_
 from gspo.reward.functions.environment import Turn
 from gspo.reward.functions.library import Function
 from gspo.reward.registry.records import AuditLine, Content, Name
-from gspo.reward.registry.submission import Body, Kind, Limits, PlainJson, Version, has_few_columns
-from gspo.reward.registry.usage import Usage
+from gspo.reward.registry.submission import Kind, PlainJson, RequestBody, RequestedLimits, Version, has_few_columns
+from gspo.reward.registry.usage import VersionUsage
 from gspo.reward.sandbox.values import Value
-from gspo.reward.submissions.trials import Failed, Trial
+from gspo.reward.submissions.trials import Trial, TrialFailure
 
 MAX_ROWS, MAX_MESSAGES = 64, 1024
 Messages = Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
@@ -86,7 +86,7 @@ class VersionView(BaseModel):
     active: bool
     entry: str
     convention: str
-    limits: Limits
+    limits: RequestedLimits
     tests: int = Field(description="Test cases that it passed")
     submitted_by: str
     submitted_unix_s: float
@@ -99,7 +99,7 @@ class VersionList(BaseModel):
     versions: list[VersionView]
 
 
-class Submitted(VersionView):
+class SubmissionView(VersionView):
     """What was kept."""
 
     new: bool = Field(description="False where the name had this version already")
@@ -116,7 +116,7 @@ class SourceView(BaseModel):
 class UsageList(BaseModel):
     """Calls of a name's versions, the active one first."""
 
-    usage: list[Usage]
+    usage: list[VersionUsage]
 
 
 class AuditList(BaseModel):
@@ -125,7 +125,7 @@ class AuditList(BaseModel):
     lines: list[AuditLine]
 
 
-class ActivateBody(Body):
+class ActivateBody(RequestBody):
     """Which version is to score."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"version": "9f86d081884c7d65"}]})
@@ -135,7 +135,7 @@ class ActivateBody(Body):
     )
 
 
-class Moved(BaseModel):
+class ActivationView(BaseModel):
     """What is active now, and what was before."""
 
     name: str
@@ -144,14 +144,14 @@ class Moved(BaseModel):
     revision: int
 
 
-class Removed(BaseModel):
+class RemovalView(BaseModel):
     """What is no more."""
 
     name: str
     removed: str = Field(description="The version")
 
 
-class Row(BaseModel):
+class TrialRow(BaseModel):
     """One answer to score; every further field is a column of the data set."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -161,12 +161,12 @@ class Row(BaseModel):
     _has_few_columns = model_validator(mode="before")(has_few_columns)
 
     @model_validator(mode="after")
-    def _can_be_passed_on(self) -> Row:
+    def _can_be_passed_on(self) -> TrialRow:
         _PLAIN.validate_python(self.model_dump())
         return self
 
 
-class TryBody(Body):
+class TryBody(RequestBody):
     """What to try a function on: rows for a reward, a task and actions for an environment."""
 
     model_config = ConfigDict(
@@ -174,7 +174,9 @@ class TryBody(Body):
             "examples": [{"rows": [{"prompt": "12+30=", "completion": "42", "answer": "42"}]}],
         }
     )
-    rows: Annotated[list[Row], FailFast(), Field(max_length=MAX_ROWS)] = Field([], description="For a reward function")
+    rows: Annotated[list[TrialRow], FailFast(), Field(max_length=MAX_ROWS)] = Field(
+        [], description="For a reward function"
+    )
     task: PlainJson = Field(None, description="For an environment: what reset is given")
     actions: Annotated[list[str], Field(max_length=MAX_ROWS)] = Field([], description="For an environment: its steps")
     version: Version | None = Field(None, description="The active one where left out")
@@ -199,7 +201,7 @@ class TryResult(BaseModel):
     done: bool | None = Field(None, description="Of an environment's turn")
 
 
-class Tried(BaseModel):
+class TrialView(BaseModel):
     """What came of it; nothing of it reaches a run."""
 
     name: str
@@ -219,7 +221,7 @@ def version_view(name: Name, version: str, content: Content | None, unreadable: 
         active=name.active == version,
         entry=content.signature.entry or content.entry if content else "",
         convention=content.signature.convention or content.kind if content else "",
-        limits=content.limits if content else Limits(),
+        limits=content.limits if content else RequestedLimits(),
         tests=len(content.tests) if content else 0,
         submitted_by=origin.by,
         submitted_unix_s=origin.unix_s,
@@ -271,19 +273,19 @@ def configured_view(function: Function) -> RewardView:
     )
 
 
-def tried(name: str, version: str, trial: Trial) -> Tried:
+def tried(name: str, version: str, trial: Trial) -> TrialView:
     """What REST answers to a trial."""
     results = [_row_view(result) for result in trial.results] + [_turn_view(turn) for turn in trial.turns]
-    return Tried(name=name, version=version, results=results, seconds=trial.seconds, output=trial.output)
+    return TrialView(name=name, version=version, results=results, seconds=trial.seconds, output=trial.output)
 
 
-def _row_view(result: Value | Failed) -> TryResult:
-    if isinstance(result, Failed):
+def _row_view(result: Value | TrialFailure) -> TryResult:
+    if isinstance(result, TrialFailure):
         return TryResult(failure=FailureView(**vars(result)))
     return TryResult(reward=result.reward, parts=result.parts, extras=result.extras)
 
 
-def _turn_view(turn: Turn | Failed) -> TryResult:
-    if isinstance(turn, Failed):
+def _turn_view(turn: Turn | TrialFailure) -> TryResult:
+    if isinstance(turn, TrialFailure):
         return TryResult(failure=FailureView(**vars(turn)))
     return TryResult(reward=turn.reward, observation=json.loads(turn.observation_json), done=turn.done)

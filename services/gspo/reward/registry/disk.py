@@ -16,7 +16,7 @@ from collections import deque
 from pathlib import Path
 
 
-class Disk:
+class DiskCopy:
     """The files below one folder, made when first written."""
 
     def __init__(self, folder: Path) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from gspo.common.errors import nearest
-from gspo.reward.registry.disk import Disk
+from gspo.reward.registry.disk import DiskCopy
 from gspo.reward.registry.records import RETIRED, Content, NotRegisteredError, parse_name, read_content
 
 
-class RegistryCopy:
+class OfflineRegistry:
     """The copy in one folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._disk = folder, Disk(folder)
+        self._folder, self._disk = folder, DiskCopy(folder)
 
     async def resolve(self, name: str, version: str = "") -> Content:
         """As `Registry.resolve`.

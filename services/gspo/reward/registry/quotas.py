@@ -14,7 +14,7 @@ class QuotaError(ConflictError):
     """There is no room; the message says what is used, and how to make room."""
 
 
-def check_room(quotas: RegistryQuotas, names: Sequence[Name], name: str, num_bytes: int) -> None:
+def check_quotas(quotas: RegistryQuotas, names: Sequence[Name], name: str, num_bytes: int) -> None:
     """Refuse a new version of `name` that would be beyond a quota.
 
     Args:

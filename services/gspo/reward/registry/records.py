@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gspo.reward.registry.submission import Kind, Limits, TestCase, version_of
+from gspo.reward.registry.submission import Kind, RequestedLimits, TestCase, version_of
 
 Action = Literal["submit", "activate", "retire", "remove"]
 MAX_NAME_CHARS = 100
@@ -52,7 +52,7 @@ class Content(Stored):
     kind: Kind
     source: str
     entry: str = Field(description="Name of the function; empty for an environment")
-    limits: Limits = Limits()
+    limits: RequestedLimits = RequestedLimits()
     tests: tuple[TestCase, ...] = ()
     signature: StoredSignature = StoredSignature()
 

@@ -17,8 +17,8 @@ from redis.asyncio import Redis
 from gspo.common.config.reward import RegistryQuotas
 from gspo.common.errors import nearest
 from gspo.common.streams.keys import AUDIT_KEPT, RegistryKeys
-from gspo.reward.registry.disk import Disk
-from gspo.reward.registry.quotas import check_room
+from gspo.reward.registry.disk import DiskCopy
+from gspo.reward.registry.quotas import check_quotas
 from gspo.reward.registry.records import (
     RETIRED,
     Action,
@@ -53,7 +53,7 @@ class Registry:
     def __init__(self, redis: Redis, folder: Path, *, replica: str, quotas: RegistryQuotas | None = None) -> None:
         self._redis, self._keys, self._replica = redis, RegistryKeys(), replica
         self._quotas = quotas or RegistryQuotas()
-        self._disk = Disk(folder)
+        self._disk = DiskCopy(folder)
         self.copy = RegistrySync(redis, self._disk)
         self._contents: dict[str, Content] = {}
         # What runs pin is asked for with every batch, and never moves.
@@ -69,7 +69,7 @@ class Registry:
             self._forget_removed()
             await asyncio.sleep(SYNC_S)
 
-    async def check_room(self, submission: Submission) -> None:
+    async def check_quotas(self, submission: Submission) -> None:
         """Refuse a submission that there is no room for, before it is loaded and tested.
 
         Raises:
@@ -78,7 +78,7 @@ class Registry:
         num_bytes = len(submission.model_dump_json())
         names = await self.names()
         if not any(one.name == submission.name and submission.version in one.versions for one in names):
-            check_room(self._quotas, names, submission.name, num_bytes)
+            check_quotas(self._quotas, names, submission.name, num_bytes)
 
     async def submit(self, submission: Submission, content: Content, *, who: str) -> tuple[Name, bool]:
         """Keep a version under its name; the name as it is then, and whether the version is new to it.
@@ -88,7 +88,7 @@ class Registry:
         """
         line = self._line(who, "submit", submission.name, content.version)
         async with self._adding:  # one at a time is counted
-            await self.check_room(submission)
+            await self.check_quotas(submission)
             status, value, changes = await self._add(submission, content, line)
         if status == b"kind":
             raise ConflictError(

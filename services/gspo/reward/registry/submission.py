@@ -58,7 +58,7 @@ PlainJson = Annotated[Any, AfterValidator(_is_plain_json)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """A part of a request: unknown fields are refused, text is not read as a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -72,7 +72,7 @@ class Body(BaseModel):
         return value
 
 
-class Limits(Body):
+class RequestedLimits(RequestBody):
     """What one call may use; the service's own limits where left out."""
 
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = Field(
@@ -86,7 +86,7 @@ class Limits(Body):
     )
 
 
-class TestCase(Body):
+class TestCase(RequestBody):
     """An input with the value that the function must give."""
 
     __test__ = False  # pytest: this is no test
@@ -101,7 +101,7 @@ class TestCase(Body):
     )
 
 
-class Submission(Body):
+class Submission(RequestBody):
     """A reward function or an environment, as it is handed in."""
 
     name: Name = Field(description="What runs call it by; versions of one function share it")
@@ -112,7 +112,7 @@ class Submission(Body):
     entry: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")] | None = Field(
         None, description="Name of the function, where the source holds more than one. Of a reward only"
     )
-    limits: Limits = Limits()
+    limits: RequestedLimits = RequestedLimits()
     # A million elements of a wrong kind are one problem, not a million.
     tests: Annotated[tuple[TestCase, ...], FailFast(), Field(max_length=MAX_TESTS, strict=False)] = Field(
         (), description="Run before it is accepted; each must give what it expects"
@@ -131,7 +131,7 @@ def version_of(
     source: bytes,
     kind: Kind = "reward",
     entry: str | None = None,
-    limits: Limits | None = None,
+    limits: RequestedLimits | None = None,
     args: dict[str, Any] | None = None,
 ) -> str:
     """SHA-256 of the source, and behind it of what else was given: kind (unless reward), entry, limits, args.

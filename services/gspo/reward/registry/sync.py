@@ -15,7 +15,7 @@ import structlog
 from redis.asyncio import Redis
 
 from gspo.common.streams.keys import AUDIT_KEPT, RegistryKeys
-from gspo.reward.registry.disk import Disk
+from gspo.reward.registry.disk import DiskCopy
 from gspo.reward.registry.records import Name, UnreadableError, parse_name, read_name
 from gspo.reward.registry.scripts import JUMP, RESTORE
 
@@ -30,7 +30,7 @@ class RegistrySync:
         removed: Names with a version that was removed from them, as of the last look.
     """
 
-    def __init__(self, redis: Redis, disk: Disk) -> None:
+    def __init__(self, redis: Redis, disk: DiskCopy) -> None:
         self._redis, self._keys, self._disk = redis, RegistryKeys(), disk
         self.unreadable: dict[str, str] = {}
         self.removed: set[tuple[str, str]] = set()

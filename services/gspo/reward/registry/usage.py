@@ -35,7 +35,7 @@ class LastFailure(BaseModel):
     output: str = Field(description="The end of what it had printed")
 
 
-class Usage(BaseModel):
+class VersionUsage(BaseModel):
     """Calls of one version since it was first called."""
 
     name: str
@@ -95,7 +95,7 @@ class UsageCounter:
                     pipe.hset(key, "last_failure", failures[name, version].model_dump_json())
             await pipe.execute()
 
-    async def read(self, name: str, version: str) -> Usage:
+    async def read(self, name: str, version: str) -> VersionUsage:
         """How the calls of one version went, those of other replicas up to FLUSH_S ago."""
         await self.flush()
         fields: Any = await self._redis.hgetall(self._keys.usage(name, version))
@@ -107,11 +107,11 @@ def bucket_of(seconds: float) -> int:
     return max(0, math.ceil(math.log(max(seconds, SMALLEST_S) / SMALLEST_S, BUCKET_RATIO)))
 
 
-def summarise(name: str, version: str, fields: dict[str, str]) -> Usage:
+def summarise(name: str, version: str, fields: dict[str, str]) -> VersionUsage:
     """What the hash of one version says."""
     buckets = {int(field[len(_BUCKET) :]): int(count) for field, count in fields.items() if field.startswith(_BUCKET)}
     failure = fields.get("last_failure")
-    return Usage(
+    return VersionUsage(
         name=name,
         version=version,
         calls=int(fields.get("calls", 0)),

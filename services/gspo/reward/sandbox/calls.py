@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Limits:
+class CallLimits:
     """What one call of a function may take.
 
     Attributes:
@@ -88,7 +88,7 @@ class Answer:
     seconds: float
 
 
-class CallFailed(Exception):  # noqa: N818 - it carries a kind
+class CallError(Exception):
     """A call gave nothing. Its text is one line for people.
 
     Attributes:
@@ -120,34 +120,32 @@ def values_of(answer: Answer, num_completions: int) -> list[Any]:
     """The values of a batch, one for each completion.
 
     Raises:
-        CallFailed: There are more or fewer, or something else.
+        CallError: There are more or fewer, or something else.
     """
     values = answer.values
     if not isinstance(values, list) or len(values) != num_completions:
         got = len(values) if isinstance(values, list) else "other"
         text = f"returned {got} values for {num_completions} completions"
-        raise CallFailed("invalid_return", text, error_type="InvalidReturn", output=answer.output)
+        raise CallError("invalid_return", text, error_type="InvalidReturnError", output=answer.output)
     return values
 
 
 @contextmanager
-def failing_only_the_call(name: str) -> Iterator[None]:
+def raising_call_errors(name: str) -> Iterator[None]:
     """Turn whatever the block raises into a failure of a call of function `name`, and log it.
 
     One function's answers, which may be anything, must not end what serves the others.
 
     Raises:
-        CallFailed: The block raised something.
+        CallError: The block raised something.
     """
     try:
         yield
-    except CallFailed:
+    except CallError:
         raise
     except Exception as error:
         log.exception("call_raised", function=name)
-        raise CallFailed(
-            "exception", f"its answer could not be taken: {type(error).__name__}: {error}"[:500]
-        ) from error
+        raise CallError("exception", f"its answer could not be taken: {type(error).__name__}: {error}"[:500]) from error
 
 
 class Callee(Protocol):
@@ -161,14 +159,14 @@ class Callee(Protocol):
         """Make it ready.
 
         Raises:
-            CallFailed: It cannot be.
+            CallError: It cannot be.
         """
 
     async def call(self, question: Question, *, session: str | None = "") -> Answer:
         """Answer one question.
 
         Raises:
-            CallFailed: It did not.
+            CallError: It did not.
         """
 
     async def close(self) -> None:

@@ -42,14 +42,14 @@ import msgspec
 import structlog
 
 from gspo.reward.functions.arguments import Signature
-from gspo.reward.sandbox.calls import Answer, CallFailed, Code, FailureKind, Limits, Question
+from gspo.reward.sandbox.calls import Answer, CallError, CallLimits, Code, FailureKind, Question
 from gspo.reward.sandbox.imports import Importable, packages_to_share
-from gspo.reward.sandbox.launch import Level
+from gspo.reward.sandbox.launch import ConfinementLevel
 from gspo.reward.sandbox.pool import WorkerPool, excess
 from gspo.reward.sandbox.replies import Reply
-from gspo.reward.sandbox.supervisor_link import CannotStart
+from gspo.reward.sandbox.supervisor_link import SupervisorStartError
 from gspo.reward.sandbox.values import MAX_NAME_CHARS, failure_of, plain_json
-from gspo.reward.sandbox.worker_link import Spoiled, WorkerGone, WorkerLink
+from gspo.reward.sandbox.worker_link import WorkerGoneError, WorkerLink, WorkerTaintedError
 
 # Packages are imported before by the supervisor: this is the user's own code at the top of its file.
 LOAD_TIMEOUT_S = 30.0
@@ -70,8 +70,8 @@ class Sandbox:
     def __init__(
         self,
         code: Code,
-        limits: Limits,
-        level: Level,
+        limits: CallLimits,
+        level: ConfinementLevel,
         *,
         num_workers: int = 1,
         load_timeout_s: float | None = None,
@@ -101,7 +101,7 @@ class Sandbox:
         """Start the supervisor and a first worker, and load the code.
 
         Raises:
-            CallFailed: The file raises, takes too long, or holds no function that can be called; `loading` is set.
+            CallError: The file raises, takes too long, or holds no function that can be called; `loading` is set.
         """
         async with self._pool.free:
             self._pool.keep(await self._new_worker())
@@ -114,18 +114,18 @@ class Sandbox:
             session: Calls of other sessions see nothing of what this one leaves behind; None: no other call does.
 
         Raises:
-            CallFailed: There are no values; the next call finds a fresh worker where this one cannot be trusted.
+            CallError: There are no values; the next call finds a fresh worker where this one cannot be trusted.
         """
         async with self._pool.free:
             worker = await self._pool.take(session) or await self._new_worker()
             try:
                 return await self._call_in(worker, question, session)
-            except Spoiled:  # by an earlier call
+            except WorkerTaintedError:  # by an earlier call
                 worker = await self._new_worker()
             try:
                 return await self._call_in(worker, question, session)
-            except Spoiled as error:  # by its own code, before it was asked anything
-                raise CallFailed("forbidden", "its process wrote into the channel of results") from error
+            except WorkerTaintedError as error:  # by its own code, before it was asked anything
+                raise CallError("forbidden", "its process wrote into the channel of results") from error
 
     async def close(self) -> None:
         """Wait for the calls under way, then end every process."""
@@ -135,19 +135,19 @@ class Sandbox:
         """A call in a worker, which is kept for the session afterwards, or ended.
 
         Raises:
-            Spoiled: An earlier call made the worker useless.
+            WorkerTaintedError: An earlier call made the worker useless.
         """
         keep = False
         try:
             answer = await self._answer(worker, question)
             keep = True
             return answer
-        except CallFailed as error:
+        except CallError as error:
             keep = _is_harmless(error)
             raise
         finally:
             worker.session = session
-            if keep and session is not None and not worker.spoiled:
+            if keep and session is not None and not worker.tainted:
                 self._pool.keep(worker)
             else:
                 await asyncio.shield(self._pool.end(worker))
@@ -157,7 +157,7 @@ class Sandbox:
         try:
             reply = await self._ask(worker, question, self.limits.timeout_s)
             return Answer(_values(reply, question), reply.output, time.perf_counter() - started)
-        except CallFailed as error:
+        except CallError as error:
             seen = {"traceback": error.traceback, "output": error.output}
             log.warning("reward_call_failed", function=self.code.name, kind=error.kind, reason=str(error), **seen)
             raise
@@ -166,12 +166,12 @@ class Sandbox:
         """A worker with the code loaded.
 
         Raises:
-            CallFailed: It cannot be loaded.
+            CallError: It cannot be loaded.
         """
         try:
             worker = await self._pool.start()
-        except (CannotStart, ConnectionError) as error:
-            raise CallFailed("crash", f"the sandbox cannot be started: {error}", loading=True) from error
+        except (SupervisorStartError, ConnectionError) as error:
+            raise CallError("crash", f"the sandbox cannot be started: {error}", loading=True) from error
         question = {
             "source": self.code.text,
             "path": self.code.filename,
@@ -183,10 +183,10 @@ class Sandbox:
         try:
             reply = await self._ask(worker, question, self._load_timeout_s)
             if reply.signature is None:
-                raise CallFailed("forbidden", "its process answered something else than a signature")
+                raise CallError("forbidden", "its process answered something else than a signature")
         except BaseException as error:
             await asyncio.shield(self._pool.end(worker))
-            if isinstance(error, CallFailed):
+            if isinstance(error, CallError):
                 error.loading, error.args = True, (f"cannot be loaded: {error}",)
             raise
         self._signature = self._signature or Signature.from_reply(reply.signature)
@@ -198,7 +198,7 @@ class Sandbox:
             worker.used_s = look.cpu_s
         try:
             reply = await worker.ask(question, timeout_s, lambda: self._look_at(worker))
-        except WorkerGone:
+        except WorkerGoneError:
             raise await self._why_gone(worker) from None
         if reply.error is not None:
             raise _failure(reply)
@@ -221,14 +221,14 @@ class Sandbox:
         elif much := excess(look):  # what earlier calls left counts too: whichever is under way fails
             worker.fail(*much)
 
-    async def _why_gone(self, worker: WorkerLink) -> CallFailed:
+    async def _why_gone(self, worker: WorkerLink) -> CallError:
         code = await self._pool.wait_end(worker, _END_S)
         output = worker.output
         kind: FailureKind = "forbidden" if code == -signal.SIGSYS else "crash"
-        return CallFailed(kind, f"its process died ({_cause(code)}){_last(output)}", output=output)
+        return CallError(kind, f"its process died ({_cause(code)}){_last(output)}", output=output)
 
 
-def _is_harmless(error: CallFailed) -> bool:
+def _is_harmless(error: CallError) -> bool:
     """Whether the worker is as good as before: after other failures it may be full, short of something, or gone."""
     return error.kind in ("exception", "invalid_return") and bool(error.error_type)
 
@@ -237,22 +237,22 @@ def _values(reply: Reply, question: Question) -> Any:
     """The values of a batch, or the JSON value of an environment's function."""
     if "function" not in question:
         if reply.values is None:
-            raise CallFailed("forbidden", "its process answered something else than values")
+            raise CallError("forbidden", "its process answered something else than values")
         return reply.values
     if reply.values_json is None:
-        raise CallFailed("forbidden", "its process answered something else than a JSON value")
+        raise CallError("forbidden", "its process answered something else than a JSON value")
     try:
         return plain_json(reply.values_json)
     except (ValueError, RecursionError) as error:
-        raise CallFailed("invalid_return", f"returned something that is not JSON: {error}") from error
+        raise CallError("invalid_return", f"returned something that is not JSON: {error}") from error
 
 
-def _failure(reply: Reply) -> CallFailed:
+def _failure(reply: Reply) -> CallError:
     """What a worker says of an exception."""
     told = reply.error
     assert told is not None  # noqa: S101 - the caller looked
     failure = failure_of(msgspec.structs.asdict(told))
-    return CallFailed(
+    return CallError(
         failure.kind,
         failure.reason,
         error_type=told.type[:MAX_NAME_CHARS] or "unknown",

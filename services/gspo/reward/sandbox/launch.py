@@ -55,7 +55,7 @@ _numbers = count()
 
 
 @dataclass(frozen=True)
-class Level:
+class ConfinementLevel:
     """How user code is contained.
 
     Attributes:
@@ -70,7 +70,7 @@ class Level:
 
 
 @dataclass
-class Started:
+class SupervisorProcess:
     """A supervisor that is being started: its process, and the socket that it takes orders on."""
 
     process: asyncio.subprocess.Process
@@ -85,8 +85,8 @@ class Started:
 
 
 async def start_supervisor(
-    level: Level, reads: Sequence[Path], packages: Sequence[str], *, num_workers: int
-) -> Started:
+    level: ConfinementLevel, reads: Sequence[Path], packages: Sequence[str], *, num_workers: int
+) -> SupervisorProcess:
     """Start one.
 
     Args:
@@ -138,7 +138,7 @@ async def start_supervisor(
     here.send(json.dumps(task).encode())
     if level.filter:
         here.send(level.filter)
-    return Started(process, here, scratch)
+    return SupervisorProcess(process, here, scratch)
 
 
 def environment() -> dict[str, str]:

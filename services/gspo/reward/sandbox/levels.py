@@ -1,4 +1,4 @@
-"""Which level of containment this machine gives: tried, strongest first, by running a probe that tries to get out."""
+"""Which level of confinement this machine gives: tried, strongest first, by running a probe that tries to get out."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 from gspo.common.errors import InputError
 from gspo.reward.sandbox import syscalls
-from gspo.reward.sandbox.calls import CallFailed, Code, Limits
+from gspo.reward.sandbox.calls import CallError, CallLimits, Code
 from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.inside import confine
-from gspo.reward.sandbox.launch import LEVEL_NAMES, Level, LevelName
+from gspo.reward.sandbox.launch import LEVEL_NAMES, ConfinementLevel, LevelName
 
-_PROBE_LIMITS = Limits(timeout_s=20.0, memory_mb=2048)
+_PROBE_LIMITS = CallLimits(timeout_s=20.0, memory_mb=2048)
 # Each attempt is something that the level must not let happen.
 _PROBE = """
 import os, socket
@@ -60,21 +60,21 @@ _MEND_LANDLOCK = (
 
 
 @dataclass(frozen=True)
-class Found:
+class Confinement:
     """The level, and what it is made of here."""
 
-    level: Level
+    level: ConfinementLevel
     parts: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.level.name} ({', '.join(self.parts)})"
 
 
-class _Lacking(Exception):  # noqa: N818 - a fact about the machine
+class _LevelUnavailableError(Exception):
     pass
 
 
-async def find_level(minimum: LevelName) -> Found:
+async def find_level(minimum: LevelName) -> Confinement:
     """The strongest level that holds on this machine.
 
     Raises:
@@ -88,41 +88,43 @@ async def find_level(minimum: LevelName) -> Found:
     return replace(found, level=replace(found.level, lacks=tuple(lacks)))
 
 
-async def _strongest(lacks: list[str]) -> Found:
+async def _strongest(lacks: list[str]) -> Confinement:
     for name in ("bubblewrap", "landlock"):
         try:
             return await try_level(name)
-        except _Lacking as lack:
+        except _LevelUnavailableError as lack:
             lacks.append(f"{name}: {lack}")
-    return Found(Level("rlimits"), ("rlimits", "a process for each session"))
+    return Confinement(ConfinementLevel("rlimits"), ("rlimits", "a process for each session"))
 
 
-async def try_level(name: LevelName) -> Found:
+async def try_level(name: LevelName) -> Confinement:
     """A level, if it holds here.
 
     Raises:
-        _Lacking: What it lacks, and what to do.
+        _LevelUnavailableError: What it lacks, and what to do.
     """
     try:
         program = syscalls.filter_bytes(signals=confine.landlock_abi() >= confine.SIGNAL_SCOPE_ABI)
-    except syscalls.Unavailable as error:
-        raise _Lacking(f"{error}. {_MEND_SECCOMP}") from error
+    except syscalls.FilterUnavailableError as error:
+        raise _LevelUnavailableError(f"{error}. {_MEND_SECCOMP}") from error
     if name == "bubblewrap" and shutil.which("bwrap") is None:
-        raise _Lacking(f"there is no bwrap on the PATH. {_MEND_BUBBLEWRAP}")
+        raise _LevelUnavailableError(f"there is no bwrap on the PATH. {_MEND_BUBBLEWRAP}")
     if name == "landlock" and confine.landlock_abi() == 0:
-        raise _Lacking(f"the kernel ({platform.release()}) has no Landlock, or it is refused. {_MEND_LANDLOCK}")
-    level = Level(name, program)
+        raise _LevelUnavailableError(
+            f"the kernel ({platform.release()}) has no Landlock, or it is refused. {_MEND_LANDLOCK}"
+        )
+    level = ConfinementLevel(name, program)
     try:
         seen, told = await _probe(level)
-    except CallFailed as error:
+    except CallError as error:
         mend = _MEND_NAMESPACES if name == "bubblewrap" else _MEND_LANDLOCK
-        raise _Lacking(f"a trial failed ({error}). {mend}") from error
+        raise _LevelUnavailableError(f"a trial failed ({error}). {mend}") from error
     if seen["escapes"]:
-        raise _Lacking(f"in a trial user code could {', '.join(seen['escapes'])}")
-    return Found(level, tuple(_parts(seen["spaces"], told)))
+        raise _LevelUnavailableError(f"in a trial user code could {', '.join(seen['escapes'])}")
+    return Confinement(level, tuple(_parts(seen["spaces"], told)))
 
 
-async def _probe(level: Level) -> tuple[dict[str, Any], dict[str, Any]]:
+async def _probe(level: ConfinementLevel) -> tuple[dict[str, Any], dict[str, Any]]:
     code = Code("probe", _PROBE, hashlib.sha256(_PROBE.encode()).hexdigest(), "probe.py", kind="environment")
     sandbox = Sandbox(code, _PROBE_LIMITS, level)
     outside = await asyncio.to_thread(_file_outside)

@@ -16,8 +16,8 @@ from typing import Any
 import structlog
 
 from gspo.reward.sandbox.calls import FailureKind
-from gspo.reward.sandbox.launch import MAX_THREADS, SCRATCH_BYTES, Level
-from gspo.reward.sandbox.supervisor_link import Look, SupervisorLink
+from gspo.reward.sandbox.launch import MAX_THREADS, SCRATCH_BYTES, ConfinementLevel
+from gspo.reward.sandbox.supervisor_link import SupervisorLink, WorkerUsage
 from gspo.reward.sandbox.worker_link import WorkerLink
 
 # Long enough that calls which follow each other do not wait for stops, short enough that nothing is gained in it.
@@ -41,7 +41,7 @@ class WorkerPool:
     def __init__(
         self,
         name: str,
-        level: Level,
+        level: ConfinementLevel,
         reads: Sequence[Path],
         packages: Sequence[str],
         *,
@@ -83,7 +83,7 @@ class WorkerPool:
         """A new worker without code; the one that waited longest makes room for it.
 
         Raises:
-            CannotStart: The supervisor does not come up.
+            SupervisorStartError: The supervisor does not come up.
             ConnectionError: The supervisor is gone.
         """
         while self._idle and self._num_alive >= self._num_workers:
@@ -116,7 +116,7 @@ class WorkerPool:
             for _ in range(self._num_workers):
                 self.free.release()
 
-    async def look(self, worker: WorkerLink) -> Look | None:
+    async def look(self, worker: WorkerLink) -> WorkerUsage | None:
         """What a worker has used; None where it is gone."""
         return await self._supervisor.look(worker.number) if self._supervisor else None
 
@@ -126,7 +126,7 @@ class WorkerPool:
 
     async def _make_ready(self, worker: WorkerLink) -> bool:
         """Let a worker go on, unless an earlier call left something in it."""
-        if not worker.alive or worker.spoiled or self._supervisor is None:
+        if not worker.alive or worker.tainted or self._supervisor is None:
             return False
         now = asyncio.get_running_loop().time()
         if not worker.stopped and now - worker.inspected > INSPECT_EVERY_S and not await self._stop(worker):
@@ -141,7 +141,7 @@ class WorkerPool:
         worker.stopped = True
         look = await self._supervisor.look(worker.number, stop=True) if self._supervisor else None
         worker.inspected = asyncio.get_running_loop().time()
-        return look is not None and look.num_threads == 1 and not excess(look) and not worker.spoiled
+        return look is not None and look.num_threads == 1 and not excess(look) and not worker.tainted
 
     async def _stop_idle(self) -> None:
         """Stop workers that no call has taken for a moment; end those in which a call left something."""
@@ -184,7 +184,7 @@ class WorkerPool:
             self._supervisor = None
 
 
-def excess(look: Look) -> tuple[FailureKind, str] | None:
+def excess(look: WorkerUsage) -> tuple[FailureKind, str] | None:
     """What a worker has too much of."""
     if look.num_threads > MAX_THREADS:
         return "forbidden", f"has {look.num_threads} threads, at most {MAX_THREADS} are allowed, and was killed"

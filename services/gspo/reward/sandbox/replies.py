@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from gspo.reward.sandbox.inside.frames import NoFrame, is_msgpack, read
+from gspo.reward.sandbox.inside.frames import FrameError, is_msgpack, read
 from gspo.reward.sandbox.inside.recognise import MAX_NAME_CHARS, MAX_PARAMETERS
 from gspo.reward.sandbox.values import whole_text
 
@@ -77,7 +77,7 @@ def read_reply(head: bytes | bytearray, body: bytes) -> Reply:
     """The reply in a frame; text in it is whole.
 
     Raises:
-        NoFrame: There is none.
+        FrameError: There is none.
         TooLargeError: Its values have more than MAX_VALUES_BYTES. A `values_json` is one text, which the frame bounds.
     """
     try:
@@ -87,7 +87,7 @@ def read_reply(head: bytes | bytearray, body: bytes) -> Reply:
         _check_size(len(body))
         return msgspec.convert(whole_text(read(head, body)), Reply)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise NoFrame(str(error)) from error
+        raise FrameError(str(error)) from error
 
 
 def _check_size(num_bytes: int) -> None:

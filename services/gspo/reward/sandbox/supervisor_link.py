@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 
 from gspo.reward.sandbox.inside.supervisor import PACKET_BYTES
-from gspo.reward.sandbox.launch import Level, Started, start_supervisor
+from gspo.reward.sandbox.launch import ConfinementLevel, SupervisorProcess, start_supervisor
 from gspo.reward.sandbox.worker_link import WorkerLink
 
 # It imports what the user's code asks for, and torch takes its time on a busy machine.
@@ -33,12 +33,12 @@ _numbers = count(1)
 log = structlog.get_logger()
 
 
-class CannotStart(Exception):  # noqa: N818 - a fact about the machine
+class SupervisorStartError(Exception):
     """The supervisor did not come up; the text is the last that was said."""
 
 
 @dataclass(frozen=True)
-class Look:
+class WorkerUsage:
     """What a worker has used."""
 
     cpu_s: float
@@ -54,11 +54,11 @@ class SupervisorLink:
             by package why it could not be imported.
     """
 
-    def __init__(self, started: Started) -> None:
+    def __init__(self, started: SupervisorProcess) -> None:
         self.told: dict[str, Any] = {}
         self._started, self._control = started, started.control
         self._ends: dict[int, asyncio.Future[int | None]] = {}
-        self._looks: dict[int, asyncio.Future[Look | None]] = {}
+        self._looks: dict[int, asyncio.Future[WorkerUsage | None]] = {}
         self._tickets = count(1)
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -66,12 +66,12 @@ class SupervisorLink:
 
     @classmethod
     async def start(
-        cls, level: Level, reads: Sequence[Path], packages: Sequence[str], *, num_workers: int
+        cls, level: ConfinementLevel, reads: Sequence[Path], packages: Sequence[str], *, num_workers: int
     ) -> SupervisorLink:
         """Start a supervisor and wait until it takes orders; packages whose import fails there are left to the workers.
 
         Raises:
-            CannotStart: It did not come up.
+            SupervisorStartError: It did not come up.
         """
         link = await cls._start(level, reads, packages, num_workers)
         while failed := link.told["failed_imports"]:
@@ -84,19 +84,19 @@ class SupervisorLink:
 
     @classmethod
     async def _start(
-        cls, level: Level, reads: Sequence[Path], packages: Sequence[str], num_workers: int
+        cls, level: ConfinementLevel, reads: Sequence[Path], packages: Sequence[str], num_workers: int
     ) -> SupervisorLink:
         try:
             link = cls(await start_supervisor(level, reads, packages, num_workers=num_workers))
         except OSError as error:
-            raise CannotStart(str(error)) from error
+            raise SupervisorStartError(str(error)) from error
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await link._ready
         except (ConnectionError, TimeoutError) as error:
             said = await link._last_words()
             await link.close()
-            raise CannotStart(said or f"it was not ready within {START_TIMEOUT_S:g} s") from error
+            raise SupervisorStartError(said or f"it was not ready within {START_TIMEOUT_S:g} s") from error
         except BaseException:
             await link.close()
             raise
@@ -129,7 +129,7 @@ class SupervisorLink:
             os.close(write_end)
         return await WorkerLink.open(number, here, read_end)
 
-    async def look(self, number: int, *, stop: bool = False) -> Look | None:
+    async def look(self, number: int, *, stop: bool = False) -> WorkerUsage | None:
         """What a worker has used so far, after stopping it where asked; None where it is gone."""
         ticket, future = next(self._tickets), asyncio.get_running_loop().create_future()
         self._looks[ticket] = future
@@ -224,7 +224,7 @@ class SupervisorLink:
         elif "look" in told:
             future = self._looks.get(told["ticket"])
             if future and not future.done():
-                future.set_result(Look(**told["look"]) if told["look"] else None)
+                future.set_result(WorkerUsage(**told["look"]) if told["look"] else None)
         elif (ended := self._ends.get(told["id"])) and not ended.done():
             ended.set_result(os.waitstatus_to_exitcode(told["ended"]))
 

@@ -82,7 +82,7 @@ REFUSED = """
 """
 
 
-class Unavailable(Exception):  # noqa: N818 - a fact about the machine
+class FilterUnavailableError(Exception):
     """The machine has no libseccomp, or not this architecture's calls."""
 
 
@@ -93,16 +93,16 @@ def filter_bytes(*, signals: bool) -> bytes:
         signals: Whether kill is let through, because something else keeps a signal from reaching other processes.
 
     Raises:
-        Unavailable: libseccomp is missing or refuses a rule.
+        FilterUnavailableError: libseccomp is missing or refuses a rule.
     """
     try:
         import pyseccomp as seccomp  # raises at import where the machine has no libseccomp
     except (ImportError, RuntimeError, OSError) as error:
-        raise Unavailable(f"libseccomp cannot be loaded ({error})") from error
+        raise FilterUnavailableError(f"libseccomp cannot be loaded ({error})") from error
     try:
         return _compile(seccomp, signals)
     except OSError as error:
-        raise Unavailable(f"libseccomp refuses the filter ({error})") from error
+        raise FilterUnavailableError(f"libseccomp refuses the filter ({error})") from error
 
 
 def _compile(seccomp: Any, signals: bool) -> bytes:

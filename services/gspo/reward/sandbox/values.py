@@ -142,7 +142,7 @@ def describe(told: dict[str, Any]) -> str:
     text, place = _text(told, "text")[:MAX_REASON_CHARS], _text(told, "place")[:MAX_NAME_CHARS]
     if not text:
         return "failed without a word"
-    if _text(told, "type") in ("Unfit", "InvalidReturn", ""):
+    if _text(told, "type") in ("UnfitError", "InvalidReturnError", ""):
         return text
     return f"raised {text}" + (f" ({place})" if place else "")
 

@@ -14,8 +14,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from gspo.reward.sandbox.calls import CallFailed, FailureKind
-from gspo.reward.sandbox.inside.frames import HEAD_BYTES, NoFrame, body_size, frame
+from gspo.reward.sandbox.calls import CallError, FailureKind
+from gspo.reward.sandbox.inside.frames import HEAD_BYTES, FrameError, body_size, frame
 from gspo.reward.sandbox.replies import Reply, TooLargeError, read_reply
 
 MAX_ANSWER_BYTES = 4 * 2**20
@@ -28,11 +28,11 @@ FIRST_LOOK_S, LOOK_S = 0.05, 0.1
 _WROTE = "its process wrote into the channel of results"
 
 
-class WorkerGone(Exception):  # noqa: N818 - a fact about a process
+class WorkerGoneError(Exception):
     """The worker closed its channel without an answer."""
 
 
-class Spoiled(Exception):  # noqa: N818 - a fact about an earlier call
+class WorkerTaintedError(Exception):
     """An earlier call made this worker useless: it wrote into the channel. Ask another one."""
 
 
@@ -41,7 +41,7 @@ class WorkerLink(asyncio.Protocol):
 
     Attributes:
         number: Its number with the supervisor.
-        spoiled: Whether it is to answer no further call.
+        tainted: Whether it is to answer no further call.
         used_s: Processor time it had used before the call under way, where the caller asked.
         session: Whom it has served; None: nobody.
         stopped: Whether the supervisor was told to stop it.
@@ -50,7 +50,7 @@ class WorkerLink(asyncio.Protocol):
     """
 
     def __init__(self, number: int, output: int) -> None:
-        self.number, self.spoiled, self.used_s = number, False, 0.0
+        self.number, self.tainted, self.used_s = number, False, 0.0
         self.session: str | None = None
         self.stopped, self.idle_since = False, 0.0
         self.inspected = asyncio.get_running_loop().time()
@@ -80,12 +80,12 @@ class WorkerLink(asyncio.Protocol):
             on_slow: Called again and again while the answer takes long.
 
         Raises:
-            CallFailed: timeout, output_too_large, forbidden (a frame that is no answer), or what `fail` was given.
-            WorkerGone: The process ended.
-            Spoiled: The worker cannot be used any more, and not because of this question.
+            CallError: timeout, output_too_large, forbidden (a frame that is no answer), or what `fail` was given.
+            WorkerGoneError: The process ended.
+            WorkerTaintedError: The worker cannot be used any more, and not because of this question.
         """
         if self._transport is None or self._buffer:  # what is there was said before it was asked
-            raise Spoiled
+            raise WorkerTaintedError
         loop = asyncio.get_running_loop()
         question_id = secrets.token_hex(_ID_BYTES)
         asked = frame(question | {"id": question_id})
@@ -97,7 +97,7 @@ class WorkerLink(asyncio.Protocol):
         try:
             return await self._reply
         except BaseException:  # its answer could still come, and would be taken for the next one's
-            self.spoiled = True
+            self.tainted = True
             raise
         finally:
             if self._timer:
@@ -133,11 +133,11 @@ class WorkerLink(asyncio.Protocol):
 
     def fail(self, kind: FailureKind, text: str) -> None:
         """End the call under way with a failure."""
-        self._end(CallFailed(kind, text, output=self._tail.decode(errors="replace")))
+        self._end(CallError(kind, text, output=self._tail.decode(errors="replace")))
 
     def close(self) -> None:
         """Close the channel and the output."""
-        self._end(WorkerGone())
+        self._end(WorkerGoneError())
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -155,13 +155,13 @@ class WorkerLink(asyncio.Protocol):
     def connection_lost(self, _exc: Exception | None) -> None:
         """Called by the loop."""
         self._transport = None
-        self._end(WorkerGone())
+        self._end(WorkerGoneError())
 
     def data_received(self, data: bytes) -> None:
         """Called by the loop."""
         self._buffer += data
         if self._reply is None:
-            self.spoiled = True
+            self.tainted = True
             if self._transport:
                 self._transport.pause_reading()
         elif len(self._buffer) >= HEAD_BYTES:
@@ -184,7 +184,7 @@ class WorkerLink(asyncio.Protocol):
         del self._buffer[:end]
         try:
             reply = read_reply(head, body)
-        except NoFrame:
+        except FrameError:
             self.fail("forbidden", _WROTE)
             return
         except TooLargeError as error:
@@ -193,19 +193,19 @@ class WorkerLink(asyncio.Protocol):
         if reply.id == self._id:
             self._take(reply)
         elif reply.id == self._last_id:
-            self._end(Spoiled())
+            self._end(WorkerTaintedError())
         else:
             self.fail("forbidden", _WROTE)
 
     def _take(self, reply: Reply) -> None:
         reply.output = self.output
         if reply.threads_left:  # none of them may go on in the next call
-            self.spoiled = True
+            self.tainted = True
         if self._reply and not self._reply.done():
             self._reply.set_result(reply)
 
     def _end(self, error: Exception) -> None:
-        self.spoiled = True
+        self.tainted = True
         if self._reply and not self._reply.done():
             self._reply.set_exception(error)
 

@@ -34,7 +34,7 @@ MAX_ATTEMPTS = 5
 log = structlog.get_logger()
 
 
-class Worker:
+class ScoringConsumer:
     """Scores what comes until the service stops."""
 
     def __init__(self, service: Service, scorer: Scorer) -> None:
@@ -132,7 +132,7 @@ class Worker:
                 continue
             reason = f"handed out more than {MAX_ATTEMPTS} times: every scorer that took it was lost"
             score = Score(failure=reason, failure_kind="crash")
-            if await inbox.bury(delivery, reason, [(out, scored_entry(delivery.payload, score))]):
+            if await inbox.dead_letter(delivery, reason, [(out, scored_entry(delivery.payload, score))]):
                 _count(rollout, score)
         return found
 

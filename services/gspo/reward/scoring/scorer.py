@@ -21,10 +21,10 @@ from gspo.common.config.reward import RewardConfig
 from gspo.common.telemetry import metrics
 from gspo.reward.functions.arguments import NOT_ASKED, arguments_for
 from gspo.reward.functions.library import Function, Library, UnknownFunctionError, open_library
-from gspo.reward.registry.offline import RegistryCopy
+from gspo.reward.registry.offline import OfflineRegistry
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.usage import UsageCounter
-from gspo.reward.sandbox.calls import CallFailed, failing_only_the_call, values_of
+from gspo.reward.sandbox.calls import CallError, raising_call_errors, values_of
 from gspo.reward.sandbox.values import Failure, Value, read_value
 from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score, ScorePart
 
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingPart:
     """Why a part of a score never came: no such function, or an environment that failed, in whatever way."""
 
     reason: str
@@ -105,19 +105,19 @@ class Scorer:
     ) -> dict[int, Value | Failure]:
         starts = range(0, len(indices), self._batch_size)
         batches = [indices[start : start + self._batch_size] for start in starts]
-        function.calls_under_way += 1
+        function.calls_in_flight += 1
         try:
             found = await asyncio.gather(
                 *(self._score_batch(function, [rollouts[i] for i in batch], session) for batch in batches)
             )
         finally:
-            function.calls_under_way -= 1
+            function.calls_in_flight -= 1
         return dict(zip(indices, itertools.chain(*found), strict=True))
 
     async def _score_batch(self, function: Function, batch: list[Rollout], session: str) -> list[Value | Failure]:
         try:
             return await self._call(function, batch, session)
-        except CallFailed as error:
+        except CallError as error:
             if len(batch) == 1:
                 return [Failure(str(error), error.kind)]
             return await self._one_at_a_time(function, batch, session)
@@ -125,7 +125,7 @@ class Scorer:
     async def _one_at_a_time(self, function: Function, batch: list[Rollout], session: str) -> list[Value | Failure]:
         """Find the answers that make a batch fail: the others keep their scores."""
         values: dict[int, Value | Failure] = {}
-        ended: list[CallFailed] = []
+        ended: list[CallError] = []
         for position, index in enumerate(spread_over_groups(batch)):
             if len(ended) == position == NUM_PROBES:
                 ways = {"timeout": "timed out", "exception": "got no answer"}
@@ -134,7 +134,7 @@ class Scorer:
                 return [values.get(i, Failure(reason, ended[-1].kind)) for i in range(len(batch))]
             try:
                 (values[index],) = await self._call(function, [batch[index]], session)
-            except CallFailed as error:
+            except CallError as error:
                 values[index] = Failure(str(error), error.kind)
                 ended += [] if error.error_type else [error]
         return [values[i] for i in range(len(batch))]
@@ -143,13 +143,13 @@ class Scorer:
         """One call of a function.
 
         Raises:
-            CallFailed: There is not a value for each rollout.
+            CallError: There is not a value for each rollout.
         """
         started, result = time.perf_counter(), "ok"
         try:
-            with failing_only_the_call(function.source.name):
+            with raising_call_errors(function.source.name):
                 values = await self._ask(function, batch, session)
-        except CallFailed as error:
+        except CallError as error:
             result = "not_asked" if error.error_type == NOT_ASKED else error.kind
             self._count_failure(function, result, str(error), error.traceback, error.output)
             raise
@@ -189,7 +189,7 @@ class Scorer:
         for use in rollout.rewards or self._all:
             value, version = _episode_value(rollout) if _is_episode(use) else _found_value(use, index, found, results)
             versions += [version] if version else []
-            if isinstance(value, Failure | Missing):
+            if isinstance(value, Failure | MissingPart):
                 failures.append(f"{use.name}: {value.reason}")
                 kinds.append(value.kind)
                 continue
@@ -212,11 +212,11 @@ def _found_value(
     index: int,
     found: dict[Wanted, Function | str],
     results: dict[Wanted, dict[int, Value | Failure]],
-) -> tuple[Value | Failure | Missing, str]:
+) -> tuple[Value | Failure | MissingPart, str]:
     """What a function gave for a rollout, and its version; no version where there is no such function."""
     function = found[use.name, use.version]
     if isinstance(function, str):
-        return Missing(function, "unknown_function"), ""
+        return MissingPart(function, "unknown_function"), ""
     return results[use.name, use.version][index], function.source.version
 
 
@@ -225,13 +225,13 @@ def _is_episode(use: RewardUse) -> bool:
     return use.name == ENVIRONMENT_PART
 
 
-def _episode_value(rollout: Rollout) -> tuple[Value | Missing, str]:
+def _episode_value(rollout: Rollout) -> tuple[Value | MissingPart, str]:
     """The summed step rewards of a rollout's environment, or how it failed; and its version."""
     episode = rollout.episode
     if episode.failure_kind:
-        return Missing(episode.failure, episode.failure_kind), episode.version
+        return MissingPart(episode.failure, episode.failure_kind), episode.version
     if not math.isfinite(episode.reward):
-        return Missing("the sum of the steps' rewards is not finite", "invalid_return"), episode.version
+        return MissingPart("the sum of the steps' rewards is not finite", "invalid_return"), episode.version
     return Value(episode.reward), episode.version
 
 
@@ -265,14 +265,14 @@ async def open_scorer(
     name: str,
     environment: EnvironmentConfig | None = None,
     session: str = "",
-    registry: Registry | RegistryCopy | None = None,
+    registry: Registry | OfflineRegistry | None = None,
     usage: UsageCounter | None = None,
 ) -> AsyncIterator[Scorer]:
     """A scorer with every function of the configuration loaded, and its environment.
 
     Raises:
         InputError: A file cannot be read or loaded, or holds no function that can be called; or the machine gives less
-            containment than reward.sandbox_minimum.
+            confinement than reward.sandbox_minimum.
     """
     async with open_library(config, environment=environment, registry=registry, usage=usage) as library:
         yield Scorer(library, uses_of(config, environment), batch_size=config.batch_size, name=name, session=session)

@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterator
 from gspo.reward.functions.library import Function, Library, source_of
 from gspo.reward.registry.records import Content, StoredSignature
 from gspo.reward.registry.submission import Submission, TestCase
-from gspo.reward.sandbox.calls import CallFailed
+from gspo.reward.sandbox.calls import CallError
 from gspo.reward.submissions.callers import ANONYMOUS
-from gspo.reward.submissions.source_check import MAX_PROBLEMS, Outline, Problem, RefusedError, check_imports
-from gspo.reward.submissions.trials import Failed, Trial, try_actions, try_rows
+from gspo.reward.submissions.source_check import MAX_PROBLEMS, Outline, Problem, SubmissionRefusedError, check_imports
+from gspo.reward.submissions.trials import Trial, TrialFailure, try_actions, try_rows
 
 # Each is a process that imports what the function needs; many at a time would take the cores from scoring. A caller
 # has one of them, so that nobody's hanging submissions hold up another's; without tokens callers cannot be told apart.
@@ -46,10 +46,10 @@ class Admission:
         """The content that may be kept; `who` hands it in.
 
         Raises:
-            RefusedError: It may not; with every reason found.
+            SubmissionRefusedError: It may not; with every reason found.
         """
         if problems := list(_unfit_inputs(submission)):
-            raise RefusedError(problems[:MAX_PROBLEMS])
+            raise SubmissionRefusedError(problems[:MAX_PROBLEMS])
         content = Content(
             version=submission.version,
             kind=submission.kind,
@@ -82,13 +82,13 @@ class Admission:
                 problems = await self._run_tests(Function(source, sandbox), submission.tests)
         except TimeoutError as error:
             text = f"tests: all of them together took longer than {TESTS_TIMEOUT_S:g} s"
-            raise RefusedError([Problem("test", text)]) from error
-        except CallFailed as error:
-            raise RefusedError([_load_problem(error, outline, submission)]) from error
+            raise SubmissionRefusedError([Problem("test", text)]) from error
+        except CallError as error:
+            raise SubmissionRefusedError([_load_problem(error, outline, submission)]) from error
         finally:
             await sandbox.close()
         if problems:
-            raise RefusedError(problems[:MAX_PROBLEMS])
+            raise SubmissionRefusedError(problems[:MAX_PROBLEMS])
         stored = StoredSignature(entry=signature.entry, convention=signature.convention)
         return content.model_copy(update={"signature": stored})
 
@@ -116,10 +116,10 @@ def _unfit_inputs(submission: Submission) -> Iterator[Problem]:
             yield Problem("field", f"{field}: is missing or no text; it is the answer that is scored", field=field)
 
 
-def _load_problem(error: CallFailed, outline: Outline, submission: Submission) -> Problem:
+def _load_problem(error: CallError, outline: Outline, submission: Submission) -> Problem:
     names = (submission.entry,) if submission.entry else _ENTRIES[submission.kind]
     line, column = outline.place_of(names)
-    rule = "signature" if error.error_type == "Unfit" else "load"
+    rule = "signature" if error.error_type == "UnfitError" else "load"
     if error.line is not None:
         line, column = error.line, 1
     text = f"line {line}, column {column}: {error}"
@@ -132,7 +132,7 @@ def _judge(index: int, test: TestCase, trial: Trial) -> Problem | None:
     """What is wrong with a test's result, if something is."""
     where = f"tests.{index}"
     result = trial.results[0] if trial.results else trial.total
-    if isinstance(result, Failed):
+    if isinstance(result, TrialFailure):
         return Problem("test", f"{where}: {result.text}", None, None, result.traceback, trial.output)
     reward = result if isinstance(result, float | int) else result.reward
     given = {} if isinstance(result, float | int) else {**result.parts, **result.extras}

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from gspo.reward.sandbox.calls import Callee, CallFailed, Code, Limits
+from gspo.reward.sandbox.calls import Callee, CallError, CallLimits, Code
 from gspo.reward.sandbox.inside import read_source
 from gspo.reward.sandbox.values import MAX_NAME_CHARS
 
 MAX_PROBLEMS = 20
 # 256 KiB of ordinary source need less than a third of it.
-READ_LIMITS = Limits(timeout_s=20.0, memory_mb=512, cpu_s=5.0)
+READ_LIMITS = CallLimits(timeout_s=20.0, memory_mb=512, cpu_s=5.0)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Problem:
     field: str | None = None
 
 
-class RefusedError(Exception):
+class SubmissionRefusedError(Exception):
     """A submission that is not taken, with every reason found."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -79,7 +79,7 @@ class SourceReader:
         new_sandbox: Makes the sandbox; nothing is started before the first source is read.
     """
 
-    def __init__(self, new_sandbox: Callable[[Code, Limits], Callee]) -> None:
+    def __init__(self, new_sandbox: Callable[[Code, CallLimits], Callee]) -> None:
         text = Path(read_source.__file__).read_text(encoding="utf-8")
         version = hashlib.sha256(text.encode()).hexdigest()
         code = Code("read_source", text, version, "read_source.py", kind="environment")
@@ -89,16 +89,18 @@ class SourceReader:
         """What a source holds.
 
         Raises:
-            RefusedError: It cannot be compiled, or not within the limits.
+            SubmissionRefusedError: It cannot be compiled, or not within the limits.
         """
         try:
             question = {"function": "reset", "arguments": {"task": {"source": source}}}
             answer = await self._sandbox.call(question, session=None)
             outline = msgspec.convert(answer.values[0], Outline)
-        except CallFailed as error:
-            raise RefusedError([Problem("syntax", f"the source cannot be compiled: {error}", 1, 1)]) from error
+        except CallError as error:
+            raise SubmissionRefusedError(
+                [Problem("syntax", f"the source cannot be compiled: {error}", 1, 1)]
+            ) from error
         if outline.wrong is not None:
-            raise RefusedError([Problem("syntax", *outline.wrong)])
+            raise SubmissionRefusedError([Problem("syntax", *outline.wrong)])
         return outline
 
     async def close(self) -> None:
@@ -110,11 +112,11 @@ def check_imports(outline: Outline, allowed_packages: Collection[str]) -> None:
     """Check that a source imports the standard library and what is allowed.
 
     Raises:
-        RefusedError: It imports something else; with line and column of each place.
+        SubmissionRefusedError: It imports something else; with line and column of each place.
     """
     found = [_import_problem(*place, allowed_packages) for place in outline.imports]
     if problems := [problem for problem in found if problem]:
-        raise RefusedError(problems[:MAX_PROBLEMS])
+        raise SubmissionRefusedError(problems[:MAX_PROBLEMS])
 
 
 def _import_problem(module: str, line: int, column: int, allowed_packages: Collection[str]) -> Problem | None:

@@ -10,15 +10,15 @@ from typing import Any
 
 from gspo.reward.functions.arguments import arguments_for
 from gspo.reward.functions.environment import Turn
-from gspo.reward.functions.environments import Environments
+from gspo.reward.functions.environments import EnvironmentSteps
 from gspo.reward.functions.library import Function
-from gspo.reward.sandbox.calls import CallFailed, failing_only_the_call, values_of
+from gspo.reward.sandbox.calls import CallError, raising_call_errors, values_of
 from gspo.reward.sandbox.values import Failure, Value, read_value
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 
 
 @dataclass(frozen=True)
-class Failed:
+class TrialFailure:
     """Why one row, or one turn, has no score."""
 
     kind: str
@@ -37,16 +37,16 @@ class Trial:
         seconds: Of all calls together.
     """
 
-    results: list[Value | Failed] = field(default_factory=list)
-    turns: list[Turn | Failed] = field(default_factory=list)
+    results: list[Value | TrialFailure] = field(default_factory=list)
+    turns: list[Turn | TrialFailure] = field(default_factory=list)
     output: str = ""
     seconds: float = 0.0
 
     @property
-    def total(self) -> float | Failed:
+    def total(self) -> float | TrialFailure:
         """Summed reward of an environment's turns, or the first failure."""
         for turn in self.turns:
-            if isinstance(turn, Failed):
+            if isinstance(turn, TrialFailure):
                 return turn
         return sum(turn.reward for turn in self.turns if isinstance(turn, Turn))
 
@@ -55,19 +55,19 @@ async def try_rows(function: Function, rows: Sequence[dict[str, Any]]) -> Trial:
     """One call of a reward function for all rows, as a run makes one for a batch."""
     callee, trial, started = function.callee, Trial(), time.perf_counter()
     batch = [rollout_of(row) for row in rows]
-    function.calls_under_way += 1
+    function.calls_in_flight += 1
     try:
-        with failing_only_the_call(function.source.name):
+        with raising_call_errors(function.source.name):
             question = arguments_for(callee.signature, batch, function.source.args)
             answer = await callee.call(question, session=None)
             trial.output = answer.output
             raw = values_of(answer, len(rows))
             trial.results = [_result(value, callee.signature.convention) for value in raw]
-    except CallFailed as error:
+    except CallError as error:
         trial.output = error.output or trial.output
-        trial.results = [Failed(error.kind, str(error), error.traceback)] * len(rows)
+        trial.results = [TrialFailure(error.kind, str(error), error.traceback)] * len(rows)
     finally:
-        function.calls_under_way -= 1
+        function.calls_in_flight -= 1
     trial.seconds = time.perf_counter() - started
     return trial
 
@@ -75,7 +75,7 @@ async def try_rows(function: Function, rows: Sequence[dict[str, Any]]) -> Trial:
 async def try_actions(function: Function, task: Any, actions: Sequence[str]) -> Trial:
     """A reset and then the actions, until one fails or the environment is done."""
     trial, started, printed = Trial(), time.perf_counter(), []
-    environments = Environments(None, session=None)
+    environments = EnvironmentSteps(None, session=None)
     try:
         turn = await environments.reset(function, json.dumps(task))
         trial.turns.append(turn)
@@ -86,8 +86,8 @@ async def try_actions(function: Function, task: Any, actions: Sequence[str]) -> 
             turn = await environments.step(function, turn.state_json, action)
             trial.turns.append(turn)
             printed.append(turn.output)
-    except CallFailed as error:
-        trial.turns.append(Failed(error.kind, str(error), error.traceback))
+    except CallError as error:
+        trial.turns.append(TrialFailure(error.kind, str(error), error.traceback))
         printed.append(error.output)
     trial.output, trial.seconds = "".join(printed), time.perf_counter() - started
     return trial
@@ -104,6 +104,6 @@ def rollout_of(row: dict[str, Any]) -> Rollout:
     return Rollout(prompt=asked, text=text, token_ids=[], outcome=OUTCOME_EOS)
 
 
-def _result(raw: Any, convention: str) -> Value | Failed:
+def _result(raw: Any, convention: str) -> Value | TrialFailure:
     value = read_value(raw, convention)
-    return Failed(value.kind, value.reason, value.traceback) if isinstance(value, Failure) else value
+    return TrialFailure(value.kind, value.reason, value.traceback) if isinstance(value, Failure) else value

@@ -14,9 +14,9 @@ import httpx
 from redis.asyncio import Redis
 
 from gspo.common.config.reward import RewardConfig
-from gspo.reward.http_api.access import Guard
+from gspo.reward.http_api.access import AccessControl
 from gspo.reward.http_api.application import rest_app
-from gspo.reward.http_api.routes import Desk
+from gspo.reward.http_api.routes import ApiDependencies
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.scoring.scorer import Scorer, open_scorer
@@ -39,7 +39,7 @@ class RestClient(httpx.AsyncClient):
 
 
 @asynccontextmanager
-async def open_desk(
+async def open_rest_client(
     folder: Path, redis: Redis, *, service_token: str = "", **reward: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Scorer, Registry]]:
     """A client of the app, and what scores and keeps behind it; the run's configuration has one function, `r`."""
@@ -47,8 +47,10 @@ async def open_desk(
     registry = Registry(redis, folder / "registry", replica="test", quotas=config.quotas)
     usage = UsageCounter(redis)
     async with open_scorer(config, name="reward-0", registry=registry, usage=usage) as scorer:
-        guard = Guard(Callers(service_token, config.tokens), RateLimit(config.calls_per_minute))
+        guard = AccessControl(Callers(service_token, config.tokens), RateLimit(config.calls_per_minute))
         admission = Admission(scorer.library, config.allowed_packages)
-        transport = httpx.ASGITransport(app=rest_app(Desk(scorer.library, registry, admission, usage, guard)))
+        transport = httpx.ASGITransport(
+            app=rest_app(ApiDependencies(scorer.library, registry, admission, usage, guard))
+        )
         async with RestClient(transport=transport, base_url="http://test", timeout=60) as client:
             yield client, scorer, registry

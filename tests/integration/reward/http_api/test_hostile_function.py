@@ -27,7 +27,7 @@ from gspo.reward.submissions.trials import rollout_of
 from gspo_proto.reward_pb2 import ScoreRequest, StepRequest
 from gspo_proto.reward_pb2_grpc import RewardStub, add_RewardServicer_to_server
 from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score
-from tests.integration.reward.http_api.rest_client import SOURCE, open_desk
+from tests.integration.reward.http_api.rest_client import SOURCE, open_rest_client
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -90,7 +90,7 @@ async def submit(client: httpx.AsyncClient, name: str, source: str, **more: Any)
 
 
 async def test_a_hostile_function_costs_nobody_else_a_score(redis: Redis, tmp_path: Path) -> None:
-    async with open_desk(tmp_path, redis, workers=2) as (client, scorer, _):
+    async with open_rest_client(tmp_path, redis, workers=2) as (client, scorer, _):
         for name, source in (("forger", FORGER), ("exact", SOURCE)):
             assert (await submit(client, name, source)).status_code == 201
         assert (await submit(client, "steps", BAD_STEPS, kind="environment")).status_code == 201
@@ -153,7 +153,7 @@ class serving:  # noqa: N801 - used as a function
 async def test_a_fault_of_the_service_over_one_function_is_a_failure_of_its_answers_alone(
     redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_desk(tmp_path, redis) as (client, scorer, _):
+    async with open_rest_client(tmp_path, redis) as (client, scorer, _):
         assert (await submit(client, "exact", SOURCE)).status_code == 201
         function = await scorer.library.find("exact")
         monkeypatch.setattr(function.callee, "_signature", None)
@@ -166,13 +166,13 @@ async def test_a_function_is_scored_by_while_as_many_as_are_kept_loaded_are_busy
     redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "MAX_LOADED", 1)
-    async with open_desk(tmp_path, redis) as (client, scorer, _):
+    async with open_rest_client(tmp_path, redis) as (client, scorer, _):
         for name in ("busy", "exact"):
             assert (await submit(client, name, SOURCE)).status_code == 201
         busy = await scorer.library.find("busy")
-        busy.calls_under_way += 1
+        busy.calls_in_flight += 1
         (score,) = await scorer.score([asking("exact", "4")])
-        busy.calls_under_way -= 1
+        busy.calls_in_flight -= 1
         assert (score.reward, score.failure) == (1.0, "")
         found = await asyncio.gather(*(scorer.library.find(name) for name in ("busy", "exact") * 3))
         assert [function.source.name for function in found] == ["busy", "exact"] * 3
@@ -187,7 +187,7 @@ async def test_sources_that_compile_to_more_than_any_memory_are_refused_while_ot
     redis: Redis, tmp_path: Path
 ) -> None:
     used_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    async with open_desk(tmp_path, redis) as (client, _, _):
+    async with open_rest_client(tmp_path, redis) as (client, _, _):
         bomb = asyncio.create_task(submit(client, "bomb", nested(15)))
         waits_s = []
         while not bomb.done():
@@ -205,7 +205,7 @@ async def test_a_good_submission_is_admitted_beside_hanging_ones(
     redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "LOAD_TIMEOUT_S", 6.0)
-    async with open_desk(tmp_path, redis) as (client, _, _):
+    async with open_rest_client(tmp_path, redis) as (client, _, _):
         hanging = [
             asyncio.create_task(submit(client, f"hangs{number}", f"import time\ntime.sleep(60)  # {number}\n{SOURCE}"))
             for number in range(4)
@@ -221,7 +221,7 @@ async def test_a_good_submission_is_admitted_beside_hanging_ones(
 
 
 async def test_a_caller_has_one_slot(redis: Redis, tmp_path: Path) -> None:
-    async with open_desk(tmp_path, redis) as (_, scorer, _):
+    async with open_rest_client(tmp_path, redis) as (_, scorer, _):
         admitting = admission.Admission(scorer.library, ())
         under_way, most, four = 0, dict[str, int](), asyncio.Barrier(4)
 

@@ -10,13 +10,13 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gspo.reward.registry.offline import RegistryCopy
+from gspo.reward.registry.offline import OfflineRegistry
 from gspo.reward.registry.records import ConflictError, Content, NotRegisteredError
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.submission import Submission
 from gspo_proto.rollout_pb2 import RewardUse
-from tests.integration.reward.http_api.rest_client import NEWER, SOURCE, open_desk
-from tests.support.reward_rollouts import answer_of, outcome_of
+from tests.integration.reward.http_api.rest_client import NEWER, SOURCE, open_rest_client
+from tests.support.reward_rollouts import make_rollout, reward_or_failure
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -53,7 +53,7 @@ async def test_a_wiped_redis_gets_back_what_a_replica_has_on_disk(redis: Redis, 
     ]
     anew = Registry(redis, tmp_path / "anew", replica="anew")
     assert (await anew.resolve("exact", one[:12])).source == submission().source
-    assert (await RegistryCopy(tmp_path / "anew").resolve("exact")).version == two
+    assert (await OfflineRegistry(tmp_path / "anew").resolve("exact")).version == two
 
 
 async def test_an_older_copy_does_not_undo_a_newer_state(redis: Redis, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ async def test_a_thousand_callers_lose_nothing(redis: Redis, tmp_path: Path) -> 
     names, sources = [f"f{number}" for number in range(8)], [f"{SOURCE}# {number}\n" for number in range(40)]
     swaps: list[tuple[str, str, str]] = []
 
-    async with open_desk(tmp_path, redis, calls_per_minute=1_000_000) as (client, _, registry):
+    async with open_rest_client(tmp_path, redis, calls_per_minute=1_000_000) as (client, _, registry):
 
         async def one_caller(number: int) -> None:
             name = names[number % len(names)]
@@ -187,9 +187,9 @@ async def test_a_version_that_a_run_asks_for_is_not_removed(redis: Redis, tmp_pa
         await registry.remove("exact", one, who="ann")
 
 
-async def test_what_is_beyond_a_quota_is_refused_until_there_is_room(redis: Redis, tmp_path: Path) -> None:
+async def test_a_submission_beyond_a_quota_is_refused_until_space_is_free(redis: Redis, tmp_path: Path) -> None:
     quotas = {"versions": 3, "versions_per_name": 2, "total_mb": 2, "name_mb": 1}
-    async with open_desk(tmp_path, redis, quotas=quotas) as (client, _, _):
+    async with open_rest_client(tmp_path, redis, quotas=quotas) as (client, _, _):
 
         async def submit(name: str, number: int, *tests: dict[str, object]) -> httpx.Response:
             body = {"name": name, "source": f"{SOURCE}# {number}\n", "tests": list(tests)}
@@ -217,7 +217,7 @@ async def test_what_is_beyond_a_quota_is_refused_until_there_is_room(redis: Redi
 
 
 async def test_an_unreadable_entry_costs_nobody_the_others(redis: Redis, tmp_path: Path) -> None:
-    async with open_desk(tmp_path, redis) as (client, scorer, registry):
+    async with open_rest_client(tmp_path, redis) as (client, scorer, registry):
         good = (await client.post("", json={"name": "good", "source": SOURCE})).json()["version"]
         bad = (await client.post("", json={"name": "bad", "source": NEWER})).json()["version"]
         fields = await redis.hgetall("gspo:{@rewards}:name:good")
@@ -237,11 +237,11 @@ async def test_an_unreadable_entry_costs_nobody_the_others(redis: Redis, tmp_pat
             for path in ("/bad/source", "/ruined"):
                 shown = await client.get(path)
                 assert (shown.status_code, "cannot be read (" in shown.json()["detail"]) == (404, True)
-            both = [answer_of("4", answer="4") for _ in range(2)]
+            both = [make_rollout("4", answer="4") for _ in range(2)]
             for rollout, name in zip(both, ("good", "bad"), strict=True):
                 rollout.rewards.append(RewardUse(name=name, weight=1.0))
             scored, failed = await scorer.score(both)
-            assert (outcome_of(scored), "cannot be read" in failed.failure) == (1.0, True)
+            assert (reward_or_failure(scored), "cannot be read" in failed.failure) == (1.0, True)
         # To hand it in again mends it, and so it can be removed.
         assert (await client.post("", json={"name": "bad", "source": NEWER})).status_code == 201
         assert (await client.get("/bad")).json()["unreadable"] == ""

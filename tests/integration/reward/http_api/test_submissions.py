@@ -15,10 +15,10 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo.reward.registry.records import Content
-from gspo.reward.registry.submission import Limits, Submission
+from gspo.reward.registry.submission import RequestedLimits, Submission
 from gspo_proto.rollout_pb2 import RewardUse
-from tests.integration.reward.http_api.rest_client import NEWER, SOURCE, open_desk
-from tests.support.reward_rollouts import answer_of, outcome_of
+from tests.integration.reward.http_api.rest_client import NEWER, SOURCE, open_rest_client
+from tests.support.reward_rollouts import make_rollout, reward_or_failure
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -37,7 +37,7 @@ def step(state, action):
 
 
 async def test_a_function_is_submitted_tried_replaced_and_retired(redis: Redis, tmp_path: Path) -> None:
-    async with open_desk(tmp_path, redis) as (client, scorer, _):
+    async with open_rest_client(tmp_path, redis) as (client, scorer, _):
         first = await client.post("", json={"name": "exact", "source": SOURCE, "tests": [CASE]})
         told = first.json()
         assert (first.status_code, told["active"], told["new"], told["tests"]) == (201, True, True, 1)
@@ -46,13 +46,13 @@ async def test_a_function_is_submitted_tried_replaced_and_retired(redis: Redis, 
         assert (again.status_code, again.json()["version"], again.json()["new"]) == (201, told["version"], False)
         one, two = told["version"], (await client.post("", json={"name": "exact", "source": NEWER})).json()["version"]
 
-        rollout = answer_of("4", answer="4")
+        rollout = make_rollout("4", answer="4")
         rollout.rewards.append(RewardUse(name="exact", weight=1.0))
-        pinned = answer_of("4", answer="4")
+        pinned = make_rollout("4", answer="4")
         pinned.rewards.append(RewardUse(name="exact", version=one[:12], weight=1.0))
 
         async def scored() -> list[tuple[Any, str]]:
-            return [(outcome_of(score), score.version) for score in await scorer.score([rollout, pinned])]
+            return [(reward_or_failure(score), score.version) for score in await scorer.score([rollout, pinned])]
 
         assert await scored() == [(1.0, one), (1.0, one)]
         moved = (await client.post("/exact/activate", json={"version": two[:8]})).json()
@@ -119,7 +119,7 @@ REFUSED: list[tuple[dict[str, Any], int, str | None, Any, str]] = [
 
 
 async def test_what_is_refused_and_where(redis: Redis, tmp_path: Path) -> None:
-    async with open_desk(tmp_path, redis) as (client, _, registry):
+    async with open_rest_client(tmp_path, redis) as (client, _, registry):
         for change, status, rule, place, said in REFUSED:
             body = json.dumps({"name": "exact", "source": SOURCE, **change})
             reply = await client.post("", content=body, headers={"content-type": "application/json"})
@@ -137,7 +137,7 @@ async def test_what_is_refused_and_where(redis: Redis, tmp_path: Path) -> None:
 async def test_a_trial_shows_scores_output_and_the_functions_own_traceback(redis: Redis, tmp_path: Path) -> None:
     body = "print('seen', completions)\n    return [{'a': float(c), 'b': 1} for c in completions]"
     source = f"def reward(completions):\n    {body}\n"
-    async with open_desk(tmp_path, redis) as (client, _, _):
+    async with open_rest_client(tmp_path, redis) as (client, _, _):
         await client.post("", json={"name": "parts", "source": source})
         good = (await client.post("/parts/try", json={"rows": [{"completion": "2"}]})).json()
         (result,) = good["results"]
@@ -163,7 +163,7 @@ async def test_a_trial_shows_scores_output_and_the_functions_own_traceback(redis
 async def test_an_environment_is_tried_turn_by_turn(redis: Redis, tmp_path: Path) -> None:
     case = {"input": {"task": {"tries": 2, "number": 7}, "actions": ["3", "7"]}, "expected": 1.0}
     body = {"name": "guess", "kind": "environment", "source": ENVIRONMENT, "tests": [case]}
-    async with open_desk(tmp_path, redis) as (client, _, _):
+    async with open_rest_client(tmp_path, redis) as (client, _, _):
         assert (await client.post("", json=body)).status_code == 201
         trial = {"task": {"tries": 3, "number": 7}, "actions": ["3", "break", "7"]}
         results = (await client.post("/guess/try", json=trial)).json()["results"]
@@ -178,7 +178,7 @@ async def test_an_environment_is_tried_turn_by_turn(redis: Redis, tmp_path: Path
 
 
 async def test_the_page_at_docs_needs_no_internet(redis: Redis, tmp_path: Path) -> None:
-    async with open_desk(tmp_path, redis) as (client, _, _):
+    async with open_rest_client(tmp_path, redis) as (client, _, _):
         for path in ("/docs", "/redoc"):
             page = await httpx.AsyncClient.request(client, "GET", path)
             parts = re.findall(r'(?:src|href)="([^"]+)"', page.text)
@@ -194,7 +194,7 @@ async def test_tokens_have_roles_and_callers_a_rate(redis: Redis, tmp_path: Path
     tokens.write_text("# people\nann submit ann-secret-0123456789\nbob read bob-secret-0123456789\n")
     ann, bob = ({"authorization": f"Bearer {name}-secret-0123456789"} for name in ("ann", "bob"))
     body = {"name": "exact", "source": SOURCE}
-    async with open_desk(tmp_path, redis, tokens=tokens, calls_per_minute=2) as (client, _, _):
+    async with open_rest_client(tmp_path, redis, tokens=tokens, calls_per_minute=2) as (client, _, _):
         assert (await client.get("")).status_code == 401
         assert (await client.get("", headers={"authorization": "Bearer nobody"})).status_code == 401
         assert (await client.get("", headers=bob)).status_code == 200
@@ -218,7 +218,7 @@ async def test_the_token_is_asked_for_before_the_body(redis: Redis, tmp_path: Pa
         raise AssertionError("the body was read")
         yield b""
 
-    async with open_desk(tmp_path, redis, service_token="a-secret-0123456789") as (client, _, _):
+    async with open_rest_client(tmp_path, redis, service_token="a-secret-0123456789") as (client, _, _):
         for method, path in (("POST", ""), ("POST", "/r/try"), ("POST", "/r/activate"), ("GET", "/nobody")):
             headers = {"content-type": "application/json"}
             refused = await client.request(method, path, content=body(), headers=headers)
@@ -227,7 +227,7 @@ async def test_the_token_is_asked_for_before_the_body(redis: Redis, tmp_path: Pa
 
 async def test_the_configuration_bounds_what_a_submission_asks_for(redis: Redis, tmp_path: Path) -> None:
     bounds = {"memory_mb": 1024, "timeout_s": 5.0}
-    async with open_desk(tmp_path, redis, **bounds) as (client, scorer, registry):
+    async with open_rest_client(tmp_path, redis, **bounds) as (client, scorer, registry):
         asked = {"memory_mb": 65536, "timeout_s": 5.5, "cpu_s": 100.0}
         refused = await client.post("", json={"name": "big", "source": SOURCE, "limits": asked})
         slow, memory = refused.json()["problems"]
@@ -237,10 +237,10 @@ async def test_the_configuration_bounds_what_a_submission_asks_for(redis: Redis,
         within = {"name": "big", "source": SOURCE, "limits": {"memory_mb": 1024, "timeout_s": 0.5}}
         assert (await client.post("", json=within)).status_code == 201
         # What was admitted under a configuration that allowed more is not run under one that allows less.
-        submission = Submission(name="old", source=SOURCE, limits=Limits(memory_mb=4096))
+        submission = Submission(name="old", source=SOURCE, limits=RequestedLimits(memory_mb=4096))
         content = Content(version=submission.version, kind="reward", source=SOURCE, entry="", limits=submission.limits)
         await registry.submit(submission, content, who="ann")
-        rollout = answer_of("4", answer="4")
+        rollout = make_rollout("4", answer="4")
         rollout.rewards.append(RewardUse(name="old", weight=1.0))
         (score,) = await scorer.score([rollout])
         assert "limits.memory_mb: is 4096, and reward.memory_mb allows 1024 at most" in score.failure
@@ -260,7 +260,7 @@ async def test_the_configuration_bounds_what_a_submission_asks_for(redis: Redis,
 )
 async def test_the_answer_to_bad_input_is_short(redis: Redis, tmp_path: Path, wrong: dict[str, Any]) -> None:
     path = "/r/try" if "rows" in wrong else ""
-    async with open_desk(tmp_path, redis) as (client, _, _):
+    async with open_rest_client(tmp_path, redis) as (client, _, _):
         body = json.dumps({"name": "exact", "source": SOURCE, **wrong})
         began = time.process_time()
         reply = await client.post(path, content=body, headers={"content-type": "application/json"})
@@ -270,13 +270,13 @@ async def test_the_answer_to_bad_input_is_short(redis: Redis, tmp_path: Path, wr
 
 
 async def test_large_bodies_count_as_many_calls(redis: Redis, tmp_path: Path) -> None:
-    async with open_desk(tmp_path, redis, calls_per_minute=10) as (client, _, _):
+    async with open_rest_client(tmp_path, redis, calls_per_minute=10) as (client, _, _):
         large = {"rows": [{"completion": "4", "answer": "4", "filler": "x" * 500_000}]}
         assert [(await client.post("/r/try", json=large)).status_code for _ in range(2)] == [200, 429]
 
 
 async def test_a_body_that_is_too_large_or_of_another_form_is_refused(redis: Redis, tmp_path: Path) -> None:
-    async with open_desk(tmp_path, redis) as (client, _, _):
+    async with open_rest_client(tmp_path, redis) as (client, _, _):
         huge = await client.post("", json={"name": "a", "source": "#" * (5 * 2**20)})
         assert (huge.status_code, "bytes" in huge.json()["detail"]) == (413, True)
         nested = await client.post("/r/try", json={"rows": [{"completion": "4", "more": [[]] * 30_000}]})

@@ -20,15 +20,15 @@ from gspo.common.errors import InputError
 from gspo.reward.functions import environment
 from gspo.reward.functions.environment import Turn
 from gspo.reward.sandbox import imports, levels, syscalls
-from gspo.reward.sandbox.calls import Answer, CallFailed, Code, Limits
+from gspo.reward.sandbox.calls import Answer, CallError, CallLimits, Code
 from gspo.reward.sandbox.execution import Sandbox
-from gspo.reward.sandbox.launch import Level
+from gspo.reward.sandbox.launch import ConfinementLevel
 from gspo.reward.sandbox.levels import find_level, try_level
 from tests.support.sandbox_attacks import NO_NAMESPACE
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 LEVELS = ("bubblewrap", "landlock")
-_LEVELS_TRIED: dict[str, Level] = {}
+_LEVELS_TRIED: dict[str, ConfinementLevel] = {}
 
 
 @pytest.fixture(params=LEVELS)
@@ -50,7 +50,7 @@ async def sandbox_of(
     **limits: Any,
 ) -> AsyncIterator[Sandbox]:
     code = Code("r", text, "0" * 64, "/nowhere/r.py", entry=entry, kind=kind, reads=reads)
-    given = Limits(**({"timeout_s": 5.0, "memory_mb": 1024} | limits))
+    given = CallLimits(**({"timeout_s": 5.0, "memory_mb": 1024} | limits))
     if level not in _LEVELS_TRIED:
         _LEVELS_TRIED[level] = (await try_level(level)).level
     sandbox = Sandbox(code, given, _LEVELS_TRIED[level], num_workers=num_workers)
@@ -137,7 +137,7 @@ async def test_a_worker_between_calls_does_nothing_and_keeps_nothing_that_goes_o
 SLOW = "import time\ndef reward(completions):\n    time.sleep(float(completions[0]))\n    return [1.0]\n"
 
 
-class Held:
+class DelayedInspection:
     """Holds the answer to the next look that stops a worker until `go` is set."""
 
     def __init__(self, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ async def test_a_worker_that_a_call_takes_while_another_is_stopped_is_not(
             await asyncio.gather(ask(sandbox, "0.05"), ask(sandbox, "0.05"))
         for worker in sandbox._pool._idle:
             worker.idle_since = 0.0
-        held = Held(sandbox, monkeypatch)
+        held = DelayedInspection(sandbox, monkeypatch)
         await held.asked.wait()  # one of the two is being stopped, and the other comes next
         calls = [asyncio.create_task(ask(sandbox, "0.3")) for _ in range(2)]
         while sandbox._pool._idle:
@@ -175,7 +175,7 @@ async def test_a_worker_that_a_call_takes_while_another_is_stopped_is_not(
 async def test_a_useless_worker_is_passed_over_while_another_call_takes_the_next(level: Any) -> None:
     async with sandbox_of(SLOW, level, num_workers=2) as sandbox:
         await asyncio.gather(ask(sandbox, "0.05"), ask(sandbox, "0.05"))
-        sandbox._pool._idle[0].spoiled = True
+        sandbox._pool._idle[0].tainted = True
         answers = await asyncio.gather(ask(sandbox, "0.05"), ask(sandbox, "0.05"))
         assert [answer.values for answer in answers] == [[1.0], [1.0]]
 
@@ -184,7 +184,7 @@ async def test_a_call_that_is_cancelled_while_its_worker_is_looked_at_leaves_no_
     level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with sandbox_of(SLOW, level) as sandbox, asyncio.timeout(20):
-        held = Held(sandbox, monkeypatch)
+        held = DelayedInspection(sandbox, monkeypatch)
         (worker,) = sandbox._pool._idle
         worker.stopped, worker.inspected = False, 0.0
         call = asyncio.create_task(ask(sandbox, "0"))
@@ -207,7 +207,7 @@ async def test_one_full_scratch_leaves_the_others_theirs(level: Any) -> None:
     )
     async with sandbox_of(text, level, num_workers=4) as sandbox:
         for number in range(3):
-            with suppress(CallFailed):  # at the level landlock, if it is looked at while it fills
+            with suppress(CallError):  # at the level landlock, if it is looked at while it fills
                 await ask(sandbox, "fill", session=f"full{number}")
         assert (await ask(sandbox, "x", session="other")).values == [1.0]
 
@@ -222,7 +222,7 @@ async def test_what_many_quick_calls_leave_on_disk_is_found_while_they_go_on(lev
         for number in range(3000):
             try:
                 left = (await ask(sandbox, "x")).values
-            except CallFailed as error:  # where scratch is a file system of its own, it is full
+            except CallError as error:  # where scratch is a file system of its own, it is full
                 assert error.kind == "output_too_large"
                 left = (await ask(sandbox, "x")).values
                 assert left == [0.0]
@@ -260,7 +260,7 @@ async def test_files_named_in_reads_are_read_and_imported(level: Any, tmp_path: 
     text = f"import neighbour\ndef reward(completions): return [neighbour.FACTOR * float({note})]"
     async with sandbox_of(text, level, reads=(tmp_path,)) as sandbox:
         assert (await ask(sandbox, "x")).values == [6.0]
-    with pytest.raises(CallFailed, match="No module named 'neighbour'") as failed:
+    with pytest.raises(CallError, match="No module named 'neighbour'") as failed:
         async with sandbox_of(text, level):
             pass
     assert (failed.value.loading, failed.value.kind, failed.value.line) == (True, "exception", 1)
@@ -278,7 +278,7 @@ async def test_single_files_and_packages_named_in_reads_are_imported(level: Any,
     )
     async with sandbox_of(text, level, reads=(tmp_path / "one.py", tmp_path / "pack")) as sandbox:
         assert (await ask(sandbox, "y")).values == [3.0]
-        with pytest.raises(CallFailed, match="No module named 'hidden'"):
+        with pytest.raises(CallError, match="No module named 'hidden'"):
             await ask(sandbox, "x")
 
 
@@ -348,7 +348,7 @@ async def test_a_package_that_cannot_be_preloaded_is_imported_whole_by_the_funct
 async def test_processor_time_is_limited_over_all_threads(level: Any) -> None:
     text = "def reward(completions):\n    while completions == ['spin']: pass\n    return [1.0]\n"
     async with sandbox_of(text, level, cpu_s=0.3, timeout_s=20.0) as sandbox:
-        with pytest.raises(CallFailed, match=r"more than 0.3 s of processor time") as failed:
+        with pytest.raises(CallError, match=r"more than 0.3 s of processor time") as failed:
             await ask(sandbox, "spin")
         assert failed.value.kind == "timeout"
         assert (await ask(sandbox, "x")).values == [1.0]
@@ -361,7 +361,7 @@ async def test_what_is_printed_comes_with_the_answer_and_with_the_failure(level:
     )
     async with sandbox_of(text, level) as sandbox:
         assert (await ask(sandbox, "1")).output == "seen 1\nerr\n"
-        with pytest.raises(CallFailed) as failed:
+        with pytest.raises(CallError) as failed:
             await ask(sandbox, "0")
     error = failed.value
     assert (error.kind, error.error_type, error.line, error.output) == (
@@ -395,10 +395,10 @@ async def test_an_environment_is_two_functions_of_json(level: Any) -> None:
         second = await sandbox.call({"function": "step", "arguments": {"state": first.values[0], "action": "a"}})
         assert second.values == [{"left": 0}, {"said": "a"}, 0.5, True]
     async with sandbox_of(ENVIRONMENT, level, kind="environment", entry="Maze") as sandbox:
-        with pytest.raises(CallFailed, match="JSON cannot carry") as failed:
+        with pytest.raises(CallError, match="JSON cannot carry") as failed:
             await sandbox.call({"function": "step", "arguments": {"state": [], "action": "a"}})
         assert failed.value.kind == "invalid_return"
-    with pytest.raises(CallFailed, match=r"is no environment: the module has no step\(state, action\)"):
+    with pytest.raises(CallError, match=r"is no environment: the module has no step\(state, action\)"):
         async with sandbox_of("def reset(task): ...", level, kind="environment"):
             pass
 
@@ -415,7 +415,7 @@ async def test_what_an_environment_returns_is_checked(level: Any) -> None:
         turn = await environment.step(sandbox, "{}", "ok", session="run")
         assert turn == Turn('{"n": 1}', '[{"role": "user", "content": "go"}]', 1.0, done=False)
         for action in ("three", "reward", "done", "observation"):
-            with pytest.raises(CallFailed) as failed:
+            with pytest.raises(CallError) as failed:
                 await environment.step(sandbox, "{}", action, session="run")
             assert failed.value.kind == "invalid_return"
             assert action in str(failed.value).replace("3 values", "three")
@@ -444,7 +444,7 @@ async def test_calls_side_by_side_get_their_own_answers_whatever_the_others_do(l
     async with sandbox_of(text, level, num_workers=2, timeout_s=0.5) as sandbox:
         found = await asyncio.gather(*(ask(sandbox, one) for one in asked), return_exceptions=True)
         assert (await ask(sandbox, "1")).output == "1\n"
-    kinds = {number: one.kind for number, one in enumerate(found) if isinstance(one, CallFailed)}
+    kinds = {number: one.kind for number, one in enumerate(found) if isinstance(one, CallError)}
     assert kinds == bad
     values = {number: one.values for number, one in enumerate(found) if isinstance(one, Answer)}
     assert values == {number: [float(number)] for number in range(60) if number not in bad}
@@ -479,7 +479,7 @@ async def test_less_than_the_minimum_is_refused_with_what_is_lacking(monkeypatch
     assert (await find_level("landlock")).level.name == "landlock"
 
     def missing(**_: object) -> bytes:
-        raise syscalls.Unavailable("libseccomp cannot be loaded (not found)")
+        raise syscalls.FilterUnavailableError("libseccomp cannot be loaded (not found)")
 
     monkeypatch.setattr(levels.syscalls, "filter_bytes", missing)
     with pytest.raises(InputError, match=r"is landlock, and .* reaches rlimits: .*apt-get install libseccomp2"):
@@ -540,11 +540,11 @@ async def test_at_the_weakest_level_time_memory_and_state_still_hold() -> None:
     weak = type(level)("rlimits")
     text = STATEFUL + "    if completions == ['spin']:\n        while True: pass\n"
     text = text.replace("    return [float(sum(before))]\n", "") + "    return [float(sum(before))]\n"
-    sandbox = Sandbox(Code("r", text, "0" * 64, "r.py"), Limits(timeout_s=0.5, memory_mb=1024), weak)
+    sandbox = Sandbox(Code("r", text, "0" * 64, "r.py"), CallLimits(timeout_s=0.5, memory_mb=1024), weak)
     await sandbox.load()
     try:
         values = [(await ask(sandbox, "x", session=session)).values for session in ("a", "b")]
-        with pytest.raises(CallFailed, match=r"took longer than 0.5 s"):
+        with pytest.raises(CallError, match=r"took longer than 0.5 s"):
             await ask(sandbox, "spin")
     finally:
         await sandbox.close()

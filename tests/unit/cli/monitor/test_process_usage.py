@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gspo.cli.monitor.process_usage import Usage
-from gspo.common.streams.instances import Member
+from gspo.cli.monitor.process_usage import UsageMeter
+from gspo.common.streams.instances import Instance
 
 # A process that keeps a core busy, with a child that holds 50 MB.
 _PROGRAM = """
@@ -31,17 +31,17 @@ def busy() -> Iterator[int]:
 
 
 def test_a_process_is_measured_with_its_children(busy: int) -> None:
-    usage, member = Usage(), Member("reward", "reward-0", pid=busy, uid="a")
-    first = usage.look([member])["a"]
+    usage, instance = UsageMeter(), Instance("reward", "reward-0", pid=busy, uid="a")
+    first = usage.look([instance])["a"]
     assert first.cpu is None, "a share of time needs two looks"
     deadline = time.monotonic() + 20
-    while (used := usage.look([member])["a"]).memory_bytes < 55_000_000 or not used.cpu:
+    while (used := usage.look([instance])["a"]).memory_bytes < 55_000_000 or not used.cpu:
         assert time.monotonic() < deadline, used
         time.sleep(0.1)
     assert 0 < used.cpu < 8
 
 
 def test_a_process_id_of_another_machine_is_nobody_here(busy: int) -> None:
-    usage = Usage()
-    assert usage.look([Member("learner", "learner-0", pid=busy, uid="b")]) == {}
-    assert usage.look([Member("learner", "learner-0", pid=2**22 + 1, uid="c")]) == {}
+    usage = UsageMeter()
+    assert usage.look([Instance("learner", "learner-0", pid=busy, uid="b")]) == {}
+    assert usage.look([Instance("learner", "learner-0", pid=2**22 + 1, uid="c")]) == {}

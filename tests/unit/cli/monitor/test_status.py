@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gspo.cli.monitor.generators import GeneratorNews, in_trouble
-from gspo.cli.monitor.process_usage import Used
-from gspo.cli.monitor.status import Look, members_parts
+from gspo.cli.monitor.generators import GeneratorAlerts, generator_problems
+from gspo.cli.monitor.process_usage import ProcessUsage
+from gspo.cli.monitor.status import StatusPage, instance_parts
 from gspo.common.config.loading import write_config
 from gspo.common.config.schema import Config
-from gspo.common.streams.instances import Member
+from gspo.common.streams.instances import Instance
 from tests.unit.cli.step_logs import WHY, write_log
 
 
-def learner(**generator: object) -> Member:
+def learner(**generator: object) -> Instance:
     current = {"name": "generation-0 (a:1)", "state": "current", "version": 7, "num_failures": 0, "problem": ""}
     current |= {"since_unix_s": None, "waiting": False}
     activity = {"kind": "busy", "what": "training", "detail": "step 8", "since_unix_s": time.time()}
     facts = {"generators": [current, current | generator]}
-    return Member("learner", "learner-0", beat_unix_s=time.time(), activity=activity, facts=facts)
+    return Instance("learner", "learner-0", beat_unix_s=time.time(), activity=activity, facts=facts)
 
 
 def out() -> dict[str, object]:
@@ -45,19 +45,19 @@ def test_a_generator_that_is_out_is_named_with_reason_and_time() -> None:
         "generation-0 (b:1) is out for 1 min 30 s, serving version 4: 5 pushes failed, the last: "
         "DATA_LOSS: version 7 has digest aa and bb came"
     )
-    assert in_trouble([Member("reward", "reward-0"), learner(**out())]) == [expected]
+    assert generator_problems([Instance("reward", "reward-0"), learner(**out())]) == [expected]
     console = Console(file=io.StringIO(), width=400)
-    console.print(*members_parts([learner(**out())], None))
+    console.print(*instance_parts([learner(**out())], None))
     assert expected in console.file.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 100, 130, 10_000])
 @pytest.mark.parametrize("used", [None, {}])
-def test_names_and_addresses_are_whole_in_every_terminal(width: int, used: dict[str, Used] | None) -> None:
+def test_names_and_addresses_are_whole_in_every_terminal(width: int, used: dict[str, ProcessUsage] | None) -> None:
     activity = {"kind": "waiting", "what": "slots", "detail": "all 32 taken: 0 open, 32 trained and not live yet"}
-    member = replace(learner(), http="127.0.0.1:34567", grpc="127.0.0.1:45678", pid=1234567, activity=activity)
+    instance = replace(learner(), http="127.0.0.1:34567", grpc="127.0.0.1:45678", pid=1234567, activity=activity)
     console = Console(file=io.StringIO(), width=width)
-    console.print(*members_parts([member], used))
+    console.print(*instance_parts([instance], used))
     shown = console.file.getvalue()
     assert all(word in shown for word in ("learner-0", "127.0.0.1:34567", "127.0.0.1:45678", "1234567"))
     assert "…" not in shown
@@ -68,7 +68,7 @@ def test_answers_without_a_score_are_said_with_their_reasons(config: Config, tmp
     write_log(tmp_path, {1: [None, None], 2: [None, WHY.format(27)], 3: [WHY.format(8), "r: timed out after 10 s"]})
     write_config(config, tmp_path / "config.yaml")
     console = Console(file=io.StringIO(), width=10_000)
-    console.print(Look(tmp_path, config).page([]))
+    console.print(StatusPage(tmp_path, config).page([]))
     assert (
         "3 answers without a score, left out of training, in 2 of 3 steps, the last of them step 3. "
         f"2 times: {WHY.format(27)}; r: timed out after 10 s" in console.file.getvalue()
@@ -79,7 +79,7 @@ def test_a_page_that_is_watched_takes_a_new_configuration(config: Config, tmp_pa
     """A resume may raise run.total_steps while somebody looks."""
     write_log(tmp_path, {11: [None]})
     write_config(config, tmp_path / "config.yaml")
-    look = Look(tmp_path, config)
+    look = StatusPage(tmp_path, config)
     console = Console(file=io.StringIO(), width=200)
     console.print(look.page([]))
     longer = config.model_copy(update={"run": config.run.model_copy(update={"total_steps": 84})})
@@ -91,18 +91,18 @@ def test_a_page_that_is_watched_takes_a_new_configuration(config: Config, tmp_pa
 
 def test_one_that_is_only_being_pushed_to_is_not_worth_a_line() -> None:
     behind = {"name": "generation-0 (b:1)", "state": "behind", "problem": "", "since_unix_s": time.time()}
-    assert in_trouble([learner(**behind)]) == []
+    assert generator_problems([learner(**behind)]) == []
 
 
 def test_a_push_that_takes_long_is_worth_one() -> None:
     behind = {"name": "generation-0 (b:1)", "state": "behind", "problem": "", "since_unix_s": time.time() - 7}
     expected = "generation-0 (b:1) is behind for 7 s, serving version 7: the push to it is "
-    assert in_trouble([learner(**behind)]) == [expected + "under way"]
-    assert in_trouble([learner(**behind, waiting=True)]) == [expected + "waiting for another push"]
+    assert generator_problems([learner(**behind)]) == [expected + "under way"]
+    assert generator_problems([learner(**behind, waiting=True)]) == [expected + "waiting for another push"]
 
 
 def test_departure_and_return_are_told_once_each_while_a_run_is_watched() -> None:
-    news = GeneratorNews()
+    news = GeneratorAlerts()
     back = {"name": "generation-0 (b:1)"}
     told = [news.lines([learner(**generator)]) for generator in (back, out(), out(), back, back)]
     assert [[line.kind for line in lines] for lines in told] == [[], ["warning"], [], ["note"], []]
@@ -110,7 +110,7 @@ def test_departure_and_return_are_told_once_each_while_a_run_is_watched() -> Non
     assert told[3][0].text == "generation-0 (b:1) has caught up"
     # What a recovery had to pass over is said once in the terminal, and at each look by `gspo status`.
     damaged = replace(learner(), facts={"notices": ["The checkpoint of step 4 is damaged (model.pt)."]})
-    assert [line.text for line in news.lines([damaged])] == in_trouble([damaged]) == damaged.facts["notices"]
+    assert [line.text for line in news.lines([damaged])] == generator_problems([damaged]) == damaged.facts["notices"]
     assert news.lines([damaged]) == []
     # One that has left the run is not back.
     news.lines([learner(**out())])

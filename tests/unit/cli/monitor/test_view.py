@@ -13,9 +13,9 @@ from rich.console import Console
 
 from gspo.cli.monitor.live import draw, process_cells, sparkline
 from gspo.cli.monitor.screen import PlainScreen, waited_for
-from gspo.cli.monitor.view import Line, Phases, Process, View, duration, load_history, step_line
+from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, duration, load_history, step_line
 from gspo.common.config.schema import Config
-from gspo.common.streams.instances import Member
+from gspo.common.streams.instances import Instance
 from gspo_proto.rollout_pb2 import (
     EvaluationDone,
     Event,
@@ -35,7 +35,9 @@ def view(config: Config, tmp_path: Path) -> View:
     """A view of a run that has just begun."""
     evaluation = config.evaluation.model_copy(update={"prompts": tmp_path / "e.jsonl", "keep_best": "sampled_mean"})
     config = config.model_copy(update={"evaluation": evaluation})
-    return View(config, tmp_path, {name: Process(name, time.time()) for name in ("learner-0", "reward-0")}, Phases())
+    return View(
+        config, tmp_path, {name: ServiceProcess(name, time.time()) for name in ("learner-0", "reward-0")}, Phases()
+    )
 
 
 def step(number: int, **figures: float) -> Event:
@@ -76,7 +78,7 @@ def test_steps_give_figures_counts_and_the_time_to_go(view: View) -> None:
     lines = view.apply(step(2, reward_mean=0.5, clipped_sequences=0.125, age_mean=0.5, age_max=1, tokens_per_s=2000))
     assert (view.step, view.version, view.rewards, view.settled["trained"]) == (2, 2, [0.25, 0.5], 4)
     assert view.eta_s == 80.0  # 8 steps of 10 s
-    assert lines == [Line(step_line(view), "step")]
+    assert lines == [ScreenLine(step_line(view), "step")]
     assert step_line(view) == (
         "step 2/10  reward 0.500  clipped 12%  age 0.50  max 1  tokens/s 2,000  version 2  1 min 20 s to go"
     )
@@ -89,7 +91,7 @@ def test_settled_groups_are_counted_and_failures_said(view: View) -> None:
     ]
     (line,) = view.apply(Event(groups_settled=GroupsSettled(groups=groups)))
     assert dict(view.settled) == {"failed": 1, "stale": 1}
-    assert line == Line("group 4 failed: reward raised KeyError", "warning")
+    assert line == ScreenLine("group 4 failed: reward raised KeyError", "warning")
 
     again = [
         SettledGroup(group=number, settlement=groups[0].settlement, reason=groups[0].reason) for number in range(30)
@@ -115,7 +117,7 @@ def test_phases_follow_the_events(view: View) -> None:
     view.apply(Event(training_done=TrainingDone(step=3, reason="run.total_steps reached")))
     assert view.phases.current == "evaluation_after"
     (line,) = view.apply(Event(finished=Finished(reason="all rewards failed", failed=True)))
-    assert line == Line("failed: all rewards failed", "error")
+    assert line == ScreenLine("failed: all rewards failed", "error")
     view.phases.close()
     assert set(view.phases.wall_s) == {"checks", "start", "evaluation_before", "training", "evaluation_after"}
 
@@ -144,7 +146,7 @@ def test_the_panel_shows_what_matters(view: View) -> None:
     assert line.text == "held-out prompts at version 1: sampled 0.750, pass@4 0.875; the best by sampled_mean"
     view.apply(Event(version_live=VersionLive(version=0)))
     activity = {"kind": "waiting", "what": "rewards", "detail": "of 3 groups", "since_unix_s": time.time() - 7}
-    view.processes["learner-0"].member = Member("learner", "learner-0", activity=activity)
+    view.processes["learner-0"].instance = Instance("learner", "learner-0", activity=activity)
     text = drawn(view)
     for shown in (
         "step 1 of 10",
@@ -165,7 +167,11 @@ def test_the_panel_shows_what_matters(view: View) -> None:
 def test_a_long_wait_is_highlighted_and_a_short_one_is_not() -> None:
     def style(seconds: float, kind: str = "waiting") -> str:
         activity = {"kind": kind, "what": "rewards", "detail": "", "since_unix_s": time.time() - seconds}
-        return str(process_cells(Process("learner-0", 0.0, Member("learner", "learner-0", activity=activity)))[1].style)
+        return str(
+            process_cells(ServiceProcess("learner-0", 0.0, Instance("learner", "learner-0", activity=activity)))[
+                1
+            ].style
+        )
 
     assert (style(1), style(8)) == ("dim", "bold yellow")
     assert "yellow" not in style(8, "busy")
@@ -176,9 +182,9 @@ def test_what_the_start_waits_for(view: View) -> None:
     learner = view.processes["learner-0"]
     assert waited_for(view) == "learner-0: importing its libraries (for 0 s)"
     activity = {"kind": "busy", "what": "loading the model", "detail": "/m", "since_unix_s": time.time() - 12}
-    learner.member = Member("learner", "learner-0", activity=activity)
+    learner.instance = Instance("learner", "learner-0", activity=activity)
     assert waited_for(view) == "learner-0: loading the model /m (for 12 s)"
-    learner.member.activity["kind"] = "waiting"
+    learner.instance.activity["kind"] = "waiting"
     assert waited_for(view) == "learner-0: waiting for loading the model /m (for 12 s)"
     learner.problem = "learner-0 refuses our token"
     assert waited_for(view).startswith("learner-0: learner-0 refuses our token (")
@@ -187,8 +193,8 @@ def test_what_the_start_waits_for(view: View) -> None:
 def test_plain_lines_carry_their_kind() -> None:
     file = io.StringIO()
     screen = PlainScreen(Console(file=file, width=200))
-    screen.say(Line("step 1"))
-    screen.say(Line("[1, 2] is odd", "warning"))
+    screen.say(ScreenLine("step 1"))
+    screen.say(ScreenLine("[1, 2] is odd", "warning"))
     assert [line[10:] for line in file.getvalue().splitlines()] == ["step 1", "warning: [1, 2] is odd"]
 
 

@@ -11,10 +11,10 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gspo.cli.monitor.view import Phases, Process, View
+from gspo.cli.monitor.view import Phases, ServiceProcess, View
 from gspo.cli.monitor.watcher import Watcher
 from gspo.common.config.schema import Config
-from gspo.common.streams.instances import Member, Registration
+from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry.activity import Activity
 from tests.conftest import free_port
@@ -23,9 +23,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="function")
 ACTIVITY = {"kind": "busy", "what": "loading the model", "since_unix_s": 0.0}
 
 
-async def asked(config: Config, folder: Path, port: int) -> Process:
+async def asked(config: Config, folder: Path, port: int) -> ServiceProcess:
     """A process with that HTTP port, after it was asked once."""
-    process = Process("learner-0", 0.0, Member("learner", "learner-0", http=f"127.0.0.1:{port}", activity=ACTIVITY))
+    process = ServiceProcess(
+        "learner-0", 0.0, Instance("learner", "learner-0", http=f"127.0.0.1:{port}", activity=ACTIVITY)
+    )
     view = View(config, folder, {"learner-0": process}, Phases())
     watcher = Watcher(Redis(), view, lambda _: None)
     async with httpx.AsyncClient(timeout=0.1) as client:
@@ -33,7 +35,7 @@ async def asked(config: Config, folder: Path, port: int) -> Process:
     return process
 
 
-async def answered(config: Config, folder: Path, status: int, body: dict[str, Any]) -> Process:
+async def answered(config: Config, folder: Path, status: int, body: dict[str, Any]) -> ServiceProcess:
     """The same, of a server that answers so."""
     text = json.dumps(body)
 
@@ -72,12 +74,12 @@ async def test_a_problem_is_shown_and_starting_is_none(config: Config, tmp_path:
 async def test_what_a_service_did_last_is_shown_until_it_is_ready(config: Config, redis: Redis, tmp_path: Path) -> None:
     """vLLM's start holds the heartbeat up for longer than it is remembered."""
     keys = Keys(config.name)
-    process = Process("generation-0", 0.0)
+    process = ServiceProcess("generation-0", 0.0)
     view = View(config, tmp_path, {"generation-0": process}, Phases())
     watcher = Watcher(redis, view, lambda _: None)
     activity = Activity("generation")
     activity.set("busy", "starting vLLM")
-    registration = Registration(redis, keys, Member("generation", "generation-0"), activity, dict)
+    registration = Registration(redis, keys, Instance("generation", "generation-0"), activity, dict)
     await registration.beat()
     await watcher._read_members()
     await redis.flushall()
@@ -85,4 +87,4 @@ async def test_what_a_service_did_last_is_shown_until_it_is_ready(config: Config
     assert process.in_words().startswith("starting vLLM (for ")
     process.ready = True
     await watcher._read_members()
-    assert process.member is None
+    assert process.instance is None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gspo.cli.processes.child import Child, Program, describe_exit
-from gspo.cli.processes.guard import MARK, belonging, kill_belonging, kill_session, start_guard
+from gspo.cli.processes.guard import SUPERVISOR_VARIABLE, kill_processes_of, kill_session, processes_of, start_guard
 
 
 async def ended(tmp_path: Path, code: str) -> Child:
@@ -47,24 +47,28 @@ def test_exit_codes_in_words() -> None:
     assert [describe_exit(code) for code in (3, -9, -11)] == ["exit code 3", "killed by SIGKILL", "killed by SIGSEGV"]
 
 
-def test_the_guard_kills_what_carries_the_mark_when_its_input_closes() -> None:
-    child = subprocess.Popen(["sleep", "300"], env={**os.environ, MARK: "test-guard"}, start_new_session=True)
-    other = subprocess.Popen(["sleep", "300"], env={**os.environ, MARK: "test-other"}, start_new_session=True)
+def test_the_guard_kills_its_processes_when_its_input_closes() -> None:
+    child = subprocess.Popen(
+        ["sleep", "300"], env={**os.environ, SUPERVISOR_VARIABLE: "test-guard"}, start_new_session=True
+    )
+    other = subprocess.Popen(
+        ["sleep", "300"], env={**os.environ, SUPERVISOR_VARIABLE: "test-other"}, start_new_session=True
+    )
     try:
         guard = start_guard("test-guard")
-        assert [process.pid for process in belonging("test-guard")] == [child.pid], "not the guard itself"
+        assert [process.pid for process in processes_of("test-guard")] == [child.pid], "not the guard itself"
         assert guard.stdin is not None
         guard.stdin.close()
         assert guard.wait(timeout=30) == 0
         assert child.wait(timeout=5) == -9
         assert other.poll() is None
     finally:
-        kill_belonging("test-other")
+        kill_processes_of("test-other")
         child.kill()
         other.wait(timeout=5)
 
 
-def test_the_guard_kills_the_sessions_it_was_told_of() -> None:
+def test_the_guard_kills_the_sessions_it_knows() -> None:
     """Redis and vLLM's engine write over their environment, so no mark is found in it."""
     child = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], start_new_session=True)
     ended = subprocess.Popen(["sleep", "300"], start_new_session=True)
@@ -75,7 +79,7 @@ def test_the_guard_kills_the_sessions_it_was_told_of() -> None:
         guard.stdin.close()
         assert guard.wait(20) == 0
         assert child.wait(5) == -signal.SIGKILL
-        assert belonging("no-such-mark", (child.pid,)) == [], "the grandchild too"
+        assert processes_of("no-such-mark", (child.pid,)) == [], "the grandchild too"
         assert ended.poll() is None, "a session that was said to have ended is not ours any more"
     finally:
         for process in (child, ended):
@@ -85,10 +89,10 @@ def test_the_guard_kills_the_sessions_it_was_told_of() -> None:
 
 def test_what_a_killed_leader_left_is_ended() -> None:
     leader = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], start_new_session=True)
-    while len(belonging("", (leader.pid,))) < 2:
+    while len(processes_of("", (leader.pid,))) < 2:
         time.sleep(0.01)
     leader.kill()
     leader.wait(5)
-    assert len(belonging("", (leader.pid,))) == 1
+    assert len(processes_of("", (leader.pid,))) == 1
     kill_session(leader.pid)
-    assert belonging("", (leader.pid,)) == []
+    assert processes_of("", (leader.pid,)) == []

@@ -9,12 +9,12 @@ import pytest
 
 from gspo.cli import doctor
 from gspo.cli.processes.placement import Placement, place
-from gspo.cli.processes.programs import Job, learner_by_hand, process_names, service_programs
+from gspo.cli.processes.programs import Job, external_learner_command, process_names, service_programs
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.gpus import Gpu
 from gspo.common.streams.keys import SERVICES
-from tests.support.gpu_machine import be_on_gpu_machine
+from tests.support.gpu_machine import pretend_gpu_machine
 from tests.support.service_process import make_run
 
 GIB = 1 << 30
@@ -52,7 +52,7 @@ def placed(config: Config, found: list[Gpu], services: tuple[str, ...] = SERVICE
 )  # fmt: skip
 def test_who_gets_which(tmp_path: Path, number: int, wanted: dict[str, int], expected: dict[str, str]) -> None:
     placement = placed(run_of(tmp_path, **wanted), gpus(number))
-    found = {it.process: placement.environment(it.process)["CUDA_VISIBLE_DEVICES"] for it in placement.placed}
+    found = {it.process: placement.environment(it.process)["CUDA_VISIBLE_DEVICES"] for it in placement.assignments}
     assert found == expected
     # An index means what nvidia-smi shows, not CUDA's own order.
     assert placement.environment("generation-0")["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
@@ -136,12 +136,12 @@ def test_doctor_shows_the_placement_and_checks_each_service_with_it(
         return []
 
     monkeypatch.setattr(doctor, "check_services", check_services)
-    be_on_gpu_machine(monkeypatch, tmp_path / "machine", 2)
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", 2)
     first, *_ = doctor._checks(run_of(tmp_path), tmp_path)
     assert (first.level, "learner-0     1    nobody" in first.text) == ("OK", True)
     assert seen == {"coordinator": None, "generation": "0", "reward": None, "learner": "1"}
     assert first.advice == ""
-    be_on_gpu_machine(monkeypatch, tmp_path / "larger", 3)
+    pretend_gpu_machine(monkeypatch, tmp_path / "larger", 3)
     first, *_ = doctor._checks(run_of(tmp_path), tmp_path)
     assert "nobody        2" in first.text and "generation.replicas" in first.advice
     seen.clear()
@@ -162,5 +162,7 @@ def test_programs_have_their_gpus_at_every_start(tmp_path: Path) -> None:
 def test_a_learner_by_hand_is_left_what_generators_do_not_take(tmp_path: Path) -> None:
     config = run_of(tmp_path, replicas=2, ranks=0)
     job = Job(config, config.run_dir, placement=placed(config, gpus(4)))
-    assert "CUDA_VISIBLE_DEVICES=2,3 CUDA_DEVICE_ORDER=PCI_BUS_ID torchrun" in learner_by_hand(job, "redis://h")
-    assert "0: torchrun" in learner_by_hand(Job(config, config.run_dir), "redis://h")
+    assert "CUDA_VISIBLE_DEVICES=2,3 CUDA_DEVICE_ORDER=PCI_BUS_ID torchrun" in external_learner_command(
+        job, "redis://h"
+    )
+    assert "0: torchrun" in external_learner_command(Job(config, config.run_dir), "redis://h")

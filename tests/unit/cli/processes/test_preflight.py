@@ -12,14 +12,14 @@ import psutil
 import pytest
 
 from gspo.cli.processes import preflight
-from gspo.cli.processes.preflight import FirstProcess, FirstProcesses
+from gspo.cli.processes.preflight import Preflight, PreflightProcess
 
 _WAITS = """
 import os, sys
-from gspo.common.service.start_command import receive_start, say_checked
+from gspo.common.service.start_command import receive_start_command, report_checked
 sys.stderr.write("warning: looked\\n"); sys.stderr.flush()
-say_checked()
-receive_start()
+report_checked()
+receive_start_command()
 print(os.getpid(), *sys.argv[1:])
 """
 
@@ -28,8 +28,8 @@ def program(body: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-c", textwrap.dedent(body), *arguments)
 
 
-async def started(command: tuple[str, ...]) -> FirstProcess:
-    return await FirstProcess.start("reward", command, os.environ)
+async def started(command: tuple[str, ...]) -> PreflightProcess:
+    return await PreflightProcess.start("reward", command, os.environ)
 
 
 async def test_the_process_that_has_checked_becomes_the_service(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ async def test_a_check_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_those_that_nobody_takes_end_with_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "check_command", lambda service, _: program(_WAITS, service))
-    with FirstProcesses(tmp_path) as first:
+    with Preflight(tmp_path) as first:
         for service in ("coordinator", "reward"):
             assert (await first.check(service, Path("config.yaml"), {}))[0] == 0
         left, taken = first._processes["coordinator-0"], first.take("reward-0")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo.cli.processes.programs import Job, learner_by_hand, service_programs
+from gspo.cli.processes.programs import Job, external_learner_command, service_programs
 from gspo.common.config.loading import parse_config
 
 URL = "redis://127.0.0.1:7000/0"
@@ -28,5 +28,5 @@ def test_a_learner_of_no_ranks_is_left_to_the_user(tmp_path: Path, ranks: int, s
     assert names.count("learner-0") == started
     # It is watched like any other, whoever started it.
     assert job.names == ["coordinator-0", "generation-0", "reward-0", "learner-0"]
-    told = learner_by_hand(job, URL)
+    told = external_learner_command(job, URL)
     assert f"-m gspo.learner --run-dir {tmp_path}/runs/test --redis-url {URL}" in told

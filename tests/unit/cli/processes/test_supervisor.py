@@ -10,13 +10,13 @@ import pytest
 from gspo.cli.processes import supervisor as supervisor_module
 from gspo.cli.processes.child import Program
 from gspo.cli.processes.exit_codes import RunError
-from gspo.cli.processes.supervisor import Supervisor
+from gspo.cli.processes.supervisor import ProcessSupervisor
 
 
 async def pauses(tmp_path: Path, command: str) -> tuple[list[float], str]:
     """Seconds before each restart of a program that dies again and again, and what is said at the end."""
     said: list[str] = []
-    async with Supervisor(tmp_path, 3, said.append) as supervisor:
+    async with ProcessSupervisor(tmp_path, 3, said.append) as supervisor:
         supervisor.start([Program("worker", ("sh", "-c", command))])
         with pytest.raises(RunError) as ended:
             await supervisor.watch()

@@ -8,8 +8,8 @@ import pytest
 
 from gspo.common.errors import InputError
 from gspo.common.host import gpus
-from gspo.common.host.gpus import Gpu, choose_gpus, generators_on, visible_gpus
-from tests.support.gpu_machine import GIB, be_on_gpu_machine, uuid
+from gspo.common.host.gpus import Gpu, choose_gpus, generators_per_gpu, visible_gpus
+from tests.support.gpu_machine import GIB, pretend_gpu_machine, uuid
 
 INSTALLED = [Gpu(str(n), uuid(n), 80 * GIB) for n in range(4)]
 
@@ -57,7 +57,7 @@ def test_without_gpus_the_variable_says_nothing() -> None:
 
 
 def test_the_table_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    be_on_gpu_machine(monkeypatch, tmp_path, 2, gib=24)
+    pretend_gpu_machine(monkeypatch, tmp_path, 2, gib=24)
     assert visible_gpus() == [Gpu("0", uuid(0), 24 * GIB), Gpu("1", uuid(1), 24 * GIB)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert visible_gpus() == [Gpu("1", uuid(1), 24 * GIB)]
@@ -71,7 +71,7 @@ def test_the_table_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_engines_made_for_cpus_leave_every_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    be_on_gpu_machine(monkeypatch, tmp_path, 2)
+    pretend_gpu_machine(monkeypatch, tmp_path, 2)
     monkeypatch.setattr(gpus.importlib.metadata, "version", lambda _: "2.13.0+cpu")
     assert visible_gpus() == []
 
@@ -86,6 +86,6 @@ def test_float32_on_a_gpu_is_warned_of(dtype: str, seen: int, warned: bool, caps
 
 def test_who_shares_is_told_by_gspo_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GSPO_GENERATORS_PER_GPU", raising=False)
-    assert generators_on(INSTALLED[:2]) == [0, 0]
+    assert generators_per_gpu(INSTALLED[:2]) == [0, 0]
     monkeypatch.setenv("GSPO_GENERATORS_PER_GPU", "2,0")
-    assert generators_on(INSTALLED[:2]) == [2, 0]
+    assert generators_per_gpu(INSTALLED[:2]) == [2, 0]

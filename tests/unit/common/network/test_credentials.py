@@ -13,7 +13,7 @@ from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.network.credentials import (
-    check_trust,
+    check_credentials,
     redis_password,
     shared_token,
     warn_of_plain_text,
@@ -45,17 +45,17 @@ def tls_of(cluster: dict[str, Path], **other: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
 def test_loopback_needs_no_secret(host: str, config: Config) -> None:
-    check_trust(config, host, "redis://127.0.0.1:6379/0")
-    check_trust(config, host, None)
+    check_credentials(config, host, "redis://127.0.0.1:6379/0")
+    check_credentials(config, host, None)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gpu-3"])
-def test_a_door_beyond_loopback_needs_a_token(host: str, given: dict[str, Any], tmp_path: Path, secret: str) -> None:
+def test_a_server_beyond_loopback_needs_a_token(host: str, given: dict[str, Any], tmp_path: Path, secret: str) -> None:
     with pytest.raises(InputError, match="token_file") as error:
-        check_trust(configured(given, tmp_path), host, "redis://127.0.0.1:6379/0")
+        check_credentials(configured(given, tmp_path), host, "redis://127.0.0.1:6379/0")
     assert error.value.where == "services.host"
     assert host in error.value.rule
-    check_trust(configured(given, tmp_path, token_file=secret), host, "redis://127.0.0.1:6379/0")
+    check_credentials(configured(given, tmp_path, token_file=secret), host, "redis://127.0.0.1:6379/0")
 
 
 def test_plain_text_beyond_loopback_is_said(
@@ -79,9 +79,9 @@ def test_a_redis_beyond_loopback_needs_a_password(
 ) -> None:
     """Of an address that is given, and of the one that a run starts beside services beyond loopback."""
     with pytest.raises(InputError, match="redis_password_file") as error:
-        check_trust(configured(given, tmp_path, token_file=secret), "10.1.2.3", url)
+        check_credentials(configured(given, tmp_path, token_file=secret), "10.1.2.3", url)
     assert error.value.where == ("services.redis_url" if url else "services.host")
-    check_trust(configured(given, tmp_path, token_file=secret, redis_password_file=secret), "10.1.2.3", url)
+    check_credentials(configured(given, tmp_path, token_file=secret, redis_password_file=secret), "10.1.2.3", url)
 
 
 def test_with_tls_nothing_beyond_loopback_is_plain(
@@ -89,12 +89,12 @@ def test_with_tls_nothing_beyond_loopback_is_plain(
 ) -> None:
     services = {"token_file": secret, "redis_password_file": secret, "tls": tls_of(cluster)}
     config = configured(given, tmp_path, **services)
-    check_trust(config, "10.1.2.3", "rediss://redis:6379/0")
-    check_trust(config, "10.1.2.3", "redis://127.0.0.1:6379/0")
+    check_credentials(config, "10.1.2.3", "rediss://redis:6379/0")
+    check_credentials(config, "10.1.2.3", "redis://127.0.0.1:6379/0")
     with pytest.raises(InputError, match=r"services\.redis_url: redis://redis:6379/0 is in plain text"):
-        check_trust(config, "10.1.2.3", "redis://redis:6379/0")
+        check_credentials(config, "10.1.2.3", "redis://redis:6379/0")
     with pytest.raises(InputError, match=r"services\.redis_url: is not set, .* speaks no TLS"):
-        check_trust(config, "10.1.2.3", None)
+        check_credentials(config, "10.1.2.3", None)
 
 
 @pytest.mark.parametrize("key", ["token_file", "redis_password_file"])
@@ -115,7 +115,7 @@ def test_a_secret_is_one_long_word(
     if content is not None:
         (tmp_path / "it").write_bytes(content)
     with pytest.raises(InputError) as error:
-        check_trust(configured(given, tmp_path, **{key: "it"}), "127.0.0.1", None)
+        check_credentials(configured(given, tmp_path, **{key: "it"}), "127.0.0.1", None)
     assert error.value.where == f"services.{key}"
     assert said in error.value.rule
     assert "hunter2" not in str(error.value)
@@ -133,7 +133,7 @@ def test_what_gspo_certs_makes_is_taken_as_it_is_printed(
 
     config = parse_config(given | yaml.safe_load(settings(cluster)), tmp_path)
     # By its name on any host.
-    check_trust(config, "gpu-17", "rediss://redis:6379/0")
+    check_credentials(config, "gpu-17", "rediss://redis:6379/0")
     assert len({shared_token(config), redis_password(config)}) == 2
     readable = {path.name for path in cluster.values() if path.stat().st_mode & 0o077}
     assert readable == {"cert.pem", "ca.pem"}
@@ -146,9 +146,9 @@ def test_a_certificate_is_for_the_host_that_others_call(
 ) -> None:
     config = configured(given, tmp_path, token_file=secret, tls=tls_of(cluster))
     for host in ("127.0.0.1", "localhost", "10.1.2.3", "0.0.0.0"):
-        check_trust(config, host, "redis://127.0.0.1/0")
+        check_credentials(config, host, "redis://127.0.0.1/0")
     with pytest.raises(InputError, match=r"services\.tls\.cert: nobody who trusts .*cert\.pem for 10\.9\.9\.9 \("):
-        check_trust(config, "10.9.9.9", "redis://127.0.0.1/0")
+        check_credentials(config, "10.9.9.9", "redis://127.0.0.1/0")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_files_that_do_not_belong_together_are_named(
     make_secrets(tmp_path / "other", (), days=1)
     config = configured(given, tmp_path, tls=tls_of(cluster) | wrong)
     with pytest.raises(InputError, match=said):
-        check_trust(config, "127.0.0.1", None)
+        check_credentials(config, "127.0.0.1", None)
 
 
 def test_a_certificate_whose_time_is_over_is_refused(
@@ -178,7 +178,7 @@ def test_a_certificate_whose_time_is_over_is_refused(
 ) -> None:
     old = make_secrets(tmp_path / "old", (), days=0)
     with pytest.raises(InputError, match=r"services\.tls\.cert: .*expired"):
-        check_trust(configured(given, tmp_path, tls=tls_of(old)), "127.0.0.1", None)
+        check_credentials(configured(given, tmp_path, tls=tls_of(old)), "127.0.0.1", None)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from gspo.common.config.services import ServicesConfig
 from gspo.common.network import http_connection
-from gspo.common.network.http_guard import App, BoundedBodies, Receive, Scope, Send, reply
+from gspo.common.network.http_guard import ASGIApp, BoundedBodies, Receive, Scope, Send, reply
 from gspo.common.network.http_server import HttpServer
 
 TIMEOUT_S = 0.5
@@ -40,7 +40,7 @@ async def port() -> AsyncIterator[int]:
         yield number
 
 
-async def serve(app: App, timeout_s: float = 60.0) -> AsyncIterator[int]:
+async def serve(app: ASGIApp, timeout_s: float = 60.0) -> AsyncIterator[int]:
     server = HttpServer(app, "127.0.0.1", 0, NAMES, takes_forms=True, request_timeout_s=timeout_s)
     task = asyncio.create_task(server.run())
     yield int(server.address.rpartition(":")[2])
@@ -209,7 +209,7 @@ async def test_bodies_of_callers_that_are_refused_are_not_kept() -> None:
 
 
 async def test_many_bodies_at_a_time_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gspo.common.network.http_guard.MAX_HELD_BYTES", 2**20)
+    monkeypatch.setattr("gspo.common.network.http_guard.MAX_BUFFERED_BYTES", 2**20)
     full, free = asyncio.Event(), asyncio.Event()
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
     statuses: list[int] = []

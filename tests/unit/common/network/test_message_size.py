@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gspo.common.network.message_size import MAX_FIELDS, TooManyFieldsError, check_fields
 from gspo_proto.reward_pb2 import ScoreRequest
-from tests.support.reward_rollouts import answer_of
+from tests.support.reward_rollouts import make_rollout
 
 
 def delimited(number: int, payload: bytes) -> bytes:
@@ -22,7 +22,7 @@ def delimited(number: int, payload: bytes) -> bytes:
 
 
 def test_what_a_batch_needs_passes() -> None:
-    rollout = answer_of("4" * 10_000, answer="4")
+    rollout = make_rollout("4" * 10_000, answer="4")
     rollout.token_ids.extend(range(5000))
     rollout.rewards.add(name="exact", part_weights={str(number): 1.0 for number in range(10)})
     check_fields(ScoreRequest.DESCRIPTOR, ScoreRequest(rollouts=[rollout] * 1024).SerializeToString())

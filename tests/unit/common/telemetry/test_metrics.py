@@ -12,10 +12,10 @@ from prometheus_client.metrics import MetricWrapperBase
 from gspo.common.service.traces import Traces
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.step_time import CAUSES
-from gspo.learner.assembly.staleness_cost import AgeCost
-from gspo.learner.telemetry.rollout_timelines import Journeys
+from gspo.learner.assembly.staleness_cost import StalenessCost
+from gspo.learner.telemetry.rollout_timelines import RolloutTimelines
 from gspo.learner.telemetry.step_clock import StepClock
-from gspo.learner.training.step_metrics import row_figures
+from gspo.learner.training.step_metrics import row_metrics
 
 ROOT = Path(__file__).parents[4]
 DOCUMENT = ROOT / "docs" / "metrics.md"
@@ -64,7 +64,7 @@ def test_the_document_lists_each_metric_under_the_service_that_serves_it() -> No
 @pytest.mark.parametrize("service", [service for service in metrics.OF_SERVICE if service])
 def test_a_service_serves_what_is_its_own_and_nothing_of_the_others(service: str) -> None:
     registry = CollectorRegistry()
-    registry.register(metrics.Served(service))
+    registry.register(metrics.ServiceCollector(service))
     text = generate_latest(registry).decode()
     served = set(re.findall(r"^# TYPE (gspo_\w+) ", text, re.MULTILINE))
     assert served == sections()["every service"] | sections()[service]
@@ -97,14 +97,14 @@ def explained_figures() -> tuple[set[str], tuple[str, ...]]:
 
 
 def test_every_figure_of_a_step_has_a_meaning() -> None:
-    clock = StepClock(Journeys(), Traces("learner", name="learner-0", run="r", endpoint=None))
+    clock = StepClock(RolloutTimelines(), Traces("learner", name="learner-0", run="r", endpoint=None))
     clock.wait_over(0.0, live_unix_s=0.0, evaluated_unix_s=0.0)
     clock.begin([])
     for phase in ("log_s", "train_s", "publish_s", "hold_s"):
         clock.over(phase)
-    used = {*clock.figures(), *AgeCost().figures(), *(name for names in CAUSES.values() for name in names)}
+    used = {*clock.figures(), *StalenessCost().figures(), *(name for names in CAUSES.values() for name in names)}
     for path in [*ROOT.glob("deploy/prometheus/rules/*.yml"), ROOT / "deploy/grafana/dashboards/learning.json"]:
         used |= set(re.findall(r'figure=\\?"(\w+)\\?"', path.read_text()))
-    used |= set(row_figures([]))
+    used |= set(row_metrics([]))
     names, beginnings = explained_figures()
     assert {name for name in used if name not in names and not name.startswith(beginnings)} == set()

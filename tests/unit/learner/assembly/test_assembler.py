@@ -9,7 +9,7 @@ import pytest
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.schema import StalenessConfig
-from gspo.learner.assembly.assembler import Added, Assembler, Batch, Exhausted, Hopeless, Waiting
+from gspo.learner.assembly.assembler import AddResult, Assembler, Batch, NoUsableGroups, PromptsUsedUp, WaitingForGroups
 from gspo.learner.assembly.settlements import SettledGroup, Settlement, Settlements
 from gspo_core.advantage import RunningMoments
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, GroupFailure
@@ -43,7 +43,7 @@ def fill(scored):
         for group in groups:
             for number, reward in enumerate((1.0, 0.0)):
                 added = assembler.add(scored(group, number, version=[version, version], reward=reward))
-                assert added is Added.NEW
+                assert added is AddResult.NEW
 
     return add_groups
 
@@ -57,33 +57,33 @@ def test_a_batch_holds_the_oldest_complete_groups(fill, scored) -> None:
     assert isinstance(batch, Batch)
     assert (batch.step, batch.groups, batch.settled) == (2, (3, 8), ())
     assert {row.step for row in batch.rows} == {2}
-    assert isinstance(a.next_batch(2, {}), Waiting)
+    assert isinstance(a.next_batch(2, {}), WaitingForGroups)
 
 
 def test_it_waits_for_enough_groups(fill) -> None:
     a = assembler()
     fill(a, 0)
-    assert a.next_batch(0, {0: 0, 1: 0}) == Waiting("groups", "1 of 2 groups", ())
+    assert a.next_batch(0, {0: 0, 1: 0}) == WaitingForGroups("groups", "1 of 2 groups", ())
 
 
 def test_an_incomplete_group_is_no_group(fill, scored) -> None:
     a = assembler()
     fill(a, 0)
     a.add(scored(1, 0))
-    assert isinstance(a.next_batch(0, {0: 0, 1: 0}), Waiting)
+    assert isinstance(a.next_batch(0, {0: 0, 1: 0}), WaitingForGroups)
     a.add(scored(1, 1))
     assert isinstance(a.next_batch(0, {0: 0, 1: 0}), Batch)
 
 
 def test_the_first_result_of_a_rollout_wins(scored) -> None:
     a = assembler(rollout_batch_size=1)
-    assert a.add(scored(0, 0, reward=1.0)) is Added.NEW
-    assert a.add(scored(0, 0, reward=9.0, attempt=2)) is Added.DUPLICATE
-    assert a.add(scored(0, 1, reward=0.0)) is Added.NEW
+    assert a.add(scored(0, 0, reward=1.0)) is AddResult.NEW
+    assert a.add(scored(0, 0, reward=9.0, attempt=2)) is AddResult.DUPLICATE
+    assert a.add(scored(0, 1, reward=0.0)) is AddResult.NEW
     batch = a.next_batch(0, {})
     assert isinstance(batch, Batch)
     assert sorted(row.reward for row in batch.rows) == [0.0, 1.0]
-    assert a.add(scored(0, 1, reward=9.0)) is Added.DUPLICATE
+    assert a.add(scored(0, 1, reward=9.0)) is AddResult.DUPLICATE
 
 
 def test_groups_in_the_run_directory_are_not_taken_again(scored) -> None:
@@ -91,10 +91,10 @@ def test_groups_in_the_run_directory_are_not_taken_again(scored) -> None:
     settlements.add(3, Settlement.TRAINED)
     settlements.add(4, Settlement.STALE)
     a = Assembler(AlgorithmConfig(), StalenessConfig(), seed=0, settlements=settlements, moments=RunningMoments())
-    assert a.add(scored(3, 0)) is Added.DUPLICATE
-    assert a.add(scored(4, 0)) is Added.LATE
-    assert a.add(GroupFailure(group=3, reason="deadline")) is Added.LATE
-    assert a.add(scored(5, 0)) is Added.NEW
+    assert a.add(scored(3, 0)) is AddResult.DUPLICATE
+    assert a.add(scored(4, 0)) is AddResult.LATE
+    assert a.add(GroupFailure(group=3, reason="deadline")) is AddResult.LATE
+    assert a.add(scored(5, 0)) is AddResult.NEW
 
 
 def test_a_malformed_rollout_is_refused_and_leaves_nothing(scored) -> None:
@@ -104,7 +104,7 @@ def test_a_malformed_rollout_is_refused_and_leaves_nothing(scored) -> None:
     a.add(scored(0, 0))
     with pytest.raises(ValueError, match="rollout 0-1 of 3 does not fit into a group of 2"):
         a.add(scored(0, 1, num_rollouts=3))
-    assert a.add(scored(0, 1)) is Added.NEW
+    assert a.add(scored(0, 1)) is AddResult.NEW
 
 
 # Advantages and order
@@ -208,16 +208,16 @@ def test_a_group_whose_rollouts_all_failed_is_settled_at_once_with_the_last_reas
     a.add(scored(0, 0, reward=None, failure="first"))
     waiting = a.next_batch(0, {0: 0})
     expected = SettledGroup(0, Settlement.FAILED, "every rollout failed, the last one: second")
-    assert waiting == Waiting("groups", "0 of 2 groups", (expected,))
-    assert a.add(scored(0, 0)) is Added.LATE
+    assert waiting == WaitingForGroups("groups", "0 of 2 groups", (expected,))
+    assert a.add(scored(0, 0)) is AddResult.LATE
     assert a.next_batch(0, {0: 0}).settled == ()
 
 
 def test_a_group_that_was_given_up_is_failed_with_its_reason(scored) -> None:
     a = assembler()
     a.add(scored(0, 0))
-    assert a.add(GroupFailure(group=0, attempt=3, reason="no result after 3 attempts")) is Added.NEW
-    assert a.add(scored(0, 1)) is Added.LATE
+    assert a.add(GroupFailure(group=0, attempt=3, reason="no result after 3 attempts")) is AddResult.NEW
+    assert a.add(scored(0, 1)) is AddResult.LATE
     settled = a.next_batch(0, {0: 0}).settled
     assert settled == (SettledGroup(0, Settlement.FAILED, "no result after 3 attempts"),)
 
@@ -225,7 +225,7 @@ def test_a_group_that_was_given_up_is_failed_with_its_reason(scored) -> None:
 def test_a_failure_after_the_last_rollout_changes_nothing(fill) -> None:
     a = assembler(rollout_batch_size=1)
     fill(a, 0)
-    assert a.add(GroupFailure(group=0, reason="too late")) is Added.LATE
+    assert a.add(GroupFailure(group=0, reason="too late")) is AddResult.LATE
     assert isinstance(a.next_batch(0, {}), Batch)
 
 
@@ -260,14 +260,14 @@ def test_max_refill_batches_without_a_trained_group_end_the_run(scored, fill) ->
     a = assembler(max_refill=2)
     for group in range(3):
         a.add(GroupFailure(group=group, reason="hangs"))
-    assert isinstance(a.next_batch(0, {}), Waiting)
+    assert isinstance(a.next_batch(0, {}), WaitingForGroups)
     fill(a, 10, 11)
     assert isinstance(a.next_batch(0, {}), Batch)  # a trained group breaks the row
     for group in range(20, 24):
-        assert isinstance(a.next_batch(1, {}), Waiting)
+        assert isinstance(a.next_batch(1, {}), WaitingForGroups)
         a.add(GroupFailure(group=group, reason="hangs"))
     hopeless = a.next_batch(1, {})
-    assert isinstance(hopeless, Hopeless)
+    assert isinstance(hopeless, NoUsableGroups)
     assert hopeless.reason == (
         "4 groups in a row failed or were filtered, none was trained; the last one, group 23, was failed: hangs"
     )
@@ -280,7 +280,7 @@ def test_groups_without_spread_are_dropped_and_others_fill_the_batch(scored, fil
         a.add(scored(0, number, reward=0.1))
     fill(a, 1)
     expected = SettledGroup(0, Settlement.FILTERED, "zero spread: every reward is 0.1")
-    assert a.next_batch(0, {2: 0}) == Waiting("groups", "1 of 2 groups", (expected,))
+    assert a.next_batch(0, {2: 0}) == WaitingForGroups("groups", "1 of 2 groups", (expected,))
     fill(a, 2)
     batch = a.next_batch(0, {})
     assert isinstance(batch, Batch)
@@ -301,14 +301,14 @@ def test_a_batch_that_max_refill_batches_could_not_fill_is_trained_as_it_is(scor
     a = assembler(filter_zero_spread=True, max_refill=2)
     fill(a, 0)
     for group in range(1, 5):
-        assert isinstance(a.next_batch(0, {}), Waiting)
+        assert isinstance(a.next_batch(0, {}), WaitingForGroups)
         for number in range(2):
             a.add(scored(group, number))
     batch = a.next_batch(0, {})
     assert isinstance(batch, Batch)
     assert (batch.groups, [settled.group for settled in batch.settled]) == ((0,), [4])
     fill(a, 6)
-    assert isinstance(a.next_batch(1, {}), Waiting)  # the count begins anew
+    assert isinstance(a.next_batch(1, {}), WaitingForGroups)  # the count begins anew
 
 
 def test_a_long_answer_has_its_reward_lowered_and_the_log_says_so(scored) -> None:
@@ -333,7 +333,7 @@ def test_it_waits_for_a_group_that_the_next_version_would_make_too_old(fill) -> 
     fill(a, 1, 2, version=1)
     # Group 0 may hold tokens of version 0; step 2 is the last that may train them.
     waiting = a.next_batch(1, {0: 0, 1: 1, 2: 1})
-    assert waiting == Waiting("old_groups", "2 of 2 groups; group 0 under max_lag 1", ())
+    assert waiting == WaitingForGroups("old_groups", "2 of 2 groups; group 0 under max_lag 1", ())
     fill(a, 0, version=0)
     batch = a.next_batch(1, {0: 0, 1: 1, 2: 1})
     assert isinstance(batch, Batch)
@@ -353,7 +353,7 @@ def test_it_looks_ahead_where_more_groups_come_due_than_a_batch_holds(fill) -> N
     fill(a, 8, 9, version=1)
     open_groups = {0: 0, 1: 0, 2: 0, 8: 1, 9: 1}
     waiting = a.next_batch(1, open_groups)
-    assert waiting == Waiting("old_groups", "2 of 2 groups; group 0 and 2 more under max_lag 2", ())
+    assert waiting == WaitingForGroups("old_groups", "2 of 2 groups; group 0 and 2 more under max_lag 2", ())
     fill(a, 1, version=0)
     batch = a.next_batch(1, open_groups)
     assert isinstance(batch, Batch)
@@ -431,19 +431,19 @@ def test_the_last_batch_may_be_smaller(fill, scored) -> None:
     a = assembler()
     fill(a, 0)
     a.add(scored(1, 0))
-    assert a.next_batch(0, {}, num_groups=2) == Waiting("groups", "1 of 2 groups", ())
+    assert a.next_batch(0, {}, num_groups=2) == WaitingForGroups("groups", "1 of 2 groups", ())
     a.add(GroupFailure(group=1, reason="deadline"))
     batch = a.next_batch(0, {}, num_groups=2)
     assert isinstance(batch, Batch)
     assert (batch.groups, batch.settled) == ((0,), (SettledGroup(1, Settlement.FAILED, "deadline"),))
-    assert a.next_batch(1, {}, num_groups=2) == Exhausted(())
+    assert a.next_batch(1, {}, num_groups=2) == PromptsUsedUp(())
 
 
 def test_a_wiped_redis_does_not_look_like_the_end(fill) -> None:
     a = assembler()
     fill(a, 0)
     # Three groups were issued; that none is open says only that nobody remembers them.
-    assert isinstance(a.next_batch(0, {}, num_groups=3), Waiting)
+    assert isinstance(a.next_batch(0, {}, num_groups=3), WaitingForGroups)
 
 
 def test_what_is_open_at_the_end_is_unused(fill, scored) -> None:

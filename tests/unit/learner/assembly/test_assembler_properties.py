@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.schema import StalenessConfig
-from gspo.learner.assembly.assembler import Added, Assembler, Batch, Exhausted, Waiting
+from gspo.learner.assembly.assembler import AddResult, Assembler, Batch, PromptsUsedUp, WaitingForGroups
 from gspo.learner.assembly.settlements import SettledGroup, Settlement, Settlements
 from gspo_core.advantage import RunningMoments
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, OUTCOME_TRUNCATED, GroupFailure
@@ -23,7 +23,7 @@ SIZE, NUM_ROLLOUTS, NUM_GROUPS = 3, 2, 30
 MAX_TICKS = 20_000
 
 
-class Run:
+class SimulatedAssembly:
     """A run in small; every choice is made by `chance`."""
 
     def __init__(self, scored, chance: Random, staleness: StalenessConfig, failing: float) -> None:
@@ -45,7 +45,7 @@ class Run:
         self.settled: list[SettledGroup] = []
         self.is_over = False
 
-    def play(self) -> Run:
+    def play(self) -> SimulatedAssembly:
         """Ticks until every group is settled; fails where the run hangs."""
         actions = [self.issue, self.finish_a_rollout, self.finish_a_rollout, self.go_live, self.assemble]
         for _ in range(MAX_TICKS):
@@ -78,7 +78,7 @@ class Run:
         )
         self.assembler.add(rollout)
         if self.chance.random() < 0.3:
-            assert self.assembler.add(rollout) in (Added.DUPLICATE, Added.LATE)
+            assert self.assembler.add(rollout) in (AddResult.DUPLICATE, AddResult.LATE)
 
     def go_live(self) -> None:
         self.live = self.version
@@ -87,7 +87,7 @@ class Run:
     def assemble(self) -> None:
         num_groups = NUM_GROUPS if self.issued == NUM_GROUPS else None
         outcome = self.assembler.next_batch(self.version, dict(self.open), num_groups=num_groups)
-        assert isinstance(outcome, Batch | Waiting | Exhausted)
+        assert isinstance(outcome, Batch | WaitingForGroups | PromptsUsedUp)
         self.settled += outcome.settled
         for ended in outcome.settled:
             del self.open[ended.group]
@@ -97,7 +97,7 @@ class Run:
             for group in outcome.groups:
                 del self.open[group]
                 self.held_until[group] = outcome.step
-        self.is_over = isinstance(outcome, Exhausted)
+        self.is_over = isinstance(outcome, PromptsUsedUp)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2, 3])
@@ -107,7 +107,7 @@ def test_each_group_is_settled_once_and_nothing_too_old_counts(
     scored, on_stale: str, max_lag: int, seed: int, failing: float
 ) -> None:
     staleness = StalenessConfig.model_validate({"on_stale": on_stale, "max_lag": max_lag})
-    run = Run(scored, Random(seed), staleness, failing).play()  # noqa: S311 - a simulation, and repeatable
+    run = SimulatedAssembly(scored, Random(seed), staleness, failing).play()  # noqa: S311 - a simulation, and repeatable
 
     ended = Counter(ended.group for ended in run.settled)
     ended.update(group for batch in run.batches for group in batch.groups)

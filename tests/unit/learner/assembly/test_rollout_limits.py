@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gspo.learner.assembly.rollout_limits import Limits, limits_of
+from gspo.learner.assembly.rollout_limits import RolloutLimits, rollout_limits
 from gspo_proto.rollout_pb2 import ScoredRollout
 from tests.support.service_process import make_run
 
-LIMITS = Limits(num_rollouts=2, prompt_length=3, response_length=2, vocabulary=20)
+LIMITS = RolloutLimits(num_rollouts=2, prompt_length=3, response_length=2, vocabulary=20)
 
 
 def changed(good: ScoredRollout, **fields: Any) -> ScoredRollout:
@@ -59,4 +59,4 @@ def test_what_cannot_be_is_refused(scored, fields: dict[str, Any], said: str) ->
 )
 def test_the_limits_are_those_of_the_run_and_its_model(tmp_path: Path, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
-    assert limits_of(make_run(tmp_path, tmp_path)) == Limits(4, 64, 64, 20)
+    assert rollout_limits(make_run(tmp_path, tmp_path)) == RolloutLimits(4, 64, 64, 20)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from gspo.learner.assembly.settlements import SettledGroup, Settlement
-from gspo.learner.assembly.staleness_cost import AgeCost
+from gspo.learner.assembly.staleness_cost import StalenessCost
 
 
 def test_each_step_has_what_age_cost_since_the_one_before() -> None:
-    cost = AgeCost()
+    cost = StalenessCost()
     cost.waited(1.5)
     cost.waited(0.5)
     cost.ended([SettledGroup(1, Settlement.STALE, "old", (10, 40)), SettledGroup(2, Settlement.FILTERED, "equal")])

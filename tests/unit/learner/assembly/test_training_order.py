@@ -9,7 +9,7 @@ import pytest
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.learner.assembly.rows import Row
-from gspo.learner.assembly.training_order import in_training_order, take_in, with_advantages
+from gspo.learner.assembly.training_order import in_training_order, update_moments, with_advantages
 from gspo_core.advantage import RunningMoments
 from tests.support.training.rollout_rows import row_of
 
@@ -60,7 +60,7 @@ def test_running_moments_go_on_over_steps_and_a_replay_takes_them_in() -> None:
     trained, replayed = RunningMoments(), RunningMoments()
     for rewards in (REWARDS, (0.0, 10.0, 4.0, 6.0)):
         found = with_advantages(rows(rewards), algorithm, trained)
-        take_in(replayed, rows(rewards))
+        update_moments(replayed, rows(rewards))
     assert trained == replayed
     assert (trained.count, trained.mean) == (8, 5.0)
     # All eight: squared deviations 16, 4, 0, 36, 25, 25, 1, 1.

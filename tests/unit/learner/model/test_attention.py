@@ -8,7 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gspo.learner.model.attention import attend_to, attention_name, short_causal_attention
 from gspo.learner.model.network import hidden_states
-from gspo.learner.model.packed_rollouts import PackedLine
+from gspo.learner.model.packed_rollouts import PackedRollouts
 
 
 @pytest.mark.parametrize(("num_heads", "num_key_heads"), [(4, 4), (4, 2), (6, 1)])
@@ -35,7 +35,7 @@ def test_a_first_position_sees_itself_alone() -> None:
 
 def test_a_packed_line_is_laid_side_by_side_and_back() -> None:
     """Lengths 3, 3, 2, 1 in blocks of at most 6 places: two rows of 3, then rows of 2 and 1."""
-    line = PackedLine.of([3, 3, 2, 1], 6)
+    line = PackedRollouts.of([3, 3, 2, 1], 6)
     assert line.position_S.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 0]
     values_S = torch.arange(10.0, 19.0, dtype=torch.float64, requires_grad=True)
     first, second = (block.to_rows(values_S) for block in line.blocks)
@@ -69,7 +69,7 @@ def test_packed_rollouts_keep_a_layer_s_sliding_window() -> None:
     rollouts = [torch.randint(0, 50, (length,)) for length in (11, 9, 3)]
     with torch.no_grad():
         apart = [hidden_states(model, token_S[None], None)[0] for token_S in rollouts]
-        line = PackedLine.of([11, 9, 3], 22)
+        line = PackedRollouts.of([11, 9, 3], 22)
         packed = hidden_states(model, torch.cat(rollouts)[None], line)[0]
         torch.testing.assert_close(packed, torch.cat(apart), rtol=1e-4, atol=1e-4)
         for layer in model.model.layers:
@@ -82,5 +82,5 @@ def test_packed_rollouts_keep_a_layer_s_sliding_window() -> None:
 
 def test_a_long_rollout_among_short_ones_is_a_block_of_its_own() -> None:
     """Side by side in one block, 100 short rows would be padded to the long one's length."""
-    line = PackedLine.of([1000, *[10] * 100], 1000)
+    line = PackedRollouts.of([1000, *[10] * 100], 1000)
     assert [(block.num_rows, block.width) for block in line.blocks] == [(1, 1000), (100, 10)]

@@ -6,17 +6,17 @@ import time
 
 import pytest
 
-from gspo.common.streams.instances import Member
-from gspo.learner.push.replicas import Target
+from gspo.common.streams.instances import Instance
+from gspo.learner.push.replicas import GeneratorReplica
 
 
 @pytest.fixture
-def target() -> Target:
-    member = Member("generation", "generation-0", grpc="host:1", facts={"version": 0, "digest": "d"})
-    return Target(member, channel=None, version=0, digest="d")
+def target() -> GeneratorReplica:
+    instance = Instance("generation", "generation-0", grpc="host:1", facts={"version": 0, "digest": "d"})
+    return GeneratorReplica(instance, channel=None, version=0, digest="d")
 
 
-def test_three_failures_in_a_row_put_it_out_and_one_success_brings_it_back(target: Target) -> None:
+def test_three_failures_in_a_row_put_it_out_and_one_success_brings_it_back(target: GeneratorReplica) -> None:
     target.fall_behind()
     assert target.state == "behind"
     assert [target.fail(f"failure {n}") for n in range(1, 5)] == [False, False, True, False]
@@ -36,7 +36,7 @@ def test_three_failures_in_a_row_put_it_out_and_one_success_brings_it_back(targe
     assert not target.fail("only one")
 
 
-def test_pushes_to_it_become_seldom(target: Target) -> None:
+def test_pushes_to_it_become_seldom(target: GeneratorReplica) -> None:
     pauses = []
     for _ in range(8):
         target.fail("refused")
@@ -47,7 +47,7 @@ def test_pushes_to_it_become_seldom(target: Target) -> None:
     assert target.idle
 
 
-def test_it_is_behind_since_the_first_version_that_it_lacks(target: Target) -> None:
+def test_it_is_behind_since_the_first_version_that_it_lacks(target: GeneratorReplica) -> None:
     target.fall_behind()
     since = target.behind_since_unix_s
     target.fall_behind()

@@ -6,25 +6,25 @@ import asyncio
 
 import pytest
 
-from gspo.common.streams.instances import Member
-from gspo.learner.push.replicas import Target
-from gspo.learner.push.send_queue import Kind, PushQueue
+from gspo.common.streams.instances import Instance
+from gspo.learner.push.replicas import GeneratorReplica
+from gspo.learner.push.send_queue import Kind, SendQueue
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
 
-def target(name: str) -> Target:
-    return Target(Member("generation", name, grpc="host:1", facts={}), channel=None, version=0, digest="d")
+def target(name: str) -> GeneratorReplica:
+    return GeneratorReplica(Instance("generation", name, grpc="host:1", facts={}), channel=None, version=0, digest="d")
 
 
 class Pushes:
     """Pushes that are sent until the test says otherwise."""
 
-    def __init__(self, queue: PushQueue) -> None:
+    def __init__(self, queue: SendQueue) -> None:
         self._queue = queue
         self.sent: list[str] = []
         self.over: dict[str, asyncio.Event] = {}
-        self.targets: dict[str, Target] = {}
+        self.targets: dict[str, GeneratorReplica] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def begin(self, kind: Kind, *names: str) -> None:
@@ -51,7 +51,7 @@ async def settled() -> None:
 
 
 async def test_whole_pushes_are_sent_one_after_another_in_the_order_in_which_they_asked() -> None:
-    pushes = Pushes(PushQueue(60.0))
+    pushes = Pushes(SendQueue(60.0))
     await pushes.begin("full", "a", "b", "c", "d")
     assert (pushes.sent, pushes.waiting()) == (["a"], ["b", "c", "d"])
     pushes.over["a"].set()
@@ -68,7 +68,7 @@ async def test_whole_pushes_are_sent_one_after_another_in_the_order_in_which_the
 
 
 async def test_changes_never_wait_behind_whole_policies() -> None:
-    pushes = Pushes(PushQueue(60.0))
+    pushes = Pushes(SendQueue(60.0))
     await pushes.begin("full", "whole", "second")
     await pushes.begin("delta", *"12345")
     assert pushes.sent == ["whole", *"1234"]
@@ -76,7 +76,7 @@ async def test_changes_never_wait_behind_whole_policies() -> None:
 
 
 async def test_limits_are_learned_by_kind_and_doubled_by_failures() -> None:
-    queue = PushQueue(60.0)
+    queue = SendQueue(60.0)
     for _ in range(8):
         queue.took("delta", 1_000_000_000, 0.25)
     assert queue.limit_s("delta", 15_000_000_000) == 60.0

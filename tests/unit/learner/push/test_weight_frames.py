@@ -9,26 +9,28 @@ from gspo.common.weights import digest as digest_module
 from gspo.common.weights.changes import Packed
 from gspo.generation.engine.staging import StagedWeights
 from gspo.learner.push import weight_frames
-from gspo.learner.push.policy_weights import Policy, policy_from
-from gspo.learner.push.weight_frames import Frames
+from gspo.learner.push.policy_weights import PolicyWeights, weights_from
+from gspo.learner.push.weight_frames import WeightFrames
 
 SHAPES = {"a": (40, 30), "b": (7,), "c": (5, 5)}
 
 
-def policy(version: int, *, changed: dict[str, float] | None = None, dtype: torch.dtype = torch.bfloat16) -> Policy:
+def policy(
+    version: int, *, changed: dict[str, float] | None = None, dtype: torch.dtype = torch.bfloat16
+) -> PolicyWeights:
     """Random weights; of the tensors in `changed` the given share of elements is a little larger."""
     chance = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=chance) for name, shape in SHAPES.items()}
     for name, share in (changed or {}).items():
         tensors[name] *= torch.where(torch.rand(SHAPES[name], generator=chance) < share, 1.01, 1.0)
-    return policy_from(version, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    return weights_from(version, {name: tensor.to(dtype) for name, tensor in tensors.items()})
 
 
-def small_frames(policy: Policy, base: Policy | None = None) -> Frames:
-    return Frames(policy, base, frame_bytes=512)
+def small_frames(policy: PolicyWeights, base: PolicyWeights | None = None) -> WeightFrames:
+    return WeightFrames(policy, base, frame_bytes=512)
 
 
-async def staged_after(sent: Frames, base: StagedWeights | None, dtype: str) -> StagedWeights:
+async def staged_after(sent: WeightFrames, base: StagedWeights | None, dtype: str) -> StagedWeights:
     staged = base or StagedWeights(SHAPES, dtype)
     staged.begin(changes=base is not None)
     async for whole in sent:
@@ -72,7 +74,7 @@ async def test_changes_that_would_be_larger_than_the_elements_are_sent_as_elemen
         name: torch.randint(0x7F00, shape, generator=chance, dtype=torch.int16).view(torch.bfloat16)
         for name, shape in SHAPES.items()
     }
-    sent = [frame.tensor async for frame in small_frames(policy_from(2, others), policy(1))]
+    sent = [frame.tensor async for frame in small_frames(weights_from(2, others), policy(1))]
     assert all(frame.data and not frame.HasField("changes") for frame in sent)
     assert max(len(frame.data) for frame in sent) == 512
 
@@ -89,7 +91,7 @@ async def test_changes_are_packed_once_for_all_generators(monkeypatch: pytest.Mo
 
 async def test_a_policy_has_one_dtype() -> None:
     with pytest.raises(ValueError, match="one inference dtype"):
-        policy_from(1, {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.bfloat16)})
+        weights_from(1, {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.bfloat16)})
 
 
 def test_the_digest_does_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo.learner.storage.best_version import BEST, CANDIDATES, FACTS, Best
+from gspo.learner.storage.best_version import BEST, CANDIDATES, FACTS, BestVersion
 
 
 def model(version: int) -> Callable[[Path], None]:
@@ -33,10 +33,10 @@ def candidates(run_dir: Path) -> list[str]:
 
 
 def test_the_highest_score_is_kept_and_of_equals_the_first(tmp_path: Path) -> None:
-    best = Best(tmp_path, "sampled_mean", {})
+    best = BestVersion(tmp_path, "sampled_mean", {})
     seen = []
     for version, score in enumerate((0.25, 0.5, 0.5, 0.375, 0.75)):
-        best.put_aside(version, model(version))
+        best.save_candidate(version, model(version))
         assert candidates(tmp_path) == [f"step-{version:06d}"]
         best.measured(version, score)
         seen.append(kept(tmp_path))
@@ -52,27 +52,27 @@ def test_the_highest_score_is_kept_and_of_equals_the_first(tmp_path: Path) -> No
 
 
 def test_a_version_without_a_score_goes(tmp_path: Path) -> None:
-    best = Best(tmp_path, "sampled_mean", {})
-    best.put_aside(0, model(0))
+    best = BestVersion(tmp_path, "sampled_mean", {})
+    best.save_candidate(0, model(0))
     best.measured(0, None)
     assert (kept(tmp_path), candidates(tmp_path), best.version) == (None, [], None)
 
 
 def test_the_first_score_of_a_version_counts(tmp_path: Path) -> None:
-    best = Best(tmp_path, "sampled_mean", {})
+    best = BestVersion(tmp_path, "sampled_mean", {})
     for version, score in ((1, 0.5), (2, 0.25)):
-        best.put_aside(version, model(version))
+        best.save_candidate(version, model(version))
         best.measured(version, score)
-    best.put_aside(2, model(2))
+    best.save_candidate(2, model(2))
     best.measured(2, 0.75)
     assert (kept(tmp_path), best.version, candidates(tmp_path)) == ("1", 1, [])
 
 
 def test_figures_that_come_before_the_model_is_written(tmp_path: Path) -> None:
-    best = Best(tmp_path, "sampled_mean", {})
+    best = BestVersion(tmp_path, "sampled_mean", {})
     best.measured(3, 0.5)
     assert kept(tmp_path) is None
-    best.put_aside(3, model(3))
+    best.save_candidate(3, model(3))
     assert (kept(tmp_path), candidates(tmp_path)) == ("3", [])
 
     writing, go_on = threading.Event(), threading.Event()
@@ -82,7 +82,7 @@ def test_figures_that_come_before_the_model_is_written(tmp_path: Path) -> None:
         assert go_on.wait(10)
         model(4)(folder)
 
-    writer = threading.Thread(target=best.put_aside, args=(4, slow))
+    writer = threading.Thread(target=best.save_candidate, args=(4, slow))
     measurer = threading.Thread(target=best.measured, args=(4, 0.75))
     writer.start()
     assert writing.wait(10)
@@ -95,27 +95,27 @@ def test_figures_that_come_before_the_model_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["recorded", "old best put away", "moved"])
 def test_a_kill_while_the_best_changes_is_mended_at_the_next_start(tmp_path: Path, when: str) -> None:
-    best = Best(tmp_path, "sampled_mean", {})
-    best.put_aside(1, model(1))
+    best = BestVersion(tmp_path, "sampled_mean", {})
+    best.save_candidate(1, model(1))
     best.measured(1, 0.25)
-    best.put_aside(2, model(2))
-    best.put_aside(3, model(3))
+    best.save_candidate(2, model(2))
+    best.save_candidate(3, model(3))
     if when != "recorded":
         (tmp_path / BEST).rename(tmp_path / f"{BEST}.tmp")
     if when == "moved":
         (tmp_path / CANDIDATES / "step-000002").rename(tmp_path / BEST)
     (tmp_path / CANDIDATES / ".step-000004.abc").mkdir()
-    again = Best(tmp_path, "sampled_mean", {1: 0.25, 2: 0.5})
+    again = BestVersion(tmp_path, "sampled_mean", {1: 0.25, 2: 0.5})
     assert (kept(tmp_path), again.version) == ("2", 2)
     assert candidates(tmp_path) == ["step-000003"], "what is not measured yet stays"
     assert not (tmp_path / f"{BEST}.tmp").exists()
 
 
 def test_an_old_best_comes_back_where_the_new_one_was_lost(tmp_path: Path) -> None:
-    best = Best(tmp_path, "sampled_mean", {})
-    best.put_aside(1, model(1))
+    best = BestVersion(tmp_path, "sampled_mean", {})
+    best.save_candidate(1, model(1))
     best.measured(1, 0.25)
     (tmp_path / BEST).rename(tmp_path / f"{BEST}.tmp")
     shutil.rmtree(tmp_path / CANDIDATES)
-    Best(tmp_path, "sampled_mean", {1: 0.25, 2: 0.5})
+    BestVersion(tmp_path, "sampled_mean", {1: 0.25, 2: 0.5})
     assert kept(tmp_path) == "1"

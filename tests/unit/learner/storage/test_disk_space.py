@@ -17,7 +17,7 @@ import pytest
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.assembly.settlements import SettledGroup, Settlement
-from gspo.learner.storage.disk_space import Disk
+from gspo.learner.storage.disk_space import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
 
 
@@ -47,10 +47,10 @@ def rows(scored) -> Callable[..., list[Row]]:
     return lambda step, *groups: [replace(row_from_scored(scored(group)), step=step) for group in groups]
 
 
-def test_writes_wait_for_room_and_are_whole_then(small_disk: Path, rows: Callable[..., list[Row]]) -> None:
+def test_writes_wait_for_free_disk_space_and_are_whole_then(small_disk: Path, rows: Callable[..., list[Row]]) -> None:
     activity = Activity("learner")
     activity.set("busy", "logging")
-    disk = Disk(activity)
+    disk = DiskSpace(activity)
     with RunDir(small_disk / "run", disk) as run:
         run.append_version(0, "before", 0)
         filler = fill(small_disk)
@@ -82,7 +82,7 @@ def test_writes_wait_for_room_and_are_whole_then(small_disk: Path, rows: Callabl
 
 
 def test_a_learner_that_is_asked_to_end_does_not_wait(small_disk: Path) -> None:
-    with RunDir(small_disk / "run", Disk(Activity("learner"), stopping=lambda: True)) as run:
+    with RunDir(small_disk / "run", DiskSpace(Activity("learner"), stopping=lambda: True)) as run:
         fill(small_disk)
         with pytest.raises(OSError, match="No space left"):
             run.settle([SettledGroup(1, Settlement.FAILED, "a reason" * 10_000)])
@@ -93,4 +93,4 @@ def test_what_is_no_full_disk_is_raised_at_once(tmp_path: Path) -> None:
         raise PermissionError(errno.EACCES, "no")
 
     with pytest.raises(PermissionError):
-        Disk(Activity("learner")).write("a file", tmp_path, refuse)
+        DiskSpace(Activity("learner")).write("a file", tmp_path, refuse)

@@ -42,7 +42,7 @@ def die(*_: object) -> None:
 # One learner
 
 
-def test_a_second_learner_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+def test_a_second_learner_is_refused_with_the_holder_of_the_lock(tmp_path: Path) -> None:
     with RunDir(tmp_path), pytest.raises(InputError) as refused:
         RunDir(tmp_path)
     assert refused.value.where == str(tmp_path)
@@ -278,7 +278,7 @@ def test_a_replayed_step_is_not_measured_twice(tmp_path: Path) -> None:
     ]
 
 
-def test_the_time_that_steps_took_is_known_to_the_next_life(tmp_path: Path) -> None:
+def test_the_time_that_steps_took_is_known_after_a_restart(tmp_path: Path) -> None:
     with RunDir(tmp_path) as run:
         assert run.trained_s == 0.0
         run.append_metrics(1, 1, {"step_s": 1.5})

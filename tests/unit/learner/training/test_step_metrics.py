@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gspo.common.config.algorithm import AlgorithmConfig
-from gspo.learner.training.step_metrics import mismatch_figures, objective_figures, row_figures
+from gspo.learner.training.step_metrics import mismatch_metrics, objective_metrics, row_metrics
 from gspo_core.figures import mismatch_stats
 from gspo_core.loss import policy_loss
 from gspo_core.stats import mean_stats
@@ -29,23 +29,23 @@ def test_parts_of_the_reward_have_their_means(tmp_path: Path) -> None:
         replace(second, parts_json=parts(None, 0.25)),
         replace(third, parts_json=parts(0.0, 100.0), reward=None, failure="raised"),
     ]
-    figures = row_figures(rows)
+    figures = row_metrics(rows)
     assert (figures["part_right_mean"], figures["part_form_mean"]) == (1.0, pytest.approx(0.375))
     alone = json.dumps([{"name": "right", "value": 1.0}])
-    assert not [name for name in row_figures([replace(first, parts_json=alone)]) if name.startswith("part_")]
+    assert not [name for name in row_metrics([replace(first, parts_json=alone)]) if name.startswith("part_")]
 
 
 def test_conversations_have_figures_and_single_answers_none(tmp_path: Path) -> None:
     one, two, three, *_ = make_rows(make_tiny_model(tmp_path / "model"), num_groups=1)
     talked = replace(one, turns_json="[1]", num_turns=2, num_tool_calls=3, outcome="environment_done")
     cut = replace(two, turns_json="[1]", num_turns=5, num_malformed_calls=2, num_cut_turns=1, outcome="turn_limit")
-    figures = row_figures([talked, cut])
+    figures = row_metrics([talked, cut])
     assert (figures["turns_mean"], figures["tool_calls_mean"]) == (3.5, 1.5)
     assert figures["turns_done_mean"] == 2.0
-    assert "turns_done_mean" not in row_figures([cut])
+    assert "turns_done_mean" not in row_metrics([cut])
     assert (figures["malformed_calls_mean"], figures["cut_turns_mean"]) == (1.0, 0.5)
     assert (figures["ended_environment_done"], figures["ended_turn_limit"]) == (0.5, 0.5)
-    assert not [name for name in row_figures([three]) if name.startswith(("turns", "ended", "tool"))]
+    assert not [name for name in row_metrics([three]) if name.startswith(("turns", "ended", "tool"))]
 
 
 def outside(sigma: float, low: float, high: float) -> float:
@@ -62,7 +62,7 @@ def test_the_noise_share_is_of_what_the_clip_looks_at(preset: str) -> None:
     # Of the token's sigma, 0.01, a good part is outside the token's clip.
     clip = {"pg_clip_low": 0.01, "pg_clip_high": 0.02} if preset == "grpo" else {}
     algorithm = AlgorithmConfig.model_validate({"preset": preset, **clip})
-    figures = mismatch_figures(algorithm, stats, torch.tensor([2, 2, 8]))
+    figures = mismatch_metrics(algorithm, stats, torch.tensor([2, 2, 8]))
     # sqrt((2 * 0.0001 * 3 + 2 * 0.000002) / 5) and sqrt(0.000002 / 2).
     sigma, sigma_sequence = math.sqrt(0.000604 / 5), 0.001
     assert figures["sigma_token"] == pytest.approx(sigma)
@@ -82,7 +82,7 @@ def test_what_the_clip_cut_is_the_sum_of_both_sides() -> None:
     advantage = torch.tensor([[-1.0] * 2, [1.0] * 2, [1.0] * 2, [2.0] * 2], dtype=torch.float64)
     ones = torch.ones_like(log_ratio)
     found = policy_loss(log_ratio, 0 * ones, advantage, ones, pg_clip_low=0.1, pg_clip_high=0.1)
-    figures = objective_figures({**found.stats, **mean_stats("entropy", ones, ones)})
+    figures = objective_metrics({**found.stats, **mean_stats("entropy", ones, ones)})
     for unit in ("sequences", "tokens"):
         shares = [figures[f"clipped_{unit}{side}"] for side in ("", "_low", "_high")]
         assert shares == [0.75, 0.25, 0.5], unit

@@ -327,12 +327,12 @@ def test_under_zero_3_the_policy_is_gathered_one_weight_at_a_time(
     trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"zero_stage": 3}), folder, seed=0)
     gathered = []
 
-    class Watched(deepspeed.zero.GatheredParameters):
+    class CountingGather(deepspeed.zero.GatheredParameters):
         def __init__(self, params: Any, *args: Any, **words: Any) -> None:
             gathered.append(sum(p.ds_numel for p in params))
             super().__init__(params, *args, **words)
 
-    monkeypatch.setattr(deepspeed.zero, "GatheredParameters", Watched)
+    monkeypatch.setattr(deepspeed.zero, "GatheredParameters", CountingGather)
     largest = max(tensor.numel() for tensor in trainer.policy().values())
     trainer.export(tmp_path / "export")
     trainer.train(4, with_version(make_rows(folder, step=4), 2))

@@ -41,7 +41,7 @@ _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 
 @dataclass(frozen=True)
-class Bounds:
+class WorkerBounds:
     """What a worker may take; bytes."""
 
     memory: int
@@ -123,7 +123,7 @@ def load_filter(program: bytes) -> None:
     _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header), 0, 0), "seccomp")
 
 
-def limit(bounds: Bounds) -> None:
+def limit(bounds: WorkerBounds) -> None:
     """Set the rlimits of this process; they cannot be raised again."""
     for name, value in (
         (resource.RLIMIT_AS, bounds.memory),

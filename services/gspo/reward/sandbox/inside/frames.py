@@ -19,7 +19,7 @@ _MSGPACK, _JSON = 0, 1
 _FORMAT_SHIFT = 56
 
 
-class NoFrame(Exception):  # noqa: N818 - a fact about bytes
+class FrameError(Exception):
     """The bytes are no frame."""
 
 
@@ -51,7 +51,7 @@ def read(head: bytes | bytearray, body: bytes) -> Any:
     """The value of a frame.
 
     Raises:
-        NoFrame: It is none.
+        FrameError: It is none.
     """
     try:
         if head[0] == _MSGPACK:
@@ -59,5 +59,5 @@ def read(head: bytes | bytearray, body: bytes) -> Any:
         if head[0] == _JSON:
             return _from_json(body.decode())
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise NoFrame(str(error)) from error
-    raise NoFrame(f"a frame of format {head[0]}")
+        raise FrameError(str(error)) from error
+    raise FrameError(f"a frame of format {head[0]}")

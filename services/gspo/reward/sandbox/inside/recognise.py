@@ -21,7 +21,7 @@ OPENRLHF_PARAMETERS = frozenset({"queries", "labels"})
 ENVIRONMENT_FUNCTIONS = {"reset": ("task",), "step": ("state", "action")}
 
 
-class Unfit(Exception):  # noqa: N818 - it says what the file is
+class UnfitError(Exception):
     """The file holds no function that can be called; the message completes 'the file ...'."""
 
 
@@ -32,7 +32,7 @@ def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable
     file whose parameters fit.
 
     Raises:
-        Unfit: There is none, or more than one.
+        UnfitError: There is none, or more than one.
     """
     defined = {
         name: value
@@ -41,14 +41,14 @@ def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable
     }
     if entry is not None:
         if not callable(function := getattr(module, entry, None)):
-            raise Unfit(f"has no function '{entry}'; {_listed(defined)}")
+            raise UnfitError(f"has no function '{entry}'; {_listed(defined)}")
         return function, describe_signature(entry, function)
     named = [name for name in (TRL_NAME, VERL_NAME, OPENRLHF_NAME) if callable(getattr(module, name, None))]
     fitting = named or [name for name, value in defined.items() if _fits(name, value)]
     if len(fitting) > 1:
-        raise Unfit(f"holds several reward functions: {', '.join(fitting)}")
+        raise UnfitError(f"holds several reward functions: {', '.join(fitting)}")
     if not fitting:
-        raise Unfit(f"holds no reward function; {_listed(defined)}{_what_it_may_be(defined)}")
+        raise UnfitError(f"holds no reward function; {_listed(defined)}{_what_it_may_be(defined)}")
     function = getattr(module, fitting[0])
     return function, describe_signature(fitting[0], function)
 
@@ -79,7 +79,7 @@ def _nearly(function: Callable[..., Any]) -> str:
 def _fits(name: str, function: Callable[..., Any]) -> bool:
     try:
         return not describe_signature(name, function)["takes_any_alone"]
-    except Unfit:
+    except UnfitError:
         return False
 
 
@@ -87,7 +87,7 @@ def describe_signature(name: str, function: Callable[..., Any]) -> dict[str, Any
     """Convention and parameters of a function: entry, convention, takes, required, takes_any.
 
     Raises:
-        Unfit: It follows neither convention, or cannot be called by keyword.
+        UnfitError: It follows neither convention, or cannot be called by keyword.
     """
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
@@ -95,11 +95,11 @@ def describe_signature(name: str, function: Callable[..., Any]) -> dict[str, Any
     takes = {p.name for p in by_name}
     takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
     if len(takes) > MAX_PARAMETERS or any(len(text) > MAX_NAME_CHARS for text in (name, *takes)):
-        raise Unfit(
+        raise UnfitError(
             f"takes more than {MAX_PARAMETERS} parameters, or a name is longer than {MAX_NAME_CHARS} characters"
         )
     if any(p.kind == p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
-        raise Unfit(f"defines {name}{signature}, whose positional-only parameters cannot be given by name")
+        raise UnfitError(f"defines {name}{signature}, whose positional-only parameters cannot be given by name")
     if takes >= VERL_PARAMETERS:
         convention = "verl"
     elif takes >= OPENRLHF_PARAMETERS:
@@ -110,7 +110,7 @@ def describe_signature(name: str, function: Callable[..., Any]) -> dict[str, Any
         # A decorator without functools.wraps hides the parameters; only the name is left to go by.
         convention = "verl" if name == VERL_NAME else "trl"
     else:
-        raise Unfit(
+        raise UnfitError(
             f"defines {name}{signature}, which is neither reward(prompts, completions, **columns), "
             "nor compute_score(data_source, solution_str, ground_truth, extra_info), "
             f"nor reward_func(queries, prompts, labels){_nearly(function)}"
@@ -129,22 +129,22 @@ def find_environment(module: types.ModuleType, entry: str | None) -> tuple[dict[
     """reset and step of a module, or of its object or class `entry`; and where they were found.
 
     Raises:
-        Unfit: One of them is missing or takes other parameters.
+        UnfitError: One of them is missing or takes other parameters.
     """
     holder: Any = module
     if entry is not None:
         holder = getattr(module, entry, None)
         if holder is None:
-            raise Unfit(f"has no '{entry}'")
+            raise UnfitError(f"has no '{entry}'")
         holder = holder() if inspect.isclass(holder) else holder
     found = {}
     for name, parameters in ENVIRONMENT_FUNCTIONS.items():
         function = getattr(holder, name, None)
         if not callable(function):
-            raise Unfit(f"is no environment: {entry or 'the module'} has no {name}({', '.join(parameters)})")
+            raise UnfitError(f"is no environment: {entry or 'the module'} has no {name}({', '.join(parameters)})")
         try:
             inspect.signature(function).bind(**dict.fromkeys(parameters))
         except TypeError as error:
-            raise Unfit(f"defines {name}{inspect.signature(function)}, not ({', '.join(parameters)})") from error
+            raise UnfitError(f"defines {name}{inspect.signature(function)}, not ({', '.join(parameters)})") from error
         found[name] = function
     return found, entry or ""

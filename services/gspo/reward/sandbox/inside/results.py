@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .recognise import Unfit
+from .recognise import UnfitError
 
 TRACEBACK_CHARS = 4000
 TEXT_CHARS = 500
@@ -25,7 +25,7 @@ _SHOWN = ("/usr/", "/lib", "/bin/", "/proc/self/")
 NO_MORE_THREADS = "can't start new thread"
 
 
-class InvalidReturn(Exception):  # noqa: N818 - it says what came back
+class InvalidReturnError(Exception):
     """User code returned something else than was asked for."""
 
 
@@ -36,7 +36,9 @@ def list_values(result: Any) -> list[Any]:
     if hasattr(result, "tolist"):
         result = result.tolist()
     if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
-        raise InvalidReturn(f"returned {type_name(result)} where a list of numbers belongs, one for each completion")
+        raise InvalidReturnError(
+            f"returned {type_name(result)} where a list of numbers belongs, one for each completion"
+        )
     return [plain_value(value) for value in result]
 
 
@@ -47,7 +49,7 @@ def _openrlhf_values(result: dict[str, Any]) -> list[Any]:
     if not extras:
         return rewards
     if any(len(values) != len(rewards) for values in extras.values()):
-        raise InvalidReturn("returned extra_logs of another length than its rewards")
+        raise InvalidReturnError("returned extra_logs of another length than its rewards")
     return [
         {"parts": {"score": reward, **{name: values[i] for name, values in extras.items()}}}
         for i, reward in enumerate(rewards)
@@ -77,7 +79,7 @@ def describe_error(error: BaseException, path: str) -> dict[str, Any]:
     """Kind, class, message in one line and place of an exception, and its traceback from the user's file on."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     line = frames[-1].lineno if frames else getattr(error, "lineno", None)
-    own = isinstance(error, Unfit | InvalidReturn)
+    own = isinstance(error, UnfitError | InvalidReturnError)
     text = str(error) if own else " ".join("".join(traceback.format_exception_only(error)).split())[:TEXT_CHARS]
     kind = failure_kind(error)
     if kind == "forbidden" and isinstance(error, FileNotFoundError):
@@ -110,7 +112,7 @@ def failure_kind(error: BaseException) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, MemoryError) or number == errno.ENOMEM:
         return "memory"
-    if isinstance(error, InvalidReturn):
+    if isinstance(error, InvalidReturnError):
         return "invalid_return"
     if number in _FULL:
         return "output_too_large"

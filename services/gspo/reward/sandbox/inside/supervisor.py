@@ -39,10 +39,10 @@ def main() -> None:
     """Serve on the socket that is descriptor `argv[1]` until it closes."""
     control = socket.socket(fileno=int(sys.argv[1]))
     sys.argv = [""]
-    Supervisor(control, json.loads(control.recv(PACKET_BYTES))).run()
+    SandboxSupervisor(control, json.loads(control.recv(PACKET_BYTES))).run()
 
 
-class Supervisor:
+class SandboxSupervisor:
     """Holds the workers of one sandbox.
 
     Args:
@@ -156,7 +156,7 @@ class Supervisor:
             confine.be_first_to_go()
             self._rules.apply(folder)
             task = self._task
-            confine.limit(confine.Bounds(memory, task["file_bytes"], task["num_files"], task["num_tasks"]))
+            confine.limit(confine.WorkerBounds(memory, task["file_bytes"], task["num_files"], task["num_tasks"]))
             if self._program:
                 confine.load_filter(self._program)
             sys.stdout, sys.stderr = _text_to(1), _text_to(2)

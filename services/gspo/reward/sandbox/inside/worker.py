@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from .frames import HEAD_BYTES, body_size, frame, read
-from .recognise import Unfit, find_environment, find_function
-from .results import InvalidReturn, describe_error, list_values, nameless_error, plain_value, type_name
+from .recognise import UnfitError, find_environment, find_function
+from .results import InvalidReturnError, describe_error, list_values, nameless_error, plain_value, type_name
 
 _CHUNK_BYTES = 2**18
 MODULE_PREFIX = "reward_file_"
@@ -35,7 +35,7 @@ _frame, _read = frame, read
 
 def serve(channel: socket.socket) -> None:
     """Answer frames until the channel closes."""
-    worker, frames, num_threads = Worker(), Frames(channel), _num_threads()
+    worker, frames, num_threads = LoadedCode(), QuestionReader(channel), _num_threads()
     while (question := frames.read()) is not None:
         answer = _answer(worker, question)
         if (left := _num_threads() - num_threads) > 0:
@@ -44,7 +44,7 @@ def serve(channel: socket.socket) -> None:
         channel.sendall(_framed(answer, question["id"]))
 
 
-def _answer(worker: Worker, question: dict[str, Any]) -> dict[str, Any]:
+def _answer(worker: LoadedCode, question: dict[str, Any]) -> dict[str, Any]:
     try:
         return worker.answer(question)
     except BaseException as error:  # noqa: BLE001 - the outermost loop: the caller gets the reason
@@ -78,7 +78,7 @@ def _flush() -> None:
             continue
 
 
-class Frames:
+class QuestionReader:
     """Questions as they come in; a short one in one go."""
 
     def __init__(self, channel: socket.socket) -> None:
@@ -115,7 +115,7 @@ class NamedModules(MetaPathFinder):
         return spec_from_file_location(fullname, file) if file else None
 
 
-class Worker:
+class LoadedCode:
     """Holds the loaded code."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Worker:
         try:
             bound = self._bind(**arguments)
         except TypeError as error:
-            raise Unfit(f"takes other arguments than it is given: {error}") from error
+            raise UnfitError(f"takes other arguments than it is given: {error}") from error
         return self._function(*bound.args, **bound.kwargs)
 
     def _call_rows(self, rows: list[dict[str, Any]]) -> list[Any]:
@@ -190,7 +190,7 @@ async def _gather(awaitables: list[Any]) -> list[Any]:
 
 
 def _nothing_loaded(**_given: Any) -> Any:
-    raise Unfit("is not loaded")
+    raise UnfitError("is not loaded")
 
 
 def _as_json(value: Any) -> str:
@@ -198,7 +198,7 @@ def _as_json(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise InvalidReturn(f"returned {type_name(value)} that JSON cannot carry: {error}") from error
+        raise InvalidReturnError(f"returned {type_name(value)} that JSON cannot carry: {error}") from error
 
 
 def load_module(path: str, source: str, folders: list[str]) -> types.ModuleType:
