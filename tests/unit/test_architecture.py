@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "services"
 SERVICES = ("coordinator", "generation", "learner", "reward", "tracking")
+# What every package may import; of these, runlog imports none of ours.
+SHARED = ("common", "runlog")
 # The one file that may import DeepSpeed.
 DEEPSPEED_FILE = "services/gspo/learner/training/trainer.py"
 # A program that the reward service starts where a reward model is asked for; nothing imports it.
@@ -25,6 +27,7 @@ WITHOUT_TORCH = (
     "services/gspo/coordinator",
     "services/gspo/reward",
     "services/gspo/tracking",
+    "services/gspo/runlog",
     "services/gspo/cli",
 )
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -77,7 +80,9 @@ def _foreign_services(path: str, imported: set[str]) -> Iterator[str]:
         other = name.split(".")[1] if name.startswith("gspo.") else ""
         if path.startswith("gspo_core/") and _top(name) not in {"torch", "gspo_core", *sys.stdlib_module_names}:
             yield f"gspo_core imports {name}: torch and the standard library only"
-        elif service and other and other not in (service, "common"):
+        elif service == "runlog" and other and other != service:
+            yield f"gspo.runlog imports {name}: the standard library and pyarrow only"
+        elif service and other and other not in (service, *SHARED):
             yield f"gspo.{service} imports {name}: another service"
         elif _top(name) in ("tests", "examples", "benchmarks"):
             yield f"imports {name}, which is not part of the product"
@@ -140,7 +145,7 @@ def test_a_module_keeps_the_rules(path: str) -> None:
 
 def test_every_service_is_checked() -> None:
     services = {path.split("/")[2] for path in modules() if path.startswith("services/gspo/") and path.count("/") > 2}
-    assert services == {"cli", "common", *SERVICES}
+    assert services == {"cli", *SHARED, *SERVICES}
 
 
 def test_exactly_one_file_imports_deepspeed() -> None:
@@ -169,6 +174,12 @@ def test_exactly_one_file_imports_deepspeed() -> None:
         ("services/gspo/coordinator/loop.py", "import torch", "imports torch"),
         ("services/gspo/reward/scoring/scorer.py", "from gspo_core import loss", "imports gspo_core"),
         ("services/gspo/learner/push/policy_weights.py", "from vllm import LLM", "imports vllm outside"),
+        (
+            "services/gspo/runlog/records.py",
+            "from gspo.common.errors import InputError",
+            "standard library and pyarrow",
+        ),
+        ("services/gspo/runlog/records.py", "import torch", "imports torch"),
         ("services/gspo/learner/loop.py", "import deepspeed", "imports deepspeed outside"),
         ("services/gspo/learner/telemetry/trackers.py", "import wandb", "outside services/gspo/tracking"),
         ("services/gspo/tracking/follower.py", "import torch", "imports torch"),
@@ -204,6 +215,7 @@ def test_a_rule_fails_when_it_is_broken(path: str, source: str, said: str) -> No
     [
         ("gspo_core/loss.py", "import math\nimport torch\nfrom gspo_core.kl import kl_divergence"),
         ("services/gspo/learner/loop.py", "from gspo_core.loss import policy_loss\nfrom gspo.common import metrics"),
+        ("services/gspo/learner/storage/step_log.py", "from gspo.runlog.step_files import step_files"),
         ("services/gspo/coordinator/http_api.py", "from fastapi import FastAPI"),
         ("services/gspo/reward/http_api/application.py", "from fastapi import FastAPI"),
         (TORCH_PROGRAM, "import torch\nfrom transformers import AutoTokenizer"),

@@ -7,15 +7,20 @@ figures become `train/NAME`, those of an evaluation `eval/NAME`, or `eval/FILE/N
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from gspo.common.config.schema import Config
+from gspo.runlog.records import read_own_records
+from gspo.runlog.run_log import EVALUATIONS, LOG_FOLDER, METRICS, EvaluationRecord, StepRecord
 from gspo.tracking.position import TrackerPosition
 
-_FILES = {"metrics.jsonl": "train", "evaluations.jsonl": "eval"}
+_PARSERS: dict[str, Callable[[Mapping[str, Any]], StepRecord | EvaluationRecord]] = {
+    METRICS: StepRecord.parse,
+    EVALUATIONS: EvaluationRecord.parse,
+}
 # Addresses and files of this machine: a Redis address may hold a password.
 _NOT_SENT = {"services", "tracking"}
 
@@ -46,14 +51,15 @@ class Follower:
     """Sends a tracker what is recorded and was not sent yet."""
 
     def __init__(self, run_dir: Path, tracker: Tracker, position: TrackerPosition) -> None:
-        self._log, self._tracker, self._position = run_dir / "log", tracker, position
+        self._log, self._tracker, self._position = run_dir / LOG_FOLDER, tracker, position
 
     def send_new(self) -> int:
         """Send what came since the last call, steps before evaluations; returns how many records."""
         offsets, records = dict(self._position.offsets), list[TrackedRecord]()
-        for name, section in _FILES.items():
-            offsets[name], lines = _new_lines(self._log / name, offsets.get(name, 0))
-            records += [_record(line, section) for line in lines]
+        for name, parse in _PARSERS.items():
+            new = read_own_records(self._log / name, parse, offset=offsets.get(name, 0))
+            offsets[name] = new.end
+            records += [_tracked(record) for record in new.records]
         if not records:
             return 0
         for record in records:
@@ -66,22 +72,10 @@ class Follower:
         return len(records)
 
 
-def _new_lines(path: Path, offset: int) -> tuple[int, list[bytes]]:
-    """The whole lines after `offset`, and where they end; one without an end is still being written."""
-    if not path.exists():
-        return offset, []
-    with path.open("rb") as file:
-        file.seek(offset)
-        whole, end, _unfinished = file.read().rpartition(b"\n")
-    return offset + len(whole) + len(end), whole.splitlines()
-
-
-def _record(line: bytes, section: str) -> TrackedRecord:
-    content: dict[str, Any] = json.loads(line)
-    prefix = "/".join(part for part in (section, content.get("file", "")) if part)
-    # What is not finite is null in the log, and no tracker can draw it.
-    figures = {f"{prefix}/{name}": float(value) for name, value in content["figures"].items() if value is not None}
-    return TrackedRecord(int(content["step"]), float(content["unix_s"]), figures)
+def _tracked(record: StepRecord | EvaluationRecord) -> TrackedRecord:
+    prefix = "train" if isinstance(record, StepRecord) else "/".join(("eval", *filter(None, [record.file])))
+    figures = {f"{prefix}/{name}": value for name, value in record.figures.items()}
+    return TrackedRecord(record.step, record.unix_s, figures)
 
 
 def hyperparameters(config: Config) -> dict[str, str | int | float | bool]:

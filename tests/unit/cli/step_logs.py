@@ -20,5 +20,5 @@ def write_log(run_dir: Path, failures: dict[int, list[str | None]]) -> None:
         table = pa.table({"failure": pa.array(reasons, pa.string())})
         pq.write_table(table, run_dir / "log" / f"step-{step:06d}.parquet")
         figures = {"skipped_failed": float(sum(reason is not None for reason in reasons))}
-        lines.append(json.dumps({"step": step, "version": step, "figures": figures}) + "\n")
+        lines.append(json.dumps({"step": step, "version": step, "unix_s": 1.0, "figures": figures}) + "\n")
     (run_dir / "log" / "metrics.jsonl").write_text("".join(lines))

@@ -130,14 +130,14 @@ def _held_out(view: View) -> RenderableType:
 
 def _held_out_text(view: View, file: str) -> str:
     """Its newest mean, what it was at first, the other figures, and which version is the best."""
-    measured = [(version, figures) for version, figures in view.held_out.get(file, []) if "sampled_mean" in figures]
-    if not measured:
+    sampled = [record for record in view.by_file.get(file, []) if "sampled_mean" in record.figures]
+    if not sampled:
         return "[bold]-[/]"
-    (first_version, first), (version, last) = measured[0], measured[-1]
-    parts = [f"[bold]{last['sampled_mean']:.3f}[/] at version {version}"]
-    if len(measured) > 1:
-        parts[0] += f" (was {first['sampled_mean']:.3f} at {first_version})"
-    parts += evaluation_line(last).split(", ")[1:]
+    first, last = sampled[0], sampled[-1]
+    parts = [f"[bold]{last.figures['sampled_mean']:.3f}[/] at version {last.version}"]
+    if len(sampled) > 1:
+        parts[0] += f" (was {first.figures['sampled_mean']:.3f} at {first.version})"
+    parts += evaluation_line(last.figures).split(", ")[1:]
     wanted = view.config.best_figure
     if view.best is not None and wanted is not None and wanted.file == file:
         parts.append(f"best: version {view.best[0]}")

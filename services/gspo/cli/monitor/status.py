@@ -37,6 +37,7 @@ from gspo.common.network.credentials import redis_arguments, redis_refusal
 from gspo.common.service.app import CONFIG_NAME
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import GENERATION, Keys
+from gspo.runlog.run_log import RunLog
 
 _ANSWER_S = 3.0
 _WATCH_S = 1.0
@@ -114,9 +115,9 @@ class StatusPage:
         view, run_dir = self._history(), self._run_dir
         parts: list[RenderableType] = [Text(str(run_dir), "bold")]
         parts.append(Text(step_line(view) if view.step else "no step trained yet"))
-        for file, measured in view.held_out.items():
-            version, figures = measured[-1]
-            parts.append(Text(f"{file or 'held-out prompts'} at version {version}: {evaluation_line(figures)}"))
+        for file, (*_, last) in view.by_file.items():
+            line = evaluation_line(last.figures)
+            parts.append(Text(f"{file or 'held-out prompts'} at version {last.version}: {line}"))
         if view.best is not None:
             parts.append(Text(f"best by {self._config.evaluation.keep_best}: version {view.best[0]}"))
         if self._unscored:
@@ -132,9 +133,7 @@ class StatusPage:
 
     def _history(self) -> View:
         """What is logged by now, under the configuration of now: a resume may have changed it."""
-        files = [self._run_dir / "log" / name for name in ("metrics.jsonl", "evaluations.jsonl")]
-        sizes = [file.stat().st_size for file in files if file.exists()]
-        now = (*sizes, (self._run_dir / CONFIG_NAME).stat().st_mtime_ns)
+        now = (*RunLog(self._run_dir).sizes(), (self._run_dir / CONFIG_NAME).stat().st_mtime_ns)
         if now != self._read:
             self._config = read_config(self._run_dir / CONFIG_NAME)
             self._view, self._read = View(self._config, self._run_dir, {}, Phases()), now

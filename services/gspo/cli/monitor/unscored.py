@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from gspo.runlog.run_log import LOG_FOLDER, StepRecord
+from gspo.runlog.step_files import column, step_file
 
 FIGURE = "skipped_failed"
 _REASONS_SHOWN = 3
@@ -54,23 +57,20 @@ class Unscored:
 
 def reasons_of_step(run_dir: Path, step: int) -> list[str | None]:
     """Why each answer of a logged step has no score; empty where its file is not there any more."""
-    import pyarrow.parquet as pq  # here: only a run with such answers is worth the import
-
     try:
-        with pq.ParquetFile(run_dir / "log" / f"step-{step:06d}.parquet") as file:
-            return list(file.read(columns=["failure"]).column("failure").to_pylist())
-    except (OSError, ValueError):  # pyarrow's errors of a file are among them
+        return column(step_file(run_dir / LOG_FOLDER, step), "failure")
+    except (OSError, ValueError):
         return []
 
 
-def unscored_so_far(run_dir: Path, figures_by_step: Mapping[int, Mapping[str, float]]) -> str:
-    """One sentence on the run so far, given the figures of its steps; empty where every answer has a score."""
-    with_some = {step: int(figures[FIGURE]) for step, figures in figures_by_step.items() if figures.get(FIGURE)}
+def unscored_so_far(run_dir: Path, steps: Sequence[StepRecord]) -> str:
+    """One sentence on the answers without a score in `steps`; empty where every answer has one."""
+    with_some = {record.step: int(record.figures[FIGURE]) for record in steps if record.figures.get(FIGURE)}
     if not with_some:
         return ""
     unscored = Unscored()
     for step in sorted(with_some)[-_STEPS_READ:]:
         unscored.add(reasons_of_step(run_dir, step))
-    where = f"{len(with_some)} of {len(figures_by_step)} steps, the last of them step {max(with_some)}"
+    where = f"{len(with_some)} of {len(steps)} steps, the last of them step {max(with_some)}"
     why = f". {unscored.in_words()}" if len(unscored) else ""
     return f"{sum(with_some.values())} answers without a score, left out of training, in {where}{why}"

@@ -5,7 +5,6 @@ It is fed events and heartbeats and draws nothing.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from gspo.cli.monitor.unscored import FIGURE, Unscored, reasons_of_step
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
+from gspo.runlog.run_log import EvaluationRecord, RunLog, StepRecord, best_of
 from gspo_proto.rollout_pb2 import Event, Finished, Settlement
 
 STEPS_FOR_ETA = 10
@@ -87,8 +87,7 @@ class View:
     """Everything that a screen shows.
 
     Attributes:
-        held_out: By held-out file, (policy version, figures) of every evaluation; a single file has an empty name.
-        best: (policy version, score) of the best version by evaluation.keep_best.
+        evaluations: In the order of recording.
         settled: Groups by how they ended, trained ones included.
         failures: Failed groups by reason.
         unscored: Answers without a score of the steps that were seen.
@@ -104,8 +103,7 @@ class View:
     steps: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=NEVER_CLIPPED_STEPS))
     rewards: list[float] = field(default_factory=list)
     step_unix_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_ETA + 1))
-    held_out: dict[str, list[tuple[int, dict[str, float]]]] = field(default_factory=dict)
-    best: tuple[int, float] | None = None
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
     settled: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     unscored: Unscored = field(default_factory=Unscored)
@@ -129,6 +127,19 @@ class View:
             return None
         pace_s = median(after - before for before, after in pairwise(self.step_unix_s))
         return max(0.0, (self.total_steps - self.step) * pace_s)
+
+    @property
+    def by_file(self) -> dict[str, list[EvaluationRecord]]:
+        """The evaluations of each held-out file; a single file has an empty name."""
+        by_file: dict[str, list[EvaluationRecord]] = {}
+        for record in self.evaluations:
+            by_file.setdefault(record.file, []).append(record)
+        return by_file
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """(policy version, score) of the best version by evaluation.keep_best; None where no version has a score."""
+        return best_of((record.version, record.score) for record in self.evaluations)
 
     @property
     def waiting_to_start(self) -> list[ServiceProcess]:
@@ -187,27 +198,19 @@ class View:
         self.live_version = live.version
         return []
 
-    def _take_evaluation_done(self, done: Any, _unix_s: float) -> list[ScreenLine]:
-        figures = dict(done.figures)
-        self.measured(done.file, done.version, figures, done.score if done.HasField("score") else None)
-        if self.phases.current == "evaluation_before" and len(self.held_out) >= len(self.config.evaluation.files):
+    def _take_evaluation_done(self, done: Any, unix_s: float) -> list[ScreenLine]:
+        figures, score = dict(done.figures), done.score if done.HasField("score") else None
+        self.evaluations.append(EvaluationRecord(done.file, done.version, done.step, unix_s, score, figures))
+        if self.phases.current == "evaluation_before" and len(self.by_file) >= len(self.config.evaluation.files):
             self.phases.enter("training")
         what = done.file or "held-out prompts"
         failed = figures.get("num_failed", 0)
         more = f"; {failed:.0f} answers could not be scored" if failed else ""
-        best = f"; the best by {self.config.evaluation.keep_best}" if self._is_best(done) else ""
+        is_best = score is not None and self.best == (done.version, score)
+        best = f"; the best by {self.config.evaluation.keep_best}" if is_best else ""
         return [
             ScreenLine(f"{what} at version {done.version}: {evaluation_line(figures) or 'nothing scored'}{more}{best}")
         ]
-
-    def measured(self, file: str, version: int, figures: dict[str, float], score: float | None) -> None:
-        """Take the figures of an evaluation in."""
-        self.held_out.setdefault(file, []).append((version, figures))
-        if score is not None and (self.best is None or score > self.best[1]):
-            self.best = (version, score)
-
-    def _is_best(self, done: Any) -> bool:
-        return bool(done.HasField("score")) and self.best == (done.version, done.score)
 
     def _take_checkpoint_done(self, done: Any, _unix_s: float) -> list[ScreenLine]:
         return [ScreenLine(f"checkpoint of step {done.step}: {done.path}")]
@@ -233,26 +236,16 @@ def _finished_kind(finished: Finished) -> Kind:
     return "error" if finished.failed else "note"
 
 
-def load_history(view: View) -> dict[int, dict[str, float]]:
-    """Take what a resumed run has logged so far; the figures of its steps."""
-    figures_by_step = {}
-    for record in _records(view.run_dir / "log" / "metrics.jsonl"):
-        view.step, view.version = int(record["step"]), int(record["version"])
-        figures_by_step[view.step] = record["figures"]
-        view.steps.append(record["figures"])
-        view.rewards += [record["figures"]["reward_mean"]] if "reward_mean" in record["figures"] else []
-    for record in _records(view.run_dir / "log" / "evaluations.jsonl"):
-        figures = {name: value for name, value in record["figures"].items() if value is not None}
-        view.measured(record.get("file", ""), int(record["version"]), figures, record.get("score"))
-    return figures_by_step
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a JSONL file that another process may be writing; none where it is missing."""
-    if not path.exists():
-        return []
-    whole, _, _unfinished = path.read_text().rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines() if line]
+def load_history(view: View) -> list[StepRecord]:
+    """Give a view what its run has logged so far; returns the steps."""
+    log = RunLog(view.run_dir)
+    steps = log.steps()
+    for record in steps:
+        view.step, view.version = record.step, record.version
+        view.steps.append(record.figures)
+        view.rewards += [record.figures["reward_mean"]] if "reward_mean" in record.figures else []
+    view.evaluations += log.evaluations()
+    return steps
 
 
 def evaluation_line(figures: dict[str, float]) -> str:

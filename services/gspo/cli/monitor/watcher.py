@@ -103,6 +103,6 @@ class Watcher:
         view = self._view
         if view.phases.current != "start" or view.waiting_to_start:
             return
-        waits_for_evaluation = bool(view.config.evaluation.files) and not view.held_out
+        waits_for_evaluation = bool(view.config.evaluation.files) and not view.evaluations
         view.phases.enter("evaluation_before" if waits_for_evaluation else "training")
         self._say(ScreenLine(f"all services are ready after {view.phases.wall_s['start']:.1f} s"))

@@ -33,8 +33,8 @@ def draw_turns(figure: Any, log: RunHistory) -> bool:
     (panel,) = panels(figure, ["turns"])
     line(panel, log, "turns_mean", BLUE, "mean over the step's rollouts")
     line(panel, log, "turns_done_mean", SKY, "of them, those that the environment ended")
-    for (file, records), colour in zip(log.held_out.items(), _HELD_OUT, strict=False):
-        points = [(r["version"], r["figures"]["turns_mean"]) for r in records if "turns_mean" in r["figures"]]
+    for (file, records), colour in zip(log.by_file.items(), _HELD_OUT, strict=False):
+        points = [(r.version, r.figures["turns_mean"]) for r in records if "turns_mean" in r.figures]
         if points:
             label = f"{file or 'held-out prompts'}, sampled"
             panel.plot(*zip(*points, strict=True), "D", color=colour, markersize=5, label=label)

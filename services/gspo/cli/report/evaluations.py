@@ -11,8 +11,9 @@ from typing import Any
 from matplotlib.ticker import PercentFormatter
 
 from gspo.cli.monitor.view import largest_pass
-from gspo.cli.report.history import RunHistory, known
+from gspo.cli.report.history import RunHistory
 from gspo.cli.report.panels import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, legend, line, panels
+from gspo.runlog.run_log import EvaluationRecord
 
 _COLOURS = (BLUE, GREEN, PURPLE, ORANGE)
 _MARKERS = ("o", "s", "^", "v")
@@ -35,12 +36,11 @@ class EvaluationTable:
 
 def evaluation_tables(log: RunHistory) -> list[EvaluationTable]:
     """A table for each held-out file, with the columns that any of its evaluations has."""
-    return [_table(log, file, records) for file, records in log.held_out.items()]
+    return [_table(log, file, records) for file, records in log.by_file.items()]
 
 
-def _table(log: RunHistory, file: str, records: list[dict[str, Any]]) -> EvaluationTable:
-    measured = [(record, known(record["figures"])) for record in records]
-    names = dict.fromkeys(name for _, figures in measured for name in figures)
+def _table(log: RunHistory, file: str, records: list[EvaluationRecord]) -> EvaluationTable:
+    names = dict.fromkeys(name for record in records for name in record.figures)
     ks = sorted(int(name.removeprefix("pass_at_")) for name in names if name.removeprefix("pass_at_").isdecimal())
     columns = {"sampled": ("sampled_mean", "sampled_stderr"), "greedy": ("greedy_mean", "greedy_stderr")}
     columns |= {f"pass@{k}": (f"pass_at_{k}", f"pass_at_{k}_stderr") for k in ks if k > 1}
@@ -52,11 +52,11 @@ def _table(log: RunHistory, file: str, records: list[dict[str, Any]]) -> Evaluat
     best = log.best[0] if log.best else None
     rows = [
         (
-            int(record["version"]),
-            record.get("score") is not None and int(record["version"]) == best,
-            [_cell(figures, *pair) for pair in shown.values()],
+            record.version,
+            record.score is not None and record.version == best,
+            [_cell(record.figures, *pair) for pair in shown.values()],
         )
-        for record, figures in measured
+        for record in records
     ]
     return EvaluationTable(file, list(shown), rows)
 
@@ -78,10 +78,10 @@ def draw_reward(figure: Any, log: RunHistory) -> bool:
     """Held-out and training reward over the steps."""
     (panel,) = panels(figure, ["mean reward"])
     drawn = line(panel, log, "reward_mean", SKY, "training rollouts of the step")
-    for (file, records), colour, marker in zip(log.held_out.items(), _COLOURS, _MARKERS, strict=False):
+    for (file, records), colour, marker in zip(log.by_file.items(), _COLOURS, _MARKERS, strict=False):
         name = file or "held-out prompts"
         drawn |= _points(panel, records, "sampled", colour, marker, f"{name}, sampled (± standard error)")
-        if file == next(iter(log.held_out)):
+        if file == next(iter(log.by_file)):
             drawn |= _points(panel, records, "greedy", RED, "D", f"{name}, greedy")
     if log.best is not None:
         panel.axvline(log.best[0], color=RED, linestyle=":", linewidth=1, label=f"best version, {log.best[0]}")
@@ -92,7 +92,7 @@ def draw_reward(figure: Any, log: RunHistory) -> bool:
 def draw_pass(figure: Any, log: RunHistory) -> bool:
     """pass@k of the first held-out file over the versions."""
     (panel,) = panels(figure, ["share of prompts"])
-    measured = [(int(record["version"]), known(record["figures"])) for record in log.headline]
+    measured = [(record.version, record.figures) for record in log.headline]
     largest = max((largest_pass(figures) for _, figures in measured), default=0)
     drawn = False
     for k, colour, marker in zip(_shown_ks(largest), _COLOURS, _MARKERS, strict=False):
@@ -113,10 +113,9 @@ def _shown_ks(largest: int) -> list[int]:
     return sorted({1, min(middle, largest), largest})
 
 
-def _points(panel: Any, records: list[dict[str, Any]], name: str, colour: str, marker: str, label: str) -> bool:
+def _points(panel: Any, records: list[EvaluationRecord], name: str, colour: str, marker: str, label: str) -> bool:
     """A mean over the versions, with its standard error where the answers were sampled; False where there is none."""
-    measured = [(int(record["version"]), known(record["figures"])) for record in records]
-    found = [(version, figures) for version, figures in measured if f"{name}_mean" in figures]
+    found = [(record.version, record.figures) for record in records if f"{name}_mean" in record.figures]
     if not found:
         return False
     errors = [figures.get(f"{name}_stderr", 0.0) if name == "sampled" else 0.0 for _, figures in found]

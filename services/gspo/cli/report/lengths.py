@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
-from gspo.cli.report.history import RunHistory, read_columns
+from gspo.cli.report.history import RunHistory
+from gspo.runlog.step_files import read_columns
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _lengths(path: Path) -> list[int]:
     """Sampled tokens of the rollouts of a step that were trained on; none where the file cannot be read."""
     try:
         table = read_columns(path, ["version", "skipped"])
-    except (OSError, ValueError, pa.ArrowException):
+    except (OSError, ValueError):
         return []
     rows = zip(table.column("version").to_pylist(), table.column("skipped").to_pylist(), strict=True)
     return [int((np.array(version) >= 0).sum()) for version, skipped in rows if skipped is None]

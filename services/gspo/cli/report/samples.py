@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
-from gspo.cli.report.history import RunHistory, read_columns
+from gspo.cli.report.history import RunHistory
+from gspo.runlog.step_files import read_columns
 
 _EACH = 3
 _LONGEST_TEXT = 4000
@@ -29,9 +28,8 @@ _SHOWN = (
     "skipped",
     "version",
     "mask",
+    "turns_json",
 )
-# A log from before conversations lacks it.
-_ADDED = ("turns_json",)
 
 
 @dataclass(frozen=True)
@@ -72,14 +70,14 @@ def read_samples(log: RunHistory) -> list[StepSamples]:
     for step in sorted({*list(log.step_files)[:1], *list(log.step_files)[-1:]}):
         try:
             found.append(StepSamples(step, _read_step(log.step_files[step])))
-        except (OSError, ValueError, pa.ArrowException):
+        except (OSError, ValueError):
             continue
     return found
 
 
 def _read_step(path: Path) -> tuple[Sample, ...]:
     chosen = _choose(read_columns(path, ["group", "reward"]).to_pylist())
-    rows = read_columns(path, list(_SHOWN), _ADDED).take(list(chosen)).to_pylist()
+    rows = read_columns(path, _SHOWN).take(list(chosen)).to_pylist()
     return tuple(_sample(kind, row) for kind, row in zip(chosen.values(), rows, strict=True))
 
 
@@ -111,7 +109,7 @@ def _sample(kind: str, row: dict[str, Any]) -> Sample:
     counted = [version for version, counts in zip(row.pop("version"), row.pop("mask"), strict=True) if counts]
     versions = sorted(set(counted))
     parts = json.loads(row.pop("parts_json") or "[]")
-    text = _conversation(json.loads(row.pop("turns_json", "") or "[]")) or row["text"]
+    text = _conversation(json.loads(row.pop("turns_json") or "[]")) or row["text"]
     return Sample(
         kind=kind,
         **{**row, "prompt": _short(row["prompt"]), "text": _short(text)},

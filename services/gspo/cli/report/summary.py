@@ -11,8 +11,9 @@ from typing import Any
 
 from gspo.cli.monitor.unscored import unscored_so_far
 from gspo.cli.monitor.view import largest_pass
-from gspo.cli.report.history import SETTLEMENTS, SKIPS, TRAINED, RunHistory, known
+from gspo.cli.report.history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
 from gspo.common.telemetry.bottleneck import verdict
+from gspo.runlog.run_log import EvaluationRecord
 
 TIMES = ("wait_s", "train_s", "publish_s", "hold_s", "log_s")
 
@@ -38,7 +39,7 @@ def summarise(log: RunHistory, wall_s: dict[str, float] | None, finished: dict[s
         "best": _best(log),
         "steps": log.step,
         "policy_version": log.version,
-        "digest": log.versions[-1]["digest"] if log.versions else None,
+        "digest": log.versions[-1].digest if log.versions else None,
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
         "groups": _groups(log),
@@ -64,7 +65,7 @@ def _accuracies(log: RunHistory) -> dict[str, Any]:
     first, last = first_and_last(log.headline)
     found: dict[str, Any] = {}
     for when, record in (("before", first), ("after", last)):
-        figures = known(record["figures"]) if record else {}
+        figures = record.figures if record else {}
         for name, figure in (
             (f"accuracy_{when}", "sampled_mean"),
             (f"accuracy_{when}_stderr", "sampled_stderr"),
@@ -73,11 +74,11 @@ def _accuracies(log: RunHistory) -> dict[str, Any]:
             (f"pass_at_k_{when}", f"pass_at_{largest_pass(figures)}"),
         ):
             found[name] = figures.get(figure)
-        found[f"accuracy_{when}_version"] = int(record["version"]) if record else None
+        found[f"accuracy_{when}_version"] = record.version if record else None
     return found
 
 
-def first_and_last(records: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+def first_and_last(records: list[EvaluationRecord]) -> tuple[EvaluationRecord | None, EvaluationRecord | None]:
     """The first and the last evaluation of a held-out file; one alone is the first."""
     return (records[0] if records else None), (records[-1] if len(records) > 1 else None)
 
@@ -85,10 +86,10 @@ def first_and_last(records: list[dict[str, Any]]) -> tuple[dict[str, Any] | None
 def _held_out(log: RunHistory) -> dict[str, Any]:
     """All figures of the first and the last evaluation of every held-out file."""
     found: dict[str, Any] = {}
-    for name, records in log.held_out.items():
+    for name, records in log.by_file.items():
         first, last = first_and_last(records)
         found[name] = {
-            when: {"version": int(record["version"]), **known(record["figures"])} if record else None
+            when: {"version": record.version, **record.figures} if record else None
             for when, record in (("before", first), ("after", last))
         }
     return found
@@ -112,17 +113,16 @@ def _rollouts(log: RunHistory) -> dict[str, int]:
     total: Counter[str] = Counter()
     for counts in log.rollouts.values():
         total.update(counts)
-    for record, figures in zip(log.metrics, log.figures, strict=True):
-        if record["step"] not in log.rollouts:
-            total[TRAINED] += int(figures.get("sequences", 0))
-            total.update({reason: int(figures.get(f"skipped_{reason}", 0)) for reason in SKIPS})
+    for record in log.metrics:
+        if record.step not in log.rollouts:
+            total[TRAINED] += int(record.figures.get("sequences", 0))
+            total.update({reason: int(record.figures.get(f"skipped_{reason}", 0)) for reason in SKIPS})
     return {TRAINED: total[TRAINED], **{f"skipped_{reason}": total[reason] for reason in SKIPS}}
 
 
 def notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
     """Sentences without which the numbers say more than is known; problems of reading included."""
-    figures = {int(step): figures for step, figures in zip(log.steps, log.figures, strict=True)}
-    unscored = unscored_so_far(log.run_dir, figures)
+    unscored = unscored_so_far(log.run_dir, log.metrics)
     unscored_notes = [f"{unscored}."] if unscored else []
     found = [*_accuracy_notes(log, summary), *_group_notes(log, summary), *unscored_notes, *_log_notes(log)]
     return [*found, *log.problems]
@@ -134,7 +134,7 @@ def _accuracy_notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
     if len(log.headline) == 1:
         return [f"There is one evaluation, of version {summary['accuracy_before_version']}: no before and after."]
     found = []
-    first, last = (known(record["figures"]) for record in (log.headline[0], log.headline[-1]))
+    first, last = (record.figures for record in (log.headline[0], log.headline[-1]))
     if summary["accuracy_after_version"] != log.version:
         found.append(
             f"The last evaluation is of version {summary['accuracy_after_version']}; the newest policy is version "
@@ -147,7 +147,7 @@ def _accuracy_notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
         )
     if failed := first.get("num_failed", 0) + last.get("num_failed", 0):
         found.append(f"{failed:g} answers of the first and last evaluation have no score and are in no mean.")
-    if mixed := [int(r["version"]) for r in log.evaluations if "newest_version" in known(r["figures"])]:
+    if mixed := [record.version for record in log.evaluations if "newest_version" in record.figures]:
         shown = ", ".join(map(str, dict.fromkeys(mixed)))
         found.append(f"While version {shown} was measured newer weights came in: a part of the answers is of those.")
     change = difference(summary, "accuracy")

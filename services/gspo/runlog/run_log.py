@@ -1,0 +1,160 @@
+"""The log of one run as typed records: steps, evaluations, policy versions, settled groups.
+
+A reader takes the log as it is: missing, growing, or with lines that it cannot read, which `problems` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from gspo.runlog.records import Record, read_records
+from gspo.runlog.step_files import step_files
+
+LOG_FOLDER = "log"
+METRICS, EVALUATIONS, VERSIONS = "metrics.jsonl", "evaluations.jsonl", "policy.jsonl"
+SETTLED, NOT_APPLIED = "settled.jsonl", "not_applied.jsonl"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A trained step: a line of metrics.jsonl. `figures` lacks those that were not finite."""
+
+    step: int
+    version: int
+    unix_s: float
+    figures: dict[str, float]
+
+    @classmethod
+    def parse(cls, line: Mapping[str, Any]) -> Self:
+        """The record of a line's JSON object."""
+        return cls(int(line["step"]), int(line["version"]), float(line["unix_s"]), _finite(line["figures"]))
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """An evaluation of a policy version on one held-out file: a line of evaluations.jsonl.
+
+    Attributes:
+        file: Name of the held-out file; empty where it has none.
+        score: What evaluation.keep_best compares; None where nothing is compared.
+        figures: Without those that were not finite.
+    """
+
+    file: str
+    version: int
+    step: int
+    unix_s: float
+    score: float | None
+    figures: dict[str, float]
+
+    @classmethod
+    def parse(cls, line: Mapping[str, Any]) -> Self:
+        """The record of a line's JSON object."""
+        score, file = line.get("score"), str(line.get("file", ""))
+        version, step, unix_s = int(line["version"]), int(line["step"]), float(line["unix_s"])
+        return cls(file, version, step, unix_s, None if score is None else float(score), _finite(line["figures"]))
+
+
+@dataclass(frozen=True)
+class VersionRecord:
+    """A policy version: a line of policy.jsonl."""
+
+    version: int
+    step: int
+    digest: str
+
+    @classmethod
+    def parse(cls, line: Mapping[str, Any]) -> Self:
+        """The record of a line's JSON object."""
+        return cls(int(line["version"]), int(line["step"]), str(line["digest"]))
+
+
+@dataclass(frozen=True)
+class SettledRecord:
+    """A group that ended: a line of settled.jsonl.
+
+    Attributes:
+        response_tokens: Sampled tokens of each of its rollouts, where the group was too old.
+    """
+
+    group: int
+    settlement: str
+    reason: str
+    response_tokens: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, line: Mapping[str, Any]) -> Self:
+        """The record of a line's JSON object."""
+        lengths = tuple(int(length) for length in line.get("response_tokens", ()))
+        return cls(int(line["group"]), str(line["settlement"]), str(line.get("reason", "")), lengths)
+
+
+class RunLog:
+    """Reads the log of a run directory, afresh at each call."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir / LOG_FOLDER
+        self._num_broken: dict[str, int] = {}
+
+    @property
+    def problems(self) -> list[str]:
+        """A sentence on each file in which the last read met lines that are no records."""
+        return [
+            f"{name}: {count} line(s) are not the learner's, and are left out"
+            for name, count in self._num_broken.items()
+            if count
+        ]
+
+    def steps(self) -> list[StepRecord]:
+        """The trained steps in order; the last record of a step counts."""
+        steps = {record.step: record for record in self._read(METRICS, StepRecord.parse)}
+        return [steps[step] for step in sorted(steps)]
+
+    def evaluations(self) -> list[EvaluationRecord]:
+        """The evaluations by policy version, those of one version in the order of the file."""
+        return sorted(self._read(EVALUATIONS, EvaluationRecord.parse), key=lambda record: record.version)
+
+    def versions(self) -> list[VersionRecord]:
+        """The policy versions in order; the last record of a version counts."""
+        versions = {record.version: record for record in self._read(VERSIONS, VersionRecord.parse)}
+        return [versions[version] for version in sorted(versions)]
+
+    def settled(self) -> list[SettledRecord]:
+        """The groups that ended, in the order of the file: trained ones only where their step file was removed."""
+        return self._read(SETTLED, SettledRecord.parse)
+
+    def step_files(self) -> dict[int, Path]:
+        """The files of the logged steps by step, in order."""
+        return step_files(self.folder)
+
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of metrics.jsonl and evaluations.jsonl: they change when a step or an evaluation is recorded."""
+        files = [self.folder / name for name in (METRICS, EVALUATIONS)]
+        return tuple(file.stat().st_size if file.exists() else 0 for file in files)
+
+    def _read(self, name: str, parse: Callable[[Mapping[str, Any]], Record]) -> list[Record]:
+        result = read_records(self.folder / name, parse)
+        self._num_broken[name] = len(result.broken)
+        return result.records
+
+
+def best_of(scores: Iterable[tuple[int, float | None]]) -> tuple[int, float] | None:
+    """The best version and its score; None where no version has a score.
+
+    Args:
+        scores: (policy version, score) of evaluations in the order of recording. The first score of a version counts,
+            and of versions with equal scores the earliest is the best.
+    """
+    first_scores: dict[int, float] = {}
+    for version, score in scores:
+        if score is not None:
+            first_scores.setdefault(version, score)
+    return max(first_scores.items(), key=lambda item: (item[1], -item[0]), default=None)
+
+
+def _finite(figures: Mapping[str, float | None]) -> dict[str, float]:
+    """Strict JSON has no NaN: the log has null instead."""
+    return {name: float(value) for name, value in figures.items() if value is not None}
