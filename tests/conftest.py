@@ -17,7 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from gspo.cli.processes.redis_server import redis_command
-from gspo.common.service.app import connect_redis
+from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.inbox import create_consumer_groups
 from gspo.common.streams.keys import Keys
 

@@ -15,10 +15,10 @@ from benchmarks.harness.sizes import GROUP_SIZE, GROUPS, MAX_TOKENS, NUM_ROLLOUT
 from benchmarks.harness.workload import prompt_token_ids, write_config
 from gspo.cli.processes.programs import LOOPBACK, Job, free_port, redis_program, service_programs
 from gspo.cli.processes.supervisor import ProcessSupervisor
-from gspo.common.config.loading import read_config
+from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.loading import write_config as write_whole_config
 from gspo.common.config.schema import Config
-from gspo.common.service.app import CONFIG_NAME, connect_redis
+from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.inbox import FIELD, append, create_consumer_groups
 from gspo.common.streams.instances import wait_for_instance

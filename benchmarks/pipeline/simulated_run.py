@@ -26,10 +26,9 @@ from benchmarks.simulated.settings import Settings
 from gspo.cli.processes.child import Program
 from gspo.cli.processes.programs import LOOPBACK, Job, free_port, redis_program, service_programs
 from gspo.cli.processes.supervisor import ProcessSupervisor
-from gspo.common.config.loading import read_config
+from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.loading import write_config as write_whole_config
 from gspo.common.config.schema import Config
-from gspo.common.service.app import CONFIG_NAME
 
 GROUPS, GROUP_SIZE = 64, 8
 STEP_ROLLOUTS = GROUPS * GROUP_SIZE

@@ -14,10 +14,11 @@ from redis.asyncio import Redis
 from benchmarks.harness.single_service import beside
 from benchmarks.harness.workload import write_config
 from benchmarks.push.versions import model, policy
-from gspo.common.config.loading import read_config
+from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.loading import write_config as write_whole_config
 from gspo.common.config.schema import Config
-from gspo.common.service.app import CONFIG_NAME, Options, Service
+from gspo.common.service.app import Service
+from gspo.common.service.options import Options
 from gspo.common.streams.instances import wait_for_instance
 from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.publisher import Publisher, VersionServed

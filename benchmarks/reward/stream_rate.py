@@ -13,9 +13,8 @@ from redis.asyncio import Redis
 from benchmarks.harness.child_process import MeasurementError
 from benchmarks.harness.single_service import beside
 from benchmarks.harness.sizes import CACHE
-from gspo.common.config.loading import parse_config
+from gspo.common.config.loading import CONFIG_NAME, parse_config
 from gspo.common.config.loading import write_config as write_whole_config
-from gspo.common.service.app import CONFIG_NAME
 from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.inbox import append
 from gspo.common.streams.instances import wait_for_instance

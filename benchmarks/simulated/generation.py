@@ -6,7 +6,8 @@ Everything but the engine is gspo.generation. Neighbour: services/gspo/generatio
 from __future__ import annotations
 
 from benchmarks.simulated.engine import start_simulated
-from gspo.common.service.app import parse_options, run_service
+from gspo.common.service.app import run_service
+from gspo.common.service.options import parse_options
 from gspo.generation.app import live
 from gspo.generation.check import check
 

@@ -6,7 +6,8 @@ Everything but the trainer is gspo.learner. Neighbour: services/gspo/learner/__m
 from __future__ import annotations
 
 from benchmarks.simulated.trainer import SimulatedTrainer
-from gspo.common.service.app import parse_options, run_service
+from gspo.common.service.app import run_service
+from gspo.common.service.options import parse_options
 from gspo.learner.app import live
 from gspo.learner.check import check
 

@@ -17,7 +17,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
-from gspo.common.service.app import connect_redis
+from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import Keys

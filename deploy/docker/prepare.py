@@ -22,6 +22,7 @@ from gspo.cli.processes.checks import check_services
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.rundir.plan import RunPlan, lock_run_dir, plan_run, prepare
 from gspo.common.config.loading import (
+    CONFIG_NAME,
     changed_keys,
     check_resume,
     parse_config,
@@ -30,8 +31,7 @@ from gspo.common.config.loading import (
     write_config,
 )
 from gspo.common.config.schema import Config
-from gspo.common.errors import InputError
-from gspo.common.service.app import CONFIG_NAME, exit_bad_input
+from gspo.common.errors import InputError, exit_bad_input
 
 # Name of a link to the run directory, by which every service is told where it is.
 CURRENT = "current"

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gspo.common.service.app import connect_redis
+from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
 from tests.browser.attacker_site import AttackerSite, attacker_site

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from gspo.common.service.app import connect_redis
+from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.instances import wait_for_instance
 from gspo.common.streams.keys import Keys
 from tests.support.service_process import make_run, service_process

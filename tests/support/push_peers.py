@@ -15,7 +15,8 @@ import torch
 
 from gspo.common.config.schema import Config
 from gspo.common.network.grpc_server import ADMITTED, GrpcServer
-from gspo.common.service.app import Options, Service
+from gspo.common.service.app import Service
+from gspo.common.service.options import Options
 from gspo.common.streams.instances import Instance, Registration
 from gspo.generation.engine.api import LoadFailedError, LoadTimes
 from gspo.generation.engine.staging import StagedWeights

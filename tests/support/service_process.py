@@ -20,9 +20,8 @@ from typing import Any
 import psutil
 from redis.asyncio import Redis
 
-from gspo.common.config.loading import parse_config, write_config
+from gspo.common.config.loading import CONFIG_NAME, parse_config, write_config
 from gspo.common.config.schema import Config
-from gspo.common.service.app import CONFIG_NAME
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import Keys
 

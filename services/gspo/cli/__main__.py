@@ -13,8 +13,7 @@ from pathlib import Path
 
 from gspo.cli.commands import app
 from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, InterruptedRunError, RunError
-from gspo.common.errors import InputError
-from gspo.common.service.app import exit_bad_input
+from gspo.common.errors import InputError, exit_bad_input
 
 
 def main() -> None:

@@ -9,11 +9,12 @@ import difflib
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import BaseModel
 
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 # How a line of a check begins that says what stops nothing.
 WARNING = "warning: "
@@ -35,6 +36,12 @@ class InputError(Exception):
     def __init__(self, where: str, rule: str, fix: str) -> None:
         super().__init__(f"{where}: {rule}. {fix}")
         self.where, self.rule, self.fix = where, rule, fix
+
+
+def exit_bad_input(error: InputError) -> NoReturn:
+    """Print the error for the person who called, and exit with code 2."""
+    print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the message is for the person who called
+    sys.exit(EXIT_BAD_INPUT)
 
 
 def warn(text: str) -> None:

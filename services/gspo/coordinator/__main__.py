@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gspo.common.host.importing import importing
-from gspo.common.service.app import await_start, parse_options, run_service
+from gspo.common.service.app import run_service
+from gspo.common.service.options import await_start, parse_options
 from gspo.coordinator.check import check
 
 MEANING = "Decides what is generated and when, measures the policy, and shows the run."

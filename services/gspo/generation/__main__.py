@@ -9,7 +9,8 @@ import structlog
 
 from gspo.common.host.allocator import keep_freed_memory
 from gspo.common.host.importing import importing
-from gspo.common.service.app import await_start, parse_options, run_service
+from gspo.common.service.app import run_service
+from gspo.common.service.options import await_start, parse_options
 from gspo.generation.check import check
 from gspo.generation.engine.forked_process import ForkedProcess
 from gspo.generation.engine.process_environment import import_variables, threads

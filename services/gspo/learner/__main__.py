@@ -11,11 +11,12 @@ import sys
 import structlog
 
 from gspo.common.config.schema import Config
-from gspo.common.errors import EXIT_BAD_INPUT, InputError
+from gspo.common.errors import EXIT_BAD_INPUT, InputError, exit_bad_input
 from gspo.common.host.allocator import keep_freed_memory
 from gspo.common.host.cpu_threads import wait_shortly
 from gspo.common.host.importing import importing
-from gspo.common.service.app import await_start, exit_bad_input, parse_options, run_service, stay
+from gspo.common.service.app import run_service
+from gspo.common.service.options import await_start, parse_options, stay
 from gspo.learner.check import check
 from gspo.learner.ranks.environment import end_with_launcher, is_launched, own_rank
 

@@ -16,8 +16,9 @@ from gspo.common.config.schema import Config
 from gspo.common.model.folder import model_folder
 from gspo.common.network.grpc_server import GrpcServer
 from gspo.common.network.http_server import HttpServer
-from gspo.common.service.app import Service, end_tasks
+from gspo.common.service.app import Service
 from gspo.common.service.health import HealthProbes
+from gspo.common.service.tasks import end_tasks
 from gspo.common.streams.events import Events
 from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import LEARNER

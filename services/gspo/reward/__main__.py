@@ -11,8 +11,9 @@ import structlog
 
 from gspo.common.network.grpc_server import GrpcServer
 from gspo.common.network.http_server import HttpServer
-from gspo.common.service.app import Service, await_start, parse_options, run_service
+from gspo.common.service.app import Service, run_service
 from gspo.common.service.health import HealthProbes
+from gspo.common.service.options import await_start, parse_options
 from gspo.common.streams.events import Events
 from gspo.common.streams.instances import Instance, Registration
 from gspo.common.telemetry import metrics

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import structlog
 
-from gspo.common.config.loading import read_config
+from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
-from gspo.common.errors import InputError
-from gspo.common.service.app import CONFIG_NAME, EXIT_FAILED, exit_bad_input, set_up_logs
+from gspo.common.errors import EXIT_FAILED, InputError, exit_bad_input
+from gspo.common.service.logs import set_up_logs
 from gspo.tracking.follower import Follower, Tracker
 from gspo.tracking.position import TrackerPosition
 

@@ -18,8 +18,9 @@ from typing import Any
 from gspo.common.errors import InputError
 from gspo.common.network.http_guard import Receive, Scope, Send
 from gspo.common.network.http_server import HttpServer
-from gspo.common.service.app import Options, Service, await_start, parse_options, run_service
+from gspo.common.service.app import Service, run_service
 from gspo.common.service.health import HealthProbes
+from gspo.common.service.options import Options, await_start, parse_options
 from gspo.common.streams.events import Events
 from gspo.common.streams.instances import Instance, Registration
 from gspo_proto.rollout_pb2 import Event, Finished, StepDone, TrainingDone, VersionLive

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import Connection
 
 from gspo.cli.processes.redis_server import redis_command
-from gspo.common.service.app import connect_redis
+from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import Inbox, append
 from gspo.common.streams.keys import Keys

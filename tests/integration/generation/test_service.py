@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from gspo.common.config.schema import Config
 from gspo.common.network.grpc_server import open_channel
-from gspo.common.service.app import connect_redis
+from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import DONE, append, create_consumer_groups
 from gspo.common.streams.instances import Instance, list_instances, wait_for_instance

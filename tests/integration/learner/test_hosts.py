@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from gspo.cli.processes.redis_server import redis_command, write_password
 from gspo.common.config.schema import Config
-from gspo.common.service.app import connect_redis
+from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import create_consumer_groups
 from gspo.common.streams.keys import Keys

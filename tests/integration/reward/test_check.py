@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.service.app import CONFIG_NAME
 from gspo.reward.check import check
 from gspo.reward.sandbox import execution
 from tests.support.service_process import make_run

@@ -28,10 +28,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from benchmarks.simulated.settings import Settings
 from gspo.cli.certs import CA, CERT, KEY, SERVER_NAME, make_secrets
 from gspo.cli.processes.redis_server import redis_command, write_password
-from gspo.common.config.loading import write_config
+from gspo.common.config.loading import CONFIG_NAME, write_config
 from gspo.common.config.schema import Config
 from gspo.common.network.credentials import client_context, redis_password, shared_token
-from gspo.common.service.app import CONFIG_NAME
 from gspo.common.streams.keys import Keys
 from tests.conftest import free_port
 from tests.support.service_process import end, make_run

@@ -24,9 +24,8 @@ from gspo.cli.report.summary import summarise
 from gspo.cli.report.writer import write_report
 from gspo.cli.rundir.plan import ENVIRONMENT_NAME
 from gspo.common.config.learner import LoraConfig
-from gspo.common.config.loading import read_config, write_config
+from gspo.common.config.loading import CONFIG_NAME, read_config, write_config
 from gspo.common.config.schema import Config
-from gspo.common.service.app import CONFIG_NAME
 from gspo.common.telemetry.step_time import IN_WORDS
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import SettledGroup, Settlement

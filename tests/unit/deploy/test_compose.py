@@ -20,8 +20,8 @@ import yaml
 
 from gspo.cli.processes.redis_server import redis_command
 from gspo.common.config.schema import RunConfig
-from gspo.common.service import app
-from gspo.common.service.app import Options, parse_options
+from gspo.common.service import options as options_module
+from gspo.common.service.options import Options, parse_options
 from gspo.common.streams.keys import SERVICES
 from tests.support.service_process import make_run
 
@@ -42,7 +42,7 @@ def options_of(service: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     command = words(service)
     command[command.index("--run-dir") + 1] = str(run_dir)
     monkeypatch.setattr(sys, "argv", command[2:])
-    monkeypatch.setattr(app, "set_up_logs", lambda *_, **__: None)
+    monkeypatch.setattr(options_module, "set_up_logs", lambda *_, **__: None)
     monkeypatch.setattr("socket.gethostname", lambda: "4f1c2d3e4a5b")
     return parse_options(service, lambda _: None, meaning="")
 

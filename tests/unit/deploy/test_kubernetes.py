@@ -21,8 +21,8 @@ import yaml
 
 from gspo.common.config.schema import RunConfig
 from gspo.common.errors import EXIT_BAD_INPUT
-from gspo.common.service import app
-from gspo.common.service.app import parse_options
+from gspo.common.service import options as options_module
+from gspo.common.service.options import parse_options
 from gspo.common.streams.keys import SERVICES
 from gspo.common.telemetry import metrics
 from tests.support.service_process import make_run
@@ -113,7 +113,7 @@ def test_a_service_understands_its_arguments(
     words = [word.replace("$(POD_IP)", "10.1.2.3") for word in container["args"]]
     words[words.index("--run-dir") + 1] = str(config.run_dir)
     monkeypatch.setattr(sys, "argv", [service, *words])
-    monkeypatch.setattr(app, "set_up_logs", lambda *_, **__: None)
+    monkeypatch.setattr(options_module, "set_up_logs", lambda *_, **__: None)
     options = parse_options(service, lambda _: None, meaning="")
     # A pod's host name is in no DNS, so it is its address that others are told.
     assert (options.host, options.http_port) == ("10.1.2.3", 8000)

@@ -16,10 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from gspo.common.config.evaluation import TrackingConfig
-from gspo.common.config.loading import parse_config, write_config
+from gspo.common.config.loading import CONFIG_NAME, parse_config, write_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.service.app import CONFIG_NAME
 from gspo.learner.telemetry import trackers
 from gspo.learner.telemetry.trackers import Trackers, check_trackers
 from gspo.tracking.__main__ import follow

@@ -30,11 +30,10 @@ from gspo.cli.monitor.unscored import unscored_so_far
 from gspo.cli.monitor.verdict import over_steps, step_time_table, verdict_lines, verdict_of
 from gspo.cli.monitor.view import Phases, ServiceProcess, View, evaluation_line, load_history, step_line
 from gspo.cli.rundir.plan import PAGE_NAME, SUMMARY_NAME, check_run_dir, is_run_dir_locked, supervisor_facts
-from gspo.common.config.loading import read_config
+from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.network.credentials import redis_arguments, redis_refusal
-from gspo.common.service.app import CONFIG_NAME
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import GENERATION, Keys
 from gspo.runlog.run_log import RunLog

@@ -16,10 +16,10 @@ from redis.asyncio import Redis
 from gspo.cli.monitor.generators import GeneratorAlerts
 from gspo.cli.monitor.view import ScreenLine, View
 from gspo.cli.rundir import http_client
-from gspo.common.service.app import STARTING
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
+from gspo.common.telemetry.activity import STARTING
 
 POLL_S = 1.0
 _READY_TIMEOUT_S = 2.0

@@ -5,8 +5,7 @@ No message is formatted for people elsewhere than where it is raised. Neighbour:
 
 from __future__ import annotations
 
-from gspo.common.errors import EXIT_BAD_INPUT
-from gspo.common.service.app import EXIT_FAILED
+from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED
 
 EXIT_INTERRUPTED = 130
 

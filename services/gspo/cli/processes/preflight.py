@@ -22,8 +22,8 @@ from typing import BinaryIO
 
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.processes.guard import SUPERVISOR_VARIABLE
-from gspo.common.service.app import end_tasks
-from gspo.common.service.start_command import CHECKED, Start
+from gspo.common.service.options import CHECKED, StartCommand
+from gspo.common.service.tasks import end_tasks
 
 CHECK_TIMEOUT_S = 180.0
 
@@ -83,7 +83,7 @@ class PreflightProcess:
         if self._process.returncode is not None or command[: len(self.program)] != self.program:
             self.end()
             return None
-        line = Start(command[len(self.program) :], str(log.resolve())).line()
+        line = StartCommand(command[len(self.program) :], str(log.resolve())).line()
         with contextlib.suppress(OSError):  # it has just died: whoever waits for it sees that
             self._socket.send(line)
         self._close()

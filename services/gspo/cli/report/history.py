@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo.cli.rundir.plan import ENVIRONMENT_NAME
-from gspo.common.config.loading import read_config
+from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.service.app import CONFIG_NAME
 from gspo.runlog.run_log import EvaluationRecord, RunLog, StepRecord, VersionRecord, best_of
 from gspo.runlog.step_files import read_columns
 

@@ -18,12 +18,11 @@ from gspo.cli.monitor.status import read_instances
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.rundir import http_client
 from gspo.cli.rundir.plan import check_run_dir, is_run_dir_locked, supervisor_facts
-from gspo.common.config.loading import read_config
+from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.config.services import TlsConfig
 from gspo.common.errors import InputError
 from gspo.common.network.credentials import check_tls, shared_token
-from gspo.common.service.app import CONFIG_NAME
 
 URL_VARIABLE, TOKEN_VARIABLE, CA_VARIABLE = "GSPO_REWARD_URL", "GSPO_REWARD_TOKEN", "GSPO_REWARD_CA"
 # A submission is loaded and tested before it is answered.

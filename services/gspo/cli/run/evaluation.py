@@ -26,9 +26,9 @@ from gspo.cli.run.eval_config import EvaluationSpec, eval_config, named_files
 from gspo.cli.run.session import Interrupts, new_view, run_session
 from gspo.cli.run.training import check_all, open_screen, place_on_gpus, until_interrupted
 from gspo.cli.rundir.plan import SERVICES_DIR, RunPlan, prepare
+from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.service.app import CONFIG_NAME
 
 _SERVICES = ("coordinator", "generation", "reward")
 # How the names of figures begin, in the order in which they are shown; those of no such name go before the last two.

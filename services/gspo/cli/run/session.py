@@ -39,7 +39,8 @@ from gspo.cli.rundir import http_client
 from gspo.cli.rundir.plan import SERVICES_DIR, write_supervisor_facts
 from gspo.common.config.schema import Config
 from gspo.common.network.credentials import redis_arguments
-from gspo.common.service.app import REDIS_PATIENCE_S, connect_redis, end_tasks
+from gspo.common.service.redis_client import REDIS_PATIENCE_S, connect_redis
+from gspo.common.service.tasks import end_tasks
 
 # The service processes of a job that uses the Redis at an address.
 Programs: TypeAlias = Callable[[Job, str], list[Program]]

@@ -22,11 +22,12 @@ from gspo.cli.processes.preflight import Preflight
 from gspo.cli.processes.programs import Job, process_names
 from gspo.cli.run.session import Interrupts, Programs, new_view, run_session
 from gspo.cli.rundir.plan import PAGE_NAME, RunPlan, lock_run_dir, plan_run, prepare
+from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.config.schema import Config
+from gspo.common.errors import EXIT_FAILED
 from gspo.common.host.gpus import visible_gpus
 from gspo.common.host.memory import free_memory
 from gspo.common.model.batch_memory import check_fits, redis_bytes
-from gspo.common.service.app import CONFIG_NAME, EXIT_FAILED
 from gspo.common.streams.keys import SERVICES
 
 T = TypeVar("T")

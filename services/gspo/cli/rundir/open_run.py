@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo.cli.rundir.plan import check_run_dir, is_run_dir_locked, supervisor_facts
-from gspo.common.config.loading import read_config
+from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.service.app import CONFIG_NAME
 
 
 @dataclass(frozen=True)

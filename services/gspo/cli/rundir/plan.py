@@ -19,10 +19,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
-from gspo.common.config.loading import changed_keys, check_resume, describe_change, read_config, write_config
+from gspo.common.config.loading import (
+    CONFIG_NAME,
+    changed_keys,
+    check_resume,
+    describe_change,
+    read_config,
+    write_config,
+)
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, in_yaml
-from gspo.common.service.app import CONFIG_NAME
 from gspo.runlog.run_log import LOG_FOLDER, RunLog
 
 SERVICES_DIR = "services"

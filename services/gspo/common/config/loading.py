@@ -16,6 +16,8 @@ from gspo.common.config.schema import Config
 from gspo.common.config.validation import as_input_error
 from gspo.common.errors import InputError, in_yaml
 
+# A run directory's configuration.
+CONFIG_NAME = "config.yaml"
 # Paths in a file are relative to that file, so that a folder can be moved as a whole.
 PATH_KEYS = (
     "data.prompts",

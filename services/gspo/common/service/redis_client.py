@@ -1,22 +1,34 @@
-"""A client that waits while Redis answers and refuses to write: its disk is full, or its memory.
+"""The Redis client of every service: patient while Redis restarts or refuses writes, and always cancellable.
 
-It waits for as long as that lasts, and says so: nothing is lost by it, and only the user can make room. A Redis that
-does not answer at all is another case, with an end: runtime.py's retries. Neighbour: runtime.py makes the clients.
+It tries again for REDIS_PATIENCE_S while Redis does not answer. While Redis answers and refuses writes (its disk or
+memory is full) it waits without an end and reports that: nothing is lost, and only the user can free space.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import structlog
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.client import Pipeline
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from gspo.common.config.schema import Config
+from gspo.common.network.credentials import redis_arguments, redis_refusal
 
 T = TypeVar("T")
+# Redis may restart under a run; a client tries again for about this long before its service gives up.
+REDIS_PATIENCE_S = 60
+# Hundreds of rollouts may end at once, each with a write: they wait for a connection instead of failing.
+MAX_CONNECTIONS = 50
 # MISCONF: the append-only file or the snapshot cannot be written. OOM: maxmemory is reached, and nothing is evicted.
 # A script that meets either says so within its own error, before it has written anything.
 _REFUSALS = ("MISCONF", "OOM command not allowed")
@@ -72,3 +84,69 @@ async def _until_taken(send: Callable[[], Awaitable[T]]) -> T:
         if said_at is not None:
             log.warning("redis_writes_again")
         return taken
+
+
+class _Patience(Retry):
+    """Tries again while Redis restarts, but not where it refuses us: that does not pass."""
+
+    async def call_with_retry(
+        self, do: Any, fail: Any, is_retryable: Any = None, with_failure_count: bool = False
+    ) -> Any:
+        """As Retry does it."""
+        return await super().call_with_retry(do, fail, is_retryable or _may_pass, with_failure_count)
+
+
+def _may_pass(error: Exception) -> bool:
+    return redis_refusal(error) is None
+
+
+def connect_redis(url: str, config: Config | None = None) -> Redis:
+    """A client with binary replies that tries again while Redis restarts, REDIS_PATIENCE_S long.
+
+    While Redis answers and refuses writes, for lack of room, it waits without an end.
+
+    Args:
+        config: Where its password and certificates are; None where it needs none.
+    """
+    pool = BlockingConnectionPool.from_url(
+        url,
+        **(redis_arguments(url, config) if config else {}),
+        max_connections=MAX_CONNECTIONS,
+        timeout=REDIS_PATIENCE_S,
+        protocol=2,
+        socket_connect_timeout=5,
+        socket_timeout=30,
+        health_check_interval=15,
+        retry=_Patience(ExponentialBackoff(cap=2, base=0.05), retries=REDIS_PATIENCE_S // 2),
+        retry_on_error=[RedisConnectionError, RedisTimeoutError],
+    )
+    pool.connection_class = cancellable(pool.connection_class)
+    client: Redis = PatientRedis.from_pool(pool)
+    return client
+
+
+class _Cancellable(AbstractConnection):
+    """Raises the cancellation that sending has forgotten.
+
+    The client sends with `asyncio.wait_for`. In Python 3.11 that forgets a cancellation that arrives just after the
+    bytes are sent (python/cpython#86296), and the cancelled task goes on for ever.
+    """
+
+    async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
+        """As AbstractConnection.send_packed_command."""
+        before = _num_cancellations()
+        await super().send_packed_command(command, check_health)
+        if _num_cancellations() > before:
+            # The reply, which nobody reads, must not be taken for the next command's.
+            await self.disconnect(nowait=True)
+            raise asyncio.CancelledError
+
+
+def _num_cancellations() -> int:
+    task = asyncio.current_task()
+    return task.cancelling() if task else 0
+
+
+def cancellable(kind: type[AbstractConnection]) -> type[AbstractConnection]:
+    """The same kind of connection (plain, TLS, Unix socket), with callers that can be cancelled."""
+    return type(f"Cancellable{kind.__name__}", (_Cancellable, kind), {})

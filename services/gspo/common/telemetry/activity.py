@@ -9,6 +9,8 @@ from typing import Literal
 
 from gspo.common.telemetry import metrics
 
+# The cause that keeps a service from being ready until it has started.
+STARTING = "starting"
 Kind = Literal["busy", "waiting"]
 
 

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser, run
 
 from gspo.common.config.schema import Config
-from gspo.common.service.app import EXIT_FAILED
+from gspo.common.errors import EXIT_FAILED
 from gspo.learner.ranks.environment import cores_per_rank
 
 _MODULE = "gspo.learner"

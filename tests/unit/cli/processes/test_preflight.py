@@ -16,7 +16,7 @@ from gspo.cli.processes.preflight import Preflight, PreflightProcess
 
 _WAITS = """
 import os, sys
-from gspo.common.service.start_command import receive_start_command, report_checked
+from gspo.common.service.options import receive_start_command, report_checked
 sys.stderr.write("warning: looked\\n"); sys.stderr.flush()
 report_checked()
 receive_start_command()

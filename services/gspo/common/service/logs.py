@@ -1,0 +1,46 @@
+"""JSON lines on standard error, the log of every service."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+from typing import TextIO, cast
+
+import structlog
+
+
+def set_up_logs(level: str, **bound: str) -> None:
+    """JSON lines on standard error, every one with the bound fields."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _LossyStream(sys.stderr))),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(**bound)
+
+
+class _LossyStream(io.TextIOBase):
+    """A stream whose full disk, or closed pipe, costs the lines and not the process that says them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, as far as there is room."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, as far as there is room."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()

@@ -1,0 +1,202 @@
+"""The command line that every service has, and how a checked process waits for its start.
+
+`gspo run` starts the first process of each service with `--check FILE --wait`: it checks the configuration, reports
+that, and imports what it needs while the others check. Then it receives a StartCommand, or it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from gspo.common.config.loading import CONFIG_NAME, read_config
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError, exit_bad_input
+from gspo.common.network.credentials import check_credentials, shared_token, warn_of_plain_text
+from gspo.common.service.logs import set_up_logs
+
+REDIS_VARIABLE = "GSPO_REDIS_URL"
+_REDIS_ON_LOOPBACK = "redis://127.0.0.1:6379/0"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a service is told at its start; everything else is in the run's configuration."""
+
+    service: str
+    run_dir: Path
+    redis_url: str
+    name: str
+    host: str
+    http_port: int
+    grpc_port: int
+    resume: bool
+    config: Config
+    evaluate: bool = False
+    stay: bool = False
+    waits: bool = False
+
+    @property
+    def token(self) -> str:
+        """The shared token of the services; empty where there is none."""
+        return shared_token(self.config)
+
+
+def parse_options(
+    service: str, check: Callable[[Config], None], *, meaning: str, checks_at_startup: bool = False
+) -> Options:
+    """Read the command line of `python -m services.X`; `--check FILE` runs the service's own check and exits.
+
+    With `--wait` it does not exit: the options then hold the configuration alone, for `await_start`.
+
+    Exits with code 2 and one message where the input cannot work; under `--stay`, where nobody has checked before the
+    start, the check is run here, and the process stays, not ready, with that message.
+
+    Args:
+        checks_at_startup: The service's life begins with the same check, which takes long.
+    """
+    parser = _parser(service, meaning)
+    given = parser.parse_args()
+    name = given.name.replace("{host}", socket.gethostname())
+    try:
+        if given.check:
+            config = read_config(given.check)
+            check(config)
+            if not given.wait:
+                sys.exit(0)
+            report_checked()
+            return Options(service, Path(), "", name, "", 0, 0, resume=False, config=config, waits=True)
+        if not given.run_dir:
+            parser.error("--run-dir or --check is needed")
+        config = read_config(given.run_dir / CONFIG_NAME)
+        host = given.host or config.services.host
+        redis_url = given.redis_url or os.environ.get(REDIS_VARIABLE) or config.services.redis_url or _REDIS_ON_LOOPBACK
+        check_credentials(config, host, redis_url)
+        set_up_logs(config.services.log_level, service=service, name=name, run=config.name)
+        warn_of_plain_text(config, host)
+        if given.stay and not checks_at_startup:
+            check(config)
+    except InputError as error:
+        if not given.stay:
+            exit_bad_input(error)
+        set_up_logs("info", service=service, name=name)
+        stay(error, given.host or "127.0.0.1", given.http_port)
+    return Options(
+        service,
+        given.run_dir,
+        redis_url,
+        name,
+        host,
+        given.http_port,
+        given.grpc_port,
+        given.resume,
+        config,
+        given.evaluate,
+        given.stay,
+    )
+
+
+def await_start(options: Options) -> Options:
+    """The options of a process that waits, once it is told to start; of any other, the same."""
+    if not options.waits:
+        return options
+    receive_start_command()
+    return parse_options(options.service, lambda _config: None, meaning="")
+
+
+def _parser(service: str, meaning: str) -> argparse.ArgumentParser:
+    """The options that every service has."""
+    parser = argparse.ArgumentParser(prog=f"python -m gspo.{service}", description=meaning)
+    parser.add_argument("--check", type=Path, metavar="FILE", help="check a configuration for this service, and exit")
+    parser.add_argument("--wait", action="store_true", help="after --check, wait on standard input for a start")
+    parser.add_argument("--run-dir", type=Path, help="the run directory; its config.yaml is the configuration")
+    parser.add_argument(
+        "--redis-url",
+        type=_redis_address,
+        help=f"{REDIS_VARIABLE}, services.redis_url, or {_REDIS_ON_LOOPBACK}, by default",
+    )
+    parser.add_argument(
+        "--name", default=f"{service}-0", help="name of this process in the run; {host} is this machine's"
+    )
+    parser.add_argument("--host", help="address to bind; services.host by default")
+    parser.add_argument("--http-port", type=int, default=0, help="0 picks a free port")
+    parser.add_argument("--grpc-port", type=int, default=0, help="0 picks a free port")
+    parser.add_argument("--resume", action="store_true", help="go on from what the run directory holds")
+    parser.add_argument("--evaluate", action="store_true", help="measure the given model once: a run without a learner")
+    parser.add_argument(
+        "--stay", action="store_true", help="refused, stay alive and not ready with the reason, for containers"
+    )
+    return parser
+
+
+def stay(error: InputError, host: str, http_port: int) -> NoReturn:
+    """Say what is wrong with the input, and stay until SIGTERM with that at /readyz; then exit with code 2."""
+    from gspo.common.service.degraded_start import serve_rejection  # here: its face is built on this module
+
+    serve_rejection(error, host, http_port)
+
+
+def _redis_address(url: str) -> str:
+    """A password on a command line could be read by every user of the machine."""
+    if urlsplit(url).password is not None:
+        raise argparse.ArgumentTypeError(
+            f"holds a password; write it into a file and name that in services.redis_password_file, or set "
+            f"{REDIS_VARIABLE}"
+        )
+    return url
+
+
+CHECKED = b"checked\n"
+
+
+@dataclass(frozen=True)
+class StartCommand:
+    """What a waiting process is told.
+
+    Attributes:
+        arguments: Its command line from now on, without the program.
+        log: Where its output goes from now on; appended.
+    """
+
+    arguments: tuple[str, ...]
+    log: str
+
+    def line(self) -> bytes:
+        """As it is sent."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def report_checked() -> None:
+    """Say that the check has found nothing."""
+    with _other_end() as connection:
+        connection.sendall(CHECKED)
+
+
+def receive_start_command() -> None:
+    """Wait to be told to start, and become that program: its command line, its log. Exits where nobody is left."""
+    with _other_end() as connection, connection.makefile("rb") as lines:
+        line = lines.readline()
+    if not line.endswith(b"\n"):
+        sys.exit(0)
+    start = StartCommand(**json.loads(line))
+    sys.argv[1:] = start.arguments
+    log = os.open(Path(start.log), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(log)
+    os.close(nothing)
+
+
+def _other_end() -> socket.socket:
+    return socket.socket(fileno=os.dup(0))
