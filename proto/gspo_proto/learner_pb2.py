@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from gspo_proto import rollout_pb2 as gspo__proto_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18gspo_proto/learner.proto\x12\x04gspo\"\x11\n\x0fProgressRequest\")\n\nGroupRange\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x0c\n\x04last\x18\x02 \x01(\x04\"\xab\x02\n\rProgressReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12!\n\x07settled\x18\x06 \x03(\x0b\x32\x10.gspo.GroupRange\x12/\n\x06\x63ounts\x18\x07 \x03(\x0b\x32\x1f.gspo.ProgressReply.CountsEntry\x12\x14\n\x0clive_version\x18\x08 \x01(\x03\x12\x0c\n\x04\x64one\x18\t \x01(\x08\x12\x13\n\x0b\x64one_reason\x18\n \x01(\t\x12\x13\n\x0b\x65valuations\x18\x0b \x03(\t\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x13\n\x11\x43heckpointRequest\"-\n\x0f\x43heckpointReply\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t2\x7f\n\x07Learner\x12\x36\n\x08Progress\x12\x15.gspo.ProgressRequest\x1a\x13.gspo.ProgressReply\x12<\n\nCheckpoint\x12\x17.gspo.CheckpointRequest\x1a\x15.gspo.CheckpointReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18gspo_proto/learner.proto\x12\x04gspo\x1a\x18gspo_proto/rollout.proto\"\x11\n\x0fProgressRequest\")\n\nGroupRange\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x0c\n\x04last\x18\x02 \x01(\x04\"\xbd\x02\n\rProgressReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12!\n\x07settled\x18\x06 \x03(\x0b\x32\x10.gspo.GroupRange\x12/\n\x06\x63ounts\x18\x07 \x03(\x0b\x32\x1f.gspo.ProgressReply.CountsEntry\x12\x14\n\x0clive_version\x18\x08 \x01(\x03\x12\x12\n\nend_reason\x18\n \x01(\t\x12\x13\n\x0b\x65valuations\x18\x0b \x03(\t\x12\x19\n\x03\x65nd\x18\x0c \x01(\x0e\x32\x0c.gspo.RunEnd\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01J\x04\x08\t\x10\n\"\x13\n\x11\x43heckpointRequest\"-\n\x0f\x43heckpointReply\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t2\x7f\n\x07Learner\x12\x36\n\x08Progress\x12\x15.gspo.ProgressRequest\x1a\x13.gspo.ProgressReply\x12<\n\nCheckpoint\x12\x17.gspo.CheckpointRequest\x1a\x15.gspo.CheckpointReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,18 +34,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PROGRESSREPLY_COUNTSENTRY']._loaded_options = None
   _globals['_PROGRESSREPLY_COUNTSENTRY']._serialized_options = b'8\001'
-  _globals['_PROGRESSREQUEST']._serialized_start=34
-  _globals['_PROGRESSREQUEST']._serialized_end=51
-  _globals['_GROUPRANGE']._serialized_start=53
-  _globals['_GROUPRANGE']._serialized_end=94
-  _globals['_PROGRESSREPLY']._serialized_start=97
-  _globals['_PROGRESSREPLY']._serialized_end=396
-  _globals['_PROGRESSREPLY_COUNTSENTRY']._serialized_start=351
-  _globals['_PROGRESSREPLY_COUNTSENTRY']._serialized_end=396
-  _globals['_CHECKPOINTREQUEST']._serialized_start=398
-  _globals['_CHECKPOINTREQUEST']._serialized_end=417
-  _globals['_CHECKPOINTREPLY']._serialized_start=419
-  _globals['_CHECKPOINTREPLY']._serialized_end=464
-  _globals['_LEARNER']._serialized_start=466
-  _globals['_LEARNER']._serialized_end=593
+  _globals['_PROGRESSREQUEST']._serialized_start=60
+  _globals['_PROGRESSREQUEST']._serialized_end=77
+  _globals['_GROUPRANGE']._serialized_start=79
+  _globals['_GROUPRANGE']._serialized_end=120
+  _globals['_PROGRESSREPLY']._serialized_start=123
+  _globals['_PROGRESSREPLY']._serialized_end=440
+  _globals['_PROGRESSREPLY_COUNTSENTRY']._serialized_start=389
+  _globals['_PROGRESSREPLY_COUNTSENTRY']._serialized_end=434
+  _globals['_CHECKPOINTREQUEST']._serialized_start=442
+  _globals['_CHECKPOINTREQUEST']._serialized_end=461
+  _globals['_CHECKPOINTREPLY']._serialized_start=463
+  _globals['_CHECKPOINTREPLY']._serialized_end=508
+  _globals['_LEARNER']._serialized_start=510
+  _globals['_LEARNER']._serialized_end=637
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from gspo_proto import rollout_pb2 as _rollout_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -89,9 +90,9 @@ class ProgressReply(_message.Message):
     SETTLED_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
     LIVE_VERSION_FIELD_NUMBER: _builtins.int
-    DONE_FIELD_NUMBER: _builtins.int
-    DONE_REASON_FIELD_NUMBER: _builtins.int
+    END_REASON_FIELD_NUMBER: _builtins.int
     EVALUATIONS_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
@@ -100,9 +101,9 @@ class ProgressReply(_message.Message):
     digest: _builtins.str
     live_version: _builtins.int
     """newest version that a generator has, -1 before the first"""
-    done: _builtins.bool
-    """the last step is trained"""
-    done_reason: _builtins.str
+    end_reason: _builtins.str
+    end: _rollout_pb2.RunEnd.ValueType
+    """of the training; unspecified while it goes on"""
     @_builtins.property
     def settled(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRange]: ...
     @_builtins.property
@@ -124,13 +125,13 @@ class ProgressReply(_message.Message):
         settled: _abc.Iterable[Global___GroupRange] | None = ...,
         counts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         live_version: _builtins.int = ...,
-        done: _builtins.bool = ...,
-        done_reason: _builtins.str = ...,
+        end_reason: _builtins.str = ...,
         evaluations: _abc.Iterable[_builtins.str] | None = ...,
+        end: _rollout_pb2.RunEnd.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "digest", b"digest", "done", b"done", "done_reason", b"done_reason", "epoch", b"epoch", "evaluations", b"evaluations", "live_version", b"live_version", "run", b"run", "settled", b"settled", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "digest", b"digest", "end", b"end", "end_reason", b"end_reason", "epoch", b"epoch", "evaluations", b"evaluations", "live_version", b"live_version", "run", b"run", "settled", b"settled", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

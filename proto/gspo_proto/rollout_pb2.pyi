@@ -87,6 +87,32 @@ SETTLEMENT_FAILED: Settlement.ValueType  # 4
 SETTLEMENT_UNUSED: Settlement.ValueType  # 5
 Global___Settlement: _TypeAlias = Settlement  # noqa: Y015
 
+class _RunEnd:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RunEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunEnd.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RUN_END_UNSPECIFIED: _RunEnd.ValueType  # 0
+    RUN_END_COMPLETED: _RunEnd.ValueType  # 1
+    """by its own limit, or with its last prompt"""
+    RUN_END_STOPPED: _RunEnd.ValueType  # 2
+    """somebody asked for the end"""
+    RUN_END_FAILED: _RunEnd.ValueType  # 3
+    """it cannot go on"""
+
+class RunEnd(_RunEnd, metaclass=_RunEndEnumTypeWrapper):
+    """How a run ended, or its training."""
+
+RUN_END_UNSPECIFIED: RunEnd.ValueType  # 0
+RUN_END_COMPLETED: RunEnd.ValueType  # 1
+"""by its own limit, or with its last prompt"""
+RUN_END_STOPPED: RunEnd.ValueType  # 2
+"""somebody asked for the end"""
+RUN_END_FAILED: RunEnd.ValueType  # 3
+"""it cannot go on"""
+Global___RunEnd: _TypeAlias = RunEnd  # noqa: Y015
+
 @_typing.final
 class Prompt(_message.Message):
     """What the data set says about one prompt, ready for the engine."""
@@ -1066,7 +1092,7 @@ Global___CheckpointDone: _TypeAlias = CheckpointDone  # noqa: Y015
 
 @_typing.final
 class TrainingDone(_message.Message):
-    """The learner has trained its last step; the coordinator evaluates and then says Finished."""
+    """The learner has trained its last step; the coordinator evaluates and then sends Finished."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1074,10 +1100,12 @@ class TrainingDone(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     version: _builtins.int
     digest: _builtins.str
     reason: _builtins.str
+    end: Global___RunEnd.ValueType
     def __init__(
         self,
         *,
@@ -1085,10 +1113,11 @@ class TrainingDone(_message.Message):
         version: _builtins.int = ...,
         digest: _builtins.str = ...,
         reason: _builtins.str = ...,
+        end: Global___RunEnd.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "reason", b"reason", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "end", b"end", "reason", b"reason", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1138,18 +1167,18 @@ class Finished(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
-    FAILED_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    failed: _builtins.bool
+    end: Global___RunEnd.ValueType
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
-        failed: _builtins.bool = ...,
+        end: Global___RunEnd.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 import time
 
 from gspo.common.config.schema import RunConfig
-from gspo_proto.rollout_pb2 import Finished
-
-# How the learner begins the reason of a TrainingDone that a StopRequested caused.
-STOPPED = "stopped"
+from gspo_proto.rollout_pb2 import RUN_END_FAILED, RUN_END_STOPPED, RUN_END_UNSPECIFIED, Finished, RunEnd
 
 
 class Ending:
@@ -20,6 +17,7 @@ class Ending:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self.stop_reason = self.training_reason = self.finished_reason = ""
+        self.training_end: RunEnd.ValueType = RUN_END_UNSPECIFIED
         self.finished = self.failed = False
         self.last_version = 0
         self._deadline = float("inf")
@@ -38,7 +36,7 @@ class Ending:
     @property
     def stopped(self) -> bool:
         """Whether someone asked for the end: then nothing is measured any more."""
-        return bool(self.stop_reason) or self.training_reason.startswith(STOPPED)
+        return bool(self.stop_reason) or self.training_end == RUN_END_STOPPED
 
     def on_stop(self, reason: str) -> None:
         """A StopRequested was sent; the learner has run.drain_timeout_s to end its step and write a checkpoint."""
@@ -46,15 +44,15 @@ class Ending:
             self.stop_reason = reason or "asked to stop"
             self._deadline = time.monotonic() + self._config.drain_timeout_s
 
-    def on_training_done(self, version: int, reason: str) -> None:
+    def on_training_done(self, version: int, end: RunEnd.ValueType, reason: str) -> None:
         """The learner has ended; its last version has run.start_timeout_s to become live."""
         if not self.training_done:
-            self.last_version, self.training_reason = version, reason or "training is done"
+            self.last_version, self.training_end, self.training_reason = version, end, reason or "training is done"
             self._deadline = time.monotonic() + self._config.start_timeout_s
 
-    def on_finished(self, reason: str, failed: bool) -> None:
+    def on_finished(self, finished: Finished) -> None:
         """Finished was sent, by us or by a learner that gave the run up."""
-        self.finished, self.finished_reason, self.failed = True, reason, failed
+        self.finished, self.finished_reason, self.failed = True, finished.reason, finished.end == RUN_END_FAILED
 
     def ready_to_measure(self, live_version: int) -> bool:
         """Whether training has ended by itself and its last version is live."""
@@ -76,7 +74,7 @@ class Ending:
             num_open: Groups that were issued before it was known that training is done, and are not settled.
         """
         if self.training_done and (self.stopped or (live_version >= self.last_version and not num_open)):
-            return Finished(reason=self.training_reason)
+            return Finished(reason=self.training_reason, end=self.training_end)
         if time.monotonic() <= self._deadline:
             return None
         if self.training_done:
@@ -87,7 +85,7 @@ class Ending:
         else:
             limit = f"{self._config.drain_timeout_s:g} s (run.drain_timeout_s)"
             reason = f"the learner did not end within {limit} after a stop ({self.stop_reason})"
-        return Finished(reason=reason, failed=True)
+        return Finished(reason=reason, end=RUN_END_FAILED)
 
     def describe(self, live_version: int, num_open: int = 0) -> tuple[str, str]:
         """What the end waits for: a bounded name and its completion."""

@@ -16,6 +16,7 @@ import structlog
 from gspo.common.service.app import Service
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.keys import PAUSED_BY_USER
+from gspo.common.streams.messages import word_of
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.bottleneck import STEPS_LOOKED_AT
 from gspo.coordinator.ending import Ending
@@ -28,7 +29,17 @@ from gspo.coordinator.redis_state import gauges
 from gspo.coordinator.redis_state.epoch import RedisEpoch
 from gspo.coordinator.redis_state.listing import newest_entries, readable
 from gspo_proto.learner_pb2 import ProgressReply
-from gspo_proto.rollout_pb2 import Event, PromptsExhausted, SettledGroup, Settlement, StepDone, StopRequested
+from gspo_proto.rollout_pb2 import (
+    RUN_END_UNSPECIFIED,
+    Event,
+    PromptsExhausted,
+    RunEnd,
+    SettledGroup,
+    Settlement,
+    StepDone,
+    StopRequested,
+    TrainingDone,
+)
 
 _BLOCK_S = 0.25
 _WATCH_S = 1.0
@@ -161,13 +172,16 @@ class Coordinator:
             "step_done": lambda e: self._on_step(e.step_done),
             "groups_settled": lambda e: self._on_settled(e.groups_settled.groups),
             "version_live": lambda e: self._on_live(e.version_live.version),
-            "training_done": lambda e: self.ending.on_training_done(e.training_done.version, e.training_done.reason),
+            "training_done": lambda e: self._on_training_done(e.training_done),
             "stop_requested": lambda e: self.ending.on_stop(e.stop_requested.reason),
             "scoring_fails": lambda e: self._on_scoring_fails(e.scoring_fails.reason),
-            "finished": lambda e: self.ending.on_finished(e.finished.reason, e.finished.failed),
+            "finished": lambda e: self.ending.on_finished(e.finished),
         }
         if kind in handlers:
             handlers[kind](event)
+
+    def _on_training_done(self, done: TrainingDone) -> None:
+        self.ending.on_training_done(done.version, done.end, done.reason)
 
     def _on_scoring_fails(self, reason: str) -> None:
         self._requested_pause = reason
@@ -212,8 +226,8 @@ class Coordinator:
         self.epoch = max(self.epoch, reply.epoch)
         self._recorded_labels = frozenset(reply.evaluations)
         self.scheduler.catch_up(reply.version, reply.live_version, self._recorded_labels)
-        if reply.done:
-            self.ending.on_training_done(reply.version, reply.done_reason)
+        if reply.end != RUN_END_UNSPECIFIED:
+            self.ending.on_training_done(reply.version, reply.end, reply.end_reason)
 
     async def _remove_settled(self) -> None:
         groups, self._settled = self._settled, []
@@ -310,8 +324,8 @@ class Coordinator:
             return
         if finished := self.ending.conclude(self.slots.live_version, len(self.slots.open)):
             await self._events.send(Event(epoch=self.epoch, finished=finished))
-            self.ending.on_finished(finished.reason, finished.failed)
-            log.info("finished", reason=finished.reason, failed=finished.failed)
+            self.ending.on_finished(finished)
+            log.info("finished", reason=finished.reason, end=word_of(RunEnd, finished.end))
 
     def waits_for(self) -> tuple[str, str]:
         """What the loop waits for: a bounded name and its completion."""

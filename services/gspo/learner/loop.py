@@ -39,10 +39,15 @@ from gspo.learner.training.schedule import configured_hyperparameters
 from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError
 from gspo_proto.learner_pb2 import CheckpointReply, GroupRange, ProgressReply
 from gspo_proto.rollout_pb2 import (
+    RUN_END_COMPLETED,
+    RUN_END_FAILED,
+    RUN_END_STOPPED,
+    RUN_END_UNSPECIFIED,
     CheckpointDone,
     Event,
     Finished,
     GroupsSettled,
+    RunEnd,
     StepDone,
     TrainingDone,
     VersionLive,
@@ -95,6 +100,7 @@ class Learner:
         self._is_generated = False
         self._num_groups: int | None = None
         self._stop_reason = self._done_reason = ""
+        self._training_end: RunEnd.ValueType = RUN_END_UNSPECIFIED
         self._finished = asyncio.Event()
         self._checkpoint_step = run_dir.checkpoints.newest() or 0
         self._checkpoint_wanted: list[asyncio.Future[CheckpointReply]] = []
@@ -112,7 +118,7 @@ class Learner:
             await self._end(reason)
         except (RunFailedError, NotFiniteError) as error:
             log.error("run_failed", reason=str(error))
-            await self._announce(finished=Finished(reason=str(error), failed=True))
+            await self._announce(finished=Finished(reason=str(error), end=RUN_END_FAILED))
 
     async def watch_events(self, position: bytes) -> None:
         """Follow the run's events from `position`, for as long as the learner lives."""
@@ -151,8 +157,8 @@ class Learner:
             settled=[GroupRange(first=first, last=last) for first, last in settlements.ranges()],
             counts=settlements.counts(),
             live_version=self.publisher.live_version,
-            done=bool(self._done_reason),
-            done_reason=self._done_reason,
+            end=self._training_end,
+            end_reason=self._done_reason,
             evaluations=self._run_dir.evaluations(),
         )
 
@@ -346,7 +352,7 @@ class Learner:
 
     async def _end(self, reason: str) -> None:
         """Settle what is open (not after a stop: a resume goes on with it), save, and wait for the coordinator."""
-        self._done_reason = reason
+        self._done_reason, self._training_end = reason, RUN_END_STOPPED if self._stop_reason else RUN_END_COMPLETED
         await self._settle_unused(reason)
         await self._checkpoint()
         with self._service.activity.doing("exporting", f"version {self._version}"):
@@ -355,7 +361,13 @@ class Learner:
             if not self._stop_reason:
                 await self._save_candidate(last=True)
         await self._announce(
-            training_done=TrainingDone(step=self._version, version=self._version, digest=self._digest, reason=reason)
+            training_done=TrainingDone(
+                step=self._version,
+                version=self._version,
+                digest=self._digest,
+                reason=reason,
+                end=self._training_end,
+            )
         )
         log.info("training_done", step=self._version, reason=reason)
         self._service.activity.set("waiting", "coordinator", "the last evaluation")

@@ -23,7 +23,16 @@ from gspo.common.service.health import HealthProbes
 from gspo.common.service.options import Options, await_start, parse_options
 from gspo.common.streams.events import Events
 from gspo.common.streams.instances import Instance, Registration
-from gspo_proto.rollout_pb2 import Event, Finished, StepDone, TrainingDone, VersionLive
+from gspo_proto.rollout_pb2 import (
+    RUN_END_COMPLETED,
+    RUN_END_FAILED,
+    RUN_END_STOPPED,
+    Event,
+    Finished,
+    StepDone,
+    TrainingDone,
+    VersionLive,
+)
 
 STEP_S = 0.05
 
@@ -100,9 +109,9 @@ async def train(service: Service, events: Events, words: list[str]) -> None:
         await events.send(Event(step_done=StepDone(step=step, version=step, groups=[step], figures=figures)))
         await events.send(Event(version_live=VersionLive(version=step)))
     if total:
-        failed = "fail" in words
+        end, reason = (RUN_END_FAILED, "every reward failed") if "fail" in words else (RUN_END_COMPLETED, "done")
         await events.send(Event(training_done=TrainingDone(step=total, version=total, reason="all steps")))
-        await events.send(Event(finished=Finished(reason="every reward failed" if failed else "done", failed=failed)))
+        await events.send(Event(finished=Finished(reason=reason, end=end)))
     await asyncio.sleep(3600)
 
 
@@ -114,7 +123,7 @@ class StopEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/v1/stop" and not self._deaf:
-            await self._events.send(Event(finished=Finished(reason="stopped: Ctrl-C")))
+            await self._events.send(Event(finished=Finished(reason="stopped: Ctrl-C", end=RUN_END_STOPPED)))
         await _answer(send)
 
 

@@ -23,11 +23,14 @@ from gspo_proto.learner_pb2 import GroupRange, ProgressReply, ProgressRequest
 from gspo_proto.learner_pb2_grpc import LearnerServicer, add_LearnerServicer_to_server
 from gspo_proto.rollout_pb2 import (
     OUTCOME_EOS,
+    RUN_END_COMPLETED,
+    RUN_END_STOPPED,
     SETTLEMENT_FILTERED,
     Event,
     GroupsSettled,
     GroupTask,
     Rollout,
+    RunEnd,
     Score,
     Scored,
     ScoredRollout,
@@ -114,11 +117,11 @@ class LearnerPeer:
         self.progress.live_version = version
         await self.send(Event(version_live=VersionLive(version=version)))
 
-    async def training_done(self, reason: str) -> None:
+    async def training_done(self, reason: str, end: RunEnd.ValueType = RUN_END_COMPLETED) -> None:
         """The last step is trained; from here on what is open is settled, as after a stop it is not."""
-        self.progress.done, self.progress.done_reason = True, reason
-        await self.send(Event(training_done=TrainingDone(version=self.progress.version, reason=reason)))
-        if not reason.startswith("stopped") and not self.down:
+        self.progress.end, self.progress.end_reason = end, reason
+        await self.send(Event(training_done=TrainingDone(version=self.progress.version, reason=reason, end=end)))
+        if end != RUN_END_STOPPED and not self.down:
             self._settles = asyncio.create_task(self._settle_open())
 
     async def _settle_open(self) -> None:

@@ -15,7 +15,18 @@ from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.inbox import append
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
-from gspo_proto.rollout_pb2 import Event, Finished, Rollout, Score, Scored, ScoredRollout, ScoringFails
+from gspo_proto.rollout_pb2 import (
+    RUN_END_COMPLETED,
+    RUN_END_FAILED,
+    RUN_END_STOPPED,
+    Event,
+    Finished,
+    Rollout,
+    Score,
+    Scored,
+    ScoredRollout,
+    ScoringFails,
+)
 from tests.integration.coordinator.conftest import CoordinatorProcess, Until, http_address
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 
@@ -109,7 +120,7 @@ async def test_measured_before_between_and_after(
     assert (last.evaluation, last.figures["num_prompts"]) == ("v2", 3.0)
     await until(hears(redis, keys, "finished"), "Finished")
     (finished,) = await heard(redis, keys, "finished")
-    assert (finished.reason, finished.failed) == ("2 steps are done", False)
+    assert (finished.reason, finished.end) == ("2 steps are done", RUN_END_COMPLETED)
     assert await coordinator.exit_code() == 0
     assert await redis.hlen(keys.partial) == 0
     assert await redis.xlen(keys.eval_prompts) == 0
@@ -242,7 +253,7 @@ async def test_the_http_api_shows_pauses_and_stops_the_run(
         assert (await door.post("/v1/stop", json={"reasons": "x"})).status_code == 422
         assert (await door.post("/v1/stop", json={"reason": "enough"})).status_code == 202
     await until(hears(redis, keys, "stop_requested"), "StopRequested")
-    await learner.training_done("stopped: enough")
+    await learner.training_done("stopped: enough", RUN_END_STOPPED)
     await until(hears(redis, keys, "finished"), "Finished")
     assert (await heard(redis, keys, "finished"))[0].reason == "stopped: enough"
     assert await coordinator.exit_code() == 0
@@ -342,7 +353,7 @@ async def test_a_learner_that_gives_up_ends_the_run(
         return await redis.hlen(keys.open) == 4
 
     await until(all_issued, "the first groups")
-    await learner.send(Event(finished=Finished(reason="every score failed", failed=True)))
+    await learner.send(Event(finished=Finished(reason="every score failed", end=RUN_END_FAILED)))
     assert await coordinator.exit_code() == 0
     assert len(await heard(redis, keys, "finished")) == 1
 
@@ -357,7 +368,7 @@ async def test_a_run_that_fails_before_the_learner_is_ready_ends(
         return bool(found) and found[0].activity["what"] == "learner"
 
     await until(waits, "the coordinator to wait for a learner")
-    await Events(redis, keys, "learner-0").send(Event(finished=Finished(reason="no memory", failed=True)))
+    await Events(redis, keys, "learner-0").send(Event(finished=Finished(reason="no memory", end=RUN_END_FAILED)))
     assert await coordinator.exit_code() == 0
 
 
@@ -398,5 +409,5 @@ async def test_one_evaluation_needs_no_learner(
     (measured,) = await heard(redis, keys, "evaluation_done")
     assert (measured.evaluation, dict(measured.figures)) == ("v0", FIGURES | {"num_prompts": 2.0})
     (finished,) = await heard(redis, keys, "finished")
-    assert (finished.reason, finished.failed) == ("the evaluation is done", False)
+    assert (finished.reason, finished.end) == ("the evaluation is done", RUN_END_COMPLETED)
     assert await coordinator.exit_code() == 0

@@ -22,7 +22,16 @@ from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
 from gspo_proto.learner_pb2 import CheckpointRequest, ProgressRequest
 from gspo_proto.learner_pb2_grpc import LearnerStub
-from gspo_proto.rollout_pb2 import EvaluationDone, Event, Finished, GroupFailure, Scored, StopRequested
+from gspo_proto.rollout_pb2 import (
+    RUN_END_FAILED,
+    RUN_END_STOPPED,
+    EvaluationDone,
+    Event,
+    Finished,
+    GroupFailure,
+    Scored,
+    StopRequested,
+)
 from tests.support.service_process import assert_on_loopback_alone, registered, service_process, wait_exit
 from tests.support.training.learner_feed import NUM_ROLLOUTS, LearnerFeed, lines, run_of, scored
 
@@ -87,7 +96,8 @@ async def test_a_stop_leaves_a_checkpoint_and_open_groups(
             written = await LearnerStub(channel).Checkpoint(CheckpointRequest(), timeout=30)
             assert written.step == 1 and Path(written.path, "manifest.json").is_file()
         await Events(redis, keys, "coordinator").send(Event(stop_requested=StopRequested(reason="Ctrl-C")))
-        assert (await feeder.event("training_done")).training_done.reason == "stopped: Ctrl-C"
+        done = (await feeder.event("training_done")).training_done
+        assert (done.end, done.reason) == (RUN_END_STOPPED, "stopped: Ctrl-C")
         await Events(redis, keys, "coordinator").send(Event(finished=Finished(reason="stopped")))
         assert await asyncio.to_thread(wait_exit, process, 20) == 0
     assert not (config.run_dir / "log" / "settled.jsonl").read_text()
@@ -123,7 +133,7 @@ async def test_a_reward_that_always_fails_ends_the_run_with_its_reason(
         await registered(process, redis, keys, "learner")
         await feeder.feed(range(8), 0, failing=True)
         finished = (await feeder.event("finished")).finished
-        assert finished.failed and "ZeroDivisionError: division by zero" in finished.reason
+        assert finished.end == RUN_END_FAILED and "ZeroDivisionError: division by zero" in finished.reason
         assert await asyncio.to_thread(wait_exit, process, 20) == 0
 
 
@@ -247,7 +257,8 @@ async def test_three_in_a_row_end_the_run_with_their_reason(
         await feeder.feed(range(4), 0, rewards={(g, n): 3e38 for g in range(4) for n in range(4)})
         finished = (await feeder.event("finished")).finished
         assert (
-            finished.failed and "3 mini-batches in a row were not applied; of the last one the loss" in finished.reason
+            finished.end == RUN_END_FAILED
+            and "3 mini-batches in a row were not applied; of the last one the loss" in finished.reason
         )
         assert await asyncio.to_thread(wait_exit, process, 20) == 0
 
@@ -265,7 +276,7 @@ async def test_weights_that_are_not_finite_end_the_run_unpublished_and_a_lower_r
         await registered(process, redis, keys, "learner")
         await feeder.feed(range(4), 0)
         finished = (await feeder.event("finished")).finished
-        assert finished.failed and "version 1 is not published" in finished.reason
+        assert finished.end == RUN_END_FAILED and "version 1 is not published" in finished.reason
         assert await asyncio.to_thread(wait_exit, process, 20) == 0
     assert [line["version"] for line in lines(config, "policy.jsonl")] == [0]
     assert not (config.run_dir / "export").exists() and not list((config.run_dir / "checkpoints").iterdir())

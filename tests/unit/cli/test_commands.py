@@ -390,13 +390,18 @@ def test_status_of_a_run_that_rests(gspo: Call, tmp_path: Path, config: Config) 
     assert "step 4/10  reward 0.500" in output
     go_on = f"not running. Go on with it: gspo run --resume {tmp_path}"
     assert go_on in output
-    for steps, reason, failed, expected in (
-        (4, "total_steps 4 reached", False, f"finished: total_steps 4 reached. Report: {tmp_path / 'report.html'}"),
-        (4, "every reward failed", True, "failed: every reward failed."),
-        (4, "stopped: Ctrl-C", False, go_on),
-        (3, "total_steps 3 reached", False, go_on),
+    for steps, reason, end, expected in (
+        (
+            4,
+            "total_steps 4 reached",
+            "completed",
+            f"finished: total_steps 4 reached. Report: {tmp_path / 'report.html'}",
+        ),
+        (4, "every reward failed", "failed", "failed: every reward failed."),
+        (4, "stopped: Ctrl-C", "stopped", go_on),
+        (3, "total_steps 3 reached", "completed", go_on),
     ):
-        summary = {"steps": steps, "end_reason": reason, "failed": failed}
+        summary = {"steps": steps, "end_reason": reason, "end": end}
         (tmp_path / "summary.json").write_text(json.dumps(summary))
         assert expected in gspo("status", tmp_path)[1], summary
 

@@ -186,13 +186,10 @@ def report(run_dir: Path) -> tuple[dict[str, Any], str]:
 
 def test_the_summary_of_a_run_that_ended(ended: Path) -> None:
     wall_s = {"start": 20.0, "training": 80.0}
-    summary = write_report(ended, wall_s=wall_s, finished={"reason": "run.total_steps reached", "failed": False})
+    summary = write_report(ended, wall_s=wall_s, finished={"end": "completed", "reason": "run.total_steps reached"})
     assert json.loads((ended / "summary.json").read_text()) == summary
-    assert (summary["run"], summary["gspo_version"], summary["end_reason"]) == (
-        "small",
-        "0.1.0",
-        "run.total_steps reached",
-    )
+    assert (summary["run"], summary["gspo_version"]) == ("small", "0.1.0")
+    assert (summary["end"], summary["end_reason"], summary["failed"]) == ("completed", "run.total_steps reached", False)
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.35, 0.85)
     assert (summary["greedy_before"], summary["greedy_after"]) == pytest.approx((0.45, 0.95))
     assert (summary["steps"], summary["policy_version"], summary["digest"]) == (20, 20, "digest-20")
@@ -214,9 +211,11 @@ def test_the_summary_of_a_run_that_ended(ended: Path) -> None:
 
 
 def test_the_page_shows_the_headline_and_stands_alone(ended: Path) -> None:
-    write_report(ended, wall_s={"start": 20.0, "training": 80.0}, finished={"reason": "all done", "failed": False})
+    write_report(
+        ended, wall_s={"start": 20.0, "training": 80.0}, finished={"end": "completed", "reason": "stopped by the moon"}
+    )
     text = page(ended)
-    assert "finished: all done" in text
+    assert "finished: stopped by the moon" in text
     # sqrt(0.03^2 + 0.03^2) = 0.0424
     assert "policy version 0 to 20: +0.500 ± 0.042" in text
     assert "the five endings add up to it" in text
@@ -481,14 +480,14 @@ def test_advice_is_shown_with_its_steps(path: Path) -> None:
 
 def test_an_earlier_end_stands_until_a_step_was_trained(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gspo.cli.report.writer.write_plots", lambda log, folder: [])  # a second and more each time
-    write_report(ended, wall_s={"start": 20.0}, finished={"reason": "stopped: Ctrl-C", "failed": False})
+    write_report(ended, wall_s={"start": 20.0}, finished={"end": "stopped", "reason": "stopped: Ctrl-C"})
     again = write_report(ended)
-    assert (again["end_reason"], again["wall_s"]) == ("stopped: Ctrl-C", {"start": 20.0})
+    assert (again["end"], again["end_reason"], again["wall_s"]) == ("stopped", "stopped: Ctrl-C", {"start": 20.0})
     with RunDir(ended) as run_dir:
         run_dir.write_step(21, [row(21, 200, 0)])
         run_dir.append_version(21, "digest-21", 21)
     again = write_report(ended)
-    assert (again["end_reason"], again["wall_s"]) == (None, None)
+    assert (again["end"], again["end_reason"], again["wall_s"]) == (None, None, None)
     assert "1 of 21 trained steps have no figures" in page(ended)
 
 

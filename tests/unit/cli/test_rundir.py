@@ -119,7 +119,7 @@ def finish(run_dir: Path, **summary: Any) -> None:
     """As the end of a run of one step leaves it."""
     (run_dir / "log").mkdir(exist_ok=True)
     (run_dir / "log" / "step-000001.parquet").write_text("")
-    found = {"steps": 1, "failed": False, "end_reason": "all 10 steps are trained"} | summary
+    found = {"steps": 1, "end": "completed", "end_reason": "all 10 steps are trained"} | summary
     (run_dir / "summary.json").write_text(json.dumps(found))
 
 
@@ -132,7 +132,7 @@ def test_a_finished_run_is_not_started_again_unless_its_end_is_moved(tmp_path: P
     assert [plan_run(target, resume=True).finished for target in (run_dir, file)] == ["all 10 steps are trained"] * 2
     given["run"]["total_steps"] = 20
     assert plan_run(write(file, given), resume=True).finished == ""
-    for summary in ({"failed": True}, {"end_reason": "stopped by Ctrl-C"}, {"end_reason": None}, {"steps": 0}):
+    for summary in ({"end": "failed"}, {"end": "stopped"}, {"end": None, "end_reason": None}, {"steps": 0}):
         finish(run_dir, **summary)
         assert plan_run(run_dir, resume=True).finished == "", summary
 

@@ -29,7 +29,15 @@ from gspo.cli.monitor.process_usage import ProcessUsage, UsageMeter
 from gspo.cli.monitor.unscored import unscored_so_far
 from gspo.cli.monitor.verdict import over_steps, step_time_table, verdict_lines, verdict_of
 from gspo.cli.monitor.view import Phases, ServiceProcess, View, evaluation_line, load_history, step_line
-from gspo.cli.rundir.plan import PAGE_NAME, SUMMARY_NAME, check_run_dir, is_run_dir_locked, supervisor_facts
+from gspo.cli.rundir.plan import (
+    COMPLETED,
+    FAILED,
+    PAGE_NAME,
+    SUMMARY_NAME,
+    check_run_dir,
+    is_run_dir_locked,
+    supervisor_facts,
+)
 from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
@@ -146,10 +154,10 @@ def describe_end(run_dir: Path, step: int) -> str:
         summary = json.loads((run_dir / SUMMARY_NAME).read_text())
     except (OSError, ValueError):
         summary = {}
-    reason = summary.get("end_reason") or ""
-    if summary.get("steps") != step or not reason or reason.startswith("stopped"):
+    if summary.get("steps") != step or summary.get("end") not in (COMPLETED, FAILED):
         return f"not running. Go on with it: gspo run --resume {shlex.quote(str(run_dir))}"
-    ended = f"{'failed' if summary.get('failed') else 'finished'}: {reason}. Report: {run_dir / PAGE_NAME}"
+    verb = "failed" if summary["end"] == FAILED else "finished"
+    ended = f"{verb}: {summary['end_reason']}. Report: {run_dir / PAGE_NAME}"
     return f"{ended}\nTo train on, change what ended it: gspo run CONFIG.yaml --resume"
 
 

@@ -19,7 +19,7 @@ from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
 from gspo.runlog.run_log import EvaluationRecord, RunLog, StepRecord, best_of
-from gspo_proto.rollout_pb2 import Event, Finished, Settlement
+from gspo_proto.rollout_pb2 import RUN_END_FAILED, Event, Finished, Settlement
 
 STEPS_FOR_ETA = 10
 Kind = Literal["step", "note", "warning", "error"]
@@ -227,13 +227,9 @@ class View:
 
     def _take_finished(self, finished: Any, _unix_s: float) -> list[ScreenLine]:
         self.finished = finished
-        return [
-            ScreenLine(f"{'failed' if finished.failed else 'finished'}: {finished.reason}", _finished_kind(finished))
-        ]
-
-
-def _finished_kind(finished: Finished) -> Kind:
-    return "error" if finished.failed else "note"
+        if finished.end == RUN_END_FAILED:
+            return [ScreenLine(f"failed: {finished.reason}", "error")]
+        return [ScreenLine(f"finished: {finished.reason}")]
 
 
 def load_history(view: View) -> list[StepRecord]:

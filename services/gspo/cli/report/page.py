@@ -21,6 +21,7 @@ from gspo.cli.report.lengths import stale_by_length
 from gspo.cli.report.plots import Plot
 from gspo.cli.report.samples import read_samples
 from gspo.cli.report.summary import difference, notes
+from gspo.cli.rundir.plan import FAILED, STOPPED
 from gspo.common.config.learner import LearnerConfig, LoraConfig
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
@@ -88,9 +89,9 @@ def _status(summary: dict[str, Any]) -> tuple[str, str]:
     reason = summary["end_reason"]
     if reason is None:
         return "open", "has not come to an end that is recorded: it is under way, or was killed"
-    if summary["failed"]:
+    if summary["end"] == FAILED:
         return "failed", f"failed: {reason}"
-    return ("open", reason) if reason.startswith("stopped") else ("done", f"finished: {reason}")
+    return ("open", reason) if summary["end"] == STOPPED else ("done", f"finished: {reason}")
 
 
 def _advice(log: RunHistory) -> list[Advice]:

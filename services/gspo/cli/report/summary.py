@@ -12,6 +12,7 @@ from typing import Any
 from gspo.cli.monitor.unscored import unscored_so_far
 from gspo.cli.monitor.view import largest_pass
 from gspo.cli.report.history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
+from gspo.cli.rundir.plan import FAILED
 from gspo.common.telemetry.bottleneck import verdict
 from gspo.runlog.run_log import EvaluationRecord
 
@@ -23,17 +24,18 @@ def summarise(log: RunHistory, wall_s: dict[str, float] | None, finished: dict[s
 
     Args:
         wall_s: Wall-clock seconds of the last session by phase; None where they are not known.
-        finished: `reason` and `failed` of the run's end; empty or None where it has not come to one.
+        finished: `end` (the word of a RunEnd) and `reason`; empty or None where the run has not come to an end.
     """
-    end = finished or {}
+    end = finished or {"end": None, "reason": None}
     rewards = [figures["reward_mean"] for figures in log.figures if "reward_mean" in figures]
     tokens = math.fsum(figures.get("tokens", 0.0) for figures in log.figures)
     time_s = math.fsum(figures.get("step_s", 0.0) for figures in log.figures)
     return {
         "run": log.name,
         "gspo_version": log.environment.get("gspo"),
-        "end_reason": end.get("reason"),
-        "failed": end.get("failed"),
+        "end": end["end"],
+        "end_reason": end["reason"],
+        "failed": None if end["end"] is None else end["end"] == FAILED,
         **_accuracies(log),
         "held_out": _held_out(log),
         "best": _best(log),

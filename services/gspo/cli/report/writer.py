@@ -25,15 +25,15 @@ def write_report(
 
     Args:
         wall_s: Wall-clock seconds of this session by phase.
-        finished: `reason` and `failed` of the run's end; empty where it came to none. The log holds neither of the
+        finished: `end` and `reason` of the run's end; empty where it came to none. The log holds neither of the
             two: where None is given, those of an earlier report stand, if no step was trained since.
     """
     log = read_history(run_dir)
     earlier = _earlier(run_dir / SUMMARY_NAME, log)
     if wall_s is None:
         wall_s = earlier.get("wall_s")
-    if finished is None and earlier.get("end_reason") is not None:
-        finished = {"reason": earlier["end_reason"], "failed": bool(earlier.get("failed"))}
+    if finished is None and earlier.get("end") is not None:
+        finished = {"end": earlier["end"], "reason": earlier.get("end_reason")}
     summary = summarise(log, wall_s, finished)
     _write(run_dir / SUMMARY_NAME, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     plots = write_plots(log, run_dir / PLOTS_NAME)

@@ -29,6 +29,7 @@ from gspo.cli.rundir.plan import SERVICES_DIR, RunPlan, prepare
 from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo_proto.rollout_pb2 import RUN_END_FAILED, RUN_END_STOPPED
 
 _SERVICES = ("coordinator", "generation", "reward")
 # How the names of figures begin, in the order in which they are shown; those of no such name go before the last two.
@@ -135,7 +136,7 @@ async def _evaluate(config: Config, first: Preflight, console: Console, *, plain
 
 def _figures(view: View) -> Measured:
     finished = view.finished
-    if finished is not None and finished.failed:
+    if finished is not None and finished.end in (RUN_END_FAILED, RUN_END_STOPPED):
         raise RunError(f"the evaluation failed: {finished.reason}")
     measured = {file: in_order(records[-1].figures) for file, records in view.by_file.items()}
     for file in view.config.evaluation.files:

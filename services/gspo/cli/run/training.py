@@ -29,6 +29,8 @@ from gspo.common.host.gpus import visible_gpus
 from gspo.common.host.memory import free_memory
 from gspo.common.model.batch_memory import check_fits, redis_bytes
 from gspo.common.streams.keys import SERVICES
+from gspo.common.streams.messages import word_of
+from gspo_proto.rollout_pb2 import RUN_END_FAILED, RUN_END_STOPPED, RunEnd
 
 T = TypeVar("T")
 # What a run leaves in its directory, for the last lines.
@@ -135,7 +137,7 @@ async def until_interrupted(work: Coroutine[Any, Any, T], interrupts: Interrupts
 
 
 def _was_stopped(view: View) -> bool:
-    return view.finished is not None and view.finished.reason.startswith("stopped")
+    return view.finished is not None and view.finished.end == RUN_END_STOPPED
 
 
 def _how_to_go_on(run_dir: Path) -> str:
@@ -159,12 +161,12 @@ def _conclude(plan: RunPlan, view: View, console: Console) -> int:
     print_summary(summary, plan.run_dir, view, console)
     if _was_stopped(view):
         console.print(_how_to_go_on(plan.run_dir), highlight=False, soft_wrap=True)
-    return EXIT_FAILED if view.finished is not None and view.finished.failed else 0
+    return EXIT_FAILED if view.finished is not None and view.finished.end == RUN_END_FAILED else 0
 
 
 def _finished_facts(view: View) -> dict[str, Any]:
     finished = view.finished
-    return {"reason": finished.reason, "failed": finished.failed} if finished else {}
+    return {"end": word_of(RunEnd, finished.end), "reason": finished.reason} if finished else {}
 
 
 def print_summary(summary: dict[str, Any], run_dir: Path, view: View, console: Console) -> None:

@@ -29,12 +29,16 @@ from gspo.common.config.loading import (
 )
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, in_yaml
+from gspo.common.streams.messages import word_of
 from gspo.runlog.run_log import LOG_FOLDER, RunLog
+from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, RUN_END_FAILED, RUN_END_STOPPED, RunEnd
 
 SERVICES_DIR = "services"
 SUPERVISOR_NAME = "supervisor.json"
 ENVIRONMENT_NAME = "environment.json"
 SUMMARY_NAME, PAGE_NAME = "summary.json", "report.html"
+# `end` of the summary: how the run ended.
+COMPLETED, STOPPED, FAILED = (word_of(RunEnd, end) for end in (RUN_END_COMPLETED, RUN_END_STOPPED, RUN_END_FAILED))
 _RUNS = "Give one: runs are folders in run.directory, which is `runs` beside the configuration by default"
 # Keys that end a run.
 _ENDS = ("run.total_steps", "run.total_epochs", "run.total_hours")
@@ -147,10 +151,9 @@ def end_reason_of(run_dir: Path) -> str:
         summary = json.loads((run_dir / SUMMARY_NAME).read_text())
     except (OSError, ValueError):
         return ""
-    reason = str(summary.get("end_reason") or "")
     steps = RunLog(run_dir).step_files()
     has_gone_on = not steps or max(steps) != summary.get("steps")
-    return "" if summary.get("failed") or reason.startswith("stopped") or has_gone_on else reason
+    return "" if has_gone_on or summary.get("end") != COMPLETED else str(summary["end_reason"])
 
 
 def _check_new(target: Path, run_dir: Path, *, resume: bool) -> None:

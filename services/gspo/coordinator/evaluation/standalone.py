@@ -10,13 +10,13 @@ from gspo.common.streams.events import Events
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.redis_state.epoch import RedisEpoch
 from gspo.coordinator.redis_state.listing import newest_position
-from gspo_proto.rollout_pb2 import Event, Finished
+from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, RUN_END_STOPPED, Event, Finished
 
 _BLOCK_S = 0.2
 
 
 async def run_standalone_evaluation(service: Service, scheduler: EvaluationScheduler) -> None:
-    """Measure version 0 on every file, announce the figures and the end; a stop or SIGTERM ends it early, as failed."""
+    """Measure version 0 on every file, announce the figures and the end; a stop or SIGTERM ends it early."""
     memory = RedisEpoch(service.redis, service.keys)
     events = Events(service.redis, service.keys, service.options.name)
     await memory.open()
@@ -37,4 +37,5 @@ async def run_standalone_evaluation(service: Service, scheduler: EvaluationSched
         service.activity.set("waiting", "evaluation", scheduler.describe())
     await scheduler.cancel()
     reason = "the evaluation is done" if done else "stopped before the evaluation was done"
-    await events.send(Event(finished=Finished(reason=reason, failed=not done)))
+    end = RUN_END_COMPLETED if done else RUN_END_STOPPED
+    await events.send(Event(finished=Finished(reason=reason, end=end)))

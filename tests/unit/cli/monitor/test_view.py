@@ -17,6 +17,7 @@ from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, dura
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance
 from gspo_proto.rollout_pb2 import (
+    RUN_END_FAILED,
     EvaluationDone,
     Event,
     Finished,
@@ -116,7 +117,7 @@ def test_phases_follow_the_events(view: View) -> None:
     assert view.phases.current == "training"
     view.apply(Event(training_done=TrainingDone(step=3, reason="run.total_steps reached")))
     assert view.phases.current == "evaluation_after"
-    (line,) = view.apply(Event(finished=Finished(reason="all rewards failed", failed=True)))
+    (line,) = view.apply(Event(finished=Finished(reason="all rewards failed", end=RUN_END_FAILED)))
     assert line == ScreenLine("failed: all rewards failed", "error")
     view.phases.close()
     assert set(view.phases.wall_s) == {"checks", "start", "evaluation_before", "training", "evaluation_after"}
