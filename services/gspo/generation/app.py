@@ -23,7 +23,7 @@ from gspo.common.streams.instances import Instance, Registration
 from gspo.generation.check import check
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.engine.staging import StagedWeights
-from gspo.generation.rollout.driver import Rollouts
+from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.servicer import SERVICE_NAME, GenerationGrpcServicer
@@ -92,7 +92,7 @@ async def _serve(
     tls = service.config.services.tls
     environments = EnvironmentClient(service.redis, service.keys, options.token, service.activity, tls=tls)
     episodes = Episodes(environments, tokenizer)
-    rollouts = Rollouts(engine, tokenizer, service.config.generation, options.name, episodes)
+    rollouts = RolloutDriver(engine, tokenizer, service.config.generation, options.name, episodes)
     worker = Worker(service, engine, rollouts)
     door = GenerationGrpcServicer(service, engine, staged, rollouts, worker)
     grpc_server = GrpcServer(

@@ -17,7 +17,7 @@ from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineBrokenError, EngineLike, LoadFailedError
 from gspo.generation.engine.staging import StagedWeights, StagingError
 from gspo.generation.receiver import PushRefusedError, Receiver
-from gspo.generation.rollout.driver import RolloutAbortedError, Rollouts
+from gspo.generation.rollout.driver import RolloutAbortedError, RolloutDriver
 from gspo.generation.worker import Worker
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import (
@@ -38,7 +38,7 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
     """Serves gspo.Generation for one engine."""
 
     def __init__(
-        self, service: Service, engine: EngineLike, staged: StagedWeights, rollouts: Rollouts, worker: Worker
+        self, service: Service, engine: EngineLike, staged: StagedWeights, rollouts: RolloutDriver, worker: Worker
     ) -> None:
         self._service, self._engine, self._rollouts, self._worker = service, engine, rollouts, worker
         self._receiver = Receiver(service, engine, staged, worker.weights_changed)

@@ -23,7 +23,7 @@ from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.leased_task import LeasedTask, TaskSource, num_failed_attempts
 from gspo.generation.outbox import Outbox
-from gspo.generation.rollout.driver import RolloutAbortedError, Rollouts
+from gspo.generation.rollout.driver import RolloutAbortedError, RolloutDriver
 from gspo.generation.rollout.in_flight import InFlightRollout, rollout_key
 from gspo.generation.rollout.saver import Saver
 from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Rollout, Scored
@@ -40,7 +40,7 @@ _TOO_OLD_S = 30.0
 class Worker:
     """Keeps the engine full and no fuller."""
 
-    def __init__(self, service: Service, engine: EngineLike, rollouts: Rollouts) -> None:
+    def __init__(self, service: Service, engine: EngineLike, rollouts: RolloutDriver) -> None:
         config, keys = service.config, service.keys
         consumer, lease_s = new_consumer(service.options.name), config.services.lease_s
         self._service, self._engine, self._rollouts = service, engine, rollouts
@@ -166,7 +166,7 @@ class Worker:
 
     async def _play_one(self, held: LeasedTask, rollout: InFlightRollout) -> None:
         """Go on with one rollout until it has ended, or has to make room for others."""
-        while not await self._rollouts.play(rollout, held.source.segment_tokens):
+        while not await self._rollouts.drive(rollout, held.source.segment_tokens):
             held.pauses = held.pauses or await self._others_wait(held.source)
             if held.pauses:
                 self._release(held, 1)

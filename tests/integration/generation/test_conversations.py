@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from gspo.common.config.schema import GenerationConfig
 from gspo.common.streams.keys import rollout_id
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
-from gspo.generation.rollout.driver import Rollouts
+from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
 from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
@@ -127,7 +127,7 @@ async def played(policy: TaughtPolicy, name: str, number: int, temperature: floa
         play=Play(max_turns=8, turn_tokens=TURN_TOKENS, step_timeout_s=10, total_timeout_s=100),
     )
     episodes = Episodes(cast("EnvironmentClient", GuessingGame()), tokenizer)
-    rollouts = Rollouts(policy.engine, tokenizer, GenerationConfig(), "generation-0", episodes)
+    rollouts = RolloutDriver(policy.engine, tokenizer, GenerationConfig(), "generation-0", episodes)
     return await rollouts.generate(task, number)
 
 

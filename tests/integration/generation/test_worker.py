@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60
 NUM_GROUPS = 6
 
 
-class StandInRollouts:
+class StandInDriver:
     """Answers at once."""
 
     def __init__(self, engine: StandInEngine) -> None:
@@ -30,7 +30,7 @@ class StandInRollouts:
     def begin(self, task: GroupTask, number: int, saved: bytes | None) -> InFlightRollout:
         return InFlightRollout(task, number, "generation", saved)
 
-    async def play(self, rollout: InFlightRollout, segment_tokens: int | None) -> bool:
+    async def drive(self, rollout: InFlightRollout, segment_tokens: int | None) -> bool:
         return True
 
     def finished(self, rollout: InFlightRollout) -> Rollout:
@@ -52,7 +52,7 @@ async def test_a_generator_without_the_weights_leaves_its_tasks_to_others_until_
     services = [service_of(f"generation-{n}", config, redis_url) for n in range(2)]
     engines = [StandInEngine(), StandInEngine()]
     old, new = (
-        Worker(service, engine, StandInRollouts(engine)) for service, engine in zip(services, engines, strict=True)
+        Worker(service, engine, StandInDriver(engine)) for service, engine in zip(services, engines, strict=True)
     )
     working = [asyncio.create_task(old.run())]
     await redis.hset(keys.open, mapping={str(group): "{}" for group in range(NUM_GROUPS)})

@@ -18,10 +18,9 @@ from gspo.common.tools import BUILTIN_TOOLS
 from gspo.generation.engine import api
 from gspo.generation.engine.api import Completion, EngineLike
 from gspo.generation.rollout.chat_turns import ChatTurns, ObservationError, PlainTurns
-from gspo.generation.rollout.driver import Rollouts
+from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
-from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto import rollout_pb2
 from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Rollout, Sampling
@@ -114,13 +113,13 @@ def task_of(tokenizer: PreTrainedTokenizerFast, max_tokens: int = 400, **play: A
     return GroupTask(group=7, num_rollouts=1, prompt=prompt, sampling=sampling, environment="game", play=Play(**limits))
 
 
-def rollouts_of(engine: ScriptedEngine, game: ScriptedGame) -> Rollouts:
+def driver_of(engine: ScriptedEngine, game: ScriptedGame) -> RolloutDriver:
     episodes = Episodes(cast("EnvironmentClient", game), engine.tokenizer)
-    return Rollouts(cast("EngineLike", engine), engine.tokenizer, GenerationConfig(), "generation-0", episodes)
+    return RolloutDriver(cast("EngineLike", engine), engine.tokenizer, GenerationConfig(), "generation-0", episodes)
 
 
 async def played(engine: ScriptedEngine, game: ScriptedGame, task: GroupTask) -> Rollout:
-    return await rollouts_of(engine, game).generate(task, 0)
+    return await driver_of(engine, game).generate(task, 0)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -133,9 +132,9 @@ async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
     first = await played(engine, ScriptedGame(GUESSING), task_of(tokenizer, turn_tokens=limit))
     assert first.episode.num_cut_turns == 0
     engine = ScriptedEngine(tokenizer, [THOUGHT, "24 or so", "20"])
-    rollouts = rollouts_of(engine, game)
+    driver = driver_of(engine, game)
     task = task_of(tokenizer)
-    in_flight = rollouts.begin(task, 0)
+    in_flight = driver.begin(task, 0)
     task.play.turn_tokens = limit
     original = engine.generate
 
@@ -146,8 +145,8 @@ async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
         return await original(request_id, ids, most)
 
     engine.generate = cut_second  # type: ignore[method-assign]
-    assert await rollouts.play(in_flight)
-    rollout = rollouts.finished(in_flight)
+    assert await driver.drive(in_flight)
+    rollout = driver.finished(in_flight)
 
     tokens = [*rollout.prompt.token_ids, *rollout.token_ids]
     # Each prompt that the engine was asked, with what it then sampled, is where the next one begins.
@@ -178,7 +177,7 @@ async def test_a_rollout_goes_on_from_any_save() -> None:
     whole = await played(ScriptedEngine(tokenizer, lines), ScriptedGame(GUESSING), task_of(tokenizer))
     saves: list[bytes] = []
     engine, game = ScriptedEngine(tokenizer, lines), ScriptedGame(GUESSING)
-    first = rollouts_of(engine, game)
+    first = driver_of(engine, game)
     in_flight = first.begin(task_of(tokenizer), 0)
     nothing = api.Tokens([], [], [])
     for asked in (engine, game):
@@ -190,16 +189,16 @@ async def test_a_rollout_goes_on_from_any_save() -> None:
                 return await call(*args)
 
             setattr(asked, name, saved_before)
-    await first.play(in_flight)
+    await first.drive(in_flight)
     assert len(saves) == 7
     for save in saves:
         again = ScriptedEngine(tokenizer, lines)
         state = rollout_pb2.RolloutState.FromString(save)
         again.sampled = [[]] * (state.num_turns - (not state.turn_ended))
-        rollouts = rollouts_of(again, ScriptedGame(GUESSING))
-        resumed = rollouts.begin(task_of(tokenizer), 0, save)
-        await rollouts.play(resumed)
-        rollout = rollouts.finished(resumed)
+        driver = driver_of(again, ScriptedGame(GUESSING))
+        resumed = driver.begin(task_of(tokenizer), 0, save)
+        await driver.drive(resumed)
+        rollout = driver.finished(resumed)
         for there in (rollout, whole):
             there.started_unix_s = there.finished_unix_s = 0.0
         assert rollout == whole
@@ -308,13 +307,11 @@ async def test_tool_calls_reach_the_environment_and_bad_ones_are_answered(form: 
 
 async def test_a_restart_begins_the_conversation_anew() -> None:
     tokenizer = TOKENIZERS["chatml"]
-    rollouts = rollouts_of(
-        ScriptedEngine(tokenizer, ["16", "20"]), game := ScriptedGame([says("no"), says("", done=True)])
-    )
-    in_flight: InFlightRollout = rollouts.begin(task_of(tokenizer), 0)
-    await rollouts._ask_environment(in_flight)
-    in_flight.append(api.Tokens([65], [-1.0], [3]))
-    in_flight.restart()
-    assert in_flight.environment_is_next
-    await rollouts.play(in_flight)
-    assert (len(game.tasks), rollouts.finished(in_flight).num_turns) == (2, 2)
+    game = ScriptedGame([says("no"), says("", done=True)])
+    driver = driver_of(ScriptedEngine(tokenizer, ["16", "20"]), game)
+    rollout = driver.begin(task_of(tokenizer), 0)
+    await driver._episodes_of(rollout).reset(rollout)
+    rollout.on_sampled(Completion([65], [-1.0], [3], "length"))
+    rollout.restart()
+    await driver.drive(rollout)
+    assert (len(game.tasks), driver.finished(rollout).num_turns) == (2, 2)

@@ -1,46 +1,98 @@
-"""One rollout under way: what was sampled so far, what it may still sample, and what is saved of it.
+"""One rollout in flight, as a state machine: its tokens so far, and the action that comes next.
 
-Plain bookkeeping on a RolloutState; it asks no engine and writes to no stream. A state that another generator saved is
-taken up as it is: its tokens keep their log-probs and versions.
+The machine asks no engine and no environment, writes to no stream, counts no metric, and gets the time as an argument.
+`driver.py` carries out its actions and reports their results back:
+
+    next_action()   reported back by
+    SampleAction    on_sampled
+    ResetAction     on_reset, and on_opening where the environment shows something first
+    StepAction      on_malformed_call or on_step, then on_observation or on_environment_done
+    PauseAction     nothing: the rollout's tokens of this step are used up
+    FinishAction    nothing: the outcome is known
+
+An environment that gives no answer is reported by on_environment_failed or on_time_over.
+
+Between two actions the state is whole: a rollout that is saved then, on any generator, continues with the same action.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from gspo.common.streams.entries import SCHEMA, saved_state
 from gspo.common.streams.keys import rollout_id
-from gspo.generation.engine.api import Tokens
+from gspo.generation.engine.api import Completion, Finish, Tokens
 from gspo_proto import rollout_pb2
-from gspo_proto.rollout_pb2 import GroupTask, Prompt, RolloutState
+from gspo_proto.rollout_pb2 import Episode, GroupTask, Prompt, Rollout, RolloutState
+
+_OUTCOMES = {
+    "stop": rollout_pb2.OUTCOME_EOS,
+    "stop_string": rollout_pb2.OUTCOME_STOP_STRING,
+    "length": rollout_pb2.OUTCOME_TRUNCATED,
+}
+
+
+@dataclass(frozen=True)
+class SampleAction:
+    """Sample at most `max_tokens` tokens after the context, within `timeout_s` seconds (infinity: no limit)."""
+
+    max_tokens: int
+    timeout_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class ResetAction:
+    """Begin the episode: ask the environment for its first state and observation."""
+
+
+@dataclass(frozen=True)
+class StepAction:
+    """A turn of the policy has ended: ask the environment for its answer."""
+
+
+@dataclass(frozen=True)
+class PauseAction:
+    """The rollout has used up its tokens of this step: other tasks may take its place."""
+
+
+@dataclass(frozen=True)
+class FinishAction:
+    """The outcome is known: write the rollout."""
+
+
+Action: TypeAlias = SampleAction | ResetAction | StepAction | PauseAction | FinishAction
 
 
 def rollout_key(task: GroupTask, number: int) -> str:
-    """The name under which a rollout is saved, and finished once: its id, apart for every evaluation."""
-    rollout_key = rollout_id(task.group, number)
-    return f"{task.evaluation}:{rollout_key}" if task.evaluation else rollout_key
+    """The name under which a rollout is saved, and finished once: its id, with the evaluation's label in front."""
+    key = rollout_id(task.group, number)
+    return f"{task.evaluation}:{key}" if task.evaluation else key
 
 
 class InFlightRollout:
     """A rollout that is not finished.
 
     Args:
-        saved: What an earlier worker saved of it, if any did.
+        saved: The bytes of the RolloutState that an earlier generator saved. Its tokens keep their log-probs and
+            versions.
 
     Attributes:
-        request_id: The request that samples for it now; empty while none does.
-        out_of_time: Whether its request was ended because a conversation's time is over.
-        num_saved: Tokens in what was saved last.
-        saved_s: When that was, by the monotonic clock.
+        state: What is saved of the rollout.
+        request_id: The engine's request that samples for it now; empty while there is none.
+        num_saved: Tokens in the newest save.
+        saved_s: Time of the newest save, by the monotonic clock.
     """
 
     def __init__(self, task: GroupTask, number: int, generator: str, saved: bytes | None = None) -> None:
         self.task, self.number, self.rollout_key = task, number, rollout_key(task, number)
-        self.state = saved_state(saved) or _fresh(time.time())
+        self.state = saved_state(saved) or _new_state(time.time())
         self.state.generator = generator
         self.request_id = ""
-        self.out_of_time = False
         self.num_saved, self.saved_s = len(self.state.token_ids), time.monotonic()
         self._segment_start = 0
 
@@ -50,81 +102,234 @@ class InFlightRollout:
         return self.state.outcome != rollout_pb2.OUTCOME_UNSPECIFIED
 
     @property
-    def context(self) -> list[int]:
-        """The prompt and every token after it: what the engine goes on from."""
-        return [*self.prompt.token_ids, *self.state.token_ids]
-
-    @property
     def prompt(self) -> Prompt:
-        """The task's, or what an environment's reset has made of it."""
+        """The task's prompt, or the one that the environment's reset made of it."""
         return self.state.prompt if self.state.HasField("prompt") else self.task.prompt
 
     @property
-    def environment_is_next(self) -> bool:
-        """Whether it is not the policy that goes on: an environment has to begin, or to answer a turn."""
-        return bool(self.task.environment) and (self.state.turn_ended or not self.state.HasField("episode"))
+    def context(self) -> list[int]:
+        """The prompt and every token after it: the engine samples behind them."""
+        return [*self.prompt.token_ids, *self.state.token_ids]
 
     @property
-    def turn_tokens_left(self) -> int:
-        """Tokens until the turn is as long as one may be."""
-        most = self.task.play.turn_tokens or self.task.sampling.max_tokens
-        return max(0, most - (len(self.state.token_ids) - self.state.turn_start))
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest version that sampled a token of it; None where none was sampled."""
-        return min((version for version in self.state.version if version >= 0), default=None)
+    def policy_turn(self) -> list[int]:
+        """The tokens of the policy's current turn."""
+        return list(self.state.token_ids[self.state.turn_start :])
 
     @property
     def tokens_left(self) -> int:
-        """Tokens until it is as long as an answer may be."""
+        """Tokens until the answer is as long as it may be."""
         return max(0, self.task.sampling.max_tokens - len(self.state.token_ids))
 
+    @property
+    def turn_tokens_left(self) -> int:
+        """Tokens until the policy's turn is as long as it may be."""
+        longest = self.task.play.turn_tokens or self.task.sampling.max_tokens
+        return max(0, longest - (len(self.state.token_ids) - self.state.turn_start))
+
+    def seconds_left(self, now_unix_s: float) -> float:
+        """Seconds of the conversation's time limit; infinity without a limit.
+
+        The time also runs while the rollout waits for another generator.
+        """
+        limit_s = self.task.play.total_timeout_s if self.task.environment else 0.0
+        return max(0.0, float(self.state.started_unix_s + limit_s - now_unix_s)) if limit_s else math.inf
+
+    def is_outdated(self, version: int) -> bool:
+        """Whether it is unfinished and has a token that weights older than `version` sampled."""
+        return not self.ended and any(0 <= sampled_by < version for sampled_by in self.state.version)
+
     def begin_segment(self) -> None:
-        """Its tokens of one step are counted from here on."""
+        """Count its tokens of one step from here on."""
         self._segment_start = len(self.state.token_ids)
 
-    def may_sample(self, version: int, segment_tokens: int | None) -> int:
-        """Tokens that the engine may add now, under `version`; 0 where those of this step are used up."""
-        left = min(self.tokens_left, self.turn_tokens_left)
-        if segment_tokens is None:
-            return left
-        used = sum(of == version for of in self.state.version[self._segment_start :])
-        return max(0, min(left, segment_tokens - used))
+    def next_action(self, version: int, segment_tokens: int | None, now_unix_s: float) -> Action:
+        """Decide what happens next. A limit that is reached is written into the state.
 
-    def append(self, sampled: Tokens) -> None:
-        """Add tokens that the policy sampled."""
-        _append(self.state, sampled)
+        Args:
+            version: The policy version that the engine serves.
+            segment_tokens: Tokens that `version` may sample in this segment; None for any number.
+        """
+        if self.ended:
+            return FinishAction()
+        if self.task.environment and not self.state.HasField("episode"):
+            return ResetAction()
+        if self.task.environment and self.state.turn_ended:
+            return StepAction()
+        max_tokens = min(self.tokens_left, self.turn_tokens_left)
+        if max_tokens and segment_tokens is not None:
+            used = sum(sampled_by == version for sampled_by in self.state.version[self._segment_start :])
+            max_tokens = min(max_tokens, segment_tokens - used)
+            if max_tokens <= 0:
+                return PauseAction()
+        timeout_s = self.seconds_left(now_unix_s)
+        if not timeout_s:
+            self.on_time_over()
+        elif not max_tokens:  # it was saved under a larger limit
+            self._end_piece("length", "")
+        else:
+            return SampleAction(max_tokens, timeout_s)
+        return self.next_action(version, segment_tokens, now_unix_s)
 
-    def begin_turn(self, observed_token_ids: Sequence[int]) -> None:
-        """Add what the policy sees next, which is none of its own, and begin its turn behind it."""
-        state, num = self.state, len(observed_token_ids)
-        state.token_ids.extend(observed_token_ids)
+    def on_sampled(self, piece: Completion) -> None:
+        """Append the tokens that the policy sampled; `aborted` means that the conversation's time is over."""
+        _append(self.state, piece)
+        self._end_piece(piece.finish, piece.stop_string or "")
+
+    def _end_piece(self, finish: Finish, stop_string: str) -> None:
+        """The end of a sampled piece may end the rollout, the policy's turn, or neither."""
+        state, is_cut = self.state, finish == "length"
+        if is_cut and self.tokens_left and self.turn_tokens_left:
+            return
+        if not self.task.environment:
+            state.outcome, state.stop = _OUTCOMES[finish], stop_string
+        elif finish == "aborted":
+            self.on_time_over()
+        elif is_cut and not self.tokens_left:
+            state.outcome = rollout_pb2.OUTCOME_TRUNCATED
+        elif is_cut and self.task.play.end_long_turns:
+            state.outcome = rollout_pb2.OUTCOME_TURN_TOKEN_LIMIT
+        else:
+            state.episode.num_cut_turns += is_cut
+            state.turn_ended, state.stop = True, stop_string
+
+    def on_time_over(self) -> None:
+        """The conversation's time limit has passed."""
+        self.state.outcome = rollout_pb2.OUTCOME_TIME_LIMIT
+
+    def on_environment_failed(self, kind: str, text: str) -> None:
+        """The environment gave no usable answer; `kind` is the bounded name of the reason."""
+        self.state.episode.failure_kind, self.state.episode.failure = kind, text
+        self.state.outcome = (
+            rollout_pb2.OUTCOME_STEP_TIME_LIMIT if kind == "timeout" else rollout_pb2.OUTCOME_ENVIRONMENT_FAILED
+        )
+
+    def on_reset(self, environment_version: str, state_json: str) -> None:
+        """The environment has begun the episode."""
+        self.state.episode.CopyFrom(Episode(version=environment_version))
+        self.state.state_json = state_json
+
+    def on_opening(self, prompt: Prompt) -> None:
+        """The environment's first observation has extended the prompt."""
+        self.state.prompt.CopyFrom(prompt)
+
+    def on_turn_read(self, text: str) -> None:
+        """Write the policy's ended turn to the conversation."""
+        self._add_messages([{"role": "assistant", "content": text}])
+
+    def on_malformed_call(self, text: str) -> None:
+        """The policy's turn, `text`, has a tool call that cannot be read: the environment is not asked."""
+        self.state.episode.num_malformed += 1
+        self.on_turn_read(text)
+
+    def on_step(self, state_json: str, reward: float, num_tool_calls: int) -> None:
+        """The environment has answered the turn."""
+        self.state.state_json = state_json
+        self.state.episode.reward += reward
+        self.state.episode.num_tool_calls += num_tool_calls
+
+    def on_environment_done(self, messages: Sequence[dict[str, Any]]) -> None:
+        """The environment has ended the episode, with `messages` as its last words."""
+        self._add_messages(messages)
+        self.state.outcome = rollout_pb2.OUTCOME_ENVIRONMENT_DONE
+
+    def on_observation(self, token_ids: Sequence[int], messages: Sequence[dict[str, Any]]) -> None:
+        """Append what the policy sees next and begin its turn, unless a limit is reached.
+
+        Args:
+            token_ids: The observation's tokens, which get mask 0, log-prob 0 and version -1.
+            messages: The same observation as chat messages.
+        """
+        state, num = self.state, len(token_ids)
+        self._add_messages(messages)
+        if self.task.play.max_turns and state.num_turns >= self.task.play.max_turns:
+            state.outcome = rollout_pb2.OUTCOME_TURN_LIMIT
+            return
+        if num >= self.tokens_left:
+            state.outcome = rollout_pb2.OUTCOME_TRUNCATED
+            return
+        state.token_ids.extend(token_ids)
         state.logp.extend([0.0] * num)
         state.version.extend([-1] * num)
         state.mask += b"\x00" * num
         state.turn_start, state.turn_ended = len(state.token_ids), False
         state.num_turns += 1
 
+    def restart(self) -> int:
+        """Drop every token and begin anew under the same id.
+
+        Returns:
+            The number of sampled tokens that were dropped.
+        """
+        num_dropped = sum(version >= 0 for version in self.state.version)
+        generator = self.state.generator
+        self.state = _new_state(self.state.started_unix_s)
+        self.state.generator = generator
+        self.num_saved = self._segment_start = 0
+        return num_dropped
+
     def snapshot(self, running: Tokens, delivery: int) -> RolloutState:
-        """The state with what a running request has sampled on top; the rollout itself stays as it is."""
+        """The state with the tokens of the running request on top. The rollout itself does not change.
+
+        Args:
+            delivery: How often the task had been handed out; 0 where this generator pauses it.
+        """
         state = RolloutState()
         state.CopyFrom(self.state)
         state.delivery = delivery
         _append(state, running)
         return state
 
-    def restart(self) -> int:
-        """Drop everything that was sampled: it begins anew under the same id. Returns the tokens dropped."""
-        dropped = sum(version >= 0 for version in self.state.version)
-        generator = self.state.generator
-        self.state = _fresh(self.state.started_unix_s)
-        self.state.generator = generator
-        self.num_saved = self._segment_start = 0
-        return dropped
+    def finished(self, last_turn_text: str, now_unix_s: float) -> Rollout:
+        """The message for the stream `rollouts`.
+
+        Args:
+            last_turn_text: The text of `policy_turn`, without special tokens.
+        """
+        task, state = self.task, self.state
+        return Rollout(
+            schema=SCHEMA,
+            group=task.group,
+            number=self.number,
+            attempt=task.attempt,
+            num_rollouts=task.num_rollouts,
+            prompt=self.prompt,
+            token_ids=state.token_ids,
+            logp=state.logp,
+            version=state.version,
+            mask=state.mask,
+            text=self._end_conversation(last_turn_text) if task.environment else last_turn_text,
+            outcome=state.outcome,
+            stop=state.stop,
+            rewards=task.rewards,
+            environment=task.environment,
+            state_json=state.state_json,
+            num_turns=state.num_turns,
+            generator=state.generator,
+            evaluation=task.evaluation,
+            issued_unix_s=task.issued_unix_s,
+            started_unix_s=state.started_unix_s,
+            finished_unix_s=now_unix_s,
+            temperature=task.sampling.temperature,
+            episode=state.episode if task.environment else None,
+        )
+
+    def _end_conversation(self, last_turn_text: str) -> str:
+        """Write a turn that a limit cut off to the conversation; returns the text of the policy's last turn."""
+        if not self.state.turn_ended and len(self.state.token_ids) > self.state.turn_start:
+            self.on_turn_read(last_turn_text)
+        texts = [message["content"] for message in self._messages() if message["role"] == "assistant"]
+        return texts[-1] if texts else ""
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = json.loads(self.state.episode.turns_json or "[]")
+        return messages
+
+    def _add_messages(self, messages: Sequence[dict[str, Any]]) -> None:
+        self.state.episode.turns_json = json.dumps([*self._messages(), *messages], ensure_ascii=False)
 
 
-def _fresh(started_unix_s: float) -> RolloutState:
+def _new_state(started_unix_s: float) -> RolloutState:
     return RolloutState(schema=SCHEMA, started_unix_s=started_unix_s, num_turns=1)
 
 
