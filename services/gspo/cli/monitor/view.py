@@ -7,19 +7,34 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from gspo.cli.monitor.unscored import FIGURE, Unscored, reasons_of_step
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance
+from gspo.common.streams.messages import body_of, word_of
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
 from gspo.runlog.run_log import EvaluationRecord, RunLog, StepRecord, best_of
-from gspo_proto.rollout_pb2 import RUN_END_FAILED, Event, Finished, Settlement
+from gspo_proto.rollout_pb2 import (
+    RUN_END_FAILED,
+    CheckpointDone,
+    EvaluationDone,
+    Event,
+    Finished,
+    GroupsSettled,
+    PromptsExhausted,
+    SettledGroup,
+    Settlement,
+    StepDone,
+    StopRequested,
+    TrainingDone,
+    VersionLive,
+)
 
 STEPS_FOR_ETA = 10
 Kind = Literal["step", "note", "warning", "error"]
@@ -148,11 +163,29 @@ class View:
 
     def apply(self, event: Event) -> list[ScreenLine]:
         """Take one event in; the lines that it is worth."""
-        what = event.WhichOneof("what")
-        take: Callable[[Any, float], list[ScreenLine]] | None = getattr(self, f"_take_{what}", None)
-        return take(getattr(event, what), event.unix_s) if what and take else []
+        match body_of(event):
+            case StepDone() as done:
+                return self._take_step(done, event.unix_s)
+            case GroupsSettled(groups=groups):
+                return self._take_groups(groups)
+            case VersionLive(version=version):
+                self.live_version = version
+            case EvaluationDone() as done:
+                return self._take_evaluation(done, event.unix_s)
+            case CheckpointDone(step=step, path=path):
+                return [ScreenLine(f"checkpoint of step {step}: {path}")]
+            case TrainingDone(step=step, reason=reason):
+                self.phases.enter("evaluation_after")
+                return [ScreenLine(f"training ended after step {step}: {reason}")]
+            case StopRequested(reason=reason):
+                return [ScreenLine(f"stop requested: {reason}")]
+            case PromptsExhausted(num_groups=num_groups):
+                return [ScreenLine(f"no more prompts after {num_groups} groups")]
+            case Finished() as finished:
+                return self._take_finished(finished)
+        return []
 
-    def _take_step_done(self, done: Any, unix_s: float) -> list[ScreenLine]:
+    def _take_step(self, done: StepDone, unix_s: float) -> list[ScreenLine]:
         figures = dict(done.figures)
         if self.phases.current in ("start", "evaluation_before"):
             self.phases.enter("training")
@@ -179,13 +212,12 @@ class View:
         text = f"step {self.step}: {count} answers have no score{total}, and are left out: {self.unscored.in_words()}"
         return [ScreenLine(text, "warning")]
 
-    def _take_groups_settled(self, settled: Any, _unix_s: float) -> list[ScreenLine]:
-        for group in settled.groups:
-            self.settled[Settlement.Name(group.settlement).removeprefix("SETTLEMENT_").lower()] += 1
-        failed = [group for group in settled.groups if group.settlement == Settlement.SETTLEMENT_FAILED]
+    def _take_groups(self, groups: Sequence[SettledGroup]) -> list[ScreenLine]:
+        self.settled.update(word_of(Settlement, group.settlement) for group in groups)
+        failed = [group for group in groups if group.settlement == Settlement.SETTLEMENT_FAILED]
         return [line for group in failed if (line := self._take_failure(group))]
 
-    def _take_failure(self, group: Any) -> ScreenLine | None:
+    def _take_failure(self, group: SettledGroup) -> ScreenLine | None:
         """A warning for the first failure of a reason, and for the tenth, the hundredth and so on."""
         self.failures[group.reason] += 1
         count = self.failures[group.reason]
@@ -194,11 +226,7 @@ class View:
         which = f"group {group.group} failed" if count == 1 else f"{count} groups have failed, the last {group.group}"
         return ScreenLine(f"{which}: {group.reason}", "warning")
 
-    def _take_version_live(self, live: Any, _unix_s: float) -> list[ScreenLine]:
-        self.live_version = live.version
-        return []
-
-    def _take_evaluation_done(self, done: Any, unix_s: float) -> list[ScreenLine]:
+    def _take_evaluation(self, done: EvaluationDone, unix_s: float) -> list[ScreenLine]:
         figures, score = dict(done.figures), done.score if done.HasField("score") else None
         self.evaluations.append(EvaluationRecord(done.file, done.version, done.step, unix_s, score, figures))
         if self.phases.current == "evaluation_before" and len(self.by_file) >= len(self.config.evaluation.files):
@@ -212,20 +240,7 @@ class View:
             ScreenLine(f"{what} at version {done.version}: {evaluation_line(figures) or 'nothing scored'}{more}{best}")
         ]
 
-    def _take_checkpoint_done(self, done: Any, _unix_s: float) -> list[ScreenLine]:
-        return [ScreenLine(f"checkpoint of step {done.step}: {done.path}")]
-
-    def _take_training_done(self, done: Any, _unix_s: float) -> list[ScreenLine]:
-        self.phases.enter("evaluation_after")
-        return [ScreenLine(f"training ended after step {done.step}: {done.reason}")]
-
-    def _take_stop_requested(self, stop: Any, _unix_s: float) -> list[ScreenLine]:
-        return [ScreenLine(f"stop requested: {stop.reason}")]
-
-    def _take_prompts_exhausted(self, prompts: Any, _unix_s: float) -> list[ScreenLine]:
-        return [ScreenLine(f"no more prompts after {prompts.num_groups} groups")]
-
-    def _take_finished(self, finished: Any, _unix_s: float) -> list[ScreenLine]:
+    def _take_finished(self, finished: Finished) -> list[ScreenLine]:
         self.finished = finished
         if finished.end == RUN_END_FAILED:
             return [ScreenLine(f"failed: {finished.reason}", "error")]

@@ -16,6 +16,7 @@ from redis.exceptions import ResponseError
 from gspo.common.streams.entries import SCHEMA, MalformedEntryError, make_letter, read_entry
 from gspo.common.streams.inbox import FIELD
 from gspo.common.streams.keys import EVENTS_KEPT, Keys
+from gspo.common.streams.messages import body_of
 from gspo.common.telemetry import metrics
 from gspo_proto.rollout_pb2 import Event, Finished
 
@@ -86,8 +87,8 @@ class Events:
         earlier life, which must not end it.
         """
         async for event in self.follow(position):
-            if event.WhichOneof("what") == "finished":
-                return event.finished
+            if isinstance(finished := body_of(event), Finished):
+                return finished
         raise AssertionError("follow never ends")  # pragma: no cover
 
     async def _event(self, entry: bytes, payload: bytes) -> Event:

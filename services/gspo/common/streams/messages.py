@@ -1,8 +1,12 @@
-"""What a message holds: the word of an enum's value."""
+"""Reading the contract's messages: the one inside an event, and the word of an enum's value."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
+
+from google.protobuf.message import Message
+
+from gspo_proto.rollout_pb2 import Event
 
 
 class ProtoEnum(Protocol):
@@ -10,6 +14,12 @@ class ProtoEnum(Protocol):
 
     def Name(self, number: Any) -> str:
         """The value's name. Raises ValueError where the enum has no such number."""
+
+
+def body_of(event: Event) -> Message | None:
+    """The message that an event carries, for a `match` on its type; None in an event without one."""
+    what = event.WhichOneof("what")
+    return getattr(event, what) if what else None
 
 
 def word_of(enum: ProtoEnum, number: int) -> str:

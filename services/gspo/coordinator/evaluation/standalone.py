@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from gspo.common.service.app import Service
 from gspo.common.streams.events import Events
+from gspo.common.streams.messages import body_of
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.redis_state.epoch import RedisEpoch
 from gspo.coordinator.redis_state.listing import newest_position
-from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, RUN_END_STOPPED, Event, Finished
+from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, RUN_END_STOPPED, Event, Finished, StopRequested
 
 _BLOCK_S = 0.2
 
@@ -27,8 +28,9 @@ async def run_standalone_evaluation(service: Service, scheduler: EvaluationSched
     while not done and not service.stopping.is_set():
         for entry, event in await events.read(position, _BLOCK_S):
             position = entry
-            if event.WhichOneof("what") in ("stop_requested", "finished"):
-                service.stopping.set()
+            match body_of(event):
+                case StopRequested() | Finished():
+                    service.stopping.set()
         if await memory.was_wiped():
             await scheduler.resend_tasks()
         if ended := scheduler.tick(0, over=False):
