@@ -24,7 +24,7 @@ from gspo.reward.environment_check import try_environment
 from gspo.reward.first_rows import prompt_of, read_first_rows
 from gspo.reward.functions.arguments import arguments_for, check_columns
 from gspo.reward.functions.library import Function
-from gspo.reward.registry.offline import OfflineRegistry
+from gspo.reward.registry.disk import OfflineRegistry
 from gspo.reward.registry.store import Registry
 from gspo.reward.sandbox.calls import CallError, values_of
 from gspo.reward.sandbox.values import describe

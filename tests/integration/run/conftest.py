@@ -10,7 +10,7 @@ import pytest
 
 from gspo.cli.reward.api_client import find_reward_service
 from gspo.reward.registry.disk import DiskCopy
-from gspo.reward.registry.records import Content, Name, Origin
+from gspo.reward.registry.records import Content, Origin, RegisteredName
 from gspo.reward.registry.submission import version_of
 from tests.conftest import free_port
 from tests.support.gspo_run import REWARD, WholeRun, whole_run
@@ -81,6 +81,6 @@ def keep_versions(folder: Path, *sources: str) -> list[str]:
         content = Content(version=version, kind="reward", source=source, entry="")
         disk.write_content(version, content.model_dump_json())
     origins = {version: Origin(by="ann", unix_s=number) for number, version in enumerate(versions)}
-    kept = Name(name="half", kind="reward", active=versions[0], retired=False, revision=2, versions=origins)
-    disk.write_name("half", kept.model_dump_json())
+    half = RegisteredName(name="half", kind="reward", active=versions[0], retired=False, revision=2, versions=origins)
+    disk.write_name(half)
     return versions

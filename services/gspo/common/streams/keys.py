@@ -118,22 +118,18 @@ class RegistryKeys:
 
     @property
     def names(self) -> str:
-        """Set of every name, retired ones too."""
-        return f"{self.prefix}names"
-
-    def name(self, name: str) -> str:
-        """Hash of one name: kind, active, retired, revision, and `v:VERSION` -> who submitted it and when."""
-        return f"{self.prefix}name:{name}"
+        """Hash name -> JSON document: kind, active version, revision, versions; retired names too."""
+        return f"{self.prefix}registered"
 
     @property
     def content(self) -> str:
-        """Hash `version` -> source, entry, limits, test cases, signature; written once, never changed."""
+        """Hash version -> JSON document: source, entry, limits, test cases, signature; written once."""
         return f"{self.prefix}content"
 
     @property
-    def changes(self) -> str:
-        """Counts changes of the registry; absent or lower than before means that Redis has lost some."""
-        return f"{self.prefix}changes"
+    def token(self) -> str:
+        """Random text that each change of the registry replaces; absent means that Redis has lost it."""
+        return f"{self.prefix}token"
 
     @property
     def audit(self) -> str:

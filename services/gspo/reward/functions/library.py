@@ -22,7 +22,7 @@ from gspo.reward.functions.code_tests import CodeTests
 from gspo.reward.functions.configured_environment import ENVIRONMENT_KEY, open_environment
 from gspo.reward.functions.judge import Judge, read_judge
 from gspo.reward.functions.remote import RemoteFunction, read_remote
-from gspo.reward.registry.offline import OfflineRegistry
+from gspo.reward.registry.disk import OfflineRegistry
 from gspo.reward.registry.records import Content, NotRegisteredError
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.submission import Kind, RequestedLimits

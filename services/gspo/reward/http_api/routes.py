@@ -37,17 +37,16 @@ from gspo.reward.http_api.views import (
     unreadable_view,
     version_view,
 )
-from gspo.reward.registry.records import Content, Name, NotRegisteredError, UnreadableError
+from gspo.reward.registry.records import Content, NotRegisteredError, RegisteredName, UnreadableError
 from gspo.reward.registry.store import Registry
-from gspo.reward.registry.submission import Name as NameText
-from gspo.reward.registry.submission import Version
+from gspo.reward.registry.submission import FunctionName, Version
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import CallError
 from gspo.reward.submissions.admission import Admission
 from gspo.reward.submissions.callers import Caller
 from gspo.reward.submissions.trials import try_actions, try_rows
 
-NamePath = Annotated[NameText, Path(description="What runs call it by", examples=["exact"])]
+NamePath = Annotated[FunctionName, Path(description="What runs call it by", examples=["exact"])]
 VersionPath = Annotated[Version, Path(description="Whole, or its first 8 or more characters")]
 VersionQuery = Annotated[Version | None, Query(description="The active one where left out")]
 _MEANINGS = {
@@ -155,13 +154,13 @@ class _Endpoints:
             return configured_view(function)
         return await self._view(await self._found(name))
 
-    async def _view(self, name: Name) -> RewardView:
+    async def _view(self, name: RegisteredName) -> RewardView:
         try:
             return registered_view(name, await self._shown(name))
         except NotRegisteredError as error:
             return registered_view(name, None, unreadable=str(error))
 
-    async def _shown(self, name: Name) -> Content:
+    async def _shown(self, name: RegisteredName) -> Content:
         """Its active version, else its newest."""
         return await self._registry.content(name.active or list(name.versions)[-1])
 
@@ -175,7 +174,7 @@ class _Endpoints:
         found = await self._found(name)
         return await self._version_view(found, found.find(version))
 
-    async def _version_view(self, name: Name, version: str) -> VersionView:
+    async def _version_view(self, name: RegisteredName, version: str) -> VersionView:
         try:
             return version_view(name, version, await self._registry.content(version))
         except NotRegisteredError as error:
@@ -249,7 +248,7 @@ class _Endpoints:
         found, was = await self._registry.retire(name, who=_who(request))
         return ActivationView(name=name, active=found.active or None, was=was or None, revision=found.revision)
 
-    async def _found(self, name: str) -> Name:
+    async def _found(self, name: str) -> RegisteredName:
         """A submitted name.
 
         Raises:

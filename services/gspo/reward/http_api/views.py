@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, model_
 
 from gspo.reward.functions.environment import Turn
 from gspo.reward.functions.library import Function
-from gspo.reward.registry.records import AuditLine, Content, Name
+from gspo.reward.registry.records import AuditLine, Content, RegisteredName
 from gspo.reward.registry.submission import Kind, PlainJson, RequestBody, RequestedLimits, Version, has_few_columns
 from gspo.reward.registry.usage import VersionUsage
 from gspo.reward.sandbox.values import Value
@@ -211,7 +211,7 @@ class TrialView(BaseModel):
     output: str = Field(description="The end of what the function printed")
 
 
-def version_view(name: Name, version: str, content: Content | None, unreadable: str = "") -> VersionView:
+def version_view(name: RegisteredName, version: str, content: Content | None, unreadable: str = "") -> VersionView:
     """What REST shows of a version; its content is None where that cannot be read."""
     origin = name.versions[version]
     return VersionView(
@@ -229,7 +229,7 @@ def version_view(name: Name, version: str, content: Content | None, unreadable: 
     )
 
 
-def registered_view(name: Name, shown: Content | None, unreadable: str = "") -> RewardView:
+def registered_view(name: RegisteredName, shown: Content | None, unreadable: str = "") -> RewardView:
     """What REST shows of a submitted function; `shown` is its active version, else its newest."""
     return RewardView(
         name=name.name,

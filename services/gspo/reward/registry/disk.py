@@ -4,8 +4,8 @@
     names/NAME.json        replaced as a whole
     audit.jsonl            appended to
 
-Every file appears whole under its name (temporary name, fsync, rename). Neighbour: registry.py, which alone decides
-what is newer.
+Every file appears whole under its name (temporary name, fsync, rename). `OfflineRegistry` reads the copy where no Redis
+runs, as before a run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,21 @@ import uuid
 from collections import deque
 from pathlib import Path
 
+import structlog
+
+from gspo.common.errors import nearest
+from gspo.reward.registry.records import (
+    RETIRED,
+    Content,
+    NotRegisteredError,
+    RegisteredName,
+    UnreadableError,
+    parse_name,
+    read_content,
+)
+
+log = structlog.get_logger()
+
 
 class DiskCopy:
     """The files below one folder, made when first written."""
@@ -22,49 +37,45 @@ class DiskCopy:
     def __init__(self, folder: Path) -> None:
         self._contents, self._names, self._audit = folder / "content", folder / "names", folder / "audit.jsonl"
 
-    def write_content(self, version: str, text: str, *, replace: bool = False) -> None:
-        """Keep a version; one that is there stays, unless it is to be replaced."""
-        if replace or not self.has_content(version):
-            _write(self._contents / f"{version}.json", text)
+    def write_content(self, version: str, text: str) -> None:
+        """Write the file of a version; an empty text removes it."""
+        path = self._contents / f"{version}.json"
+        if text:
+            _write(path, text)
+        else:
+            path.unlink(missing_ok=True)
 
-    def remove_content(self, version: str) -> None:
-        """Forget a version, where it is there."""
-        (self._contents / f"{version}.json").unlink(missing_ok=True)
-
-    def has_content(self, version: str) -> bool:
-        """Whether the copy has a version."""
-        return (self._contents / f"{version}.json").exists()
+    def list_contents(self) -> set[str]:
+        """The versions that the copy has."""
+        return {path.stem for path in self._contents.glob("*.json")}
 
     def read_content(self, version: str) -> str | None:
-        """A version's text; None where the copy lacks it."""
+        """A version's text; None if the copy lacks it."""
         try:
             return (self._contents / f"{version}.json").read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return None
 
-    def write_name(self, name: str, text: str) -> None:
-        """Replace what is kept of a name."""
-        _write(self._names / f"{name}.json", text)
-
-    def read_name(self, name: str) -> str | None:
-        """What is kept of a name; None where that is nothing."""
-        try:
-            return (self._names / f"{name}.json").read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            return None
+    def write_name(self, name: RegisteredName) -> None:
+        """Replace the file of a name."""
+        _write(self._names / f"{name.name}.json", name.model_dump_json())
 
     def stamp(self) -> int:
-        """Changes with every name that is written, by whomever."""
+        """A number that changes with every file of a name, by whichever process wrote it."""
         try:
             return self._names.stat().st_mtime_ns
         except FileNotFoundError:
             return 0
 
-    def read_names(self) -> dict[str, str]:
-        """What is kept of every name, by name."""
-        return {
-            path.stem: path.read_text(encoding="utf-8", errors="replace") for path in sorted(self._names.glob("*.json"))
-        }
+    def read_names(self) -> dict[str, RegisteredName]:
+        """Every name that can be read; the others are logged and stay as they are."""
+        names = {}
+        for path in sorted(self._names.glob("*.json")):
+            try:
+                names[path.stem] = parse_name(path.stem, path.read_bytes())
+            except UnreadableError as error:
+                log.error("registry_unreadable", name=path.stem, reason=str(error), detail="the copy on disk")
+        return names
 
     def append_audit(self, line: str) -> None:
         """Add one line; replicas that share the folder do not cut into each other's."""
@@ -78,6 +89,29 @@ class DiskCopy:
             return []
         with self._audit.open(encoding="utf-8") as file:
             return [line.rstrip("\n") for line in deque(file, maxlen=limit) if line.endswith("\n")]
+
+
+class OfflineRegistry:
+    """The copy in one folder, as a run that has not started will find it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._disk = folder, DiskCopy(folder)
+
+    async def resolve(self, name: str, version: str = "") -> Content:
+        """As `Registry.resolve`.
+
+        Raises:
+            NotRegisteredError: The copy has no such name or version, or it cannot be read.
+        """
+        names = self._disk.read_names()
+        if name not in names:
+            hint = nearest(name, names) if names else "Nothing is registered there."
+            raise NotRegisteredError(f"there is no reward function '{name}' in {self._folder}. {hint}")
+        whole = names[name].find(version) if version else names[name].active
+        text = self._disk.read_content(whole) if whole else None
+        if text is None:
+            raise NotRegisteredError(RETIRED.format(name=name) if not whole else f"there is no version {whole[:12]}")
+        return read_content(whole, text)
 
 
 def _write(path: Path, text: str) -> None:

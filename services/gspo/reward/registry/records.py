@@ -1,11 +1,11 @@
-"""What is registered, as it is kept and shown: a version's content, a name with its versions, an audit line.
+"""Registered functions as Redis and the copies on disk keep them: a version's content, a name, an audit line.
 
-Types alone.
+The rules of a change are methods of `RegisteredName`, without Redis, disk or clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Literal
 
@@ -24,21 +24,21 @@ class NotRegisteredError(Exception):
 
 
 class UnreadableError(NotRegisteredError):
-    """What is kept of a name or version cannot be read; the message says why."""
+    """A stored name or version cannot be read; the message says why."""
 
 
 class ConflictError(Exception):
-    """A change that what is registered does not allow; the message says why."""
+    """The present state of the registry does not allow a change; the message says why."""
 
 
 class Stored(BaseModel):
-    """What is kept, and in a file."""
+    """A stored record; it is never changed, only replaced."""
 
     model_config = ConfigDict(frozen=True)
 
 
 class StoredSignature(Stored):
-    """How a version is called, as its process said when it was admitted."""
+    """The entry and convention of a version, as recognised at its admission."""
 
     model_config = ConfigDict(frozen=True, strict=True)
     entry: str = Field("", max_length=MAX_NAME_CHARS)
@@ -58,7 +58,7 @@ class Content(Stored):
 
 
 class Origin(Stored):
-    """Who handed a version in under a name or removed it from there, and when."""
+    """The caller who submitted a version under a name or removed it from there, and the time."""
 
     by: str
     unix_s: float
@@ -66,8 +66,8 @@ class Origin(Stored):
     removed: bool = False
 
 
-class Name(Stored):
-    """One name with its versions."""
+class RegisteredName(Stored):
+    """One name with its versions: one JSON document in Redis, and the same in a file of every copy on disk."""
 
     name: str
     kind: Kind
@@ -77,12 +77,10 @@ class Name(Stored):
     versions: dict[str, Origin] = Field(description="The oldest first")
     removed: dict[str, Origin] = Field({}, description="Versions that it had, so that no older copy brings them back")
 
-    def lacks(self, other: Name) -> bool:
-        """Whether `other` knows something of this name that is not in here."""
-        theirs = {**other.versions, **other.removed}
-        ours = {**self.versions, **self.removed}
-        newer = (version not in ours or ours[version].unix_s < origin.unix_s for version, origin in theirs.items())
-        return self.revision < other.revision or any(newer)
+    @classmethod
+    def empty(cls, name: str, kind: Kind) -> RegisteredName:
+        """A name before its first version."""
+        return cls(name=name, kind=kind, active="", retired=False, revision=0, versions={})
 
     def find(self, version: str) -> str:
         """The whole version that begins with `version`.
@@ -90,16 +88,98 @@ class Name(Stored):
         Raises:
             NotRegisteredError: There is none, or more than one.
         """
-        found = [known for known in self.versions if known.startswith(version)]
-        if len(found) != 1:
-            known = ", ".join(one[:12] for one in list(self.versions)[-5:])
-            number = "several versions" if found else "no version"
-            raise NotRegisteredError(f"{self.name} has {number} {version[:12]}; its newest are {known}")
-        return found[0]
+        matches = [known for known in self.versions if known.startswith(version)]
+        if len(matches) != 1:
+            newest = ", ".join(known[:12] for known in list(self.versions)[-5:])
+            number = "several versions" if matches else "no version"
+            raise NotRegisteredError(f"{self.name} has {number} {version[:12]}; its newest are {newest}")
+        return matches[0]
+
+    def with_version(self, version: str, kind: Kind, origin: Origin, *, activate: bool) -> RegisteredName:
+        """The name with one more version, which becomes active if it is asked for or none is active.
+
+        Returns: The name itself if it has the version already and nothing else changes.
+
+        Raises:
+            ConflictError: The name holds functions of another kind.
+        """
+        if self.versions and kind != self.kind:
+            raise ConflictError(
+                f"{self.name} holds functions of kind {self.kind}, and this one is of kind {kind}. Give it another name"
+            )
+        versions = self.versions if version in self.versions else {**self.versions, version: origin}
+        removed = {known: removal for known, removal in self.removed.items() if known != version}
+        active = version if activate or not self.active else self.active
+        update = {"kind": kind, "versions": versions, "removed": removed, "active": active, "retired": False}
+        changed = self.model_copy(update=update)
+        return self if changed == self else changed.model_copy(update={"revision": self.revision + 1})
+
+    def activated(self, version: str, if_active: str | None) -> RegisteredName:
+        """The name with another active version.
+
+        Args:
+            version: One of `versions`, whole.
+            if_active: The version that must be active before, whole; empty for none, None for any.
+
+        Raises:
+            ConflictError: Another version than `if_active` is active.
+        """
+        if if_active not in (None, self.active):
+            active = f"version {self.active[:12]}" if self.active else "no version"
+            raise ConflictError(
+                f"{active} of {self.name} is active, and not {(if_active or 'none')[:12]}. Look and try again"
+            )
+        return self.model_copy(update={"active": version, "retired": False, "revision": self.revision + 1})
+
+    def without_active(self) -> RegisteredName:
+        """The name retired: no version is active, all stay."""
+        return self.model_copy(update={"active": "", "retired": True, "revision": self.revision + 1})
+
+    def without_version(self, version: str, removal: Origin) -> RegisteredName:
+        """The name without one of its versions.
+
+        Raises:
+            ConflictError: The version is active.
+        """
+        if self.active == version:
+            raise ConflictError(
+                f"version {version[:12]} of {self.name} is active. Activate another, or retire the name first"
+            )
+        versions = {known: origin for known, origin in self.versions.items() if known != version}
+        removed = {**self.removed, version: removal}
+        return self.model_copy(update={"versions": versions, "removed": removed, "revision": self.revision + 1})
+
+    def merged(self, other: RegisteredName) -> RegisteredName:
+        """One state of two that may have grown apart, in whichever order they are merged.
+
+        The later origin of each version counts, so a removed version stays removed until it is submitted again. The
+        higher revision decides about the rest. An active version that the other state has removed is retired.
+        """
+        newest = max(self, other, key=lambda name: (name.revision, name.active, name.retired, name.kind))
+        origins: dict[str, Origin] = {}
+        for state in (self.versions, self.removed, other.versions, other.removed):
+            for version, origin in state.items():
+                origins[version] = max(origins.get(version, origin), origin, key=_age)
+        oldest_first = sorted(origins.items(), key=lambda pair: (pair[1].unix_s, pair[0]))
+        versions = {version: origin for version, origin in oldest_first if not origin.removed}
+        active = newest.active if newest.active in versions else ""
+        return newest.model_copy(
+            update={
+                "active": active,
+                "retired": newest.retired or active != newest.active,
+                "versions": versions,
+                "removed": {version: origin for version, origin in oldest_first if origin.removed},
+            }
+        )
+
+
+def _age(origin: Origin) -> tuple[float, bool, str, int]:
+    # By everything after the time, so that two origins of one moment compare alike on every replica.
+    return origin.unix_s, origin.removed, origin.by, origin.num_bytes
 
 
 class AuditLine(Stored):
-    """One change: who did what to which name, and when."""
+    """One change: the caller, the action, the name and the time."""
 
     unix_s: float
     who: str
@@ -110,56 +190,28 @@ class AuditLine(Stored):
     replica: str
 
 
-def read_name(name: str, fields: Mapping[bytes, bytes]) -> Name:
-    """A name as its hash in Redis has it.
-
-    Raises:
-        UnreadableError: It holds something else.
-    """
-    try:
-        origins = {
-            field.decode()[2:]: Origin.model_validate_json(value)
-            for field, value in fields.items()
-            if field.startswith(b"v:")
-        }
-        newest_last = sorted(origins.items(), key=lambda pair: (pair[1].unix_s, pair[0]))
-        return Name.model_validate(
-            {
-                "name": name,
-                "kind": fields[b"kind"].decode(),
-                "active": fields.get(b"active", b"").decode(),
-                "retired": fields.get(b"retired", b"0") == b"1",
-                "revision": int(fields[b"revision"]),
-                "versions": {version: origin for version, origin in newest_last if not origin.removed},
-                "removed": {version: origin for version, origin in newest_last if origin.removed},
-            }
-        )
-    except (KeyError, ValueError) as error:
-        raise UnreadableError(f"{name} cannot be read ({_short(error)})") from error
-
-
-def parse_name(name: str, text: str) -> Name:
-    """A name as a copy on disk has it.
+def parse_name(name: str, text: str | bytes) -> RegisteredName:
+    """A name as Redis and the copies on disk keep it.
 
     Raises:
         UnreadableError: The text is something else, or of another name.
     """
     try:
-        found = Name.model_validate_json(text)
+        registered = RegisteredName.model_validate_json(text)
     except ValueError as error:
         raise UnreadableError(f"{name} cannot be read ({_short(error)})") from error
-    if found.name != name:
-        raise UnreadableError(f"{name} cannot be read (it is of the name {found.name[:MAX_NAME_CHARS]!r})")
-    return found
+    if registered.name != name:
+        raise UnreadableError(f"{name} cannot be read (it is of the name {registered.name[:MAX_NAME_CHARS]!r})")
+    return registered
 
 
 def read_audit(lines: Iterable[bytes]) -> list[AuditLine]:
-    """The lines that can be read."""
-    found = []
+    """The readable ones of the lines."""
+    readable = []
     for line in lines:
         with suppress(ValueError):
-            found.append(AuditLine.model_validate_json(line))
-    return found
+            readable.append(AuditLine.model_validate_json(line))
+    return readable
 
 
 def read_content(version: str, text: str) -> Content:
@@ -179,7 +231,7 @@ def read_content(version: str, text: str) -> Content:
 
 
 def _short(error: Exception) -> str:
-    """What is wrong in one line: the first of pydantic's reasons."""
+    """The reason in one line: the first of pydantic's."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         return f"{'.'.join(map(str, first['loc']))[:100]}: {first['msg'][:200]}".removeprefix(": ")

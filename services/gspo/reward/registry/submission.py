@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 Kind = Literal["reward", "environment"]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Version = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
 
 MAX_SOURCE_CHARS = 256 * 1024
@@ -104,7 +104,7 @@ class TestCase(RequestBody):
 class Submission(RequestBody):
     """A reward function or an environment, as it is handed in."""
 
-    name: Name = Field(description="What runs call it by; versions of one function share it")
+    name: FunctionName = Field(description="What runs call it by; versions of one function share it")
     source: Annotated[str, StringConstraints(min_length=1, max_length=MAX_SOURCE_CHARS)] = Field(
         description="Python: one file, importing the standard library and reward.allowed_packages"
     )

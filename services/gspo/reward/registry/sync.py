@@ -1,161 +1,229 @@
-"""Keeps the registry in Redis and one replica's copy on disk alike: what one lacks is written there from the other.
+"""The names in Redis with one replica's view of them: in memory, and as a copy on disk.
 
-Of one name the higher revision decides, and of each of its versions the later state, so that a removed version stays
-removed. What cannot be read is left where it is, with one log line, and put right where the other side is readable.
+Each change of the registry sets a new random token. So "is the token the one I saw?" is the only question about
+freshness, and a change is one compare-and-set on it: all of the change with its audit line, or nothing.
+
+Redis and the copy are kept alike: each gets from the other whatever it lacks, by `RegisteredName.merged`. A name that
+cannot be read is logged, left as it is, and replaced if the other side is readable.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterable
-from typing import Any
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import structlog
 from redis.asyncio import Redis
 
 from gspo.common.streams.keys import AUDIT_KEPT, RegistryKeys
 from gspo.reward.registry.disk import DiskCopy
-from gspo.reward.registry.records import Name, UnreadableError, parse_name, read_name
-from gspo.reward.registry.scripts import JUMP, RESTORE
+from gspo.reward.registry.records import AuditLine, ConflictError, RegisteredName, UnreadableError, parse_name
 
+# Only changes by other replicas come between, and one of every two rivals goes on.
+MAX_ATTEMPTS = 100
 log = structlog.get_logger()
+
+# KEYS: token, names, contents, audit. ARGV: expected token, new token, audit lines kept, then triples of the key's
+# number, field and value; an empty value removes the field. A call that is repeated because its reply was lost has
+# written already.
+_COMPARE_AND_SET = """
+local token = redis.call('GET', KEYS[1]) or ''
+if token == ARGV[2] then return 1 end
+if token ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2])
+for i = 4, #ARGV, 3 do
+  local key, field, value = KEYS[tonumber(ARGV[i])], ARGV[i + 1], ARGV[i + 2]
+  if key == KEYS[4] then redis.call('RPUSH', key, value)
+  elseif value == '' then redis.call('HDEL', key, field)
+  else redis.call('HSET', key, field, value) end
+end
+redis.call('LTRIM', KEYS[4], -tonumber(ARGV[3]), -1)
+return 1
+"""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of the registry.
+
+    Attributes:
+        name: The name after it.
+        line: Its line of the audit.
+        contents: Version -> text to keep; empty to remove it.
+    """
+
+    name: RegisteredName
+    line: AuditLine
+    contents: Mapping[str, str] = field(default_factory=dict)
+
+
+# All names, by name -> the change of one of them. It raises to refuse.
+Rule = Callable[[Mapping[str, RegisteredName]], Change]
+
+
+class _Snapshot(NamedTuple):
+    """The state of Redis at one moment."""
+
+    token: str
+    names: dict[str, RegisteredName]
+    unreadable: dict[str, str]
+    contents: set[str]
+    has_audit: bool
 
 
 class RegistrySync:
-    """One replica's copy beside Redis.
+    """One replica's view beside Redis.
 
     Attributes:
-        unreadable: Name -> why what Redis has of it cannot be read.
-        removed: Names with a version that was removed from them, as of the last look.
+        names: Every readable name, as of the last `refresh` or `change`.
+        unreadable: Name -> why its document in Redis cannot be read.
     """
 
     def __init__(self, redis: Redis, disk: DiskCopy) -> None:
         self._redis, self._keys, self._disk = redis, RegistryKeys(), disk
+        self.names: dict[str, RegisteredName] = {}
         self.unreadable: dict[str, str] = {}
-        self.removed: set[tuple[str, str]] = set()
-        # What was alike at the last look: changes counted by Redis, and the stamp of the copy on disk.
-        self._seen = (-1, -1)
-        self._syncing, self._wrote = asyncio.Lock(), False
-        self._restore, self._jump = redis.register_script(RESTORE), redis.register_script(JUMP)
+        # The token in Redis and the stamp of the copy on disk that `names` belongs to.
+        self._seen = ("", -1)
+        self._lock = asyncio.Lock()
+        self._compare_and_set = redis.register_script(_COMPARE_AND_SET)
 
     @property
-    def num_changes(self) -> int:
-        """Changes that Redis had counted at the last look."""
-        return self._seen[0]
+    def removed(self) -> set[tuple[str, str]]:
+        """Names with a version that was removed from them."""
+        return {(name.name, version) for name in self.names.values() for version in name.removed}
 
-    async def sync(self, *, whole: bool = False) -> None:
-        """Make both alike, where either has changed since the last time, or in any case."""
-        if not whole and await self._now() == self._seen:
-            return
-        async with self._syncing:
-            stamp = self._disk.stamp()
-            await self._put_back()
-            changes = int(await self._redis.get(self._keys.changes) or 0)
-            await self._copy()
-            # What another process writes meanwhile changes one of the two again.
-            self._seen = (changes, self._disk.stamp() if self._wrote else stamp)
+    async def refresh(self) -> None:
+        """Make view, Redis and disk alike if Redis or the disk has changed since the last time."""
+        if await self._now() != self._seen:
+            async with self._lock:
+                await self._align()
 
-    async def record(self, name: str, audit_line: str, changes: int) -> Name:
-        """Write a change that Redis has made to disk; the name as it is then.
+    async def change(self, rule: Rule) -> Change:
+        """Apply a rule to the newest state; its change is on disk before this returns.
 
         Args:
-            changes: Redis's count of changes, this one included.
+            rule: Called again each time that another replica came first.
+
+        Raises:
+            ConflictError: Other replicas came first MAX_ATTEMPTS times.
         """
-        await asyncio.to_thread(self._disk.append_audit, audit_line)
-        (changed,) = await self.read_names([name])
-        alike = self._seen == (changes - 1, self._disk.stamp())
-        await self._write_name(changed)
-        if alike:  # this change alone lies between then and now
-            self._seen = (changes, self._disk.stamp())
-        return changed
+        async with self._lock:
+            for _ in range(MAX_ATTEMPTS):
+                await self._align()
+                change = rule(self.names)
+                line = change.line.model_dump_json()
+                if token := await self._write_redis(self._seen[0], [change.name], change.contents, [line]):
+                    await self._record(change, line, token)
+                    return change
+        raise ConflictError("other replicas change the registry at the same time. Try again")
 
-    async def read_names(self, names: Iterable[str]) -> list[Name]:
-        """Those of the names that are in Redis and can be read."""
-        names = list(names)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for name in names:
-                pipe.hgetall(self._keys.name(name))
-            found = await pipe.execute()
-        readable = []
-        for name, fields in zip(names, found, strict=True):
-            try:
-                if fields:
-                    readable.append(read_name(name, fields))
-                self.unreadable.pop(name, None)
-            except UnreadableError as error:
-                self._note(name, error)
-        return readable
+    async def _record(self, change: Change, line: str, token: str) -> None:
+        """Bring view and disk to a change that Redis has taken."""
+        is_alone = self._seen[1] == self._disk.stamp()
+        for version, text in change.contents.items():
+            await asyncio.to_thread(self._disk.write_content, version, text)
+        await asyncio.to_thread(self._disk.append_audit, line)
+        if change.name != self.names.get(change.name.name):
+            await asyncio.to_thread(self._disk.write_name, change.name)
+        self.names[change.name.name] = change.name
+        self._seen = (token, self._disk.stamp() if is_alone else -1)
 
-    def _note(self, name: str, error: UnreadableError) -> None:
-        if name not in self.unreadable:
-            log.error("registry_unreadable", name=name, reason=str(error))
-        self.unreadable[name] = str(error)
+    async def _now(self) -> tuple[str, int]:
+        token: Any = await self._redis.get(self._keys.token)
+        return (token or b"").decode(), self._disk.stamp()
 
-    async def _now(self) -> tuple[int, int]:
-        return int(await self._redis.get(self._keys.changes) or 0), self._disk.stamp()
+    async def _align(self) -> None:
+        """Make view, Redis and disk alike; the lock is the caller's.
 
-    async def _put_back(self) -> None:
-        """Write to Redis what the copy on disk has and Redis lacks: it was wiped, or is another run's."""
-        kept = await asyncio.to_thread(self._read_copy)
-        there = {one.name: one for one in await self.read_names(one.name for one in kept)}
-        lacking = [one for one in kept if one.name not in there or there[one.name].lacks(one)]
-        for one in lacking:
-            await self.put_back(one)
-        if lacking:
-            await self._jump(keys=[self._keys.changes], args=[time.time_ns() // 1_000_000])
-            log.info("registry_restored", names=[one.name for one in lacking], detail="from the copy on disk")
-        if kept and not await self._redis.exists(self._keys.audit):
-            lines = await asyncio.to_thread(self._disk.read_audit, AUDIT_KEPT)
-            if lines:
-                await self._redis.rpush(self._keys.audit, *lines)
+        Raises:
+            ConflictError: Other replicas came first MAX_ATTEMPTS times.
+        """
+        for _ in range(MAX_ATTEMPTS):
+            stamp = self._disk.stamp()
+            if await self._now() == self._seen:
+                return
+            copied = await asyncio.to_thread(self._disk.read_names)
+            redis = await self._read_redis()
+            names = dict(redis.names)
+            for name, copy in copied.items():
+                names[name] = names[name].merged(copy) if name in names else copy
+            await self._align_contents(names.values(), redis.contents)
+            lacking = [document for name, document in names.items() if document != redis.names.get(name)]
+            token: str | None = redis.token
+            if lacking or (copied and not redis.has_audit):
+                token = await self._restore(redis, lacking)
+            if token is None:
+                continue
+            behind = [document for name, document in names.items() if document != copied.get(name)]
+            for document in behind:
+                await asyncio.to_thread(self._disk.write_name, document)
+            self.names, self._seen = names, (token, self._disk.stamp() if behind else stamp)
+            self._note_unreadable({name: reason for name, reason in redis.unreadable.items() if name not in names})
+            return
+        raise ConflictError("other replicas change the registry at the same time. Try again")
 
-    def _read_copy(self) -> list[Name]:
-        found = []
-        for name, text in self._disk.read_names().items():
-            try:
-                found.append(parse_name(name, text))
-            except UnreadableError as error:
-                log.error("registry_unreadable", name=name, reason=str(error), detail="the copy on disk")
-        return found
+    async def _restore(self, redis: _Snapshot, lacking: list[RegisteredName]) -> str | None:
+        """Write to Redis the names that it lacks, for it was wiped or is another run's; the new token."""
+        lines = [] if redis.has_audit else await asyncio.to_thread(self._disk.read_audit, AUDIT_KEPT)
+        token = await self._write_redis(redis.token, lacking, {}, lines)
+        if token and lacking:
+            log.info("registry_restored", names=[name.name for name in lacking], detail="from the copy on disk")
+        return token
 
-    async def put_back(self, kept: Name) -> None:
-        """Write to Redis what a copy knows of a name, as far as it is newer."""
-        for version in kept.versions:
-            text = await asyncio.to_thread(self._disk.read_content, version)
+    async def _align_contents(self, names: Iterable[RegisteredName], in_redis: set[str]) -> None:
+        """Write each side the contents that only the other has, and drop removed ones from the disk."""
+        on_disk = await asyncio.to_thread(self._disk.list_contents)
+        documents = list(names)
+        present = {version for name in documents for version in name.versions}
+        for version in present & (on_disk - in_redis):
+            if kept := await asyncio.to_thread(self._disk.read_content, version):
+                await self._redis.hsetnx(self._keys.content, version, kept)
+        for version in present & (in_redis - on_disk):
+            text: Any = await self._redis.hget(self._keys.content, version)
             if text is not None:
-                await self._redis.hsetnx(self._keys.content, version, text)
-        states = {**kept.versions, **kept.removed}
-        pairs = [part for v, origin in states.items() for part in (f"v:{v}", origin.model_dump_json())]
-        await self._restore(
-            keys=[self._keys.name(kept.name), self._keys.names],
-            args=[kept.name, kept.revision, kept.kind, kept.active, int(kept.retired), *pairs],
+                await asyncio.to_thread(self._disk.write_content, version, text.decode(errors="replace"))
+        for version in {version for name in documents for version in name.removed} - present:
+            await asyncio.to_thread(self._disk.write_content, version, "")
+
+    async def _read_redis(self) -> _Snapshot:
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.get(self._keys.token)
+            pipe.hgetall(self._keys.names)
+            pipe.hkeys(self._keys.content)
+            pipe.exists(self._keys.audit)
+            token, texts, contents, has_audit = await pipe.execute()
+        names, unreadable = {}, {}
+        for field_name, text in sorted(texts.items()):
+            name = field_name.decode(errors="replace")
+            try:
+                names[name] = parse_name(name, text)
+            except UnreadableError as error:
+                unreadable[name] = str(error)
+        versions = {version.decode(errors="replace") for version in contents}
+        return _Snapshot((token or b"").decode(), names, unreadable, versions, bool(has_audit))
+
+    async def _write_redis(
+        self, expected: str, names: Iterable[RegisteredName], contents: Mapping[str, str], lines: Iterable[str]
+    ) -> str | None:
+        """Write everything if the token is still `expected`; the new token, or None if another change came first."""
+        token = uuid.uuid4().hex
+        triples: list[tuple[int, str, str]] = [
+            *((2, name.name, name.model_dump_json()) for name in names),
+            *((3, version, text) for version, text in contents.items()),
+            *((4, "", line) for line in lines),
+        ]
+        is_written = await self._compare_and_set(
+            keys=[self._keys.token, self._keys.names, self._keys.content, self._keys.audit],
+            args=[expected, token, AUDIT_KEPT, *(part for triple in triples for part in triple)],
         )
+        return token if is_written else None
 
-    async def _copy(self) -> None:
-        """Write to disk what Redis has and the copy lacks, and drop there what was removed."""
-        found: Any = await self._redis.smembers(self._keys.names)
-        self._wrote = False
-        names = await self.read_names(sorted(one.decode() for one in found))
-        for kept in names:
-            for version in kept.versions:
-                if not await asyncio.to_thread(self._disk.has_content, version):
-                    text: Any = await self._redis.hget(self._keys.content, version)
-                    if text is not None:
-                        await asyncio.to_thread(self._disk.write_content, version, text.decode(errors="replace"))
-            await self._write_name(kept)
-        self.removed = {(kept.name, version) for kept in names for version in kept.removed}
-        present = {version for kept in names for version in kept.versions}
-        for version in {version for _, version in self.removed} - present:
-            await asyncio.to_thread(self._disk.remove_content, version)
-
-    async def _write_name(self, kept: Name) -> None:
-        """Keep a name on disk, unless a newer state of it is there."""
-        text = await asyncio.to_thread(self._disk.read_name, kept.name)
-        try:
-            there = parse_name(kept.name, text) if text else None
-        except UnreadableError:
-            there = None
-        if there is None or (there != kept and not kept.lacks(there)):
-            await asyncio.to_thread(self._disk.write_name, kept.name, kept.model_dump_json())
-            self._wrote = True
+    def _note_unreadable(self, unreadable: dict[str, str]) -> None:
+        for name, reason in unreadable.items():
+            if name not in self.unreadable:
+                log.error("registry_unreadable", name=name, reason=reason)
+        self.unreadable = unreadable

@@ -21,7 +21,7 @@ from gspo.common.config.reward import RewardConfig
 from gspo.common.telemetry import metrics
 from gspo.reward.functions.arguments import NOT_ASKED, arguments_for
 from gspo.reward.functions.library import Function, Library, UnknownFunctionError, open_library
-from gspo.reward.registry.offline import OfflineRegistry
+from gspo.reward.registry.disk import OfflineRegistry
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import CallError, raising_call_errors, values_of

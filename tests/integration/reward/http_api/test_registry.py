@@ -10,7 +10,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gspo.reward.registry.offline import OfflineRegistry
+from gspo.reward.registry.disk import OfflineRegistry
 from gspo.reward.registry.records import ConflictError, Content, NotRegisteredError
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.submission import Submission
@@ -39,7 +39,7 @@ async def test_a_wiped_redis_gets_back_what_a_replica_has_on_disk(redis: Redis, 
     one, two = await keep(here, submission()), await keep(here, submission(number=1))
     await here.activate("exact", two, who="ann")
     assert (await there.resolve("exact")).version == two
-    await there.copy.sync()  # as it does every second
+    await there.copy.refresh()  # as it does every second
     await redis.flushall()
     # The other replica, which has only ever looked.
     assert (await there.resolve("exact")).version == two
@@ -61,14 +61,23 @@ async def test_an_older_copy_does_not_undo_a_newer_state(redis: Redis, tmp_path:
     one = await keep(old, submission())
     two = await keep(new, submission(number=1, activate=True))
     await redis.flushall()
-    await old.copy.sync()  # knows the first version alone
-    known = await old.name("exact")
-    assert known.active == one
-    await new.copy.sync()
-    assert (await old.name("exact")).active == two
-    await old.copy.put_back(known)  # it had looked before the other wrote
+    await old.copy.refresh()  # knows the first version alone
+    assert (await old.name("exact")).active == one
+    await new.copy.refresh()
     assert (await old.name("exact")).active == two
     assert (await old.name("exact")).versions.keys() == {one, two}
+
+
+async def test_replicas_that_change_one_name_at_once_lose_nothing(redis: Redis, tmp_path: Path) -> None:
+    replicas = [Registry(redis, tmp_path / str(number), replica=str(number)) for number in range(4)]
+    versions = await asyncio.gather(*(keep(replicas[number % 4], submission(number=number)) for number in range(20)))
+    for registry in replicas:
+        exact = await registry.name("exact")
+        assert (set(exact.versions), exact.revision) == (set(versions), 20)
+        assert len(await registry.audit("exact", 100)) == 20
+    for number in range(4):
+        lines = (tmp_path / str(number) / "audit.jsonl").read_text().splitlines()
+        assert {json.loads(line)["replica"] for line in lines} == {str(number)}
 
 
 async def test_two_redis_that_share_a_folder_agree(redis: Redis, redis_url: str, tmp_path: Path) -> None:
@@ -143,12 +152,12 @@ async def test_a_removed_version_is_gone_everywhere_and_stays_so(redis: Redis, t
     here, there = (Registry(redis, tmp_path / name, replica=name) for name in ("here", "there"))
     one, two = await keep(here, submission()), await keep(here, submission(number=1))
     await keep(here, submission("other"))
-    await there.copy.sync()
+    await there.copy.refresh()
     with pytest.raises(ConflictError, match="is active"):
         await here.remove("exact", one, who="ann")
     assert await here.remove("exact", two[:8], who="bob") == two
     assert [(line.action, line.version, line.who) for line in await here.audit("exact", 1)] == [("remove", two, "bob")]
-    await there.copy.sync()
+    await there.copy.refresh()
     for registry, folder in ((here, "here"), (there, "there")):
         assert set((await registry.name("exact")).versions) == {one}
         with pytest.raises(NotRegisteredError, match="exact has no version"):
@@ -220,9 +229,10 @@ async def test_an_unreadable_entry_costs_nobody_the_others(redis: Redis, tmp_pat
     async with open_rest_client(tmp_path, redis) as (client, scorer, registry):
         good = (await client.post("", json={"name": "good", "source": SOURCE})).json()["version"]
         bad = (await client.post("", json={"name": "bad", "source": NEWER})).json()["version"]
-        fields = await redis.hgetall("gspo:{@rewards}:name:good")
-        await redis.sadd("gspo:{@rewards}:names", "ruined")
-        await redis.hset("gspo:{@rewards}:name:ruined", mapping={**fields, b"kind": b"nonsense"})
+        document = json.loads(await redis.hget("gspo:{@rewards}:registered", "good") or "")
+        ruined = json.dumps({**document, "name": "ruined", "kind": "nonsense"})
+        await redis.hset("gspo:{@rewards}:registered", "ruined", ruined)
+        await redis.set("gspo:{@rewards}:token", "another")
         (tmp_path / "registry/names/torn.json").write_bytes(b"\xff{")
         for text in ('{"entry": 5, "convention": ["x"]}', "x" * 100, ""):
             broken = json.dumps({"version": bad, "kind": "reward", "source": "x", "entry": 5, "signature": text})
@@ -248,7 +258,7 @@ async def test_an_unreadable_entry_costs_nobody_the_others(redis: Redis, tmp_pat
         await _spoil(redis, registry, tmp_path / "registry", bad, "{}")
         assert (await client.delete("/bad")).status_code == 200
         assert (await client.delete(f"/bad/versions/{bad}")).status_code == 200
-        await registry.copy.sync(whole=True)
+        await registry.copy.refresh()
         assert {one["name"] for one in (await client.get("")).json()["rewards"]} == {"r", "good", "ruined"}
 
 
