@@ -56,7 +56,7 @@ def build(docker: Docker) -> None:
     torch_wheel()
     docker.compose("build", timeout_s=900)
     base = docker.inspect("python:3.11-slim-bookworm")["Size"]
-    for name in ("coordinator", "reward", "door", "engine"):
+    for name in ("coordinator", "reward", "proxy", "engine"):
         image = docker.inspect(f"gspo-{name}")
         added = (image["Size"] - base) / 1e6
         report_progress(f"image gspo-{name} adds {added:.0f} MB to its base")

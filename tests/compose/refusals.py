@@ -48,7 +48,7 @@ def refusals(docker: Docker, folder: Path) -> None:
         assert lines[0].startswith(rule), lines
     with socket.create_server(("127.0.0.1", 0)) as taken:
         other = Docker({**docker.environment, "GSPO_PORT": str(taken.getsockname()[1])})
-        done = other.run("compose", "run", "--rm", "-T", "--no-deps", "--service-ports", "door", check=False)
+        done = other.run("compose", "run", "--rm", "-T", "--no-deps", "--service-ports", "proxy", check=False)
     assert done.returncode, "a port was published that is taken"
     assert "address already in use" in done.stderr, done.stderr
 

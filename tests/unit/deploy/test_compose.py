@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 CONTAINERS: dict[str, Any] = COMPOSE["services"]
 GPU: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
-OURS = (*SERVICES, "secrets", "prepare", "door", "gspo")
+OURS = (*SERVICES, "secrets", "prepare", "proxy", "gspo")
 HTTP_PORT = 8000
 
 
@@ -133,17 +133,17 @@ def test_healthy_means_ready() -> None:
 def test_the_page_names_whom_up_waits_for() -> None:
     """Compose waits for a health check where there is one, and for the start of everybody else."""
     checked = {name for name, container in CONTAINERS.items() if "healthcheck" in container}
-    assert checked == {*SERVICES, "redis", "door"}
+    assert checked == {*SERVICES, "redis", "proxy"}
     ran_once = {"secrets", "prepare", "gspo"}
     started = " and ".join(sorted(name.capitalize() for name in set(CONTAINERS) - checked - ran_once))
     page = (ROOT / "docs/deployment.md").read_text()
-    assert f"Redis, the four services and the door; {started} are started then" in page
+    assert f"Redis, the four services and the proxy; {started} start then" in page
 
 
 def test_the_proxy_is_healthy_when_it_takes_calls() -> None:
-    check = CONTAINERS["door"]["healthcheck"]["test"]
+    check = CONTAINERS["proxy"]["healthcheck"]["test"]
     assert check[:3] == ["CMD", "python", "-c"]
-    ports = [int(port.rpartition(":")[2]) for port in CONTAINERS["door"]["ports"]]
+    ports = [int(port.rpartition(":")[2]) for port in CONTAINERS["proxy"]["ports"]]
     places = "(8080, 8081)"
     assert str(tuple(ports)) == places
     with ExitStack() as listening:
@@ -170,14 +170,14 @@ def test_redis_keeps_what_the_redis_of_one_machine_keeps() -> None:
 
 def test_nothing_is_published_beyond_loopback() -> None:
     published = {name: container["ports"] for name, container in CONTAINERS.items() if "ports" in container}
-    assert set(published) == {"door", "prometheus", "grafana"}
+    assert set(published) == {"proxy", "prometheus", "grafana"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
 
 
 def test_the_proxy_routes_to_every_service_with_an_http_api() -> None:
     config = (ROOT / "deploy/docker/haproxy.cfg").read_text()
     bound = set(re.findall(r"^  bind :(\d+)$", config, re.MULTILINE))
-    assert bound == {port.rpartition(":")[2] for port in CONTAINERS["door"]["ports"]}
+    assert bound == {port.rpartition(":")[2] for port in CONTAINERS["proxy"]["ports"]}
     servers = dict(re.findall(r"^  server-template \w+ \d+ (\w+):(\d+)$", config, re.MULTILINE))
     assert servers == {"coordinator": str(HTTP_PORT), "reward": str(HTTP_PORT)}
 

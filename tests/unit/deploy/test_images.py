@@ -118,7 +118,7 @@ def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
 
 def test_nothing_runs_as_root() -> None:
     last = [stage for stage in re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE) if "apt" in stage or "pip" in stage]
-    final = {"coordinator", "reward", "door", "engine", "engine-cuda"}
+    final = {"coordinator", "reward", "proxy", "engine", "engine-cuda"}
     found = {re.search(r" AS ([\w-]+)", stage)[1]: stage for stage in last}  # type: ignore[index]
     assert final <= found.keys()
     assert [name for name in final if "\nUSER gspo\n" not in found[name] + "\n"] == []
