@@ -25,28 +25,34 @@ FIELD = b"d"
 DONE = b"done"
 log = structlog.get_logger()
 
-# KEYS: stream, output streams. ARGV: group, consumer, entry, attempt, payloads.
+# The beginning of every script below. KEYS[1] is the stream, ARGV[1] the group, ARGV[2] the consumer.
 # XPENDING names the owner and how often the entry was handed out; both must be ours.
+_OWNS = """
+local function owns(entry, attempt)
+  local lease = redis.call('XPENDING', KEYS[1], ARGV[1], entry, entry, 1)[1]
+  return lease and lease[2] == ARGV[2] and lease[4] == tonumber(attempt)
+end
+"""
+
+# KEYS: stream, output streams. ARGV: group, consumer, entry, attempt, payloads.
 _FINISH = """
-local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1)
-if #held == 0 or held[1][2] ~= ARGV[2] or held[1][4] ~= tonumber(ARGV[4]) then return 0 end
+if not owns(ARGV[3], ARGV[4]) then return 0 end
 for i = 2, #KEYS do redis.call('XADD', KEYS[i], '*', 'd', ARGV[i + 3]) end
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
 redis.call('XDEL', KEYS[1], ARGV[3])
 return 1
 """
 
-# KEYS: stream, partial hash, output streams. ARGV: group, consumer, then entry, attempt, mark, place of the output's
-# stream in KEYS, and payload in fives. Returns 1 for each output whose entry is still ours, else 0. A mark that is set
-# already means that this output was written by an earlier attempt: the first result of an id wins. Outputs of one
-# entry come together, and it is asked after and renewed once.
+# KEYS: stream, partial hash, output streams. ARGV: group, consumer, then entry, attempt, output key, place of the
+# output's stream in KEYS, and payload in fives. Returns 1 for each output whose entry is still ours, else 0. A key that
+# is done already means that this output was written by an earlier attempt: the first result wins. Outputs of one entry
+# come together, and its lease is checked and renewed once.
 _PUT_MANY = """
 local kept, ours = {}, {}
 for i = 3, #ARGV, 5 do
   local lease = ARGV[i] .. ':' .. ARGV[i + 1]
   if ours[lease] == nil then
-    local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
-    ours[lease] = #held == 1 and held[1][2] == ARGV[2] and held[1][4] == tonumber(ARGV[i + 1])
+    ours[lease] = owns(ARGV[i], ARGV[i + 1]) or false
     if ours[lease] then redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID') end
   end
   if ours[lease] and redis.call('HGET', KEYS[2], ARGV[i + 2]) ~= 'done' then
@@ -63,8 +69,7 @@ return kept
 _FINISH_MANY = """
 local finished = {}
 for i = 3, #ARGV, 3 do
-  local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
-  if #held == 1 and held[1][2] == ARGV[2] and held[1][4] == tonumber(ARGV[i + 1]) then
+  if owns(ARGV[i], ARGV[i + 1]) then
     redis.call('XADD', KEYS[2], '*', 'd', ARGV[i + 2])
     redis.call('XACK', KEYS[1], ARGV[1], ARGV[i])
     redis.call('XDEL', KEYS[1], ARGV[i])
@@ -78,8 +83,7 @@ return finished
 _RENEW = """
 local kept = {}
 for i = 3, #ARGV, 2 do
-  local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
-  if #held == 1 and held[1][2] == ARGV[2] and held[1][4] == tonumber(ARGV[i + 1]) then
+  if owns(ARGV[i], ARGV[i + 1]) then
     redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID')
     kept[#kept + 1] = ARGV[i]
   end
@@ -87,14 +91,12 @@ end
 return kept
 """
 
-
-# KEYS: stream, partial hash. ARGV: group, consumer, then entry, attempt, mark and state in fours. Returns how many were
-# saved. A finished rollout's mark stays: what is saved after it is late.
+# KEYS: stream, partial hash. ARGV: group, consumer, then entry, attempt, output key and state in fours. Returns how
+# many were saved. A key that is done stays so: a state that comes after it is late.
 _SAVE = """
 local saved = 0
 for i = 3, #ARGV, 4 do
-  local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)
-  if #held == 1 and held[1][2] == ARGV[2] and held[1][4] == tonumber(ARGV[i + 1]) then
+  if owns(ARGV[i], ARGV[i + 1]) then
     local done = redis.call('HSTRLEN', KEYS[2], ARGV[i + 2]) == 4
       and redis.call('HGET', KEYS[2], ARGV[i + 2]) == 'done'
     if not done then
@@ -109,8 +111,7 @@ return saved
 # KEYS: stream, open hash, stream it goes to. ARGV: group, consumer, entry, attempt, payload, field of `open` or none.
 # The entry goes to the end of that stream as a new one; one whose group has ended in the meantime is only removed.
 _REQUEUE = """
-local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1)
-if #held == 0 or held[1][2] ~= ARGV[2] or held[1][4] ~= tonumber(ARGV[4]) then return 0 end
+if not owns(ARGV[3], ARGV[4]) then return 0 end
 if ARGV[6] == '' or redis.call('HEXISTS', KEYS[2], ARGV[6]) == 1 then
   redis.call('XADD', KEYS[3], '*', 'd', ARGV[5])
 end
@@ -170,12 +171,12 @@ class Inbox:
         self._redis, self._keys = redis, keys
         self._stream_exists = False
         self._group, self._kind = consumer_groups(keys)[stream], entry_kinds(keys)[stream]
-        self._finish = redis.register_script(_FINISH)
-        self._put_many = redis.register_script(_PUT_MANY)
-        self._finish_many = redis.register_script(_FINISH_MANY)
-        self._renew = redis.register_script(_RENEW)
-        self._save = redis.register_script(_SAVE)
-        self._requeue = redis.register_script(_REQUEUE)
+        self._finish = redis.register_script(_OWNS + _FINISH)
+        self._put_many = redis.register_script(_OWNS + _PUT_MANY)
+        self._finish_many = redis.register_script(_OWNS + _FINISH_MANY)
+        self._renew = redis.register_script(_OWNS + _RENEW)
+        self._save = redis.register_script(_OWNS + _SAVE)
+        self._requeue = redis.register_script(_OWNS + _REQUEUE)
 
     async def take(self, count: int, block_s: float) -> list[Delivery]:
         """Up to `count` new entries; waits `block_s` at most (0 looks once), and returns none then.
