@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from gspo.cli.report.history import read_history
 from gspo.cli.report.page import render
-from gspo.cli.report.panels import legend, panels, running_mean
+from gspo.cli.report.panels import Layer, Limit, Line, Panel, draw_legend, draw_panels, make_axes, running_mean
 from gspo.cli.report.plots import PLOTS
 from gspo.cli.report.samples import read_samples
 from gspo.cli.report.summary import summarise
@@ -356,15 +356,33 @@ def test_the_page_says_why_answers_have_no_score(path: Path) -> None:
 def test_no_legend_is_wider_than_its_plot() -> None:
     """However many causes of a step's time there are, and however long their names."""
     figure = Figure((6.4, 3.5), dpi=150, layout="constrained")
-    (panel,) = panels(figure, ["seconds a step"])
+    (panel,) = make_axes(figure, ["seconds a step"])
     for name in IN_WORDS.values():
         panel.plot([1, 2], [1, 2], label=name)
-    legend(panel)
+    draw_legend(panel)
     figure.draw_without_rendering()
     shown = panel.get_legend().get_window_extent()
     assert shown.x0 >= 0 and shown.x1 <= figure.bbox.width
     axes = panel.get_window_extent()
     assert axes.width > 0.8 * figure.bbox.width
+
+
+def test_a_panel_draws_what_it_declares_and_no_layer_of_zeros(ended: Path) -> None:
+    figure = Figure((6.4, 3.5))
+    panel = Panel(
+        "seconds",
+        (Line("reward_std", "a line", "black", ":"),),
+        (Layer("wait_s", "waiting", "black"), Layer("hold_s", "nothing", "black"), Layer("train_s", "training", "red")),
+        limits=lambda config: [Limit(config.run.total_steps or 0, "a limit")],
+    )
+    assert draw_panels(figure, [panel], read_history(ended))
+    (axes,) = figure.axes
+    assert axes.get_legend_handles_labels()[1] == ["waiting", "training", "a line", "a limit"]
+    # Bars of 1 s and, on top of them, of 2.5 s: the second begins where the first ends.
+    waiting, training = (patch.get_data() for patch in axes.patches)
+    assert (set(waiting.values), set(training.baseline), set(training.values)) == ({1.0}, {1.0}, {3.5})
+    assert [line.get_ydata()[0] for line in axes.lines] == [0.4, 10]
+    assert not draw_panels(Figure(), [Panel("", (Line("unknown", None, "black"),))], read_history(ended))
 
 
 def test_samples_are_the_best_and_worst_of_different_groups(path: Path) -> None:

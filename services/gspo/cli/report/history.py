@@ -138,6 +138,10 @@ class RunHistory:
         """The figures of every step; those without a finite value are left out."""
         return [record.figures for record in self.metrics]
 
+    def has(self, name: str) -> bool:
+        """Whether any step has the figure."""
+        return any(name in figures for figures in self.figures)
+
     def series(self, name: str) -> NDArray[np.float64]:
         """A figure over `steps`; NaN where a step has none."""
         return np.array([figures.get(name, np.nan) for figures in self.figures], dtype=np.float64)

@@ -1,11 +1,12 @@
 """The plots of a run: each answers the question in its title, from the figures of the log alone.
 
-No numbers are made here but a running mean over many steps, drawn beside what it smooths.
+PLOTS declares them; panels.py draws them. The functions here draw parts that are no figure of a step: evaluations and
+groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,9 @@ from typing import Any
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
-from gspo.cli.report.conversations import draw_ends, draw_tools, draw_turns
-from gspo.cli.report.evaluations import draw_pass, draw_reward
+from gspo.cli.monitor.view import largest_pass
 from gspo.cli.report.history import SETTLEMENTS, RunHistory
 from gspo.cli.report.panels import (
     BLUE,
@@ -27,40 +27,53 @@ from gspo.cli.report.panels import (
     RED,
     SKY,
     STYLE,
-    legend,
-    limit,
-    line,
-    panels,
-    stack,
+    Layer,
+    Limit,
+    Line,
+    Panel,
+    draw_panels,
 )
+from gspo.common.config.schema import Config
 from gspo.common.telemetry.advice import CLIPPED_TOO_MUCH
+from gspo.runlog.run_log import EvaluationRecord
 
 _SIZE_INCHES, _DPI = (6.4, 3.5), 150
-
-Draw = Callable[[Any, RunHistory], bool]
+# Of the held-out files, in their order.
+_FILE_COLOURS, _FILE_MARKERS = (BLUE, GREEN, PURPLE, ORANGE), ("o", "s", "^", "v")
+# The highest y of a share that is often 0.
+_SMALL_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot: its file, its question, how to read it, and what draws it (False where the log has nothing of it)."""
+    """One plot.
+
+    Attributes:
+        name: Of its file.
+        question: Its title.
+        reading: How to read it.
+        panels: From top to bottom.
+        needs: Figures of which one must have a value other than 0; empty where any value of a panel is enough.
+    """
 
     name: str
     question: str
     reading: str
-    draw: Draw
+    panels: tuple[Panel, ...]
+    needs: tuple[str, ...] = ()
 
 
-def write_plots(log: RunHistory, folder: Path) -> list[Plot]:
-    """Write plots/*.png; those that the log has figures for are returned, and what an earlier report left of the
-    others is removed."""
+def write_plots(history: RunHistory, folder: Path) -> list[Plot]:
+    """Write the plots that the log has figures for as plots/*.png, and return them; files of the others are removed."""
     folder.mkdir(exist_ok=True)
-    return [plot for plot in PLOTS if _write(plot, log, folder / f"{plot.name}.png")]
+    return [plot for plot in PLOTS if _write(plot, history, folder / f"{plot.name}.png")]
 
 
-def _write(plot: Plot, log: RunHistory, path: Path) -> bool:
+def _write(plot: Plot, history: RunHistory, path: Path) -> bool:
     with rc_context(STYLE):
         figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
-        if not plot.draw(figure, log):
+        is_needed = not plot.needs or any(np.nansum(history.series(name)) for name in plot.needs)
+        if not is_needed or not draw_panels(figure, plot.panels, history):
             path.unlink(missing_ok=True)
             return False
         figure.suptitle(plot.question, x=0.015, horizontalalignment="left", fontsize=11.5, fontweight="bold")
@@ -68,221 +81,302 @@ def _write(plot: Plot, log: RunHistory, path: Path) -> bool:
     return True
 
 
-def _clip(figure: Any, log: RunHistory) -> bool:
-    low, high = log.series("clipped_sequences_low"), log.series("clipped_sequences_high")
-    if np.isnan(low).all():
+def _add_rewards(axes: Any, history: RunHistory) -> bool:
+    """The held-out reward of every file, sampled, and of the first file also greedy."""
+    has_content = False
+    for (file, records), colour, marker in zip(history.by_file.items(), _FILE_COLOURS, _FILE_MARKERS, strict=False):
+        name = file or "held-out prompts"
+        has_content |= _add_means(axes, records, "sampled", colour, marker, f"{name}, sampled (± standard error)")
+        if records is history.headline:
+            has_content |= _add_means(axes, records, "greedy", RED, "D", f"{name}, greedy")
+    if history.best is not None:
+        axes.axvline(history.best[0], color=RED, linestyle=":", linewidth=1, label=f"best version, {history.best[0]}")
+    return has_content
+
+
+def _add_means(axes: Any, records: list[EvaluationRecord], name: str, colour: str, marker: str, label: str) -> bool:
+    """A mean over the policy versions, with its standard error where the answers were sampled."""
+    points = [record for record in records if f"{name}_mean" in record.figures]
+    if not points:
         return False
-    (panel,) = panels(figure, ["share of sequences"])
-    panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    stack(panel, log.steps, [("ratio below the clip", low, BLUE, None), ("ratio above it", high, ORANGE, "///")])
-    line(panel, log, "noise_share", "black", "outside by engine noise alone", ":")
-    limit(panel, CLIPPED_TOO_MUCH, f"advice when over {CLIPPED_TOO_MUCH:.0%} for long")
-    panel.set_ylim(bottom=0)
-    legend(panel)
+    is_sampled = name == "sampled"
+    errors = [record.figures.get(f"{name}_stderr", 0.0) if is_sampled else 0.0 for record in points]
+    axes.errorbar(
+        [record.version for record in points],
+        [record.figures[f"{name}_mean"] for record in points],
+        yerr=errors if any(errors) else None,
+        color=colour,
+        marker=marker,
+        markersize=5,
+        capsize=3,
+        linewidth=1.2,
+        linestyle="-" if is_sampled else ":",
+        label=label,
+    )
     return True
 
 
-def _log_ratio(figure: Any, log: RunHistory) -> bool:
-    mean, std = log.series("log_ratio_mean"), log.series("log_ratio_std")
-    if np.isnan(mean).all():
+def _add_pass_at_k(axes: Any, history: RunHistory) -> bool:
+    """pass@k of the first held-out file over the versions: k of 1, a power of two in the middle, and the largest."""
+    largest = max((largest_pass(record.figures) for record in history.headline), default=0)
+    middle = 1 << (largest.bit_length() // 2)
+    ks = sorted({1, min(middle, largest), largest}) if largest > 1 else []
+    has_content = False
+    for k, colour, marker in zip(ks, _FILE_COLOURS, _FILE_MARKERS, strict=False):
+        name = f"pass_at_{k}"
+        points = [(record.version, record.figures[name]) for record in history.headline if name in record.figures]
+        if len(points) > 1:
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=f"pass@{k}")
+            has_content = True
+    axes.set_xlabel("policy version")
+    return has_content
+
+
+def _add_turns(axes: Any, history: RunHistory) -> bool:
+    """Turns of the conversations about held-out prompts."""
+    for (file, records), colour in zip(history.by_file.items(), (ORANGE, GREEN, PURPLE, RED), strict=False):
+        points = [
+            (record.version, record.figures["turns_mean"]) for record in records if "turns_mean" in record.figures
+        ]
+        if points:
+            label = f"{file or 'held-out prompts'}, sampled"
+            axes.plot(*zip(*points, strict=True), "D", color=colour, markersize=5, label=label)
+    return False
+
+
+def _add_group_bars(axes: Any, history: RunHistory) -> bool:
+    groups = history.groups
+    counts = {**{name: groups.counts[name] for name in SETTLEMENTS}, "open": groups.open}
+    if not groups.issued:
         return False
-    upper, lower = panels(figure, ["log-ratio (nats)", "largest |log-ratio|"])
-    upper.fill_between(log.steps, mean - std, mean + std, color=SKY, alpha=0.35, linewidth=0, label="± std")
-    line(upper, log, "log_ratio_mean", BLUE, "mean over sequences")
-    if log.config is not None and log.config.algorithm.importance_sampling != "token":
-        low, high = log.config.algorithm.clip
-        bounds = (np.log1p(-low) if low < 1 else -np.inf, np.log1p(high))
-        for bound, label in zip(bounds, ("clip", None), strict=True):
-            if np.isfinite(bound):
-                upper.axhline(bound, color=RED, linestyle="--", linewidth=1, label=label)
-    line(lower, log, "log_ratio_max", PURPLE)
-    lower.set_ylim(bottom=0)
-    legend(upper)
+    bars = axes.barh(list(counts), list(counts.values()), color=(GREEN, SKY, ORANGE, RED, PURPLE, GREY))
+    labels = [f"{count:,}  ({count / groups.issued:.0%})" for count in counts.values()]
+    axes.bar_label(bars, labels, padding=4, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("groups")
+    axes.margins(x=0.18)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.grid(axis="y", visible=False)
     return True
 
 
-def _length(figure: Any, log: RunHistory) -> bool:
-    upper, lower = panels(figure, ["tokens an answer", "cut off"])
-    drawn = line(upper, log, "response_tokens_mean", BLUE, "mean over the step's rollouts")
-    line(lower, log, "truncated_share", RED, "share cut off at response_length")
-    lower.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    upper.set_ylim(bottom=0)
-    lower.set_ylim(0, max(0.05, lower.get_ylim()[1]))
-    legend(upper, lower)
-    return drawn
+def _clip_bounds(config: Config) -> Iterator[Limit]:
+    """The log-ratios beyond which a sequence is clipped; a ratio of each token has no bound on their mean."""
+    if config.algorithm.importance_sampling == "token":
+        return
+    low, high = config.algorithm.clip
+    if low < 1:
+        yield Limit(float(np.log1p(-low)), "clip", RED)
+    yield Limit(float(np.log1p(high)), None if low < 1 else "clip", RED)
 
 
-def _spread(figure: Any, log: RunHistory) -> bool:
-    upper, lower = panels(figure, ["share of groups", "reward"])
-    drawn = line(upper, log, "zero_spread_groups", RED, "groups whose rewards are all equal")
-    drawn |= line(lower, log, "reward_std", BLUE, "standard deviation over the step's rollouts")
-    upper.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    upper.set_ylim(0, max(0.05, upper.get_ylim()[1]))
-    lower.set_ylim(bottom=0)
-    legend(upper, lower)
-    return drawn
+def _age_limit(config: Config) -> Iterator[Limit]:
+    staleness = config.staleness
+    masks = staleness.on_stale == "mask"
+    key, age = ("max_token_age", staleness.token_age_limit) if masks else ("max_lag", staleness.max_lag)
+    yield Limit(age, f"allowed: staleness.{key} {age}")
 
 
-def _age(figure: Any, log: RunHistory) -> bool:
-    (panel,) = panels(figure, ["age (policy versions)"])
-    drawn = line(panel, log, "age_mean", BLUE, "mean over counted tokens")
-    drawn |= line(panel, log, "age_max", RED, "oldest counted token", ":")
-    if log.config is not None:
-        staleness = log.config.staleness
-        masks = staleness.on_stale == "mask"
-        key, age = ("max_token_age", staleness.token_age_limit) if masks else ("max_lag", staleness.max_lag)
-        limit(panel, age, f"allowed: staleness.{key} {age}")
-    panel.set_ylim(bottom=-0.05)
-    legend(panel)
-    return drawn
+def _advised_clip(_config: Config) -> Iterator[Limit]:
+    yield Limit(CLIPPED_TOO_MUCH, f"advice when over {CLIPPED_TOO_MUCH:.0%} for long")
 
 
-def _entropy(figure: Any, log: RunHistory) -> bool:
-    upper, lower = panels(figure, ["entropy (nats)", "k3 (nats)"])
-    drawn = line(upper, log, "entropy", GREEN, "mean over tokens")
-    drawn |= line(lower, log, "k3", ORANGE, "KL estimate to the old policy")
-    upper.set_ylim(bottom=0)
-    lower.set_ylim(bottom=0)
-    legend(upper, lower)
-    return drawn
-
-
-def _gradient(figure: Any, log: RunHistory) -> bool:
-    upper, lower = panels(figure, ["gradient norm", "loss"])
-    drawn = line(upper, log, "grad_norm", BLUE, "before it is scaled down")
-    if log.config is not None:
-        limit(upper, log.config.learner.max_grad_norm, f"max_grad_norm {log.config.learner.max_grad_norm:g}")
-    drawn |= line(lower, log, "loss", PURPLE)
-    upper.set_ylim(bottom=0)
-    legend(upper, lower)
-    return drawn
-
-
-def _time(figure: Any, log: RunHistory) -> bool:
-    names = [
-        ("wait_s", "waiting for rollouts", GREY, None),
-        ("train_s", "training", BLUE, None),
-        ("publish_s", "publishing", ORANGE, "///"),
-        ("hold_s", "held for an evaluation", PURPLE, "xxx"),
-        ("log_s", "logging", GREEN, "..."),
-    ]
-    layers = [(label, log.series(name), colour, hatch) for name, label, colour, hatch in names]
-    if all(np.isnan(values).all() for _, values, _, _ in layers):
-        return False
-    (panel,) = panels(figure, ["seconds a step"])
-    stack(panel, log.steps, layers)
-    legend(panel)
-    return True
-
-
-def _groups(figure: Any, log: RunHistory) -> bool:
-    counts = {**{name: log.groups.counts[name] for name in SETTLEMENTS}, "open": log.groups.open}
-    if not log.groups.issued:
-        return False
-    panel = figure.subplots()
-    colours = (GREEN, SKY, ORANGE, RED, PURPLE, GREY)
-    bars = panel.barh(list(counts), list(counts.values()), color=colours)
-    labels = [f"{count:,}  ({count / log.groups.issued:.0%})" for count in counts.values()]
-    panel.bar_label(bars, labels, padding=4, fontsize=8)
-    panel.invert_yaxis()
-    panel.set_xlabel("groups")
-    panel.margins(x=0.18)
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    panel.grid(axis="y", visible=False)
-    return True
+def _gradient_limit(config: Config) -> Iterator[Limit]:
+    yield Limit(config.learner.max_grad_norm, f"max_grad_norm {config.learner.max_grad_norm:g}")
 
 
 PLOTS = (
     Plot(
         "reward",
         "Is the policy getting better?",
-        "Held-out points compare: they are of the same prompts (the first of them, under evaluation.limit_between). "
-        "Training rollouts are of other prompts at every step, so their line jumps.",
-        draw_reward,
+        "The held-out points can be compared: all are of the same prompts (the first ones, under "
+        "evaluation.limit_between). The training line jumps, because each step has other prompts.",
+        (
+            Panel(
+                "mean reward",
+                (Line("reward_mean", "training rollouts of the step", SKY),),
+                add=_add_rewards,
+                y_range=(None, None),
+            ),
+        ),
     ),
     Plot(
         "pass",
         "Does it solve more, or the same more surely?",
-        "pass@k: the chance that the best of k sampled answers has at least evaluation.pass_reward. Where pass@1 rises "
-        "and pass@k with a large k does not, the policy finds more surely what it could find before.",
-        draw_pass,
+        "pass@k: the chance that the best of k sampled answers has at least evaluation.pass_reward. If pass@1 rises "
+        "and pass@k with a large k does not, the policy solves more surely the prompts that it could solve before.",
+        (Panel("share of prompts", add=_add_pass_at_k, is_share=True, y_range=(0, 1.02)),),
     ),
     Plot(
         "turns",
         "How many turns does it take?",
-        "Of conversations that a limit ends the length says what the limit allows: see how they end.",
-        draw_turns,
+        "A conversation that a limit ends is as long as the limit allows: see how conversations end.",
+        (
+            Panel(
+                "turns",
+                (
+                    Line("turns_mean", "mean over the step's rollouts", BLUE),
+                    Line("turns_done_mean", "of them, those that the environment ended", SKY),
+                ),
+                add=_add_turns,
+            ),
+        ),
     ),
     Plot(
         "tools",
         "Does it use its tools?",
-        "Calls that the environment answered. A malformed call is answered with what is wrong with it, and costs a "
+        "Calls that the environment answered. The answer to a malformed call says what is wrong with it, and costs a "
         "turn.",
-        draw_tools,
+        (
+            Panel("tool calls", (Line("tool_calls_mean", "mean over the step's rollouts", BLUE),)),
+            Panel(
+                "malformed",
+                (Line("malformed_calls_mean", "turns with a malformed call, mean over rollouts", RED),),
+                least_top=_SMALL_SHARE,
+            ),
+        ),
+        needs=("tool_calls_mean", "malformed_calls_mean"),
     ),
     Plot(
         "ends",
         "How do conversations end?",
-        "Hatched: cut off by a limit of the section environment, or by the environment's failure.",
-        draw_ends,
+        "Hatched: cut off by a limit of the section environment, or by a failure of the environment.",
+        (
+            Panel(
+                "share of rollouts",
+                layers=(
+                    Layer("ended_environment_done", "the environment was done", GREEN),
+                    Layer("ended_turn_limit", "max_turns", ORANGE, "///"),
+                    Layer("ended_turn_token_limit", "turn_tokens", PURPLE, "///"),
+                    Layer("ended_truncated", "response_length", SKY, "///"),
+                    Layer("ended_time_limit", "total_timeout_s", GREY, "///"),
+                    Layer("ended_step_time_limit", "step_timeout_s", BLUE, "xxx"),
+                    Layer("ended_environment_failed", "the environment failed", RED, "xxx"),
+                ),
+                is_share=True,
+                y_range=(0, 1),
+            ),
+        ),
     ),
     Plot(
         "spread",
         "Is there something to learn from?",
-        "With an advantage relative to its group, a group whose rewards are all equal gives no gradient: prompts are "
-        "too hard or too easy.",
-        _spread,
+        "A group whose rewards are all equal gives no gradient, because advantages are relative to the group: its "
+        "prompt is too hard or too easy.",
+        (
+            Panel(
+                "share of groups",
+                (Line("zero_spread_groups", "groups whose rewards are all equal", RED),),
+                is_share=True,
+                least_top=_SMALL_SHARE,
+            ),
+            Panel("reward", (Line("reward_std", "standard deviation over the step's rollouts", BLUE),)),
+        ),
     ),
     Plot(
         "clip",
-        "How much of the signal does the clip throw away?",
-        "A clipped sequence gives no gradient in its optimizer step (under a token ratio, a part of it). Where noise "
-        "alone reaches far into the bars, the clip cuts numerical differences between the engines, not changes of the "
-        "policy.",
-        _clip,
+        "How much of the signal does the clip remove?",
+        "A clipped sequence gives no gradient in its optimizer step (under a token ratio, a part of it). If the line "
+        "of the noise is far up in the bars, the clip cuts numerical differences between the engines, not changes of "
+        "the policy.",
+        (
+            Panel(
+                "share of sequences",
+                (Line("noise_share", "outside by engine noise alone", "black", ":"),),
+                (
+                    Layer("clipped_sequences_low", "ratio below the clip", BLUE),
+                    Layer("clipped_sequences_high", "ratio above it", ORANGE, "///"),
+                ),
+                limits=_advised_clip,
+                is_share=True,
+            ),
+        ),
     ),
     Plot(
         "log_ratio",
         "How far does the policy move from the old one?",
         "The mean log-ratio of a sequence's tokens, over all optimizer steps of a step. The old policy is the one that "
-        "sampled, or under old_logprobs: recompute the step's first weights. Outside the dashed lines a sequence is "
-        "clipped where its advantage points outwards.",
-        _log_ratio,
+        "sampled; with old_logprobs: recompute it has the step's first weights. Outside the dashed lines a sequence is "
+        "clipped if its advantage points outwards.",
+        (
+            Panel(
+                "log-ratio (nats)",
+                (Line("log_ratio_mean", "mean over sequences", BLUE, band="log_ratio_std"),),
+                limits=_clip_bounds,
+                y_range=(None, None),
+            ),
+            Panel("largest |log-ratio|", (Line("log_ratio_max", None, PURPLE),)),
+        ),
     ),
     Plot(
         "length",
         "Do answers grow, and are they cut off?",
-        "Growth with a rising share of cut-off answers means that response_length decides the reward.",
-        _length,
+        "If length and the share of cut-off answers rise together, response_length decides the reward.",
+        (
+            Panel("tokens an answer", (Line("response_tokens_mean", "mean over the step's rollouts", BLUE),)),
+            Panel(
+                "cut off",
+                (Line("truncated_share", "share cut off at response_length", RED),),
+                is_share=True,
+                least_top=_SMALL_SHARE,
+            ),
+        ),
     ),
     Plot(
         "age",
-        "How old are the tokens that are trained on?",
-        "Versions between the policy that sampled a token and the one that is trained. 0 is on-policy.",
-        _age,
+        "How old are the trained tokens?",
+        "The number of versions between the policy that sampled a token and the one that is trained. 0 is on-policy.",
+        (
+            Panel(
+                "age (policy versions)",
+                (
+                    Line("age_mean", "mean over counted tokens", BLUE),
+                    Line("age_max", "oldest counted token", RED, ":"),
+                ),
+                limits=_age_limit,
+                y_range=(-0.05, None),
+            ),
+        ),
     ),
     Plot(
         "entropy",
         "Does the policy keep exploring?",
-        "An entropy that falls towards 0 leaves groups without spread, and nothing to learn from.",
-        _entropy,
+        "If the entropy falls towards 0, the rewards of a group become equal, and nothing is left to learn from.",
+        (
+            Panel("entropy (nats)", (Line("entropy", "mean over tokens", GREEN),)),
+            Panel("k3 (nats)", (Line("k3", "KL estimate to the old policy", ORANGE),)),
+        ),
     ),
     Plot(
         "gradient",
         "Is training stable?",
-        "The loss of a policy gradient does not fall as learning goes on; jumps of the norm are what to look for.",
-        _gradient,
+        "Look for jumps of the norm. The loss of a policy gradient does not fall during learning.",
+        (
+            Panel("gradient norm", (Line("grad_norm", "before it is scaled down", BLUE),), limits=_gradient_limit),
+            Panel("loss", (Line("loss", None, PURPLE),), y_range=(None, None)),
+        ),
     ),
     Plot(
         "time",
         "Where does the time of a step go?",
-        "Waiting means that generation or reward is slower than training; without any waiting it is the other way.",
-        _time,
+        "Waiting means that generation or reward is slower than training. No waiting means that training is slower.",
+        (
+            Panel(
+                "seconds a step",
+                layers=(
+                    Layer("wait_s", "waiting for rollouts", GREY),
+                    Layer("train_s", "training", BLUE),
+                    Layer("publish_s", "publishing", ORANGE, "///"),
+                    Layer("hold_s", "waiting for an evaluation", PURPLE, "xxx"),
+                    Layer("log_s", "logging", GREEN, "..."),
+                ),
+            ),
+        ),
     ),
     Plot(
         "groups",
         "How did the groups end?",
-        "Every group that is issued ends once. Stale: too old when its turn came. Unused: open when the run ended.",
-        _groups,
+        "Every group that is issued ends once. Stale: too old to be trained. Unused: open at the end of the run.",
+        (Panel("", add=_add_group_bars, y_range=(None, None)),),
     ),
 )
