@@ -47,7 +47,7 @@ class Gspo:
             filter(None, [str(ROOT), str(ROOT / "proto"), str(ROOT / "services"), given.get("PYTHONPATH")])
         )
         process = subprocess.Popen(
-            [sys.executable, str(HERE / "gspo_with_fakes.py"), "run", *words],
+            [sys.executable, str(HERE / "gspo_with_fake_services.py"), "run", *words],
             cwd=self.folder,
             env={**given, "PYTHONPATH": path, "FAKE": fake, "FAKE_SERVICES": services, "COLUMNS": "200"},
             stdout=subprocess.PIPE,
