@@ -229,7 +229,7 @@ OPERATIONS = {
 }  # fmt: skip
 
 DASHBOARDS = {
-    "overview": ("gspo: a rollout's way through the house", OVERVIEW),
+    "overview": ("gspo: rollout pipeline", OVERVIEW),
     "learning": ("gspo: learning", LEARNING),
     "operations": ("gspo: operations", OPERATIONS),
 }
