@@ -30,8 +30,7 @@ def main() -> None:
     # After the options: importing vLLM takes seconds.
     with importing():
         from gspo.generation.app import live
-        from gspo.generation.engine.startup import start_engine
-        from gspo.generation.engine.worker_process import import_engine
+        from gspo.generation.engine.startup import import_engine, start_engine
 
         forks = import_engine(options.config.model)
     options = await_start(options)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from gspo.common.config.schema import ModelConfig
 from gspo.common.errors import InputError
@@ -36,16 +37,24 @@ def model_folder(model: ModelConfig) -> Path:
     return _from_hub(model)
 
 
-def max_positions(folder: Path) -> int | None:
-    """Tokens that the model of a folder reads, prompt and answer together; None where its config.json says nothing."""
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """The mapping in a model's config.json; an empty one where it cannot be read."""
     try:
-        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def max_positions(folder: Path) -> int | None:
+    """Tokens that the model of a folder reads, prompt and answer together; None where its config.json names none."""
+    facts = read_model_config(folder)
     # Models of several modalities keep the language model's settings one level down.
-    inner = facts.get("text_config") if isinstance(facts.get("text_config"), dict) else {}
-    found = facts.get("max_position_embeddings") or inner.get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    inner = facts.get("text_config")
+    positions = facts.get("max_position_embeddings")
+    if not positions and isinstance(inner, dict):
+        positions = inner.get("max_position_embeddings")
+    return positions if isinstance(positions, int) else None
 
 
 def _check_config(path: Path) -> None:

@@ -5,13 +5,12 @@ It imports none of them.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from gspo.common.config.schema import Config
 from gspo.common.host.cpu_threads import WAITING, generation_threads
 from gspo.common.host.gpus import torch_is_for_cpus
+from gspo.common.model.folder import read_model_config
 
 # Threads float over the cores: a learner shares them, and a bound thread would wait for a core that is taken.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **WAITING}
@@ -40,9 +39,9 @@ def threads(config: Config) -> dict[str, str]:
 
 
 def _vocabulary(model: str) -> float:
-    """Tokens of the model in this folder; infinite where it cannot be read, which others refuse with a reason."""
+    """Tokens of the model in this folder; infinite where it cannot be read, which the service's check refuses."""
+    facts = read_model_config(Path(model))
     try:
-        facts: dict[str, Any] = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
         return int(facts.get("vocab_size") or facts["text_config"]["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError):
         return float("inf")

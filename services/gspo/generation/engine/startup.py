@@ -1,24 +1,48 @@
-"""The engine of a run: vLLM's arguments from the configuration, and what vLLM refuses as one message.
+"""The start of a run's engine: its imports, vLLM's arguments from the configuration, and vLLM's refusals as errors.
 
-Not the check of names, which needs no vLLM: engine_args.py.
+The names of arguments are checked in `arguments.py`, which needs no vLLM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vllm import AsyncEngineArgs
+from vllm import AsyncEngineArgs, ModelRegistry
+from vllm.platforms import current_platform
 
-from gspo.common.config.schema import Config
+from gspo.common.config.schema import Config, ModelConfig
 from gspo.common.errors import InputError
+from gspo.common.model.folder import read_model_config
 from gspo.generation.engine.forked_process import ForkedProcess
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 
 
+def import_engine(model: ModelConfig) -> bool:
+    """Import the modules that vLLM imports in the engine's process, the model's class among them.
+
+    vLLM asks an imported class about itself in this process. For another class it starts one more process at the first
+    start on a machine (8 s of processor time), so that no GPU is opened here.
+
+    Returns:
+        Whether the engine's process is to be forked from this one, as it is on a CPU. vLLM would spawn it: a new
+        interpreter that imports everything again, 7 s of processor time before the model loads and 5 s at the end.
+        On a GPU forking was not tried, so vLLM spawns.
+    """
+    if not current_platform.is_cpu():
+        return False
+    import vllm.v1.worker.cpu_worker  # noqa: F401 - here: it is for CPUs alone
+
+    for name in read_model_config(Path(model.path)).get("architectures") or []:
+        if (known := ModelRegistry.models.get(name)) is not None:
+            with suppress(ImportError):  # of a missing package: vLLM reports it when it imports the class itself
+                ModelRegistry.register_model(name, known.load_model_cls())
+    return True
+
+
 def check_values(config: Config, folder: Path) -> None:
-    """Let vLLM look at the arguments without starting it; takes seconds.
+    """Have vLLM check the arguments without starting it; takes seconds.
 
     Raises:
         InputError: vLLM refuses one.
@@ -31,10 +55,10 @@ async def start_engine(config: Config, folder: Path, process: ForkedProcess | No
     """Start vLLM.
 
     Args:
-        process: The engine runs in it; vLLM starts one of its own without.
+        process: The process for the engine; without one vLLM starts its own.
 
     Raises:
-        InputError: vLLM refuses the model or an argument; starting again would end the same.
+        InputError: vLLM refuses the model or an argument; another start would fail in the same way.
     """
     with _as_input_error(config, folder):
         return await Engine.start(_arguments(config, folder), process=process)
@@ -59,9 +83,9 @@ def _as_input_error(config: Config, folder: Path) -> Iterator[None]:
         yield
     except (ValueError, NotImplementedError) as error:
         reason = " ".join(str(error).split()).partition(" [type=")[0]
-        given = ", ".join(f"{name}: {value!r}" for name, value in config.generation.engine.items()) or "nothing given"
+        arguments = ", ".join(f"{name}: {value!r}" for name, value in config.generation.engine.items())
         raise InputError(
             "generation.engine",
-            f"vLLM refuses {given} for {folder}: {reason}",
+            f"vLLM refuses {arguments or 'no arguments'} for {folder}: {reason}",
             "Mend that argument, or take a model that vLLM serves",
         ) from error

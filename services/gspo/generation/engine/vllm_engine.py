@@ -23,6 +23,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput, WeightVersionSpan
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import utils as vllm_processes
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -41,7 +42,6 @@ from gspo.generation.engine.forked_process import ForkedProcess
 from gspo.generation.engine.process_environment import CPU_ENVIRONMENT
 from gspo.generation.engine.staging import PolicyCopy, StagedWeights
 from gspo.generation.engine.weights import BACKEND
-from gspo.generation.engine.worker_process import vllm_starts_in
 
 _GIB = 1 << 30
 
@@ -75,7 +75,7 @@ class Engine:
         argument that vLLM refuses.
         """
         environment = _environment(CPU_ENVIRONMENT if current_platform.is_cpu() else GPU_ENVIRONMENT)
-        with environment, vllm_starts_in(process) if process else nullcontext():
+        with environment, _starting_in(process) if process else nullcontext():
             started = cls(AsyncLLM.from_engine_args(args), version)
         await started._llm.engine_core.set_weight_version_async(str(version))
         longest = started._llm.model_config.max_model_len
@@ -277,6 +277,20 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
+
+
+@contextmanager
+def _starting_in(process: ForkedProcess) -> Iterator[None]:
+    """A block in which vLLM starts its engine in this process.
+
+    vLLM has no argument for it, so its own function is replaced: the one that chooses how processes are started.
+    """
+    original = vllm_processes.get_mp_context
+    vllm_processes.get_mp_context = lambda: process
+    try:
+        yield
+    finally:
+        vllm_processes.get_mp_context = original
 
 
 @lru_cache(maxsize=64)
