@@ -107,7 +107,7 @@ async def _serve(
     await registration.open(grpc_server.address, door.facts)
     service.problems.clear()
     try:
-        watched = {**background, "engine": door.until_broken(), "environments": environments.run()}
+        watched = {**background, "engine": door.wait_until_broken(), "environments": environments.run()}
         await service.run(worker.run(), watched)
     finally:
         await grpc_server.stop(grace_s=1.0)

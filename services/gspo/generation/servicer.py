@@ -1,4 +1,4 @@
-"""The generator's gRPC face: rollouts on request, new weights, and what this generator is."""
+"""The generator's gRPC service: rollouts on request, weight updates, and a description of this generator."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
     """Serves gspo.Generation for one engine."""
 
     def __init__(
-        self, service: Service, engine: EngineLike, staged: StagedWeights, rollouts: RolloutDriver, worker: Worker
+        self, service: Service, engine: EngineLike, staged: StagedWeights, driver: RolloutDriver, worker: Worker
     ) -> None:
-        self._service, self._engine, self._rollouts, self._worker = service, engine, rollouts, worker
+        self._service, self._engine, self._driver, self._worker = service, engine, driver, worker
         self._receiver = Receiver(service, engine, staged, worker.weights_changed)
         metrics.GENERATOR_VERSION.set(engine.version)
 
     def facts(self) -> dict[str, Any]:
-        """What this generator adds to its heartbeat."""
+        """The generator's own fields of its heartbeat."""
         return {
             "version": self._engine.version,
             "digest": self._receiver.digest,
@@ -55,8 +55,12 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
             "num_running": self._worker.num_running,
         }
 
-    async def until_broken(self) -> None:
-        """Ends the process by an error when the engine cannot serve any more."""
+    async def wait_until_broken(self) -> None:
+        """Wait for the end of a broken engine, which ends the process.
+
+        Raises:
+            EngineBrokenError: The engine cannot serve any more.
+        """
         raise EngineBrokenError(await self._receiver.broken)
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Rollout]:
@@ -66,17 +70,20 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
         except MalformedEntryError as error:
             await refuse_message(context, error, "Generate")
         task = self._limit_tokens(request.task)
-        pending = [self._rollouts.generate(task, number) for number in range(task.num_rollouts)]
+        rollouts = [asyncio.create_task(self._driver.generate(task, number)) for number in range(task.num_rollouts)]
         try:
-            for finished in asyncio.as_completed(pending):
+            for finished in asyncio.as_completed(rollouts):
                 yield await finished
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except (RolloutAbortedError, EngineBrokenError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        finally:  # one has failed, or the caller has cancelled: the engine drops the others
+            for rollout in rollouts:
+                rollout.cancel()
 
     def _limit_tokens(self, task: GroupTask) -> GroupTask:
-        """The task, with no more tokens asked for than the engine has places."""
+        """The task, limited to the tokens that the engine has places for."""
         algorithm = self._service.config.algorithm
         places = algorithm.prompt_length + algorithm.response_length - len(task.prompt.token_ids)
         if 0 < places < task.sampling.max_tokens:
@@ -84,7 +91,7 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
         return task
 
     async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Context) -> PushResult:
-        """Take one version; old weights stay in place on any failure."""
+        """Take one policy version; the old weights keep serving after any failure."""
         try:
             result = await self._receiver.receive(
                 request_iterator, lambda: context.send_initial_metadata((ADMITTED,)), context.time_remaining()
@@ -98,7 +105,7 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
         return result
 
     async def Describe(self, request: DescribeRequest, context: Context) -> GeneratorDescription:
-        """Version, digest, dtype and load of this generator."""
+        """Version, digest, dtype and number of rollouts of this generator."""
         config = self._service.config
         return GeneratorDescription(
             name=self._service.options.name,
