@@ -1,4 +1,4 @@
-"""Steps asked of reward replicas that hang, end, refuse, or are not there: each is answered, or fails with a reason."""
+"""Steps on reward replicas that hang, end, refuse or are missing: each is answered, or fails with a reason."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Replica(reward_pb2_grpc.RewardServicer):
     """Answers steps at once, after a while, or by a refusal."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.asked, self.hangs = name, 0, False
+        self.name, self.num_steps, self.hangs = name, 0, False
         self.refuses: tuple[grpc.StatusCode, str] | None = None
 
     async def StepEnvironment(self, request: StepRequest, context: Any) -> EnvironmentReply:
-        self.asked += 1
+        self.num_steps += 1
         if self.refuses:
             await context.abort(*self.refuses)
         if self.hangs:
@@ -40,10 +40,10 @@ class Replica(reward_pb2_grpc.RewardServicer):
 
 
 @asynccontextmanager
-async def registered(redis: Redis, keys: Keys, replica: Replica) -> AsyncIterator[None]:
-    """A replica that serves; its heartbeat ends with the block."""
+async def registered(redis: Redis, keys: Keys, replica: Replica) -> AsyncIterator[asyncio.Task[None]]:
+    """A replica that serves; its heartbeat, which is yielded, ends with the block."""
     server = GrpcServer(
-        lambda made: reward_pb2_grpc.add_RewardServicer_to_server(replica, made),
+        lambda server: reward_pb2_grpc.add_RewardServicer_to_server(replica, server),
         ("gspo.Reward",),
         host="127.0.0.1",
         port=0,
@@ -56,7 +56,7 @@ async def registered(redis: Redis, keys: Keys, replica: Replica) -> AsyncIterato
     while not await redis.exists(keys.instance("reward", instance.uid)):
         await asyncio.sleep(0.01)
     try:
-        yield
+        yield beating
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
@@ -73,34 +73,50 @@ async def test_a_step_goes_to_another_replica_when_its_own_is_gone(redis: Redis,
     hanging.hangs = True
     following = asyncio.create_task(environments.run())
     async with registered(redis, keys, hanging):
-        asked = asyncio.create_task(environments.step(REQUEST, 1.0))
-        while not hanging.asked:
+        step = asyncio.create_task(environments.step(REQUEST, 1.0))
+        while not hanging.num_steps:
             await asyncio.sleep(0.01)
-    # Its heartbeat has ended with its server, and nobody is left: the step waits for the next one.
+    # Its heartbeat has ended with its server, and there is no other: the step waits for the next replica.
     async with registered(redis, keys, other):
-        assert (await asked).version == "b"
-    assert (hanging.asked, other.asked) == (1, 1)
+        assert (await step).version == "b"
+    assert (hanging.num_steps, other.num_steps) == (1, 1)
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
 
 
-async def test_calls_are_spread_over_the_living(redis: Redis, keys: Keys) -> None:
+async def test_a_step_of_a_replica_that_hangs_without_a_heartbeat_is_repeated_elsewhere(
+    redis: Redis, keys: Keys
+) -> None:
+    environments, hanging, other = environments_of(redis, keys), Replica("a"), Replica("b")
+    hanging.hangs = True
+    async with registered(redis, keys, hanging) as beating:
+        step = asyncio.create_task(environments.step(REQUEST, 1.0))
+        while not hanging.num_steps:
+            await asyncio.sleep(0.01)
+        async with registered(redis, keys, other):
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+            await environments.refresh()
+            assert (await step).version == "b"
+
+
+async def test_calls_are_spread_over_the_replicas(redis: Redis, keys: Keys) -> None:
     environments = environments_of(redis, keys)
     replicas = [Replica("a"), Replica("b")]
     async with registered(redis, keys, replicas[0]), registered(redis, keys, replicas[1]):
         await asyncio.gather(*(environments.step(REQUEST, 1.0) for _ in range(20)))
-    assert [replica.asked for replica in replicas] == [10, 10]
+    assert [replica.num_steps for replica in replicas] == [10, 10]
 
 
-async def test_what_every_replica_would_refuse_fails_at_once(redis: Redis, keys: Keys) -> None:
+async def test_a_refusal_that_holds_on_every_replica_fails_at_once(redis: Redis, keys: Keys) -> None:
     environments, replica = environments_of(redis, keys), Replica("a")
-    replica.refuses = (grpc.StatusCode.NOT_FOUND, "nobody has submitted it")
+    replica.refuses = (grpc.StatusCode.NOT_FOUND, "it was never submitted")
     async with registered(redis, keys, replica):
         failure = (await environments.step(REQUEST, 1.0)).failure
-    assert (failure.kind, failure.text, replica.asked) == ("unknown_function", "nobody has submitted it", 1)
+    assert (failure.kind, failure.text, replica.num_steps) == ("unknown_function", "it was never submitted", 1)
 
 
-async def test_without_any_replica_it_fails_with_its_reason(redis: Redis, keys: Keys) -> None:
+async def test_a_step_that_no_replica_answers_fails_with_the_reason(redis: Redis, keys: Keys) -> None:
     failure = (await environments_of(redis, keys, 0.3).step(REQUEST, 0.1)).failure
     assert failure.kind == "unreachable"
     assert failure.text == "no reward service answered a step in 0.3 s: none is registered"
@@ -109,4 +125,4 @@ async def test_without_any_replica_it_fails_with_its_reason(redis: Redis, keys: 
     async with registered(redis, keys, replica):
         failure = (await environments_of(redis, keys, 0.3).step(REQUEST, 0.1)).failure
     assert failure.text.endswith("a said UNAVAILABLE: overloaded")
-    assert replica.asked > 1
+    assert replica.num_steps > 1

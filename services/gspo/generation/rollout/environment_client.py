@@ -1,6 +1,6 @@
-"""Resets and steps of environments, asked of whichever reward replica lives.
+"""Calls resets and steps of environments on the reward replicas of a run.
 
-A step is pure, so one that was asked of a replica which died is asked of another, at no harm. It renders nothing.
+A step is pure: where a replica ends before it answers, the client calls another one.
 waits for: a reward replica, an answer. unblocked by: heartbeats, the reward service.
 """
 
@@ -26,12 +26,12 @@ from gspo.common.telemetry.activity import Activity
 from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.reward_pb2_grpc import RewardStub
 
-# Longest that a step is tried on one replica after another; a reward service that was killed is back in seconds.
+# Longest time of trying one replica after another; a reward service that was killed is back in seconds.
 REACH_TIMEOUT_S = 60.0
-# Steps wait for a free process in the sandbox; what the environment itself takes is bounded there.
+# A step may wait so long for a free process in the sandbox, which bounds the environment's own time.
 _QUEUE_S = 30.0
 _PAUSE_S = 0.2
-# Another replica would say the same.
+# Any other replica would answer the same.
 _FINAL = {
     grpc.StatusCode.NOT_FOUND: "unknown_function",
     grpc.StatusCode.FAILED_PRECONDITION: "unknown_function",
@@ -39,7 +39,7 @@ _FINAL = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "output_too_large",
     grpc.StatusCode.UNAUTHENTICATED: "forbidden",
 }
-Call = Callable[[RewardStub, float], Any]
+Method = Callable[[RewardStub], Any]
 log = structlog.get_logger()
 
 
@@ -47,16 +47,22 @@ log = structlog.get_logger()
 class _RewardReplica:
     instance: Instance
     channel: grpc.aio.Channel
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    num_calls: int = 0
+    calls: set[asyncio.Timeout] = field(default_factory=set)  # ended when the replica is gone
+
+    async def close(self) -> None:
+        """End its calls, which are repeated elsewhere, and its channel."""
+        for call in self.calls:
+            if not call.expired():
+                call.reschedule(asyncio.get_running_loop().time())
+        await self.channel.close()
 
 
 class EnvironmentClient:
-    """Asks the reward replicas of a run.
+    """Calls environments on the reward replicas of a run.
 
     Args:
         token: The token that the services share; empty where there is none.
-        reach_timeout_s: Longest that a call is tried on one replica after another.
+        reach_timeout_s: Longest time of trying one replica after another.
     """
 
     def __init__(
@@ -76,41 +82,40 @@ class EnvironmentClient:
         self._num_waiting = 0
 
     async def run(self) -> None:
-        """Follow who lives, until cancelled; then close."""
+        """Follow the replicas' heartbeats until cancelled; then close."""
         try:
             while True:
-                await self.look()
+                await self.refresh()
                 await asyncio.sleep(HEARTBEAT_S)
         finally:
             for replica in self._replicas.values():
-                replica.gone.set()
-                await replica.channel.close()
+                await replica.close()
 
-    async def look(self) -> None:
-        """See who lives now; calls to the others are asked anew elsewhere."""
+    async def refresh(self) -> None:
+        """Read which replicas are alive now; calls to the others are repeated elsewhere."""
         alive = {instance.uid: instance for instance in await list_instances(self._redis, self._keys, "reward")}
         for uid in [uid for uid in self._replicas if uid not in alive]:
-            replica = self._replicas.pop(uid)
-            replica.gone.set()
-            await replica.channel.close()
+            await self._replicas.pop(uid).close()
         for uid, instance in alive.items():
             if uid not in self._replicas and instance.grpc:  # else it is starting
                 self._replicas[uid] = _RewardReplica(instance, open_channel(instance.grpc, self._tls))
 
     async def reset(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
-        """The beginning of an episode. Whatever goes wrong is the reply's failure; `timeout_s` is the step's own."""
-        return await self._ask(
-            "reset", timeout_s, lambda stub, limit: self._call(stub.ResetEnvironment, request, limit)
-        )
+        """The beginning of an episode.
+
+        Args:
+            timeout_s: Time of the environment's own work.
+
+        Returns:
+            The reply. Every failure is the reply's `failure`, also where no replica can be reached.
+        """
+        return await self._ask("reset", timeout_s, lambda stub: stub.ResetEnvironment, request)
 
     async def step(self, request: StepRequest, timeout_s: float) -> EnvironmentReply:
-        """What a turn leads to; as `reset`."""
-        return await self._ask("step", timeout_s, lambda stub, most: self._call(stub.StepEnvironment, request, most))
+        """The environment's answer to a turn; arguments and failures as in `reset`."""
+        return await self._ask("step", timeout_s, lambda stub: stub.StepEnvironment, request)
 
-    def _call(self, method: Any, request: Any, limit_s: float) -> Any:
-        return method(request, timeout=limit_s, metadata=self._metadata)
-
-    async def _ask(self, what: str, timeout_s: float, call: Call) -> EnvironmentReply:
+    async def _ask(self, what: str, timeout_s: float, method: Method, request: Any) -> EnvironmentReply:
         now = asyncio.get_running_loop().time
         deadline, last = now() + self._reach_timeout_s + timeout_s, "none is registered"
         with metrics.ENVIRONMENT_SECONDS.labels(what).time():
@@ -119,55 +124,50 @@ class EnvironmentClient:
                 if replica is None:
                     break
                 try:
-                    return await self._ask_one(replica, call, timeout_s + _QUEUE_S)
+                    return await self._ask_one(replica, method, request, timeout_s + _QUEUE_S)
                 except grpc.aio.AioRpcError as error:
-                    said = f"{error.code().name}: {error.details()}"
+                    reason = f"{error.code().name}: {error.details()}"
                     if error.code() in _FINAL:
-                        return _failed(_FINAL[error.code()], error.details() or said)
-                    last = f"{replica.instance.name} said {said}"
-                except _ReplicaGoneError:
+                        return _failed(_FINAL[error.code()], error.details() or reason)
+                    last = f"{replica.instance.name} said {reason}"
+                except TimeoutError:
                     last = f"{replica.instance.name} ended"
                 metrics.ENVIRONMENT_RETRIES.inc()
                 await asyncio.sleep(_PAUSE_S)
         return _failed("unreachable", f"no reward service answered a {what} in {self._reach_timeout_s:g} s: {last}")
 
-    async def _ask_one(self, replica: _RewardReplica, call: Call, limit_s: float) -> EnvironmentReply:
-        """One replica's answer, given up as soon as it is known to be gone.
+    async def _ask_one(self, replica: _RewardReplica, method: Method, request: Any, limit_s: float) -> EnvironmentReply:
+        """One replica's answer.
 
         Raises:
             AioRpcError: It gave none.
-            _ReplicaGoneError: It lost its heartbeat.
+            TimeoutError: It lost its heartbeat.
         """
-        asked = asyncio.ensure_future(_reply(call(RewardStub(replica.channel), limit_s)))
-        gone = asyncio.ensure_future(replica.gone.wait())
-        replica.num_calls += 1
-        try:
-            await asyncio.wait({asked, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done() or asked.cancelled():  # its channel was closed
-                raise _ReplicaGoneError
-            return asked.result()
-        finally:
-            replica.num_calls -= 1
-            for task in (asked, gone):
-                task.cancel()
-            await asyncio.gather(asked, gone, return_exceptions=True)
+        async with asyncio.timeout(None) as call:
+            replica.calls.add(call)
+            try:
+                stub = RewardStub(replica.channel)
+                reply: EnvironmentReply = await method(stub)(request, timeout=limit_s, metadata=self._metadata)
+                return reply
+            finally:
+                replica.calls.discard(call)
 
     async def _choose(self, deadline: float) -> _RewardReplica | None:
-        """The living replica with the fewest calls under way; None where none comes before the deadline."""
+        """The replica with the fewest calls in flight; None where none registers before the deadline."""
         if not self._replicas:
-            await self.look()
+            await self.refresh()
         if not self._replicas:
             async with self._waiting():
                 while not self._replicas and asyncio.get_running_loop().time() < deadline:
                     await asyncio.sleep(_PAUSE_S)
-                    await self.look()
-        fewest = min((replica.num_calls for replica in self._replicas.values()), default=0)
-        least = [replica for replica in self._replicas.values() if replica.num_calls == fewest]
-        return random.choice(least) if least else None  # noqa: S311 - spreads load
+                    await self.refresh()
+        fewest = min((len(replica.calls) for replica in self._replicas.values()), default=0)
+        idlest = [replica for replica in self._replicas.values() if len(replica.calls) == fewest]
+        return random.choice(idlest) if idlest else None  # noqa: S311 - spreads load
 
     @asynccontextmanager
     async def _waiting(self) -> AsyncIterator[None]:
-        """Many episodes may wait at a time: the service says so once."""
+        """Show the wait in the service's activity, once for all episodes that wait at a time."""
         self._num_waiting += 1
         if self._num_waiting == 1:
             self._activity.set("waiting", "reward", "no replica answers environment steps")
@@ -178,15 +178,6 @@ class EnvironmentClient:
             self._num_waiting -= 1
             if self._num_waiting == 0:
                 self._activity.set("busy", "generating")
-
-
-class _ReplicaGoneError(Exception):
-    pass
-
-
-async def _reply(call: Any) -> EnvironmentReply:
-    reply: EnvironmentReply = await call
-    return reply
 
 
 def _failed(kind: str, text: str) -> EnvironmentReply:
