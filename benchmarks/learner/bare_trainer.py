@@ -29,7 +29,7 @@ def measure(orders: dict[str, Any]) -> dict[str, Any]:
     rounds = []
     for _ in range(orders["rounds"]):
         began = time.monotonic()
-        figures = trainer.train(_STEP, rows).figures
+        figures = trainer.train(_STEP, rows).metrics
         trained = time.monotonic()
         trainer.policy()
         rounds.append({"seconds": trained - began, "policy_s": time.monotonic() - trained, "tokens": figures["tokens"]})

@@ -53,7 +53,7 @@ class SimulatedTrainer:
         self,
         step: int,
         rows: Sequence[Row],
-        known: Collection[int] = (),
+        skip_updates: Collection[int] = (),
         hyperparameters: Hyperparameters | None = None,
     ) -> TrainResult:
         """Change a share of every tensor, and take the time that training takes."""

@@ -55,14 +55,14 @@ async def live(service: Service, start: StartTrainer) -> None:
             running.add(beating)
             learner = await _recovered(service, run_dir, thread, start, disk)
             await _serve(service, learner, registration, beating)
-            await learner.release_ranks()
+            await learner.trainer.release_ranks()
     finally:
         await end_tasks(running)
         thread.shutdown(cancel_futures=True)
 
 
 def _open(path: Path, disk: DiskSpace) -> RunDir:
-    return disk.write("the run directory's lock and epoch", path, lambda: RunDir(path, disk))
+    return disk.retry_until_written("the run directory's lock and epoch", path, lambda: RunDir(path, disk))
 
 
 async def run_follower(service: Service, follow: Callable[[Config, Path, Path], None]) -> None:
@@ -104,12 +104,12 @@ async def _serve(service: Service, learner: Learner, registration: Registration,
             learner.run(),
             {
                 "heartbeat": _outcome(beating),
-                "intake": learner.intake.run(),
-                "publisher": learner.publisher.run(),
+                "intake": learner.batches.intake.run(),
+                "publisher": learner.versions.publisher.run(),
                 "events": learner.watch_events(position),
                 "trackers": trackers.run(),
                 "stop": _stop_on_request(service, learner),
-                "ranks": learner.send_rank_heartbeats(),
+                "ranks": learner.trainer.send_rank_heartbeats(service.config.learner.rank_timeout_s),
             },
         )
     finally:

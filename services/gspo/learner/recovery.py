@@ -1,4 +1,4 @@
-"""Back to where the run was: the newest undamaged checkpoint, then the logged steps after it, through the same code.
+"""Restores the state of a run: the newest undamaged checkpoint, then the logged steps after it by the same code.
 
 It publishes nothing. A replayed version whose digest differs from the recorded one is recorded anew; generators that
 hold the old one then get a full push.
@@ -15,10 +15,15 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.assembler import Assembler
-from gspo.learner.push.policy_weights import weights_from
+from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.storage.run_directory import RunDir
-from gspo.learner.training.schedule import configured_hyperparameters
-from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, StartTrainer, TrainerApi
+from gspo.learner.training.trainer_api import (
+    Hyperparameters,
+    NotFiniteError,
+    StartTrainer,
+    TrainerApi,
+    configured_hyperparameters,
+)
 from gspo_core.advantage import RunningMoments
 
 log = structlog.get_logger()
@@ -31,91 +36,119 @@ class RecoveredState:
     """The state after the last logged step.
 
     Attributes:
-        trainer: On every rank, with the weights of version `step`.
-        step: The last logged step; 0 where nothing was trained yet.
-        notices: What the user has to know of how it came to this state, a sentence each.
+        trainer: On every rank, with these weights.
+        weights: Of the version that the step made, or of version 0; it is on record.
+        notices: Sentences for the user about damaged checkpoints.
     """
 
     trainer: TrainerApi
     assembler: Assembler
+    weights: PolicyWeights
+    notices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _StartingPoint:
+    """The state from which logged steps are replayed.
+
+    Attributes:
+        weights: Of a checkpoint's version; None where the run starts from the model.
+    """
+
     step: int
+    moments: RunningMoments
+    weights: PolicyWeights | None
     notices: tuple[str, ...]
 
 
 def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, start: StartTrainer) -> RecoveredState:
-    """Load the newest undamaged checkpoint and replay the log from there.
+    """Load the newest undamaged checkpoint, replay the log from there, and record the version that this makes.
 
     Raises:
         ValueError: A step file that the replay needs is missing.
-        InputError: A step that ended the run ends it again, the checkpoint was written by other ranks, or every
-            checkpoint is damaged and the log does not reach back to the start.
+        InputError: A step that ended the run ends it again, the checkpoint was written by other ranks, the model has
+            weights that are not finite, or every checkpoint is damaged and the log does not reach back to the start.
     """
     activity.set("busy", "loading the model", str(model))
     trainer = start(config, model, run_dir.path)
-    step, moments, notices = _load_checkpoint(config, run_dir, trainer, activity)
+    starting_point = _load_checkpoint(config, run_dir, trainer, activity)
     assembler = Assembler(
         config.algorithm,
         config.staleness,
         seed=config.seed,
         settlements=run_dir.settlements,
-        moments=moments,
+        moments=starting_point.moments,
         on_failure=config.reward.on_failure,
     )
-    to_replay = run_dir.steps_to_replay(after=step)
+    weights = starting_point.weights
+    to_replay = run_dir.steps_to_replay(after=starting_point.step)
     for step in to_replay:
         activity.set("busy", "replaying", f"step {step} of {to_replay[-1]}")
-        _replay(config, step, run_dir, trainer, assembler)
-    return RecoveredState(trainer, assembler, step, notices)
+        weights = _replay(config, step, run_dir, trainer, assembler)
+    if weights is None:
+        weights = _initial_weights(trainer)
+    run_dir.append_version(weights.version, weights.digest, weights.version, dtype=weights.dtype)
+    return RecoveredState(trainer, assembler, weights, starting_point.notices)
 
 
-def _load_checkpoint(
-    config: Config, run_dir: RunDir, trainer: TrainerApi, activity: Activity
-) -> tuple[int, RunningMoments, tuple[str, ...]]:
-    """The newest undamaged checkpoint's step and moments, and what is said of damaged ones that are newer."""
+def _load_checkpoint(config: Config, run_dir: RunDir, trainer: TrainerApi, activity: Activity) -> _StartingPoint:
+    """Load the newest undamaged checkpoint; damaged ones that are newer are moved out of the way."""
     checkpoints, damage = run_dir.checkpoints, dict[int, str]()
     has_loaded = False
     for step in reversed(checkpoints.all_steps()):
         activity.set("busy", "verifying the checkpoint", f"step {step}")
-        problem = checkpoints.damage(step)
-        if not problem:
-            activity.set("busy", "loading the checkpoint", f"step {step}")
-            state, has_loaded = trainer.load(checkpoints.path(step)), True
-            problem = _other_weights(config, run_dir, trainer, step)
-        if not problem:
-            return step, RunningMoments(**state["moments"]), _pass_over(run_dir, damage, step)
-        damage[step] = problem
+        if problem := checkpoints.damage(step):
+            damage[step] = problem
+            continue
+        activity.set("busy", "loading the checkpoint", f"step {step}")
+        state, has_loaded = trainer.load(checkpoints.path(step)), True
+        try:
+            weights = weights_from(step, trainer.policy())
+        except NotFiniteError as error:
+            damage[step] = str(error)
+            continue
+        if problem := _difference(config, run_dir, weights):
+            damage[step] = problem
+            continue
+        return _StartingPoint(step, RunningMoments(**state["moments"]), weights, _pass_over(run_dir, damage, step))
     notices = _pass_over(run_dir, damage, 0)
     if has_loaded:
         raise InputError(
-            str(checkpoints.folder), " ".join(notices), "Resume once more: what was loaded of it has to leave memory"
+            str(checkpoints.folder), " ".join(notices), "Resume once more: the loaded weights have to leave memory"
         )
-    return 0, RunningMoments(), notices
+    return _StartingPoint(0, RunningMoments(), None, notices)
 
 
-def _other_weights(config: Config, run_dir: RunDir, trainer: TrainerApi, step: int) -> str:
+def _difference(config: Config, run_dir: RunDir, loaded: PolicyWeights) -> str:
     """How the loaded weights differ from the version on record; empty where they are the same.
 
     Under LoRA a policy is a product of matrices, which another machine rounds otherwise; and a resume may publish in
     another dtype. Neither is damage.
     """
-    try:
-        loaded = weights_from(step, trainer.policy())
-    except NotFiniteError as error:
-        return str(error)
-    recorded = run_dir.version(step)
+    recorded = run_dir.version(loaded.version)
     comparable = recorded is not None and recorded.dtype == loaded.dtype and not config.learner.lora.rank
     if recorded is None or not comparable or recorded.digest == loaded.digest:
         return ""
-    return f"its weights have the digest {loaded.digest[:12]}..., and version {step} was {recorded.digest[:12]}..."
+    return (
+        f"its weights have the digest {loaded.digest[:12]}..., and version {loaded.version} was "
+        f"{recorded.digest[:12]}..."
+    )
 
 
-def _pass_over(run_dir: RunDir, damage: dict[int, str], taken: int) -> tuple[str, ...]:
-    """Move damaged checkpoints out of the way, where the run can go on from step `taken` without them.
+def _initial_weights(trainer: TrainerApi) -> PolicyWeights:
+    try:
+        return weights_from(0, trainer.policy())
+    except NotFiniteError as error:
+        raise InputError("model.path", str(error), "Give another model") from error
+
+
+def _pass_over(run_dir: RunDir, damage: dict[int, str], from_step: int) -> tuple[str, ...]:
+    """Move damaged checkpoints out of the way, where the run can go on from step `from_step` without them.
 
     Raises:
-        InputError: The log lacks a step between `taken` and a damaged checkpoint.
+        InputError: The log lacks a step between `from_step` and a damaged checkpoint.
     """
-    if damage and (missing := set(range(taken + 1, max(damage) + 1)) - set(run_dir.steps())):
+    if damage and (missing := set(range(from_step + 1, max(damage) + 1)) - set(run_dir.steps())):
         exported = [str(run_dir.path / name) for name in _EXPORTED if (run_dir.path / name).is_dir()]
         start_anew = f", or start a new run with model.path: {' or '.join(exported)}" if exported else ""
         raise InputError(
@@ -124,7 +157,7 @@ def _pass_over(run_dir: RunDir, damage: dict[int, str], taken: int) -> tuple[str
             f"{run_dir.steplog.path(min(missing)).name} is no longer in the log to be replayed",
             f"Put the folder back from a copy{start_anew}",
         )
-    come_from = f"the checkpoint of step {taken}" if taken else "the model that the run started from"
+    come_from = f"the checkpoint of step {from_step}" if from_step else "the model that the run started from"
     notices = []
     for step, problem in damage.items():
         moved = run_dir.checkpoints.move_damaged(step)
@@ -136,28 +169,29 @@ def _pass_over(run_dir: RunDir, damage: dict[int, str], taken: int) -> tuple[str
     return tuple(notices)
 
 
-def _replay(config: Config, step: int, run_dir: RunDir, trainer: TrainerApi, assembler: Assembler) -> None:
-    """Train a logged step once more.
+def _replay(config: Config, step: int, run_dir: RunDir, trainer: TrainerApi, assembler: Assembler) -> PolicyWeights:
+    """Train a logged step once more; the weights of its version.
 
-    What it was trained with is on record if its version is; a step whose version nobody has seen is trained as the
-    configuration says today, so that a change may save a run that ended in it.
+    Its hyperparameters are on record if its version is. A step without a recorded version is trained with the
+    configured ones, so that a change may save a run that ended in it.
     """
     rows, recorded = run_dir.read_step(step), run_dir.version(step)
-    used = configured_hyperparameters(config, step)
+    hyperparameters = configured_hyperparameters(config, step)
     if recorded and recorded.hyperparameters:
-        used = Hyperparameters(**recorded.hyperparameters)
+        hyperparameters = Hyperparameters(**recorded.hyperparameters)
     assembler.replay(rows)
     try:
-        trained = trainer.train(step, rows, run_dir.not_applied(step), used)
-        policy = weights_from(step, trainer.policy())
+        trained = trainer.train(step, rows, run_dir.not_applied(step), hyperparameters)
+        weights = weights_from(step, trainer.policy())
     except NotFiniteError as error:
         raise InputError(
             str(run_dir.steplog.path(step)), f"replaying it ends as it did before: {error}", "Then resume"
         ) from error
-    run_dir.append_not_applied(step, map(asdict, trained.not_applied))
-    same = recorded is None or recorded.digest == policy.digest
-    if recorded is not None and not same and recorded.dtype in ("", policy.dtype):
-        log.warning("replay_differs", step=step, recorded=recorded.digest, digest=policy.digest)
-    run_dir.append_version(step, policy.digest, step, dtype=policy.dtype, hyperparameters=asdict(used))
-    run_dir.append_metrics(step, step, trained.figures)
-    log.info("step_replayed", step=step, digest=policy.digest[:12], same=same)
+    run_dir.append_not_applied(step, map(asdict, trained.skipped_updates))
+    same = recorded is None or recorded.digest == weights.digest
+    if recorded is not None and not same and recorded.dtype in ("", weights.dtype):
+        log.warning("replay_differs", step=step, recorded=recorded.digest, digest=weights.digest)
+    run_dir.append_version(step, weights.digest, step, dtype=weights.dtype, hyperparameters=asdict(hyperparameters))
+    run_dir.append_metrics(step, step, trained.metrics)
+    log.info("step_replayed", step=step, digest=weights.digest[:12], same=same)
+    return weights

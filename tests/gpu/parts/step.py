@@ -36,7 +36,7 @@ def run(case: PartRun) -> None:
     seconds = []
     for step in range(2, 2 + sizes.num_timed_steps):
         began = time.monotonic()
-        figures = trainer.train(step, with_version(rows, step - 1)).figures
+        figures = trainer.train(step, with_version(rows, step - 1)).metrics
         _synchronize(case)
         seconds.append(time.monotonic() - began)
         case.require(math.isfinite(figures["loss"]) and figures["grad_norm"] > 0, f"step {step}: {figures}")

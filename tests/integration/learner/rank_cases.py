@@ -59,7 +59,7 @@ def run_case(model: Path, learner: dict[str, Any]) -> tuple[Trainer, dict[str, A
     # Some have no advantage, so they count in the KL term alone.
     rows = [replace(row, advantage=0.0) if row.group == 3 else row for row in rows]
     trainer = Trainer(make_config(model, algorithm=ALGORITHM, learner=learner), model, seed=0)
-    figures = trainer.train(STEP, rows).figures
+    figures = trainer.train(STEP, rows).metrics
     return trainer, figures, torch.cat(list(gradient(trainer)))
 
 
@@ -68,15 +68,15 @@ def left_out(model: Path, trainer: Trainer) -> list[str]:
     rows = make_rows(model, step=STEP + 1)
     number = next(number for number, row in enumerate(rows) if row.mini_batch == 1)
     rows[number] = replace(rows[number], advantage=math.inf)
-    found = trainer.train(STEP + 1, rows)
-    return [f"{one.mini_batch}: {one.reason}" for one in found.not_applied]
+    trained = trainer.train(STEP + 1, rows)
+    return [f"{update.mini_batch}: {update.reason}" for update in trained.skipped_updates]
 
 
 def lagging(model: Path, learner: dict[str, Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Two steps on rollouts of the version before the newest; figures of the second, and the policy."""
     trainer = Trainer(make_config(model, algorithm={"pg_clip": 0.05}, learner=learner), model, seed=0)
     trainer.train(4, with_version(make_rows(model, step=4, noise=0.05), 2))
-    figures = trainer.train(5, with_version(make_rows(model, step=5, noise=0.05), 3)).figures
+    figures = trainer.train(5, with_version(make_rows(model, step=5, noise=0.05), 3)).metrics
     return figures, trainer.policy()
 
 

@@ -41,12 +41,12 @@ class StoppedTrainer(SimulatedTrainer):
         self,
         step: int,
         rows: Sequence[Row],
-        known: Collection[int] = (),
-        hyperparameters: Hyperparameters | None = None,
+        skip_updates: Collection[int],
+        hyperparameters: Hyperparameters,
     ) -> TrainResult:
         self.replaying.set()
         assert self.may_go_on.wait(30.0)
-        return super().train(step, rows, known, hyperparameters)
+        return super().train(step, rows, skip_updates, hyperparameters)
 
 
 def rows_of(groups: range, step: int) -> list[Row]:

@@ -117,7 +117,7 @@ async def test_what_comes_with_another_digest_is_never_loaded(redis: Redis, redi
             await learning.until(lambda version=version: serve([good], policy(version)))
         await learning.until(lambda: learning.states() == ["current", "out"])
         assert bad.serves == (0, policy(0).digest)
-        assert learning.publisher.trouble() == ""
+        assert learning.publisher.problem() == ""
         (out,) = [target for target in learning.publisher.describe() if target["state"] == "out"]
         assert out["name"] == f"generation-0 ({bad.address})"
         assert "DATA_LOSS: version 2 has digest" in out["problem"] and "nothing was loaded" in out["problem"]
@@ -134,17 +134,17 @@ async def test_what_comes_with_another_digest_is_never_loaded(redis: Redis, redi
 async def test_where_every_engine_refuses_the_learner_says_so(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     config = run_config(tmp_path, make_run)
     async with learner(config, redis_url) as learning:
-        assert learning.publisher.trouble() == "no generator is registered"
+        assert learning.publisher.problem() == "no generator is registered"
         async with generator(config, redis_url) as only:
             only.engine.refusing = True
             learning.publisher.publish(policy(1))
             await learning.until(lambda: learning.states() == ["out"])
             assert only.serves == (0, policy(0).digest)
-            told = learning.publisher.trouble()
+            told = learning.publisher.problem()
             assert told == f"every generator is out: generation-0 ({only.address}): INTERNAL: version 1 did not load"
             only.engine.refusing = False
             await learning.until(lambda: serve([only], policy(1)) and learning.states() == ["current"])
-            assert learning.publisher.trouble() == ""
+            assert learning.publisher.problem() == ""
 
 
 async def test_a_newer_learner_takes_over_and_the_older_one_ends(redis: Redis, redis_url: str, tmp_path: Path) -> None:

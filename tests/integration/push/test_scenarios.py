@@ -41,7 +41,7 @@ async def test_an_answer_that_names_other_weights_makes_nothing_live(
             only.answer = wrong
             learning.publisher.publish(policy(1))
             reason = f"the generator answers that it serves version {wrong.version} with digest {wrong.digest[:12]}"
-            await learning.until(lambda reason=reason: reason in learning.publisher.trouble())
+            await learning.until(lambda reason=reason: reason in learning.publisher.problem())
             assert learning.live == []
             assert only.serves == (0, policy(0).digest)
         only.answer = None

@@ -41,7 +41,7 @@ def train_case(model: Path, case: str, out: Path, **learner: Any) -> dict[str, f
     config = figure_config(model, case, **learner)
     trainer = Trainer(config, model, seed=0)
     rows = figure_rows(model, config)
-    figures = trainer.train(STEP, rows).figures
+    figures = trainer.train(STEP, rows).metrics
     if trainer._rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         StepLog(out).write(STEP, rows)

@@ -19,9 +19,14 @@ from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.push.policy_weights import weights_from
 from gspo.learner.recovery import RecoveredState, recover
 from gspo.learner.storage.run_directory import RunDir
-from gspo.learner.training.schedule import configured_hyperparameters
 from gspo.learner.training.trainer import Trainer
-from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, StartTrainer, TrainResult
+from gspo.learner.training.trainer_api import (
+    Hyperparameters,
+    NotFiniteError,
+    StartTrainer,
+    TrainResult,
+    configured_hyperparameters,
+)
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import make_config, make_rows
@@ -34,18 +39,18 @@ class RecordingTrainer(SimulatedTrainer):
 
     def __init__(self, config: Config, folder: Path, run_dir: Path) -> None:
         super().__init__(config, folder, run_dir, Settings(time_scale=0))
-        self.known: dict[int, list[int]] = {}
-        self.used: dict[int, Hyperparameters | None] = {}
+        self.skipped: dict[int, list[int]] = {}
+        self.used: dict[int, Hyperparameters] = {}
 
     def train(
         self,
         step: int,
         rows: Sequence[Row],
-        known: Collection[int] = (),
-        hyperparameters: Hyperparameters | None = None,
+        skip_updates: Collection[int],
+        hyperparameters: Hyperparameters,
     ) -> TrainResult:
-        self.known[step], self.used[step] = list(known), hyperparameters
-        return super().train(step, rows, known, hyperparameters)
+        self.skipped[step], self.used[step] = list(skip_updates), hyperparameters
+        return super().train(step, rows, skip_updates, hyperparameters)
 
 
 @pytest.fixture
@@ -61,8 +66,9 @@ def train_run(config: Config, run: RunDir, scored: Any, *, steps: int, checkpoin
     for step in range(1, steps + 1):
         rows = [replace(row_from_scored(scored(step)), step=step)]
         run.write_step(step, rows)
-        maker.train(step, rows)
-        record_version(run, step, maker, configured_hyperparameters(config, step))
+        hyperparameters = configured_hyperparameters(config, step)
+        maker.train(step, rows, (), hyperparameters)
+        record_version(run, step, maker, hyperparameters)
         if step in checkpoints:
             save(run, step, maker)
 
@@ -94,7 +100,7 @@ def test_a_replay_leaves_out_what_the_log_says_was_left_out(config: Config, scor
         run.append_not_applied(2, [{"update": 3, "mini_batch": 1, "reason": "the loss is nan"}])
         found = recovered(config, run)
         assert [version.version for version in run.versions()] == [1, 2]
-    assert (found.step, found.trainer.known) == (2, {1: [], 2: [3]})
+    assert (found.weights.version, found.trainer.skipped) == (2, {1: [], 2: [3]})
     assert found.notices == ()
 
 
@@ -110,7 +116,7 @@ def test_one_changed_bit_makes_it_take_the_checkpoint_before(config: Config, sco
         assert run.checkpoints.steps() == [2]
         # Its name is free: training makes the checkpoint of that step anew.
         run.checkpoints.begin(4)
-    assert (found.step, list(found.trainer.known)) == (5, [3, 4, 5])
+    assert (found.weights.version, list(found.trainer.skipped)) == (5, [3, 4, 5])
     (notice,) = found.notices
     moved = config.run_dir / "checkpoints" / "step-000004.damaged"
     assert moved.is_dir() and str(moved) in notice
@@ -128,13 +134,14 @@ def test_a_second_resume_of_the_same_checkpoint_repeats_the_first_and_what_came_
         first = recovered(config, run)
         rows = [replace(row_from_scored(scored(4)), step=4)]
         run.write_step(4, rows)
-        first.trainer.train(4, rows)
-        record_version(run, 4, first.trainer, configured_hyperparameters(config, 4))
+        hyperparameters = configured_hyperparameters(config, 4)
+        first.trainer.train(4, rows, (), hyperparameters)
+        record_version(run, 4, first.trainer, hyperparameters)
         recorded = run.versions()
     # It died before its next checkpoint.
     with RunDir(config.run_dir) as run:
         second = recovered(config, run)
-        assert (second.step, list(second.trainer.known)) == (4, [2, 3, 4])
+        assert (second.weights.version, list(second.trainer.skipped)) == (4, [2, 3, 4])
         assert weights_from(4, second.trainer.policy()).digest == recorded[4].digest
         assert run.versions() == recorded
         assert contents(run.checkpoints.path(1)) == files
@@ -152,7 +159,7 @@ def test_without_an_earlier_checkpoint_the_whole_log_is_replayed(config: Config,
         flip_a_bit(run.checkpoints.path(2) / "weights.safetensors")
         found = recovered(config, run)
         assert run.versions() == recorded
-    assert list(found.trainer.known) == [1, 2, 3]
+    assert list(found.trainer.skipped) == [1, 2, 3]
     assert "goes on from the model that the run started from" in found.notices[0]
 
 
@@ -180,7 +187,7 @@ def test_weights_that_are_not_the_recorded_version_are_damage_too(config: Config
         save(run, 3, maker)
         recorded = run.versions()
         found = recovered(config, run)
-        assert run.versions() == recorded and list(found.trainer.known) == [2, 3]
+        assert run.versions() == recorded and list(found.trainer.skipped) == [2, 3]
         assert "its weights have the digest" in found.notices[0]
         # Published in another dtype every version has another digest, and none is damaged.
         other = config.model_copy(update={"generation": config.generation.model_copy(update={"dtype": "bfloat16"})})
@@ -240,7 +247,7 @@ def test_versions_are_replayed_to_the_bit_though_a_resume_changes_what_it_may(tm
                 save(run, step, trainer)
         recorded = run.versions()
         start = lambda config, model, _: Trainer(config, model, seed=config.seed)  # noqa: E731
-        assert recover(resumed, folder, run, Activity("learner"), start).step == 3
+        assert recover(resumed, folder, run, Activity("learner"), start).weights.version == 3
         assert run.versions() == recorded
 
 

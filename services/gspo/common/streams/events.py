@@ -36,15 +36,17 @@ class Events:
 
     Args:
         sender: Name of the service that writes.
+        epoch: The learner's, in every event that it writes; others set it in an event where they know it.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, sender: str) -> None:
-        self._redis, self._keys, self._sender = redis, keys, sender
+    def __init__(self, redis: Redis, keys: Keys, sender: str, *, epoch: int = 0) -> None:
+        self._redis, self._keys, self._sender, self._epoch = redis, keys, sender, epoch
         self._remove_unreadable = redis.register_script(_REMOVE_UNREADABLE)
 
     async def send(self, event: Event) -> None:
         """Complete the event's head and append it."""
         event.schema, event.unix_s, event.sender = SCHEMA, time.time(), self._sender
+        event.epoch = event.epoch or self._epoch
         await self._redis.xadd(
             self._keys.events, {FIELD: event.SerializeToString()}, maxlen=EVENTS_KEPT, approximate=True
         )

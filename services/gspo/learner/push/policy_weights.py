@@ -48,8 +48,8 @@ def weights_from(version: int, tensors: Mapping[str, torch.Tensor]) -> PolicyWei
     if not_finite := [name for name, tensor in tensors.items() if not _is_finite(tensor)]:
         raise NotFiniteError(
             f"version {version} is not published: {len(not_finite)} of {len(tensors)} of its tensors hold weights that "
-            f"are no finite numbers, first {not_finite[0]}. "
-            + ("Lower learner.learning_rate and resume" if version else "Give another model in model.path")
+            f"are no finite numbers, first {not_finite[0]}"
+            + (". Lower learner.learning_rate and resume" if version else "")
         )
     bits = {name: tensor.view(_BITS[tensor.dtype]).numpy() for name, tensor in tensors.items()}
     digest = policy_digest((name, dtype, tensor.shape, tensor) for name, tensor in bits.items())

@@ -92,7 +92,7 @@ class Publisher:
         """Every registered generator: state, version, and why it is behind or out."""
         return [target.describe() for target in self._replicas.values()]
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """Why nobody generates under weights that this learner pushed; empty while somebody may."""
         if not self._replicas:
             return "no generator is registered"

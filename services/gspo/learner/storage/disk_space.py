@@ -39,7 +39,7 @@ class DiskSpace:
         self._activity, self._stopping = activity, stopping
         self._pause = threading.Event()
 
-    def write(self, what: str, where: Path, function: Callable[[], T]) -> T:
+    def retry_until_written(self, what: str, where: Path, function: Callable[[], T]) -> T:
         """The result of `function`, called again until the disk has room for what it writes.
 
         Args:

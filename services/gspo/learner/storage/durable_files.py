@@ -91,7 +91,9 @@ class JsonLines:
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Add lines; they are on the disk when this returns."""
         data = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
-        self._disk.write(f"{len(data)} bytes of {self.path.name}", self.path, lambda: self._write_whole(data))
+        self._disk.retry_until_written(
+            f"{len(data)} bytes of {self.path.name}", self.path, lambda: self._write_whole(data)
+        )
 
     def _write_whole(self, data: bytes) -> None:
         """Write all of it, or nothing: what a full disk took of a line would stand before the next one."""

@@ -54,7 +54,7 @@ class StepLog:
         FileExistsError: the step has a file already; it stays as it is.
         """
         table = to_table(rows)
-        self._disk.write(self.path(step).name, self.folder, lambda: self._write_whole(step, table))
+        self._disk.retry_until_written(self.path(step).name, self.folder, lambda: self._write_whole(step, table))
 
     def _write_whole(self, step: int, table: Any) -> None:
         unfinished = temporary(self.path(step))

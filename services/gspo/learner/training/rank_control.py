@@ -1,7 +1,7 @@
-"""How the learner's ranks act as one: rank 0 tells the others each call of the trainer, and they make it too.
+"""The learner's ranks act as one: rank zero sends each call of the trainer to the others, and all make it.
 
-Rank 0 alone talks to Redis, gRPC and the log; the others know the run directory for its checkpoints, and what they
-are told. consumes: rank 0's orders. waits for: the next one, which comes at the latest with the next sign of life.
+Rank zero alone talks to Redis, gRPC and the log; the others know rank zero's calls and the run directory.
+consumes: rank zero's calls. waits for: the next one, which comes at the latest with the next heartbeat.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _END, _HEARTBEAT = "end", "rank_heartbeat"
 
 
 class RankZero:
-    """Rank 0's trainer, with the others behind it; the trainer itself where there are no others.
+    """Rank zero's trainer, with the other ranks behind it; the trainer itself where there are no others.
 
     Args:
         run_dir: The shared run directory, as this host knows it.
@@ -37,108 +37,109 @@ class RankZero:
         self._timeout_s, self._run_dir = config.learner.rank_timeout_s, run_dir
         with rank_errors(self._timeout_s):
             self._trainer = Trainer(config, model, seed=config.seed)
-            self._line = RankBroadcast(self._timeout_s) if distributed.get_world_size() > 1 else None
+            self._broadcast = RankBroadcast(self._timeout_s) if distributed.get_world_size() > 1 else None
 
     @property
     def has_other_ranks(self) -> bool:
         """Whether there are other ranks."""
-        return self._line is not None
+        return self._broadcast is not None
 
     def train(
-        self,
-        step: int,
-        rows: Sequence[Row],
-        known: Collection[int] = (),
-        hyperparameters: Hyperparameters | None = None,
+        self, step: int, rows: Sequence[Row], skip_updates: Collection[int], hyperparameters: Hyperparameters
     ) -> TrainResult:
         """As Trainer.train."""
-        with rank_errors(self._timeout_s):
-            values = asdict(hyperparameters) if hyperparameters else None
-            self._send_call("train", rows, step=step, known=sorted(known), hyperparameters=values)
-            return self._trainer.train(step, rows, known, hyperparameters)
+        result: TrainResult = self._call(
+            "train", rows, step=step, skip_updates=sorted(skip_updates), hyperparameters=asdict(hyperparameters)
+        )
+        return result
 
     def policy(self) -> dict[str, Tensor]:
         """As Trainer.policy."""
-        with rank_errors(self._timeout_s):
-            self._send_call("policy")
-            return self._trainer.policy()
+        weights: dict[str, Tensor] = self._call("policy")
+        return weights
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """As Trainer.save, into a folder of the run directory."""
-        with rank_errors(self._timeout_s):
-            self._send_call("save", folder=str(folder.relative_to(self._run_dir)))
-            self._trainer.save(folder, state)
+        self._call("save", folder=self._relative(folder), state=dict(state))
 
     def load(self, folder: Path) -> dict[str, Any]:
         """As Trainer.load, from a folder of the run directory."""
-        with rank_errors(self._timeout_s):
-            self._send_call("load", folder=str(folder.relative_to(self._run_dir)))
-            return self._trainer.load(folder)
+        state: dict[str, Any] = self._call("load", folder=self._relative(folder))
+        return state
 
     def export(self, folder: Path) -> None:
-        """As Trainer.export."""
-        with rank_errors(self._timeout_s):
-            self._send_call("export", folder=str(folder.relative_to(self._run_dir)))
-            self._trainer.export(folder)
+        """As Trainer.export, into a folder of the run directory."""
+        self._call("export", folder=self._relative(folder))
 
     def rank_heartbeat(self) -> None:
-        """Show the others that there will be orders, and see that they are there."""
+        """Show the other ranks that there will be calls, and see that they are there."""
         with rank_errors(self._timeout_s):
-            self._send_call(_HEARTBEAT)
-            if self._line:
-                self._line.barrier()
+            self._send({"name": _HEARTBEAT})
+            if self._broadcast:
+                self._broadcast.barrier()
 
     def close(self) -> None:
-        """Let the others end."""
+        """Let the other ranks end."""
         with rank_errors(self._timeout_s):
-            self._send_call(_END)
+            self._send({"name": _END})
 
-    def _send_call(self, what: str, rows: Sequence[Row] = (), **details: Any) -> None:
-        if self._line:
-            head = json.dumps({"what": what, **details}).encode()
-            self._line.send(head + b"\n" + _packed(rows))
+    def _call(self, name: str, rows: Sequence[Row] = (), **arguments: Any) -> Any:
+        """Have all ranks make a call of the trainer; its result on this one."""
+        call = {"name": name, **arguments}
+        with rank_errors(self._timeout_s):
+            self._send(call, rows)
+            return _execute(self._trainer, call, rows, self._run_dir)
+
+    def _send(self, call: Mapping[str, Any], rows: Sequence[Row] = ()) -> None:
+        if self._broadcast:
+            self._broadcast.send(json.dumps(call).encode() + b"\n" + _packed(rows))
+
+    def _relative(self, folder: Path) -> str:
+        """The run directory may be mounted elsewhere on another host."""
+        return str(folder.relative_to(self._run_dir))
 
 
 def follow_rank_zero(config: Config, model: Path, run_dir: Path) -> None:
-    """Make every call of the trainer that rank 0 makes, until it says that this is the end.
+    """Make every call of the trainer that rank zero makes, until it says that this is the end.
 
     Raises:
         RanksError: Another rank has ended or is silent.
     """
     with rank_errors(config.learner.rank_timeout_s):
         trainer = Trainer(config, model, seed=config.seed)
-        line = RankBroadcast(config.learner.rank_timeout_s)
+        broadcast = RankBroadcast(config.learner.rank_timeout_s)
         log.info("rank_ready", rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
         while True:
-            head, _, table = line.receive().partition(b"\n")
-            order = json.loads(head)
-            if order["what"] == _END:
+            head, _, table = broadcast.receive().partition(b"\n")
+            call = json.loads(head)
+            if call["name"] == _END:
                 return
-            if order["what"] == _HEARTBEAT:
-                line.barrier()
-            else:
-                _execute(trainer, order, table, run_dir)
-
-
-def _execute(trainer: Trainer, order: Mapping[str, Any], table: bytes, run_dir: Path) -> None:
-    match order["what"]:
-        case "train":
-            values = order["hyperparameters"]
-            hyperparameters = Hyperparameters(**values) if values else None
+            if call["name"] == _HEARTBEAT:
+                broadcast.barrier()
+                continue
             try:
-                trainer.train(order["step"], _unpacked(table), order["known"], hyperparameters)
+                _execute(trainer, call, _unpacked(table), run_dir)
             except NotFiniteError as error:
-                log.info("training_ended", reason=str(error))  # rank 0 came to the same end, and says what follows
+                # Rank zero came to the same end, and decides what follows.
+                log.info("training_ended", reason=str(error))
+
+
+def _execute(trainer: Trainer, call: Mapping[str, Any], rows: Sequence[Row], run_dir: Path) -> Any:
+    """Make one call of the trainer on this rank; its result."""
+    match call["name"]:
+        case "train":
+            hyperparameters = Hyperparameters(**call["hyperparameters"])
+            return trainer.train(call["step"], rows, call["skip_updates"], hyperparameters)
         case "policy":
-            trainer.policy()
+            return trainer.policy()
         case "save":
-            trainer.save(run_dir / order["folder"], {})
+            return trainer.save(run_dir / call["folder"], call["state"])
         case "load":
-            trainer.load(run_dir / order["folder"])
+            return trainer.load(run_dir / call["folder"])
         case "export":
-            trainer.export(run_dir / order["folder"])
+            return trainer.export(run_dir / call["folder"])
         case unknown:
-            raise ValueError(f"rank 0 ordered {unknown!r}, which nobody knows: the ranks run unlike versions")
+            raise ValueError(f"rank zero calls {unknown!r}, which this rank does not know: the ranks' versions differ")
 
 
 def _packed(rows: Sequence[Row]) -> bytes:

@@ -31,7 +31,6 @@ from gspo.learner.storage.durable_files import fsync
 from gspo.learner.training.deepspeed_config import engine_config, reference_config
 from gspo.learner.training.gpu_memory import own_fraction
 from gspo.learner.training.mismatch_probe import SnapshotWeights
-from gspo.learner.training.schedule import configured_hyperparameters
 from gspo.learner.training.step_metrics import (
     batch_metrics,
     correction_metrics,
@@ -39,7 +38,7 @@ from gspo.learner.training.step_metrics import (
     objective_metrics,
     row_metrics,
 )
-from gspo.learner.training.trainer_api import Hyperparameters, TrainResult
+from gspo.learner.training.trainer_api import Hyperparameters, TrainResult, configured_hyperparameters
 from gspo.learner.training.updates import StepSums, Updates, mean
 from gspo_core.stats import merge
 
@@ -74,14 +73,14 @@ class Trainer:
         self,
         step: int,
         rows: Sequence[Row],
-        known: Collection[int] = (),
+        skip_updates: Collection[int] = (),
         hyperparameters: Hyperparameters | None = None,
     ) -> TrainResult:
         """Train the policy of version step - 1 on rows in training order.
 
         Args:
-            known: Numbers of the step's updates that a former life of the run did not apply.
-            hyperparameters: What the updates are made with; by default what the configuration says for this step.
+            skip_updates: Numbers of the step's updates that the log records as not applied.
+            hyperparameters: Of the updates; by default the configured ones of this step.
 
         Raises:
             NotFiniteError: Too many mini-batches in a row had no finite loss or gradient norm. Others before them were
@@ -90,22 +89,22 @@ class Trainer:
         # OpenMP counts threads anew for every thread that calls it.
         torch.set_num_threads(self._threads)
         batch = StepBatch.from_rows(rows)
-        used = hyperparameters or configured_hyperparameters(self._config, step)
-        self._updates.set_hyperparameters(used)
-        report = {**row_metrics(rows), **batch_metrics(batch, step - 1), "learning_rate": used.learning_rate}
-        sums = self._updates.run(step, batch, known) if len(batch) else StepSums()
-        report["mini_batches_not_applied"] = float(len(sums.not_applied))
+        hyperparameters = hyperparameters or configured_hyperparameters(self._config, step)
+        self._updates.set_hyperparameters(hyperparameters)
+        metrics = row_metrics(rows) | batch_metrics(batch, step - 1) | {"learning_rate": hyperparameters.learning_rate}
+        sums = self._updates.run(step, batch, skip_updates) if len(batch) else StepSums()
+        metrics["mini_batches_not_applied"] = float(len(sums.skipped_updates))
         if sums.targets is None or not sums.losses:
-            return TrainResult(report, tuple(sums.not_applied))
+            return TrainResult(metrics, tuple(sums.skipped_updates))
         stats = sum_stats(merge(sums.stats), self._device)
-        report |= {
+        metrics |= {
             **correction_metrics(batch, sums.targets),
             **objective_metrics(stats),
             **mismatch_metrics(self._config.algorithm, stats, sums.targets.mask_BT.sum(-1)),
             "loss": mean(sums.losses),
             "grad_norm": mean(sums.grad_norms),
         }
-        return TrainResult(report, tuple(sums.not_applied))
+        return TrainResult(metrics, tuple(sums.skipped_updates))
 
     def policy(self) -> dict[str, Tensor]:
         """The weights in the generators' dtype, by checkpoint names, tied ones once: contiguous CPU copies.

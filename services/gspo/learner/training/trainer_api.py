@@ -1,10 +1,11 @@
-"""What the loop asks of whoever makes versions, and what it answers: the calls as a protocol, and plain carriers.
+"""The calls of a trainer as a protocol, their arguments and results; and the hyperparameters of each step.
 
-It computes nothing.
+Hyperparameters are pure functions of the step number, so that a resumed run needs no scheduler state.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
+from gspo.common.config.learner import LearnerConfig
 from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row
 
@@ -36,10 +38,10 @@ class SkippedUpdate:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a step came to: its figures, and the mini-batches that were not applied."""
+    """The metrics of a trained step by their public names, and its mini-batches that were not applied."""
 
-    figures: dict[str, float]
-    not_applied: tuple[SkippedUpdate, ...] = ()
+    metrics: dict[str, float]
+    skipped_updates: tuple[SkippedUpdate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,14 @@ class Hyperparameters:
 
 
 class TrainerApi(Protocol):
-    """The calls of orders.RankZero and trainer.Trainer, which say what each does."""
+    """The calls of rank_control.RankZero and trainer.Trainer, which say what each does."""
 
     @property
     def has_other_ranks(self) -> bool:
         """Whether other ranks make the same calls."""
 
     def train(
-        self,
-        step: int,
-        rows: Sequence[Row],
-        known: Collection[int] = (),
-        hyperparameters: Hyperparameters | None = None,
+        self, step: int, rows: Sequence[Row], skip_updates: Collection[int], hyperparameters: Hyperparameters
     ) -> TrainResult:
         """Train the policy of version step - 1."""
 
@@ -88,7 +86,7 @@ class TrainerApi(Protocol):
         """Write the policy as a Hugging Face folder."""
 
     def rank_heartbeat(self) -> None:
-        """Show other ranks that this one lives."""
+        """Show other ranks that this one runs."""
 
     def close(self) -> None:
         """End."""
@@ -96,3 +94,36 @@ class TrainerApi(Protocol):
 
 # From the configuration, the model's folder and the run directory; takes as long as loading a model does.
 StartTrainer: TypeAlias = Callable[[Config, Path, Path], TrainerApi]
+
+
+def configured_hyperparameters(config: Config, step: int) -> Hyperparameters:
+    """What the configuration trains `step` (from 1) with."""
+    learner = config.learner
+    rate = learning_rate(learner, step, config.run.total_steps)
+    return Hyperparameters(rate, learner.weight_decay, learner.max_grad_norm)
+
+
+def learning_rate(learner: LearnerConfig, step: int, total_steps: int | None) -> float:
+    """The rate of `step` (from 1): a linear rise over warmup_steps, then constant, or a fall that ends after the last.
+
+        warm-up    peak * step / (warmup_steps + 1)
+        linear     peak * (1 - p)
+        cosine     peak * (1 + cos(pi p)) / 2,     p = (step - 1 - warmup_steps) / (total_steps - warmup_steps)
+
+    p stays in [0, 1), so that the last step still moves; a run that goes on beyond total_steps keeps its last rate.
+
+    Raises:
+        ValueError: The schedule is linear or cosine, and there is no total_steps.
+    """
+    warmup = learner.warmup_steps
+    if step <= warmup:
+        return learner.learning_rate * step / (warmup + 1)
+    if learner.schedule == "constant":
+        return learner.learning_rate
+    if total_steps is None:
+        raise ValueError(f"learner.schedule {learner.schedule} needs run.total_steps")
+    length = max(1, total_steps - warmup)
+    progress = min(step - 1 - warmup, length - 1) / length
+    if learner.schedule == "linear":
+        return learner.learning_rate * (1 - progress)
+    return learner.learning_rate * (1 + math.cos(math.pi * progress)) / 2

@@ -41,7 +41,7 @@ class StepSums:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
-    not_applied: list[SkippedUpdate] = field(default_factory=list)
+    skipped_updates: list[SkippedUpdate] = field(default_factory=list)
 
 
 class Updates:
@@ -80,8 +80,8 @@ class Updates:
         if self._config.learner.zero_stage:
             self._engine.optimizer.clip_grad = used.max_grad_norm
 
-    def run(self, step: int, batch: StepBatch, known: Collection[int]) -> StepSums:
-        """All optimizer steps of a step, but those numbered in `known`, which were not applied before either.
+    def run(self, step: int, batch: StepBatch, skip_updates: Collection[int]) -> StepSums:
+        """All optimizer steps of a step, but those numbered in `skip_updates`, which were not applied before either.
 
         Raises:
             NotFiniteError: MAX_SKIPPED_IN_A_ROW updates in a row, over steps, had no finite loss or gradient norm.
@@ -95,7 +95,7 @@ class Updates:
         mini_batches = sorted(set(batch.mini_batch_B.tolist()))
         cuts = {mini_batch: self._cut(batch, targets, mini_batch) for mini_batch in mini_batches}
         for update, mini_batch in enumerate(mini_batches * self._algorithm.ppo_epochs):
-            if update in known:
+            if update in skip_updates:
                 self._leave_out(
                     sums, step, SkippedUpdate(update, mini_batch, "a former life of the run did not apply it")
                 )
@@ -109,7 +109,7 @@ class Updates:
         return sums
 
     def _leave_out(self, sums: StepSums, step: int, left_out: SkippedUpdate) -> None:
-        sums.not_applied.append(left_out)
+        sums.skipped_updates.append(left_out)
         self._not_finite_in_a_row += 1
         if self._not_finite_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise NotFiniteError(

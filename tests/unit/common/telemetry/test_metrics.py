@@ -12,9 +12,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from gspo.common.service.traces import Traces
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.step_time import CAUSES
-from gspo.learner.assembly.staleness_cost import StalenessCost
-from gspo.learner.telemetry.rollout_timelines import RolloutTimelines
-from gspo.learner.telemetry.step_clock import StepClock
+from gspo.learner.batches import UntrainedGroups
+from gspo.learner.telemetry.step_clock import STEP_PHASES, StepClock
 from gspo.learner.training.step_metrics import row_metrics
 
 ROOT = Path(__file__).parents[4]
@@ -97,12 +96,11 @@ def explained_figures() -> tuple[set[str], tuple[str, ...]]:
 
 
 def test_every_figure_of_a_step_has_a_meaning() -> None:
-    clock = StepClock(RolloutTimelines(), Traces("learner", name="learner-0", run="r", endpoint=None))
-    clock.wait_over(0.0, live_unix_s=0.0, evaluated_unix_s=0.0)
-    clock.begin([])
-    for phase in ("log_s", "train_s", "publish_s", "hold_s"):
-        clock.over(phase)
-    used = {*clock.figures(), *StalenessCost().figures(), *(name for names in CAUSES.values() for name in names)}
+    clock = StepClock(Traces("learner", name="learner-0", run="r", endpoint=None))
+    clock.begin([], waited_since_s=0.0, live_unix_s=0.0, evaluated_unix_s=0.0)
+    for phase in STEP_PHASES[1:]:
+        clock.end_phase(phase)
+    used = {*clock.metrics(), *UntrainedGroups().take_metrics(), *(name for names in CAUSES.values() for name in names)}
     for path in [*ROOT.glob("deploy/prometheus/rules/*.yml"), ROOT / "deploy/grafana/dashboards/learning.json"]:
         used |= set(re.findall(r'figure=\\?"(\w+)\\?"', path.read_text()))
     used |= set(row_metrics([]))

@@ -97,7 +97,7 @@ def test_experts_and_routers_get_adapters_and_what_is_given_out_is_what_is_train
     resumed = make_trainer(folder, **lora, **learner)
     resumed.load(tmp_path / "checkpoint")
     assert digest(resumed) == digest(trainer)
-    assert trainer.train(2, rows).figures["sigma_token"] < tolerance
+    assert trainer.train(2, rows).metrics["sigma_token"] < tolerance
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, tmp_path / "export" / "adapter").eval()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
@@ -160,7 +160,7 @@ def test_the_kl_term_is_held_against_the_first_policy(folder: Path, tmp_path: Pa
         if use_kl_loss:
             # The term has no gradient where the policy is the first one still.
             trainer.export(tmp_path / "export")
-        losses[use_kl_loss] = trainer.train(2, make_rows(folder, step=2, num_mini_batches=1)).figures["loss"]
+        losses[use_kl_loss] = trainer.train(2, make_rows(folder, step=2, num_mini_batches=1)).metrics["loss"]
     expected = 0.5 * mean_k3(folder, tmp_path / "export", make_rows(folder, step=2, num_mini_batches=1))
     assert expected > 1e-3
     assert losses[True] - losses[False] == pytest.approx(expected, rel=1e-3)
@@ -193,7 +193,7 @@ def test_in_bfloat16_the_reference_is_the_first_policy_to_the_bit(
     for coefficient in (0.0, 1e6):
         algorithm = {"num_mini_batches": 1, "pg_clip": 0.5, "use_kl_loss": True, "kl_loss_coef": coefficient}
         trainer = Trainer(make_config(folder, algorithm=algorithm, learner=learner), folder, seed=0)
-        losses.append(trainer.train(1, rows).figures["loss"])
+        losses.append(trainer.train(1, rows).metrics["loss"])
     assert losses[0] == losses[1]
 
 

@@ -93,4 +93,4 @@ def test_what_is_no_full_disk_is_raised_at_once(tmp_path: Path) -> None:
         raise PermissionError(errno.EACCES, "no")
 
     with pytest.raises(PermissionError):
-        DiskSpace(Activity("learner")).write("a file", tmp_path, refuse)
+        DiskSpace(Activity("learner")).retry_until_written("a file", tmp_path, refuse)

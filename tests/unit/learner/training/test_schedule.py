@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gspo.learner.training.schedule import learning_rate
+from gspo.learner.training.trainer_api import learning_rate
 from tests.support.training.rollout_rows import make_config
 
 

@@ -78,7 +78,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop(folder: Path) -> None:
     trainer, plain = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0), PlainLoop(folder)
     for step in (1, 2, 3):
         rows = make_rows(folder, step=step)
-        figures = trainer.train(step, rows).figures
+        figures = trainer.train(step, rows).metrics
         assert figures["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
     assert_same_weights(trainer, plain.model.state_dict())
 
@@ -87,7 +87,7 @@ def test_the_temperature_is_the_samplings(folder: Path) -> None:
     config = make_config(folder, algorithm=GSPO, sampling={"temperature": 0.7})
     trainer, plain = Trainer(config, folder, seed=0), PlainLoop(folder, temperature=0.7)
     rows = make_rows(folder, temperature=0.7)
-    assert trainer.train(1, rows).figures["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
+    assert trainer.train(1, rows).metrics["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
     assert_same_weights(trainer, plain.model.state_dict())
 
 
@@ -97,7 +97,7 @@ def test_the_cut_into_micro_batches_changes_nothing(folder: Path) -> None:
     for tokens in (128, 100_000):
         config = make_config(folder, algorithm=GSPO, learner={"micro_batch_tokens": tokens})
         trainers.append(Trainer(config, folder, seed=0))
-    losses = [trainer.train(1, rows).figures["loss"] for trainer in trainers]
+    losses = [trainer.train(1, rows).metrics["loss"] for trainer in trainers]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-7)
     assert_same_weights(trainers[0], trainers[1].policy())
 
@@ -112,7 +112,7 @@ def test_skipped_rows_are_absent_and_not_zero(folder: Path) -> None:
         for row in rows
     ]
     trainer, plain = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0), PlainLoop(folder)
-    figures = trainer.train(1, skipped).figures
+    figures = trainer.train(1, skipped).metrics
     assert figures["loss"] == pytest.approx(plain.train(skipped), rel=1e-5, abs=1e-7)
     assert (figures["sequences"], figures["skipped_failed"], figures["skipped_stale"]) == (24, 8, 0)
     assert_same_weights(trainer, plain.model.state_dict())
@@ -133,15 +133,15 @@ def test_a_mini_batch_that_is_not_finite_is_left_out_whole(
     rows = [replace(row, advantage=advantage) if row.mini_batch == 1 else row for row in make_rows(folder)]
     trainer, told = (Trainer(config, folder, seed=0) for _ in range(2))
     trained = trainer.train(1, rows)
-    assert [(left_out.update, left_out.mini_batch) for left_out in trained.not_applied] == [(1, 1)]
-    assert reason in trained.not_applied[0].reason
-    assert trained.figures["mini_batches_not_applied"] == 1
-    assert all(math.isfinite(value) for value in trained.figures.values())
+    assert [(left_out.update, left_out.mini_batch) for left_out in trained.skipped_updates] == [(1, 1)]
+    assert reason in trained.skipped_updates[0].reason
+    assert trained.metrics["mini_batches_not_applied"] == 1
+    assert all(math.isfinite(value) for value in trained.metrics.values())
     # A replay that is told makes the same, and no trace of it is left in gradients or moments.
-    assert [left_out.update for left_out in told.train(1, rows, known=[1]).not_applied] == [1]
+    assert [left_out.update for left_out in told.train(1, rows, skip_updates=[1]).skipped_updates] == [1]
     assert digest(trainer) == digest(told)
     for each in (trainer, told):
-        assert not each.train(2, make_rows(folder, step=2)).not_applied
+        assert not each.train(2, make_rows(folder, step=2)).skipped_updates
     assert digest(trainer) == digest(told)
 
 
@@ -153,17 +153,17 @@ def test_a_loss_that_is_not_finite_is_left_out_though_its_gradient_is(folder: Pa
     rows[far] = replace(rows[far], advantage=3e38, logp=rows[far].logp - rows[far].mask)
     config = make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage})
     trainer, told = (Trainer(config, folder, seed=0) for _ in range(2))
-    (left_out,) = trainer.train(1, rows).not_applied
+    (left_out,) = trainer.train(1, rows).skipped_updates
     assert (left_out.mini_batch, left_out.reason) == (1, "the loss is -inf")
     # What is known not to have been applied is not tried: with these rows it would be.
-    told.train(1, make_rows(folder), known=[left_out.update])
+    told.train(1, make_rows(folder), skip_updates=[left_out.update])
     assert digest(trainer) == digest(told)
 
 
 def test_three_in_a_row_end_the_run_also_over_steps(folder: Path) -> None:
     trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
     spoilt = [replace(row, advantage=math.inf) if row.mini_batch >= 2 else row for row in make_rows(folder)]
-    assert len(trainer.train(1, spoilt).not_applied) == 2
+    assert len(trainer.train(1, spoilt).skipped_updates) == 2
     # One that is applied in between starts the count anew.
     first = [replace(row, advantage=math.inf) if row.mini_batch in (0, 2) else row for row in make_rows(folder, step=2)]
     with pytest.raises(NotFiniteError, match="step 2: 3 mini-batches in a row were not applied; of the last one the"):
@@ -171,14 +171,14 @@ def test_three_in_a_row_end_the_run_also_over_steps(folder: Path) -> None:
     trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
     trainer.train(1, spoilt)
     trainer.train(2, make_rows(folder, step=2))
-    assert len(trainer.train(3, [replace(row, step=3) for row in spoilt]).not_applied) == 2
+    assert len(trainer.train(3, [replace(row, step=3) for row in spoilt]).skipped_updates) == 2
 
 
 def test_a_step_of_which_nothing_is_applied_says_so_and_changes_nothing(folder: Path) -> None:
     trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
     before = digest(trainer)
     rows = [replace(row, advantage=math.inf) for row in make_rows(folder, num_mini_batches=1)]
-    figures = trainer.train(1, rows).figures
+    figures = trainer.train(1, rows).metrics
     assert figures["mini_batches_not_applied"] == 1 and "loss" not in figures
     assert digest(trainer) == before
 
@@ -202,7 +202,7 @@ def test_the_gradient_is_the_same_packed_and_padded_however_it_is_cut(folder: Pa
         for tokens in (128, 100_000):
             learner = {"packing": packing, "micro_batch_tokens": tokens, "gradient_checkpointing": tokens == 128}
             trainer = Trainer(make_config(folder, algorithm=algorithm, learner=learner), folder, seed=0)
-            figures = trainer.train(1, rows).figures
+            figures = trainer.train(1, rows).metrics
             found[packing, tokens] = figures, gradient(trainer)
     figures, expected = found[False, 100_000]
     for case, (others, vector) in found.items():
@@ -247,7 +247,7 @@ def test_every_zero_stage_makes_the_same_weights(folder: Path, zero_stage: int) 
     plain = PlainLoop(folder)
     trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage}), folder, seed=0)
     rows = make_rows(folder)
-    figures = trainer.train(1, rows).figures
+    figures = trainer.train(1, rows).metrics
     assert figures["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
     assert figures["grad_norm"] > 0
     assert_same_weights(trainer, plain.model.state_dict())
@@ -371,7 +371,7 @@ def test_an_export_loads_like_any_model(folder: Path, tmp_path: Path) -> None:
 def test_every_preset_trains_and_reports(folder: Path, algorithm: dict[str, Any]) -> None:
     trainer = Trainer(make_config(folder, algorithm=algorithm), folder, seed=0)
     before = digest(trainer)
-    figures = trainer.train(1, make_rows(folder)).figures
+    figures = trainer.train(1, make_rows(folder)).metrics
     assert digest(trainer) != before
     assert all(math.isfinite(value) for value in figures.values())
     assert figures["tokens"] == sum(row.mask.sum() for row in make_rows(folder))
@@ -399,14 +399,14 @@ def test_with_a_lag_noise_is_measured_under_the_weights_that_sampled(
     config = make_config(folder, algorithm={**GSPO, "old_logprobs": old_logprobs}, learner=learner)
     steps = {step: make_rows(folder, step=step, noise=0.05) for step in (4, 5)}
     lagging, fresh = Trainer(config, folder, seed=0), Trainer(config, folder, seed=0)
-    first = lagging.train(4, with_version(steps[4], 2)).figures
+    first = lagging.train(4, with_version(steps[4], 2)).metrics
     assert not {"sigma_token", "sigma_sequence", "noise_share", "noise_share_independent"} & first.keys()
     assert (first["age_mean"], first["age_max"]) == (1, 1)
-    second = lagging.train(5, with_version(steps[5], 3)).figures
+    second = lagging.train(5, with_version(steps[5], 3)).metrics
     assert second["sigma_token"] == pytest.approx(0.05, rel=0.2)
     assert 0 < second["mismatch_tokens"] <= 16 * 40
     fresh.train(4, steps[4])
-    drifted = fresh.train(5, steps[5]).figures
+    drifted = fresh.train(5, steps[5]).metrics
     assert drifted["sigma_token"] > 2 * second["sigma_token"]
     assert digest(lagging) == digest(fresh)
 
@@ -414,7 +414,7 @@ def test_with_a_lag_noise_is_measured_under_the_weights_that_sampled(
 def test_recompute_takes_the_step_s_first_weights_as_old(folder: Path) -> None:
     """With one mini-batch and no update before, every ratio is 1: the behavior noise is gone from it."""
     config = make_config(folder, algorithm={**GSPO, "old_logprobs": "recompute", "num_mini_batches": 1})
-    figures = Trainer(config, folder, seed=0).train(1, make_rows(folder, num_mini_batches=1, noise=0.3)).figures
+    figures = Trainer(config, folder, seed=0).train(1, make_rows(folder, num_mini_batches=1, noise=0.3)).metrics
     assert abs(figures["log_ratio_max"]) < 1e-6
     assert figures["sigma_token"] == pytest.approx(0.3, rel=0.15)
 
@@ -439,11 +439,11 @@ def test_a_token_masked_by_the_correction_is_absent_too(folder: Path) -> None:
     recompute = {**GSPO, "old_logprobs": "recompute"}
     algorithm = {**recompute, "behavior_correction": "mask", "behavior_level": "token"}
     masked = Trainer(make_config(folder, algorithm=algorithm), folder, seed=0)
-    figures = masked.train(1, off).figures
+    figures = masked.train(1, off).metrics
     without = Trainer(make_config(folder, algorithm=recompute), folder, seed=0)
     expected = without.train(
         1, [replace(row, mask=row.mask & ~at) for row, at in zip(rows, first, strict=True)]
-    ).figures
+    ).metrics
     assert_same_weights(masked, without.policy())
     assert (figures["tokens"], figures["sequences"]) == (expected["tokens"], expected["sequences"])
     assert figures["skipped_tokens_behavior"] == len(rows)
@@ -453,7 +453,7 @@ def test_a_token_masked_by_the_correction_is_absent_too(folder: Path) -> None:
 def test_bfloat16_is_near_float32(folder: Path) -> None:
     rows = make_rows(folder)
     found = [
-        Trainer(make_config(folder, algorithm=GSPO, learner={"dtype": dtype}), folder, seed=0).train(1, rows).figures
+        Trainer(make_config(folder, algorithm=GSPO, learner={"dtype": dtype}), folder, seed=0).train(1, rows).metrics
         for dtype in ("float32", "bfloat16")
     ]
     assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=0.05)
