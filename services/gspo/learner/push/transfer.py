@@ -1,21 +1,33 @@
-"""One push as a call: the header, then the frames once the generator admits it, then its answer.
+"""One push as a call, and the queue of pushes: which are sent now, and how long each may take.
 
-What it is not: it decides neither who gets what nor what becomes of a failure (publisher.py).
+All pushes share the learner's one sender. Many at a time would each take many times as long, and none would meet its
+deadline. So a few are sent at a time, in the order in which they asked. A generator that has every byte stages and
+loads it while the next one is sent to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Literal
 
 import grpc
 
 from gspo.common.network.grpc_server import ADMITTED
+from gspo.common.weights.time_limit import TimeLimit
 from gspo.learner.push.weight_frames import WeightFrames
 from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
 
+Kind = Literal["full", "delta"]
+# One whole policy at a time uses all of the sender. Changes are small: several at a time hide the round trips. Each
+# kind has its own slots, so that changes never wait behind whole policies.
+_NUM_SLOTS = {"full": 1, "delta": 4}
+# Of the whole policy, transfer, digest and load together: a quarter of this (the margin) is a network of 200 Mbit/s.
+_FIRST_BYTES_S = 1e8
+# A generator whose pushes failed gets twice the time with each failure, so many times: its own network may be slower.
+_MOST_DOUBLINGS = 3
 # A generator admits a push at once, unless it still takes or loads one whose sender has given up.
 _ADMIT_TIMEOUT_S = 10.0
 
@@ -28,11 +40,50 @@ class PushFailedError(Exception):
         self.status = status
 
 
-def push_failure(error: grpc.aio.AioRpcError | PushFailedError) -> PushFailedError:
-    """What gRPC raised, in our words."""
-    if isinstance(error, PushFailedError):
-        return error
-    return PushFailedError(error.code(), error.details() or "")
+class SendQueue:
+    """Slots and time limits of pushes.
+
+    Attributes:
+        waiting: The uids of the generators whose pushes wait for a slot.
+
+    Args:
+        least_s: Least time limit of a push.
+    """
+
+    def __init__(self, least_s: float) -> None:
+        self._slots = {kind: asyncio.Semaphore(num) for kind, num in _NUM_SLOTS.items()}
+        self._limits = {kind: TimeLimit(least_s, _FIRST_BYTES_S) for kind in _NUM_SLOTS}
+        self.waiting: set[str] = set()
+
+    @asynccontextmanager
+    async def send_slot(self, kind: Kind, uid: str) -> AsyncIterator[Callable[[], None]]:
+        """Wait for a slot to send to a generator, first come first served.
+
+        The slot is free again at the end of the block, or at a call of the yielded function before it.
+        """
+        slots = self._slots[kind]
+        if slots.locked():
+            self.waiting.add(uid)
+        try:
+            await slots.acquire()
+        finally:
+            self.waiting.discard(uid)
+        with contextlib.ExitStack() as slot:
+            slot.callback(slots.release)
+            yield slot.close
+
+    def limit_s(self, kind: Kind, num_bytes: int, num_failures: int = 0) -> float:
+        """Seconds that a push may take, from its header to the answer.
+
+        Args:
+            num_bytes: Of the whole policy: changes are packed from it, and it is staged, digested and loaded.
+            num_failures: Pushes in a row that failed at this generator.
+        """
+        return self._limits[kind].seconds(num_bytes) * 2.0 ** min(num_failures, _MOST_DOUBLINGS)
+
+    def took(self, kind: Kind, num_bytes: int, seconds: float) -> None:
+        """Note how long a push took that succeeded."""
+        self._limits[kind].took(num_bytes, seconds)
 
 
 async def send_push(

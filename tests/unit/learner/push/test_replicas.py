@@ -11,16 +11,16 @@ from gspo.learner.push.replicas import GeneratorReplica
 
 
 @pytest.fixture
-def target() -> GeneratorReplica:
+def replica() -> GeneratorReplica:
     instance = Instance("generation", "generation-0", grpc="host:1", facts={"version": 0, "digest": "d"})
     return GeneratorReplica(instance, channel=None, version=0, digest="d")
 
 
-def test_three_failures_in_a_row_put_it_out_and_one_success_brings_it_back(target: GeneratorReplica) -> None:
-    target.fall_behind()
-    assert target.state == "behind"
-    assert [target.fail(f"failure {n}") for n in range(1, 5)] == [False, False, True, False]
-    assert target.describe() | {"since_unix_s": 0} == {
+def test_three_failures_in_a_row_put_it_out_and_one_success_brings_it_back(replica: GeneratorReplica) -> None:
+    replica.fall_behind()
+    assert replica.state == "behind"
+    assert [replica.fail(f"failure {n}") for n in range(1, 5)] == [False, False, True, False]
+    assert replica.describe(waiting=False) | {"since_unix_s": 0} == {
         "name": "generation-0 (host:1)",
         "state": "out",
         "version": 0,
@@ -29,26 +29,26 @@ def test_three_failures_in_a_row_put_it_out_and_one_success_brings_it_back(targe
         "waiting": False,
         "since_unix_s": 0,
     }
-    assert target.catch_up()
-    assert (target.state, target.problem, target.behind_since_unix_s) == ("current", "", None)
-    assert not target.catch_up()
-    target.fall_behind()
-    assert not target.fail("only one")
+    assert replica.catch_up()
+    assert (replica.state, replica.problem, replica.behind_since_unix_s) == ("current", "", None)
+    assert not replica.catch_up()
+    replica.fall_behind()
+    assert not replica.fail("only one")
 
 
-def test_pushes_to_it_become_seldom(target: GeneratorReplica) -> None:
+def test_pushes_to_it_become_seldom(replica: GeneratorReplica) -> None:
     pauses = []
     for _ in range(8):
-        target.fail("refused")
-        pauses.append(target.not_before - time.monotonic())
+        replica.fail("refused")
+        pauses.append(replica.not_before_s - time.monotonic())
     assert [round(pause) for pause in pauses] == [1, 2, 4, 8, 16, 30, 30, 30]
-    assert not target.idle
-    target.catch_up()
-    assert target.idle
+    assert not replica.idle
+    replica.catch_up()
+    assert replica.idle
 
 
-def test_it_is_behind_since_the_first_version_that_it_lacks(target: GeneratorReplica) -> None:
-    target.fall_behind()
-    since = target.behind_since_unix_s
-    target.fall_behind()
-    assert target.behind_since_unix_s == since
+def test_it_is_behind_since_the_first_version_that_it_lacks(replica: GeneratorReplica) -> None:
+    replica.fall_behind()
+    since = replica.behind_since_unix_s
+    replica.fall_behind()
+    assert replica.behind_since_unix_s == since

@@ -1,4 +1,4 @@
-"""Turns of pushes: how many are sent at a time, in which order, and what each may take."""
+"""The queue of pushes: how many are sent at a time, in which order, and what each may take."""
 
 from __future__ import annotations
 
@@ -6,15 +6,9 @@ import asyncio
 
 import pytest
 
-from gspo.common.streams.instances import Instance
-from gspo.learner.push.replicas import GeneratorReplica
-from gspo.learner.push.send_queue import Kind, SendQueue
+from gspo.learner.push.transfer import Kind, SendQueue
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
-
-
-def target(name: str) -> GeneratorReplica:
-    return GeneratorReplica(Instance("generation", name, grpc="host:1", facts={}), channel=None, version=0, digest="d")
 
 
 class Pushes:
@@ -24,24 +18,23 @@ class Pushes:
         self._queue = queue
         self.sent: list[str] = []
         self.over: dict[str, asyncio.Event] = {}
-        self.targets: dict[str, GeneratorReplica] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def begin(self, kind: Kind, *names: str) -> None:
-        for name in names:
-            self.over[name], self.targets[name] = asyncio.Event(), target(name)
-            self.tasks[name] = asyncio.create_task(self._send(kind, name))
+    async def begin(self, kind: Kind, *uids: str) -> None:
+        for uid in uids:
+            self.over[uid] = asyncio.Event()
+            self.tasks[uid] = asyncio.create_task(self._send(kind, uid))
         await settled()
 
-    async def _send(self, kind: Kind, name: str) -> None:
-        async with self._queue.turn(kind, self.targets[name]) as end_turn:
-            self.sent.append(name)
-            await self.over[name].wait()
-            end_turn()
+    async def _send(self, kind: Kind, uid: str) -> None:
+        async with self._queue.send_slot(kind, uid) as release_slot:
+            self.sent.append(uid)
+            await self.over[uid].wait()
+            release_slot()
             await asyncio.Event().wait()  # stages and loads, for ever
 
     def waiting(self) -> list[str]:
-        return [name for name, one in self.targets.items() if one.waiting]
+        return sorted(self._queue.waiting)
 
 
 async def settled() -> None:
@@ -56,15 +49,15 @@ async def test_whole_pushes_are_sent_one_after_another_in_the_order_in_which_the
     assert (pushes.sent, pushes.waiting()) == (["a"], ["b", "c", "d"])
     pushes.over["a"].set()
     await settled()
-    assert (pushes.sent, pushes.waiting()) == (["a", "b"], ["c", "d"]), "who has every byte makes way"
-    # One that waits leaves, as its generator does; one that is sent fails.
+    assert (pushes.sent, pushes.waiting()) == (["a", "b"], ["c", "d"]), "a push that was sent keeps its slot"
+    # One that waits is cancelled, as when its generator goes; one that is sent fails.
     pushes.tasks["c"].cancel()
     pushes.tasks["b"].cancel()
     await settled()
     assert (pushes.sent, pushes.waiting()) == (["a", "b", "d"], [])
     pushes.tasks["a"].cancel()
     await pushes.begin("full", "e")
-    assert pushes.waiting() == ["e"], "a turn that had ended was given back twice"
+    assert pushes.waiting() == ["e"], "a slot that was free was given back twice"
 
 
 async def test_changes_never_wait_behind_whole_policies() -> None:
@@ -72,7 +65,7 @@ async def test_changes_never_wait_behind_whole_policies() -> None:
     await pushes.begin("full", "whole", "second")
     await pushes.begin("delta", *"12345")
     assert pushes.sent == ["whole", *"1234"]
-    assert pushes.waiting() == ["second", "5"]
+    assert pushes.waiting() == ["5", "second"]
 
 
 async def test_limits_are_learned_by_kind_and_doubled_by_failures() -> None:
