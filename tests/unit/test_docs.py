@@ -196,7 +196,7 @@ def test_the_columns_of_the_step_log_are_explained_in_their_order() -> None:
 
 def test_the_table_of_clips_is_the_rule() -> None:
     text = (ROOT / "docs/gspo.md").read_text()
-    section = text.partition("## Which clip for which length")[2].partition("\n## ")[0]
+    section = text.partition("## Clip and answer length")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| \d", line)]
     assert len(rows) == 7
     for length, low, high in rows:
