@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -61,6 +62,7 @@ def handler(redis: Redis, keys: Keys) -> Handler:
 
 
 def subscribe(handler: Handler, *, most: int = 8, **options: Any) -> Subscription:
+    options = {"batch_key": attrgetter("entry"), **options}
     return Subscription(handler.inbox, handler, lambda: most - handler.num_running, **options)
 
 
@@ -133,7 +135,7 @@ async def test_a_handler_that_has_lost_its_lease_is_cancelled(redis: Redis, keys
 
 async def test_a_batch_that_has_lost_a_part_goes_on(redis: Redis, keys: Keys, handler: Handler) -> None:
     await issue(redis, keys.prompts, 1, 2)
-    async with running(subscribe(handler, batch_key=lambda delivery: "all")):
+    async with running(subscribe(handler, batch_key=None)):
         await until(lambda: handler.batches)
         (stolen,) = await steal(redis, keys, 1)
         assert await inbox(redis, keys, consumer="b").finish(stolen)
@@ -178,7 +180,7 @@ async def test_a_batch_that_a_handler_gives_up_is_dead_letters(redis: Redis, key
 
     handler = Handler(inbox(redis, keys), refuse)
     await issue(redis, keys.prompts, 1, 2)
-    async with running(subscribe(handler, batch_key=lambda delivery: "all")):
+    async with running(subscribe(handler, batch_key=None)):
         while await redis.xlen(keys.prompts):
             await asyncio.sleep(0.01)
     assert [item.letter.reason for item in await letters(redis, keys)] == ["no such model"] * 2

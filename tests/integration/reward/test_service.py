@@ -341,6 +341,18 @@ async def test_another_replica_takes_over_the_entries_of_a_killed_one(
         assert await scored(redis, keys.scored, 1) == {(0, 0): 1.0}
 
 
+async def test_a_rollout_that_every_scorer_was_lost_over_is_a_failure_and_a_dead_letter(
+    redis: Redis, redis_url: str, keys: Keys, tmp_path: Path
+) -> None:
+    await append(redis, keys.rollouts, [make_rollout("1").SerializeToString()])
+    ((entry, _),) = (await redis.xreadgroup("reward", "lost", {keys.rollouts: ">"}))[0][1]
+    await redis.xclaim(keys.rollouts, "reward", "lost", 0, [entry], idle=10_000, retrycount=5)
+    with reward_service(tmp_path, redis_url, services={"lease_s": 0.6}):
+        reason = "handed out 5 times and never finished"
+        assert await scored(redis, keys.scored, 1) == {(0, 0): f"{reason}: every scorer that took it was lost"}
+    assert [item.letter.reason for item in await letters(redis, keys)] == [reason]
+
+
 async def test_sigterm_finishes_what_is_in_hand(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
     with reward_service(tmp_path, redis_url) as process:
         await ready(redis, keys)

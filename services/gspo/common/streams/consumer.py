@@ -40,7 +40,7 @@ class Subscription:
         inbox: The stream, as this consumer sees it.
         handle: Works on a batch, and finishes, acknowledges or requeues each of its entries.
         capacity: Entries that may be taken now. It is asked after every started handler has run to its first wait.
-        batch_key: Entries that are taken together and have one key make a batch; by default each entry is its own.
+        batch_key: Entries that are taken together make a batch for each key; without one they are a single batch.
         linger_s: Time in which a smaller number of entries than the capacity may grow.
         max_attempts: An entry that was handed out more often is given up; None never gives up.
         failure: The outputs (stream, payload) that go with an entry's dead letter, from the entry and the reason.
@@ -49,7 +49,7 @@ class Subscription:
     inbox: Inbox
     handle: Callable[[Batch], Awaitable[None]]
     capacity: Callable[[], int]
-    batch_key: Callable[[Delivery], Hashable] = lambda delivery: delivery.entry
+    batch_key: Callable[[Delivery], Hashable] | None = None
     linger_s: float = 0.0
     max_attempts: int | None = None
     failure: Callable[[Delivery, str], Sequence[tuple[str, bytes]]] | None = None
@@ -143,7 +143,8 @@ class Consumer:
                 reason = f"handed out {delivery.attempt - 1} times and never finished"
                 await _give_up(subscription, [delivery], reason)
             else:
-                batches[subscription.batch_key(delivery)].append(delivery)
+                key = subscription.batch_key(delivery) if subscription.batch_key else None
+                batches[key].append(delivery)
         for batch in batches.values():
             task = tasks.create_task(_handle(subscription, batch), name=subscription.inbox.stream)
             self._in_flight[task] = subscription, batch

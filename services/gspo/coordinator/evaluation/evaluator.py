@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import structlog
 from redis.asyncio import Redis
 
 from gspo.common.config.schema import Config
-from gspo.common.streams.inbox import Delivery, Inbox, append, new_consumer
+from gspo.common.streams.consumer import Batch, Consumer, Subscription
+from gspo.common.streams.inbox import Inbox, append, new_consumer
 from gspo.common.streams.keys import COORDINATOR, GENERATION, Keys, evaluation_label, rollout_id
 from gspo.common.telemetry import metrics
 from gspo.coordinator.data.prompts import PromptSet
@@ -24,7 +26,6 @@ from gspo.coordinator.redis_state.listing import all_entries
 from gspo_proto.rollout_pb2 import GroupTask
 
 _TAKE = 256
-_BLOCK_S = 0.2
 _PROMPTS_AT_ONCE = 32
 _KEYS_AT_ONCE = 1000
 log = structlog.get_logger()
@@ -104,32 +105,35 @@ class Evaluator:
 
     async def _collect(self, tally: EvaluationResults, prompts: PromptSet) -> str:
         """Feed tasks and take answers until all are in or time is up; returns what went wrong."""
-        lease_s, limit_s = self._config.services.lease_s, self._config.evaluation.timeout_s
-        deadline, next_reclaim = time.monotonic() + limit_s, time.monotonic() + lease_s
-        next_row = 0
-        while not tally.complete:
-            if time.monotonic() > deadline:
-                return f"given up after {limit_s:g} s (evaluation.timeout_s) with answers missing"
-            next_row = await self._feed(tally, prompts, next_row)
-            deliveries = await self._inbox.take(_TAKE, _BLOCK_S)
-            if time.monotonic() > next_reclaim:
-                deliveries += await self._inbox.reclaim(_TAKE)
-                next_reclaim = time.monotonic() + lease_s
-            await self._absorb(tally, deliveries)
+        complete, limit_s = asyncio.Event(), self._config.evaluation.timeout_s
+        rows = iter(range(0, tally.num_prompts, _PROMPTS_AT_ONCE))
+
+        async def absorb(answers: Batch) -> None:
+            await self._absorb(tally, answers)
+            await self._feed(tally, prompts, rows)
+            if tally.complete:
+                complete.set()
+
+        subscription = Subscription(self._inbox, absorb, capacity=lambda: _TAKE)
+        consumer = Consumer([subscription], stopping=complete, drain_s=self._inbox.lease_s, max_batches=1)
+        try:
+            async with asyncio.timeout(limit_s):
+                await absorb([])
+                await consumer.run()
+        except TimeoutError:
+            return f"given up after {limit_s:g} s (evaluation.timeout_s) with answers missing"
         return tally.failure
 
-    async def _feed(self, tally: EvaluationResults, prompts: PromptSet, next_row: int) -> int:
-        """Send tasks until the window is full or none is left; returns the first row not sent."""
-        while next_row < tally.num_prompts and self._num_in_flight() < self._window:
-            rows = range(next_row, min(next_row + _PROMPTS_AT_ONCE, tally.num_prompts))
+    async def _feed(self, tally: EvaluationResults, prompts: PromptSet, first_rows: Iterator[int]) -> None:
+        """Send tasks until the window is full or none is left; `first_rows` are those of the parts not sent."""
+        while self._num_in_flight() < self._window and (first := next(first_rows, None)) is not None:
+            rows = range(first, min(first + _PROMPTS_AT_ONCE, tally.num_prompts))
             tasks = [
                 task
                 for row, prompt in zip(rows, await asyncio.to_thread(prompts.prompts, rows), strict=True)
                 for task in evaluation_tasks(self._config, row, prompt, label=tally.label, version=tally.version)
             ]
             await append(self._redis, self._keys.eval_prompts, [self._prepare(task) for task in tasks])
-            next_row = rows.stop
-        return next_row
 
     def _prepare(self, task: GroupTask) -> bytes:
         task.issued_unix_s = time.time()
@@ -140,12 +144,10 @@ class Evaluator:
     def _num_in_flight(self) -> int:
         return sum(task.num_rollouts for task in self._in_flight.values())
 
-    async def _absorb(self, tally: EvaluationResults, deliveries: list[Delivery]) -> None:
-        if not deliveries:
-            return
-        for delivery in deliveries:
+    async def _absorb(self, tally: EvaluationResults, answers: Batch) -> None:
+        for delivery in answers:
             tally.add(delivery.message)
-        await self._inbox.acknowledge(deliveries)
+        await self._inbox.acknowledge(answers)
         missing = set(tally.incomplete_groups(self._in_flight))
         self._in_flight = {group: task for group, task in self._in_flight.items() if group in missing}
 
