@@ -60,7 +60,7 @@ class EvaluationGate:
             score=score,
         )
         if self._best is not None and self._figure is not None and done.file == self._figure.file:
-            await asyncio.to_thread(self._best.measured, done.version, score)
+            await asyncio.to_thread(self._best.record_score, done.version, score)
         self.recorded_unix_s = time.time()
         self._recorded.set()
 

@@ -1,22 +1,22 @@
-"""A Hugging Face causal language model that gives log-probs of chosen tokens.
+"""A Hugging Face causal language model that gives log-probs of chosen tokens, without logits for all positions.
 
-Not the optimizer, and no engine: trainer.py wraps it in DeepSpeed. It never makes logits for all positions.
+trainer.py wraps it in DeepSpeed.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.learner.model.attention import OWN_ATTENTION, attend_to, attention_name, has_own_attention, use_own_attention
-from gspo.learner.model.experts import experts_name
 from gspo.learner.model.packed_rollouts import PackedRollouts
 from gspo_core.logprobs import token_logprobs
 
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from gspo.learner.model.adapters import Adapters
 
 log = structlog.get_logger()
-# 128 MiB of logits in float32: with a small vocabulary more rows at a time, and fewer of the fixed costs of a turn.
+# 128 MiB of logits in float32: with a small vocabulary more rows at a time, so that fixed costs are paid less often.
 _LOGITS_AT_A_TIME = 2**25
 _LEAST_ROWS = 1024
 _OTHER_ARCHITECTURE = (
     "Use an architecture whose logits are hidden states times the output weight, such as Qwen or Llama"
 )
-# What the code of an architecture raises that does not work as others do.
+# Errors of the code of an architecture that differs from the others.
 _TRIAL_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 # A mixture's experts lie in one tensor: [experts, out, in].
 _STACKED = 3
+_EXPERTS = "gspo_grouped"
 
 
 class PolicyModel(nn.Module):
@@ -43,7 +44,7 @@ class PolicyModel(nn.Module):
     optimizer's weights are the float32 master weights themselves.
 
     Attributes:
-        adapters: What is trained under LoRA; None where the weights themselves are.
+        adapters: The trained part under LoRA; None where the weights themselves are trained.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class PolicyModel(nn.Module):
 
 
 def hidden_states(causal_lm: PreTrainedModel, input_RS: Tensor, line: PackedRollouts | None) -> Tensor:
-    """The states [R, S, D] that predict the next tokens; what attends in a backward pass attends as in here."""
+    """The states [R, S, D] that predict the next tokens; the backward pass attends as this forward does."""
     attend_to(line)
     positions = {} if line is None else {"position_ids": line.position_S[None]}
     states: Tensor = causal_lm.base_model(input_ids=input_RS, use_cache=False, **positions).last_hidden_state
@@ -92,7 +93,7 @@ def hidden_states(causal_lm: PreTrainedModel, input_RS: Tensor, line: PackedRoll
 
 @torch.no_grad()
 def can_be_packed(causal_lm: PreTrainedModel) -> bool:
-    """Whether the model keeps rollouts apart that lie one after another: not if it recurs, or attends its own way."""
+    """Whether packed rollouts stay apart in the model: not if it recurs, or has its own attention."""
     if has_own_attention(causal_lm):
         return False
     kinds = set(getattr(causal_lm.config.get_text_config(), "layer_types", None) or ())
@@ -118,14 +119,14 @@ def load_policy_model(folder: Path, config: Config) -> PolicyModel:
     """Load a model folder for training, with adapters where the configuration asks for them.
 
     Raises:
-        InputError: The folder does not load, or the model does more to its logits than one matrix product, so its
-            log-probs would be others.
+        InputError: The folder does not load, or the model's logits are no matrix product of states and output weight,
+            so its log-probs would differ.
     """
     causal_lm = _load_causal_lm(folder, config)
     adapters = _adapters(causal_lm, config) if config.learner.lora.rank else None
     if config.learner.gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    # A model is loaded to evaluate: left so, gradient checkpointing and dropout would do nothing.
+    # A model loads in evaluation mode, in which gradient checkpointing and dropout do nothing.
     return _policy_model(causal_lm, config, adapters).train()
 
 
@@ -138,8 +139,8 @@ def _adapters(causal_lm: PreTrainedModel, config: Config) -> Adapters:
 def load_reference_model(folder: Path, config: Config) -> PolicyModel:
     """The first policy, frozen, for a KL term.
 
-    Under bfloat16 its linear layers and experts are held in bfloat16: what autocast rounds them to at every use, so
-    half the memory gives the same bits. The output layer stays: its product is made in float32.
+    Under bfloat16 its linear layers and experts are stored in bfloat16. Autocast rounds them so at every use, so half
+    the memory gives the same bits. The output layer stays in float32, as its product does.
     """
     reference = _policy_model(_load_causal_lm(folder, config), config, None)
     for module in reference.causal_lm.base_model.modules():
@@ -164,12 +165,12 @@ def _load_causal_lm(folder: Path, config: Config) -> PreTrainedModel:
                 causal_lm = _from_pretrained(folder, config, OWN_ATTENTION)
             log.info("own_attention", model=type(causal_lm).__name__, reason=reason, effect="rollouts are padded")
         _refuse_changed_logits(causal_lm, folder)
-        _refuse_what_reads_ahead(causal_lm, folder)
+        _refuse_lookahead(causal_lm, folder)
     except _TRIAL_ERRORS as error:
         raise InputError(
             "model.path",
             f"{folder} ({type(causal_lm).__name__}) does not turn tokens into hidden states and logits as the learner "
-            f"needs it ({type(error).__name__}: {error})",
+            f"needs them ({type(error).__name__}: {error})",
             _OTHER_ARCHITECTURE,
         ) from error
     return causal_lm
@@ -182,7 +183,7 @@ def _from_pretrained(folder: Path, config: Config, attention: str) -> PreTrained
             folder,
             dtype=torch.float32,
             attn_implementation=attention,
-            experts_implementation=experts_name(),
+            experts_implementation=_EXPERTS,
             trust_remote_code=config.model.trust_remote_code,
             use_safetensors=None if config.model.allow_pickle else True,
         )
@@ -215,14 +216,41 @@ def _refuse_changed_logits(causal_lm: PreTrainedModel, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _refuse_what_reads_ahead(causal_lm: PreTrainedModel, folder: Path) -> None:
-    """Rows are padded behind their ends, so what stands there must change nothing before it."""
+def _refuse_lookahead(causal_lm: PreTrainedModel, folder: Path) -> None:
+    """Rows are padded behind their ends, so padding must change no state before it."""
     token_S = torch.arange(8) * 5 % causal_lm.config.get_text_config().vocab_size
     alone_SD = hidden_states(causal_lm, token_S[None, :5], None)[0]
     padded_SD = hidden_states(causal_lm, torch.stack([token_S, token_S * (torch.arange(8) < 5)]), None)[1, :5]
     if not torch.allclose(alone_SD, padded_SD, rtol=1e-3, atol=1e-3):
         raise InputError(
             "model.path",
-            f"{folder} ({type(causal_lm).__name__}) changes what it makes of a token with what stands behind it",
+            f"{folder} ({type(causal_lm).__name__}) lets later tokens change the state of an earlier one",
             "Use an architecture that reads from left to right, such as Qwen or Llama",
         )
+
+
+class _InDtype:
+    """A module with its tensors in another dtype."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.to(self._dtype) if isinstance(value, Tensor) else value
+
+
+def _experts(module: nn.Module, hidden_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Each token's K experts, weighted and added: [N, D].
+
+    torch's grouped product ignores autocast and would run in float32, the dtype of the weights. In a mixture it is
+    most of the arithmetic, so the weights are rounded to autocast's dtype first, as those of linear layers are.
+    """
+    device = hidden_ND.device.type
+    rounded = _InDtype(module, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else module
+    experts_ND: Tensor = grouped_mm_experts_forward(rounded, hidden_ND, expert_NK, weight_NK)
+    return experts_ND
+
+
+# A dense model ignores it.
+ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts)

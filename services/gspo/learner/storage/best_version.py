@@ -1,8 +1,8 @@
-"""The version that measured best, as a Hugging Face folder: `best/` in the run directory.
+"""The version with the best evaluation, as a Hugging Face folder: `best/` in the run directory.
 
-A version that will be measured is put aside in `candidates/` as soon as it is trained, for it is overwritten before its
-figures are known; then it becomes `best/` or goes. Which one is best is told by log/evaluations.jsonl alone: a kill at
-any moment is mended at the next start.
+The weights of a version are overwritten before its evaluation is over. So a version that will be measured is saved in
+`candidates/` as soon as it is trained; afterwards it becomes `best/` or is removed. The scores in
+log/evaluations.jsonl alone decide, and the next start completes a move that a kill interrupted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import structlog
 
 from gspo.learner.storage.durable_files import fsync, replace_whole, temporary
+from gspo.runlog.run_log import best_of
 
 BEST, CANDIDATES, FACTS = "best", "candidates", "best.json"
 log = structlog.get_logger()
@@ -26,7 +27,7 @@ class BestVersion:
 
     Args:
         figure: Name of the figure that is compared.
-        scores: Version -> its score, of what was measured before. A version's first score is the one that counts.
+        scores: Version -> its score, of the versions measured so far. The first score of a version counts.
     """
 
     def __init__(self, run_dir: Path, figure: str, scores: Mapping[int, float]) -> None:
@@ -39,20 +40,21 @@ class BestVersion:
     @property
     def version(self) -> int | None:
         """The best version so far, the earliest of several; None before the first score."""
-        return max(self._scores, key=lambda version: (self._scores[version], -version), default=None)
+        best = best_of(self._scores.items())
+        return None if best is None else best[0]
 
     def save_candidate(self, version: int, write: Callable[[Path], None]) -> None:
         """Keep the weights of a version until it is measured; `write` makes a model folder, whole or not at all."""
         with self._lock:
-            known = version in self._scores
-            if self._path(version).exists() or (known and (version != self.version or version == self._kept())):
+            measured = version in self._scores
+            if self._path(version).exists() or (measured and (version != self.version or version == self._kept())):
                 return
             write(self._path(version))
-            if known:
+            if measured:
                 self._settle(version)
 
-    def measured(self, version: int, score: float | None) -> None:
-        """A version was measured, and its score is on the disk; None where it has none. The best moves to `best/`."""
+    def record_score(self, version: int, score: float | None) -> None:
+        """A version was measured, and its score is on the disk; None if it has none. The best moves to `best/`."""
         with self._lock:
             if score is not None:
                 self._scores.setdefault(version, score)
@@ -75,16 +77,16 @@ class BestVersion:
         log.info("best_version", **facts)
 
     def _tidy(self) -> None:
-        """Finish what a kill left: the best of the scores is in `best/`, and no other measured version is kept."""
+        """Complete an interrupted move: the best version is in `best/`, and no other measured version is kept."""
         for unfinished in self._candidates.glob(".step-*"):
             shutil.rmtree(unfinished)
         for path in list(self._candidates.glob("step-*")):
             if (version := int(path.name.removeprefix("step-"))) in self._scores:
                 self._settle(version)
-        left = temporary(self._folder)
-        if left.exists() and not self._folder.exists():
-            left.rename(self._folder)
-        shutil.rmtree(left, ignore_errors=True)
+        before = temporary(self._folder)
+        if before.exists() and not self._folder.exists():
+            before.rename(self._folder)
+        shutil.rmtree(before, ignore_errors=True)
 
     def _path(self, version: int) -> Path:
         # Step s makes version s.

@@ -1,7 +1,4 @@
-"""The checkpoint folders: one appears under its name when all of it is on the disk, with the digest of every file.
-
-What is in them is the trainer's.
-"""
+"""The checkpoint folders: one gets its name when all of it is on the disk, with the digest of every file."""
 
 from __future__ import annotations
 
@@ -35,7 +32,8 @@ class Checkpoints:
     def begin(self, step: int) -> Path:
         """An empty folder that every rank may fill; `finish` makes it the checkpoint after `step`.
 
-        FileExistsError: there is a whole checkpoint of that step.
+        Raises:
+            FileExistsError: There is a whole checkpoint of that step.
         """
         if self.is_whole(step):
             raise FileExistsError(f"{self.path(step)} is a whole checkpoint")
@@ -67,23 +65,23 @@ class Checkpoints:
         return [step for step in self.all_steps() if self.is_whole(step)]
 
     def newest(self) -> int | None:
-        """The step of the newest whole checkpoint; None while there is none."""
+        """The step of the newest whole checkpoint; None before the first."""
         return max(self.steps(), default=None)
 
     def is_whole(self, step: int) -> bool:
-        """Whether the checkpoint after `step` is there with every file at its full size; reads no file's content."""
+        """Whether the checkpoint after `step` has every file at its full size; reads no file's content."""
         files = self._listed(step)
         return files is not None and {name: _size_of(entry) for name, entry in files.items()} == _sizes(self.path(step))
 
     def damage(self, step: int) -> str:
-        """What differs from the moment when the checkpoint was written; empty where every byte is as it was.
+        """How the checkpoint differs from what was written; empty if every byte is unchanged.
 
-        Reads every file. A checkpoint from before digests were kept is held against its sizes alone.
+        Reads every file. A checkpoint without digests, of an older version, is compared by its sizes alone.
         """
         try:
             return self._difference(step)
         except OSError as error:
-            if error.errno != errno.EIO:  # a right that is missing, say, is for the user to mend
+            if error.errno != errno.EIO:  # a missing permission, for one, is no damage
                 raise
             return f"a file cannot be read ({error.strerror}): the disk has lost a part of it"
 
@@ -92,18 +90,16 @@ class Checkpoints:
         if files is None:
             return f"{MANIFEST} is missing or unreadable"
         has_digests = not all(isinstance(entry, int) for entry in files.values())
-        found: dict[str, Any] = {"step": step, "files": _sizes(folder)}
-        if has_digests:
-            found = _manifest(step, folder)
-        if json.loads((folder / MANIFEST).read_bytes()) == found:
+        actual: dict[str, Any] = _manifest(step, folder) if has_digests else {"step": step, "files": _sizes(folder)}
+        if json.loads((folder / MANIFEST).read_bytes()) == actual:
             return ""
         for name, entry in sorted(files.items()):
-            if (present := found["files"].get(name)) != entry:
+            if (present := actual["files"].get(name)) != entry:
                 return f"{name}: expected {_words(entry)}, found {_words(present)}"
         return f"{MANIFEST} or the files beside it have changed"
 
     def move_damaged(self, step: int) -> Path:
-        """Move a checkpoint out of the way, for its owner to look at; returns where it is now."""
+        """Move a checkpoint out of the way, for its owner to look at; returns its new path."""
         damaged = self.path(step).with_name(self.path(step).name + _DAMAGED)
         if damaged.exists():
             shutil.rmtree(damaged)
@@ -112,13 +108,13 @@ class Checkpoints:
         return damaged
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint. Its name goes first: half of one is never taken for whole."""
+        """Remove a checkpoint. It loses its name first: a reader never takes half of one for whole."""
         leaving = temporary(self.path(step))
         self.path(step).rename(leaving)
         shutil.rmtree(leaving)
 
     def _listed(self, step: int) -> dict[str, Any] | None:
-        """What the manifest says of each file; None where it cannot be read."""
+        """The manifest's entry of each file; None if the manifest cannot be read."""
         try:
             manifest = json.loads((self.path(step) / MANIFEST).read_bytes())
         except (FileNotFoundError, ValueError):
@@ -128,7 +124,7 @@ class Checkpoints:
 
 
 def _manifest(step: int, folder: Path) -> dict[str, Any]:
-    """What the manifest of an undamaged folder says: the files' sizes and digests, read in parallel."""
+    """The manifest of a folder as it is: sizes and digests of its files, read in parallel."""
     sizes = _sizes(folder)
     with ThreadPoolExecutor() as threads:  # hashlib lets other threads run
         digests = threads.map(lambda name: _sha256(folder / name), sizes)

@@ -1,20 +1,18 @@
-"""Writes that are on the disk when they return, and that a kill at any moment leaves whole or absent.
-
-It knows nothing of what is written.
-"""
+"""Durable writes: on the disk when they return, and whole or absent after a kill at any moment."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from gspo.learner.storage.disk_space import DiskSpace
+from gspo.runlog.records import Record, read_own_records
 
-# A name that ends so is unfinished: removed at the next start, read by nobody.
+# A file whose name ends so is unfinished: no reader opens it, and the next start removes it.
 TEMPORARY = ".tmp"
 
 
@@ -42,10 +40,14 @@ def replace_whole(path: Path, data: bytes) -> None:
 
 
 def link_new(unfinished: Path, path: Path) -> None:
-    """Give a written file its final name, once: FileExistsError where the name is taken, and that file stays."""
+    """Give a written file its final name, once.
+
+    Raises:
+        FileExistsError: The name is taken; that file stays, and the unfinished one is removed.
+    """
     try:
         fsync(unfinished)
-        # Unlike a rename, link() never replaces what is there.
+        # Unlike a rename, link() never replaces a file.
         os.link(unfinished, path)
     finally:
         unfinished.unlink()
@@ -53,17 +55,17 @@ def link_new(unfinished: Path, path: Path) -> None:
 
 
 def finite_or_null(figures: Mapping[str, float]) -> dict[str, float | None]:
-    """Figures for strict JSON, which has no NaN: null where a value is not finite."""
+    """Figures for strict JSON, which has no NaN: a value that is not finite becomes null."""
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
 class JsonLines:
     """A file of one JSON object a line that only grows.
 
-    Opening it cuts off a last line without an end, which a kill left.
+    Opening it cuts off a torn last line, whose writer was killed.
 
     Args:
-        disk: Waits for room, where it does.
+        disk: Waits for free disk space.
     """
 
     def __init__(self, path: Path, disk: DiskSpace | None = None) -> None:
@@ -78,15 +80,13 @@ class JsonLines:
     def __exit__(self, *exc_info: object) -> None:
         os.close(self._descriptor)
 
-    def records(self) -> list[dict[str, Any]]:
-        """All lines. ValueError: one is not JSON; something else wrote into the file."""
-        records = []
-        for number, line in enumerate(self.path.read_bytes().splitlines(), start=1):
-            try:
-                records.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"{self.path}, line {number}: not a line that the learner wrote ({error})") from error
-        return records
+    def records(self, parse: Callable[[Mapping[str, Any]], Record]) -> list[Record]:
+        """The records of all lines.
+
+        Raises:
+            ValueError: A line holds no such record: the learner did not write it.
+        """
+        return read_own_records(self.path, parse).records
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Add lines; they are on the disk when this returns."""
@@ -96,7 +96,7 @@ class JsonLines:
         )
 
     def _write_whole(self, data: bytes) -> None:
-        """Write all of it, or nothing: what a full disk took of a line would stand before the next one."""
+        """Write all of it, or nothing: a part of a line would corrupt the next one."""
         before = os.fstat(self._descriptor).st_size
         try:
             while data:

@@ -1,7 +1,6 @@
-"""The run directory as the learner holds it: locked, one epoch a life, and the only truth about the run.
+"""The run directory in the hands of its one learner: locked, with an epoch for each start, the only truth of the run.
 
-Whether it belongs to this configuration is the command line's question. Who decides what is written: assembly.py,
-the trainer, the loop.
+The command line checks whether it belongs to the configuration.
 """
 
 from __future__ import annotations
@@ -24,16 +23,26 @@ from gspo.learner.storage.checkpoints import Checkpoints
 from gspo.learner.storage.disk_space import DiskSpace
 from gspo.learner.storage.durable_files import TEMPORARY, JsonLines, finite_or_null, replace_whole
 from gspo.learner.storage.step_log import StepLog
+from gspo.runlog.run_log import (
+    EVALUATIONS,
+    LOG_FOLDER,
+    METRICS,
+    NOT_APPLIED,
+    SETTLED,
+    VERSIONS,
+    EvaluationRecord,
+    SettledRecord,
+    StepRecord,
+)
 
 
 @dataclass(frozen=True)
 class PolicyVersion:
-    """A version of the policy: the one name by which everyone knows it is (version, digest).
+    """A version of the policy: a line of policy.jsonl. (version, digest) identifies it everywhere.
 
     Attributes:
-        dtype: Of the weights that the digest is of; empty in logs that do not say.
-        hyperparameters: What the step was trained with, by the names in making.py; None of version 0, and in logs
-            that do not say.
+        dtype: Of the weights that the digest is of; empty in older logs.
+        hyperparameters: Of its step, by the names of Hyperparameters; None of version 0, and in older logs.
     """
 
     version: int
@@ -42,52 +51,55 @@ class PolicyVersion:
     dtype: str = ""
     hyperparameters: Mapping[str, float] | None = None
 
+    @classmethod
+    def parse(cls, line: Mapping[str, Any]) -> Self:
+        """The version of a line's JSON object."""
+        return cls(**{field.name: line[field.name] for field in fields(cls) if field.name in line})
+
 
 class RunDir:
-    """The run directory in the hands of its one learner, from opening to `close`.
+    """The run directory, from opening to `close`.
 
-    Opening locks it, raises the epoch, removes what a kill left unfinished, and reads how every group ended.
+    Opening locks it, raises the epoch, removes unfinished files, and reads how every group ended.
 
     Args:
-        disk: Waits for room before each write, where it does; opening does not wait.
+        disk: Waits for free disk space at each write; opening does not wait.
 
     Attributes:
         trained_s: Seconds that the recorded steps took before it was opened.
 
     Raises:
         InputError: Another learner holds the directory, or it cannot be written.
-        ValueError: Something else wrote into the log: a broken line, or a group that ended twice.
+        ValueError: The log holds a line that no learner wrote, or a group that ended twice.
     """
 
     def __init__(self, path: Path, disk: DiskSpace | None = None) -> None:
         self.path = path
-        log_folder = path / "log"
+        log_folder = path / LOG_FOLDER
         self.steplog = StepLog(log_folder, disk)
         self.checkpoints = Checkpoints(path / "checkpoints")
         _check_writable(path)
         for folder in (log_folder, self.checkpoints.folder):
             folder.mkdir(exist_ok=True)
-        with ExitStack() as held:
-            held.callback(os.close, _take_lock(path))
+        with ExitStack() as files:
+            files.callback(os.close, _take_lock(path))
             self.epoch = _raise_epoch(path / "epoch")
             _remove_unfinished(log_folder, self.checkpoints.folder)
-            self._settled_lines = held.enter_context(JsonLines(log_folder / "settled.jsonl", disk))
-            self._policy_lines = held.enter_context(JsonLines(log_folder / "policy.jsonl", disk))
-            self._metrics_lines = held.enter_context(JsonLines(log_folder / "metrics.jsonl", disk))
-            self._evaluation_lines = held.enter_context(JsonLines(log_folder / "evaluations.jsonl", disk))
-            self._not_applied_lines = held.enter_context(JsonLines(log_folder / "not_applied.jsonl", disk))
+            names = (SETTLED, VERSIONS, METRICS, EVALUATIONS, NOT_APPLIED)
+            self._lines = {name: files.enter_context(JsonLines(log_folder / name, disk)) for name in names}
+            # Trained groups whose step file was removed.
             self._trained_lines: set[int] = set()
             self.settlements = self._read_settlements()
-            self._versions = {r["version"]: _policy_version(r) for r in self._policy_lines.records()}
-            steps = self._metrics_lines.records()
-            self._measured_steps = {r["step"] for r in steps}
-            self.trained_s = sum(r["figures"].get("step_s") or 0.0 for r in steps)
-            self._not_applied = {(r["step"], r["update"]) for r in self._not_applied_lines.records()}
-            evaluations = self._evaluation_lines.records()
-            self._evaluations = {r["label"]: _num_prompts(r["figures"]) for r in evaluations}
-            # A version's first score counts: what was kept or removed by it is not there to be judged again.
-            self._scores = {r["version"]: r["score"] for r in reversed(evaluations) if r.get("score") is not None}
-            self._open_files = held.pop_all()
+            self._versions = {v.version: v for v in self._lines[VERSIONS].records(PolicyVersion.parse)}
+            steps = self._lines[METRICS].records(StepRecord.parse)
+            self._measured_steps = {record.step for record in steps}
+            self.trained_s = sum(record.figures.get("step_s", 0.0) for record in steps)
+            self._not_applied = set(self._lines[NOT_APPLIED].records(lambda line: (line["step"], line["update"])))
+            self._evaluations: dict[str, float] = {}
+            self._scores: dict[int, float] = {}
+            for label, record in self._lines[EVALUATIONS].records(_labelled):
+                self._note_evaluation(label, record.version, record.figures, record.score)
+            self._open_files = files.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -102,21 +114,26 @@ class RunDir:
     def write_step(self, step: int, rows: Sequence[Row]) -> None:
         """Log a step before it is trained; its groups are then settled as trained.
 
-        FileExistsError: the step is logged already, and stays as it is.
-        ValueError: a row of another step, or a group that has ended before.
+        Raises:
+            FileExistsError: The step is logged already, and its file stays.
+            ValueError: A row belongs to another step, or a group has ended before.
         """
         if self.steplog.path(step).exists():
             raise FileExistsError(f"{self.steplog.path(step)} is there: step {step} is logged already")
         groups = sorted({row.group for row in rows})
-        if wrong := {row.step for row in rows} - {step}:
-            raise ValueError(f"step {step} was given rows of step {sorted(wrong)}")
+        if others := {row.step for row in rows} - {step}:
+            raise ValueError(f"rows of step {sorted(others)} cannot be logged as step {step}")
         self._refuse_settled(groups)
         self.steplog.write(step, rows)
         for group in groups:
             self.settlements.add(group, Settlement.TRAINED)
 
     def read_step(self, step: int) -> list[Row]:
-        """A logged step's rows in training order. FileNotFoundError: it is not in the log."""
+        """A logged step's rows in training order.
+
+        Raises:
+            FileNotFoundError: The step is not in the log.
+        """
         return self.steplog.read(step)
 
     def steps(self) -> list[int]:
@@ -124,7 +141,11 @@ class RunDir:
         return self.steplog.steps()
 
     def steps_to_replay(self, after: int) -> list[int]:
-        """The logged steps after step `after`, in order. ValueError: one of them is missing."""
+        """The logged steps after step `after`, in order.
+
+        Raises:
+            ValueError: One of them is missing.
+        """
         steps = [step for step in self.steps() if step > after]
         if missing := set(range(after + 1, max(steps, default=after) + 1)) - set(steps):
             raise ValueError(
@@ -136,7 +157,8 @@ class RunDir:
     def settle(self, groups: Sequence[SettledGroup]) -> None:
         """Record how groups ended that are not trained; on the disk when this returns.
 
-        ValueError: one of them has ended before; nothing is written then.
+        Raises:
+            ValueError: One of them has ended before; nothing is written then.
         """
         self._refuse_settled([settled.group for settled in groups])
         self._append_settled(groups)
@@ -154,33 +176,34 @@ class RunDir:
     ) -> None:
         """Record a policy version; on the disk when this returns.
 
-        One that a replay made again with the same digest is not written twice; with another digest it is, and the
-        newest digest holds, and hyperparameters once recorded stay where none are given.
+        A version that a replay made again is written only if its digest differs; then the newest digest counts.
+        Recorded hyperparameters stay if the call brings none.
         """
         if (recorded := self.version(version)) and recorded.digest == digest:
             return
         if hyperparameters is None and recorded:
             hyperparameters = recorded.hyperparameters
-        made = PolicyVersion(version, digest, step, dtype, hyperparameters)
-        self._policy_lines.append([{**asdict(made), "unix_s": time.time()}])
-        self._versions[version] = made
+        record = PolicyVersion(version, digest, step, dtype, hyperparameters)
+        self._lines[VERSIONS].append([{**asdict(record), "unix_s": time.time()}])
+        self._versions[version] = record
 
     def versions(self) -> list[PolicyVersion]:
         """Every recorded version, in order."""
         return [self._versions[version] for version in sorted(self._versions)]
 
     def version(self, version: int) -> PolicyVersion | None:
-        """What is recorded of a version, the newest record; None where there is none."""
+        """The newest record of a version; None if there is none."""
         return self._versions.get(version)
 
-    def append_not_applied(self, step: int, left_out: Iterable[Mapping[str, Any]]) -> None:
+    def append_not_applied(self, step: int, updates: Iterable[Mapping[str, Any]]) -> None:
         """Record the mini-batches of a step that were not applied, each once; on the disk when this returns.
 
-        A record has `update`, `mini_batch` and `reason`, as updates.py names them.
+        Args:
+            updates: The fields of each SkippedUpdate.
         """
-        new = [record for record in left_out if (step, record["update"]) not in self._not_applied]
+        new = [record for record in updates if (step, record["update"]) not in self._not_applied]
         if new:
-            self._not_applied_lines.append({"step": step, **record, "unix_s": time.time()} for record in new)
+            self._lines[NOT_APPLIED].append({"step": step, **record, "unix_s": time.time()} for record in new)
             self._not_applied |= {(step, record["update"]) for record in new}
 
     def not_applied(self, step: int) -> list[int]:
@@ -188,11 +211,11 @@ class RunDir:
         return sorted(update for of_step, update in self._not_applied if of_step == step)
 
     def append_metrics(self, step: int, version: int, figures: Mapping[str, float]) -> bool:
-        """Record a step's figures, once. Returns False, and writes nothing, where a replay trained it again."""
+        """Record a step's figures, once; False if a replay trained it again, and nothing is written."""
         if step in self._measured_steps:
             return False
         record = {"step": step, "version": version, "unix_s": time.time(), "figures": finite_or_null(figures)}
-        self._metrics_lines.append([record])
+        self._lines[METRICS].append([record])
         self._measured_steps.add(step)
         return True
 
@@ -206,22 +229,17 @@ class RunDir:
         file: str = "",
         score: float | None = None,
     ) -> bool:
-        """Record an evaluation, once a label, unless it is of more prompts than the one that is recorded.
+        """Record an evaluation under its label; False if one of as many prompts is recorded, and nothing is written.
 
         Args:
             file: Name of the held-out file.
-            score: What evaluation.keep_best compares.
-
-        Returns False, and writes nothing, where it is recorded.
+            score: The figure that evaluation.keep_best compares.
         """
-        num_prompts = _num_prompts(figures)
-        if label in self._evaluations and num_prompts <= self._evaluations[label]:
+        if label in self._evaluations and _num_prompts(figures) <= self._evaluations[label]:
             return False
         record = {"label": label, "version": version, "step": step, "unix_s": time.time(), "file": file, "score": score}
-        self._evaluation_lines.append([{**record, "figures": finite_or_null(figures)}])
-        self._evaluations[label] = num_prompts
-        if score is not None:
-            self._scores.setdefault(version, score)
+        self._lines[EVALUATIONS].append([{**record, "figures": finite_or_null(figures)}])
+        self._note_evaluation(label, version, figures, score)
         return True
 
     def evaluations(self) -> list[str]:
@@ -229,13 +247,13 @@ class RunDir:
         return list(self._evaluations)
 
     def scores(self) -> dict[int, float]:
-        """Version -> what evaluation.keep_best compares, of the versions that have it."""
+        """Version -> its score in evaluation.keep_best, of the versions that have one."""
         return dict(self._scores)
 
     def prune(self, *, keep_checkpoints: int, keep_log_steps: int | None) -> None:
-        """Remove checkpoints and step files beyond those to be kept.
+        """Remove checkpoints and step files beyond the numbers to keep.
 
-        A step that the replay after any kept checkpoint needs stays, and all stay while there is no checkpoint.
+        A step stays while the replay after any kept checkpoint needs it; all stay while there is no checkpoint.
         """
         whole = self.checkpoints.steps()
         for step in whole[:-keep_checkpoints]:
@@ -243,11 +261,10 @@ class RunDir:
         if keep_log_steps is None or not whole:
             return
         oldest_kept = whole[-keep_checkpoints:][0]
-        removable = [step for step in self.steps()[:-keep_log_steps] if step <= oldest_kept]
-        self._remove_steps(removable)
+        self._remove_steps([step for step in self.steps()[:-keep_log_steps] if step <= oldest_kept])
 
     def _remove_steps(self, steps: Sequence[int]) -> None:
-        """Remove step files; how their groups ended is written down first, for it is known from nowhere else."""
+        """Remove step files; their groups are recorded as trained first, since no other file says so."""
         trained = [
             SettledGroup(group, Settlement.TRAINED, f"step {step}, whose file was removed under keep_log_steps")
             for step in steps
@@ -260,7 +277,7 @@ class RunDir:
 
     def _append_settled(self, groups: Sequence[SettledGroup]) -> None:
         now = time.time()
-        self._settled_lines.append(
+        self._lines[SETTLED].append(
             {"group": s.group, "settlement": s.settlement.value, "reason": s.reason, "unix_s": now}
             | ({"response_tokens": list(s.response_tokens)} if s.response_tokens else {})
             for s in groups
@@ -273,18 +290,24 @@ class RunDir:
 
     def _read_settlements(self) -> Settlements:
         settlements = Settlements()
-        for record in self._settled_lines.records():
-            settlements.add(record["group"], Settlement(record["settlement"]))
+        for record in self._lines[SETTLED].records(SettledRecord.parse):
+            settlements.add(record.group, Settlement(record.settlement))
         self._trained_lines.update(g for g in settlements if settlements.get(g) is Settlement.TRAINED)
         for step in self.steplog.steps():
-            # A kill between the line and the removal of the file leaves both.
+            # After a kill between the line and the removal of the file there are both.
             for group in set(self.steplog.groups(step)) - self._trained_lines:
                 settlements.add(group, Settlement.TRAINED)
         return settlements
 
+    def _note_evaluation(self, label: str, version: int, figures: Mapping[str, float], score: float | None) -> None:
+        self._evaluations[label] = _num_prompts(figures)
+        if score is not None:
+            # A version's first score counts: by it the version was kept or removed.
+            self._scores.setdefault(version, score)
+
 
 def _take_lock(path: Path) -> int:
-    """The descriptor that holds the lock; the system lets it go with the process, however that ends."""
+    """The descriptor of the locked file; the system unlocks it with the end of the process."""
     descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -292,7 +315,7 @@ def _take_lock(path: Path) -> int:
         holder = os.read(descriptor, 4096).decode(errors="replace") or "a learner that is just starting"
         os.close(descriptor)
         raise InputError(
-            str(path), f"one learner at a time, and it is held by {holder}", "Let that run end, or stop it"
+            str(path), f"one learner at a time, and {holder} has locked it", "Let that run end, or stop it"
         ) from None
     try:
         os.ftruncate(descriptor, 0)
@@ -332,9 +355,9 @@ def _remove_unfinished(*folders: Path) -> None:
                 leftover.unlink()
 
 
-def _num_prompts(figures: Mapping[str, float | None]) -> float:
-    return figures.get("num_prompts") or 0.0
+def _num_prompts(figures: Mapping[str, float]) -> float:
+    return figures.get("num_prompts", 0.0)
 
 
-def _policy_version(record: dict[str, Any]) -> PolicyVersion:
-    return PolicyVersion(**{field.name: record[field.name] for field in fields(PolicyVersion) if field.name in record})
+def _labelled(line: Mapping[str, Any]) -> tuple[str, EvaluationRecord]:
+    return line["label"], EvaluationRecord.parse(line)

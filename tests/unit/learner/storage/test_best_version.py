@@ -38,7 +38,7 @@ def test_the_highest_score_is_kept_and_of_equals_the_first(tmp_path: Path) -> No
     for version, score in enumerate((0.25, 0.5, 0.5, 0.375, 0.75)):
         best.save_candidate(version, model(version))
         assert candidates(tmp_path) == [f"step-{version:06d}"]
-        best.measured(version, score)
+        best.record_score(version, score)
         seen.append(kept(tmp_path))
         assert candidates(tmp_path) == []
     assert seen == ["0", "1", "1", "1", "4"]
@@ -54,7 +54,7 @@ def test_the_highest_score_is_kept_and_of_equals_the_first(tmp_path: Path) -> No
 def test_a_version_without_a_score_goes(tmp_path: Path) -> None:
     best = BestVersion(tmp_path, "sampled_mean", {})
     best.save_candidate(0, model(0))
-    best.measured(0, None)
+    best.record_score(0, None)
     assert (kept(tmp_path), candidates(tmp_path), best.version) == (None, [], None)
 
 
@@ -62,15 +62,15 @@ def test_the_first_score_of_a_version_counts(tmp_path: Path) -> None:
     best = BestVersion(tmp_path, "sampled_mean", {})
     for version, score in ((1, 0.5), (2, 0.25)):
         best.save_candidate(version, model(version))
-        best.measured(version, score)
+        best.record_score(version, score)
     best.save_candidate(2, model(2))
-    best.measured(2, 0.75)
+    best.record_score(2, 0.75)
     assert (kept(tmp_path), best.version, candidates(tmp_path)) == ("1", 1, [])
 
 
 def test_figures_that_come_before_the_model_is_written(tmp_path: Path) -> None:
     best = BestVersion(tmp_path, "sampled_mean", {})
-    best.measured(3, 0.5)
+    best.record_score(3, 0.5)
     assert kept(tmp_path) is None
     best.save_candidate(3, model(3))
     assert (kept(tmp_path), candidates(tmp_path)) == ("3", [])
@@ -83,7 +83,7 @@ def test_figures_that_come_before_the_model_is_written(tmp_path: Path) -> None:
         model(4)(folder)
 
     writer = threading.Thread(target=best.save_candidate, args=(4, slow))
-    measurer = threading.Thread(target=best.measured, args=(4, 0.75))
+    measurer = threading.Thread(target=best.record_score, args=(4, 0.75))
     writer.start()
     assert writing.wait(10)
     measurer.start()
@@ -97,7 +97,7 @@ def test_figures_that_come_before_the_model_is_written(tmp_path: Path) -> None:
 def test_a_kill_while_the_best_changes_is_mended_at_the_next_start(tmp_path: Path, when: str) -> None:
     best = BestVersion(tmp_path, "sampled_mean", {})
     best.save_candidate(1, model(1))
-    best.measured(1, 0.25)
+    best.record_score(1, 0.25)
     best.save_candidate(2, model(2))
     best.save_candidate(3, model(3))
     if when != "recorded":
@@ -114,7 +114,7 @@ def test_a_kill_while_the_best_changes_is_mended_at_the_next_start(tmp_path: Pat
 def test_an_old_best_comes_back_where_the_new_one_was_lost(tmp_path: Path) -> None:
     best = BestVersion(tmp_path, "sampled_mean", {})
     best.save_candidate(1, model(1))
-    best.measured(1, 0.25)
+    best.record_score(1, 0.25)
     (tmp_path / BEST).rename(tmp_path / f"{BEST}.tmp")
     shutil.rmtree(tmp_path / CANDIDATES)
     BestVersion(tmp_path, "sampled_mean", {1: 0.25, 2: 0.5})
