@@ -9,7 +9,7 @@ import difflib
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import yaml
 from pydantic import BaseModel
@@ -36,6 +36,30 @@ class InputError(Exception):
     def __init__(self, where: str, rule: str, fix: str) -> None:
         super().__init__(f"{where}: {rule}. {fix}")
         self.where, self.rule, self.fix = where, rule, fix
+
+
+NO_VALUE: Final = object()
+
+
+class ConfigError(ValueError):
+    """A configuration value breaks a rule; pydantic keeps it in its own error.
+
+    Args:
+        key: The key, relative to the section whose validator raises; empty for the validated value itself.
+        value: The value, shown as YAML in front of the rule; NO_VALUE where it would say nothing.
+        rule: What must hold.
+        fix: What to change.
+    """
+
+    def __init__(self, key: str, value: Any, rule: str, fix: str) -> None:
+        self.key, self.value, self.rule, self.fix = key, value, rule, fix
+        super().__init__(str(self.as_input_error()))
+
+    def as_input_error(self, section: str = "") -> InputError:
+        """The same error under the full name of its key."""
+        where = ".".join(part for part in (section, self.key) if part)
+        rule = self.rule if self.value is NO_VALUE else f"{in_yaml(self.value)} {self.rule}"
+        return InputError(where, rule, self.fix)
 
 
 def exit_bad_input(error: InputError) -> NoReturn:

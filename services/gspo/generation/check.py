@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from gspo.common.config.schema import Config
-from gspo.common.errors import InputError, warn
+from gspo.common.errors import ConfigError, InputError, warn
 from gspo.common.host.gpus import PARALLEL_ARGUMENTS, check_gpus_are_seen, visible_gpus, warn_of_float32
 from gspo.common.host.memory import free_memory
 from gspo.common.model.folder import max_positions, model_folder
@@ -24,9 +24,8 @@ def check(config: Config) -> None:
     """
     try:
         check_engine_args(config.generation.engine)
-    except (ValueError, ModuleNotFoundError) as error:
-        where, _, rule = str(error).partition(": ")
-        raise InputError(where, rule, "Mend or remove it") from error
+    except ConfigError as error:
+        raise error.as_input_error() from error
     algorithm = config.algorithm
     if algorithm.num_return_sequences_in_group > config.generation.max_rollouts:
         raise InputError(

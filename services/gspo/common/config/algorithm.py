@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from gspo.common.config.fields import Section
+from gspo.common.errors import ConfigError
 
 RewardNorm = Literal["group", "batch", "running"]
 
@@ -173,36 +174,40 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _clip_is_set_one_way(self) -> AlgorithmConfig:
         if self.pg_clip is not None and (self.pg_clip_low is not None or self.pg_clip_high is not None):
-            raise ValueError(
-                f"algorithm.pg_clip: {self.pg_clip} sets both sides, and pg_clip_low or pg_clip_high is "
-                "set too. Keep one of the two ways"
+            raise ConfigError(
+                "pg_clip",
+                self.pg_clip,
+                "sets both sides, and pg_clip_low or pg_clip_high is set too",
+                "Keep one of the two ways",
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(
-                f"algorithm.dual_clip_loss: {self.dual_clip_loss} as c must be above 1. Set a larger one, true or false"
+            raise ConfigError(
+                "dual_clip_loss", self.dual_clip_loss, "as c must be above 1", "Set a larger one, true or false"
             )
         return self
 
     @model_validator(mode="after")
     def _rewards_have_one_norm(self) -> AlgorithmConfig:
         if self.reward_shift and self.reward_scale:
-            raise ValueError(
-                "algorithm.reward_shift: true with reward_scale: true is both 'only'. Leave both out to shift and scale"
+            raise ConfigError(
+                "reward_shift", True, "with reward_scale: true is both 'only'", "Leave both out to shift and scale"
             )
         if self.adv_estimator == "grpo" and self.reward_norm != "group":
-            raise ValueError(
-                f"algorithm.reward_norm: {self.reward_norm or 'null'} contradicts adv_estimator: grpo, which means "
-                "group. Leave reward_norm out, or set adv_estimator: reinforce"
+            raise ConfigError(
+                "reward_norm",
+                self.reward_norm,
+                "contradicts adv_estimator: grpo, which means group",
+                "Leave reward_norm out, or set adv_estimator: reinforce",
             )
         if (self.reward_shift or self.reward_scale) and self.reward_norm is None:
             key = "reward_shift" if self.reward_shift else "reward_scale"
-            raise ValueError(
-                f"algorithm.{key}: true needs moments, and reward_norm is null. Set it to group, batch or running"
-            )
+            raise ConfigError(key, True, "needs moments, and reward_norm is null", "Set it to group, batch or running")
         if self.adv_estimator == "grpo" and self.gamma != 1:
-            raise ValueError(
-                f"algorithm.gamma: {self.gamma} discounts the return of reinforce; under adv_estimator: grpo every "
-                "token has its answer's advantage. Leave gamma out, or set adv_estimator: reinforce"
+            raise ConfigError(
+                "gamma",
+                self.gamma,
+                "discounts the return of reinforce; under adv_estimator: grpo every token has its answer's advantage",
+                "Leave gamma out, or set adv_estimator: reinforce",
             )
         return self
 
@@ -211,38 +216,47 @@ class AlgorithmConfig(Section):
         if self.num_return_sequences_in_group > 1:
             return self
         if self.reward_norm == "group":
-            raise ValueError(
-                f"algorithm.num_return_sequences_in_group: {self.num_return_sequences_in_group} leaves nothing "
-                "to compare within a group: every advantage would be 0. Set at least 2, or adv_estimator: reinforce "
-                "with another reward_norm"
+            raise ConfigError(
+                "num_return_sequences_in_group",
+                self.num_return_sequences_in_group,
+                "leaves nothing to compare within a group: every advantage would be 0",
+                "Set at least 2, or adv_estimator: reinforce with another reward_norm",
             )
         if self.filter_zero_spread:
-            raise ValueError(
-                "algorithm.filter_zero_spread: true drops every group where num_return_sequences_in_group is 1, since "
-                "one reward has no spread. Set at least 2, or leave filter_zero_spread out"
+            raise ConfigError(
+                "filter_zero_spread",
+                True,
+                "drops every group where num_return_sequences_in_group is 1, since one reward has no spread",
+                "Set at least 2, or leave filter_zero_spread out",
             )
         return self
 
     @model_validator(mode="after")
     def _correction_has_something_to_correct(self) -> AlgorithmConfig:
         if self.behavior_correction != "none" and self.old_logprobs != "recompute":
-            raise ValueError(
-                f"algorithm.behavior_correction: {self.behavior_correction} compares recomputed log-probs with the "
-                "engine's. Set old_logprobs: recompute, or behavior_correction: none"
+            raise ConfigError(
+                "behavior_correction",
+                self.behavior_correction,
+                "compares recomputed log-probs with the engine's",
+                "Set old_logprobs: recompute, or behavior_correction: none",
             )
         return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> AlgorithmConfig:
         if self.num_rollouts < self.num_mini_batches:
-            raise ValueError(
-                f"algorithm.num_mini_batches: {self.num_mini_batches} is more than the {self.num_rollouts} rollouts "
-                "of a step, and each needs one. Lower it"
+            raise ConfigError(
+                "num_mini_batches",
+                self.num_mini_batches,
+                f"is more than the {self.num_rollouts} rollouts of a step, and each needs one",
+                "Lower it",
             )
         if self.overlong_buffer is not None and self.overlong_buffer > self.response_length:
-            raise ValueError(
-                f"algorithm.overlong_buffer: {self.overlong_buffer} is longer than response_length "
-                f"{self.response_length}, at whose end it lies. Lower it"
+            raise ConfigError(
+                "overlong_buffer",
+                self.overlong_buffer,
+                f"is longer than response_length {self.response_length}, at whose end it lies",
+                "Lower it",
             )
         return self
 

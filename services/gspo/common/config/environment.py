@@ -5,24 +5,50 @@ It runs nothing.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from gspo.common.config.fields import ON_RESUME, FreeMapping, RunName, Section, VersionText
-from gspo.common.errors import in_yaml
-from gspo.common.tools import BUILTIN_TOOLS, tool_problem
+from gspo.common.config.fields import ON_RESUME, FilePath, FreeMapping, RunName, Section, VersionText
+from gspo.common.errors import NO_VALUE, ConfigError
 
 # The name under which an episode's summed step rewards are a part of the score, beside those of reward functions.
 ENVIRONMENT_PART = "environment"
 ToolFormat = Literal["hermes", "qwen3_coder"]
 
 
+def _tool(name: str, description: str, parameter: str, meaning: str) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {parameter: {"type": "string", "description": meaning}},
+                "required": [parameter],
+            },
+        },
+    }
+
+
+# As a chat template describes them; the reward service runs them.
+BUILTIN_TOOLS: Mapping[str, dict[str, Any]] = {
+    "calculator": _tool(
+        "calculator",
+        "Work out an arithmetic expression.",
+        "expression",
+        "Numbers with + - * / // % ** and brackets",
+    ),
+    "python": _tool("python", "Run a Python program and read what it prints.", "code", "The program"),
+}
+
+
 class EnvironmentConfig(Section):
     """A multi-turn environment: a file, a built-in, or a name registered over REST; none of them is single-turn."""
 
-    path: Path | None = Field(None, description="Python file with `reset(task)` and `step(state, action)`")
+    path: FilePath | None = Field(None, description="Python file with `reset(task)` and `step(state, action)`")
     builtin: Literal["tools"] | None = Field(
         None, description="An environment that comes with gspo: tools answers the calls of environment.tools"
     )
@@ -35,7 +61,7 @@ class EnvironmentConfig(Section):
         None, description="Version of a registered environment, or its first 8 or more characters; else its active one"
     )
     entry: str | None = Field(None, description="Object or class of the file that has reset and step, if not the file")
-    reads: tuple[Path, ...] = Field(
+    reads: tuple[FilePath, ...] = Field(
         (),
         description="Files and folders beside its own file that it may read and import from; everything else is hidden",
     )
@@ -104,11 +130,10 @@ class EnvironmentConfig(Section):
     def _tools_can_be_called(cls, tools: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[str, Any], ...]:
         names: set[str] = set()
         for place, tool in enumerate(tools):
-            if problem := tool_problem(tool):
-                raise ValueError(f"environment.tools.{place}: {problem}")
+            _check_tool(str(place), tool)
             name = tool if isinstance(tool, str) else str(tool["function"]["name"])
             if name in names:
-                raise ValueError(f"environment.tools.{place}: '{name}' is there twice. Leave one out")
+                raise ConfigError(str(place), NO_VALUE, f"'{name}' is there twice", "Leave one out")
             names.add(name)
         return tools
 
@@ -117,33 +142,57 @@ class EnvironmentConfig(Section):
         if not self.used:
             for key, field in type(self).model_fields.items():
                 if (value := getattr(self, key)) != field.default:
-                    raise ValueError(
-                        f"environment.{key}: {in_yaml(value)} belongs to an environment, and there is none. "
-                        "Set environment.path, builtin or name"
+                    raise ConfigError(
+                        key,
+                        value,
+                        "belongs to an environment, and there is none",
+                        "Set environment.path, builtin or name",
                     )
             return self
         if self.path is not None and self.builtin is not None:
-            raise ValueError("environment.builtin: stands beside path, and it is one of them. Leave one out")
+            raise ConfigError("builtin", NO_VALUE, "stands beside path, and it is one of them", "Leave one out")
         if self.version is not None and not self.registered:
-            raise ValueError("environment.version: only a registered environment has one. Leave it out")
+            raise ConfigError("version", NO_VALUE, "only a registered environment has one", "Leave it out")
         for key in ("entry", "reads"):
             if getattr(self, key) and self.path is None:
-                raise ValueError(f"environment.{key}: belongs to a file. Leave it out, or set environment.path")
+                raise ConfigError(key, NO_VALUE, "belongs to a file", "Leave it out, or set environment.path")
         return self
 
     @model_validator(mode="after")
     def _tools_are_somebodys(self) -> EnvironmentConfig:
         names = [tool for tool in self.tools if isinstance(tool, str)]
         if self.builtin == "tools" and len(names) < max(1, len(self.tools)):
-            raise ValueError(
-                "environment.tools: the built-in environment answers calls of built-in tools alone. "
-                f"List names of {', '.join(BUILTIN_TOOLS)}"
+            raise ConfigError(
+                "tools",
+                NO_VALUE,
+                "the built-in environment answers calls of built-in tools alone",
+                f"List names of {', '.join(BUILTIN_TOOLS)}",
             )
         if names and self.builtin is None:
-            raise ValueError(
-                f"environment.tools: '{names[0]}' is a built-in tool, and an environment of yours answers its own. "
-                "Describe its tools, or set environment.builtin: tools"
+            raise ConfigError(
+                "tools",
+                NO_VALUE,
+                f"'{names[0]}' is a built-in tool, and an environment of yours answers its own",
+                "Describe its tools, or set environment.builtin: tools",
             )
         if self.turn_tokens is None and self.long_turn == "end":
-            raise ValueError("environment.long_turn: end needs a limit that ends turns. Set environment.turn_tokens")
+            raise ConfigError("long_turn", "end", "needs a limit that ends turns", "Set environment.turn_tokens")
         return self
+
+
+def _check_tool(key: str, tool: str | Mapping[str, Any]) -> None:
+    """Refuse a tool that cannot be described and called."""
+    if isinstance(tool, str):
+        if tool not in BUILTIN_TOOLS:
+            raise ConfigError(
+                key, NO_VALUE, f"'{tool}' is no built-in tool", f"Built in are {', '.join(BUILTIN_TOOLS)}"
+            )
+        return
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        fix = "Write {type: function, function: {name: ..., ...}}"
+        raise ConfigError(key, tool, "is no description of a tool", fix)
+    parameters = function.get("parameters", {})
+    if not isinstance(parameters, dict) or not isinstance(parameters.get("properties", {}), dict):
+        rule = f"the parameters of '{function['name']}' are no JSON schema of an object"
+        raise ConfigError(key, NO_VALUE, rule, "Give properties by name")

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from gspo.common.config.fields import ON_RESUME, RunName, Section
-from gspo.common.errors import in_yaml
+from gspo.common.config.fields import ON_RESUME, FilePath, RunName, Section
+from gspo.common.errors import ConfigError, nearest
+
+
+class BestFigure(NamedTuple):
+    """A figure of a held-out file; the file's name is empty where the file has none."""
+
+    file: str
+    figure: str
 
 
 class EvaluationConfig(Section):
     """Measuring the policy on prompts that are never trained on."""
 
-    prompts: Path | dict[RunName, Path] | None = Field(
+    prompts: FilePath | dict[RunName, FilePath] | None = Field(
         None,
         description="Held-out prompts, in the form of data.prompts, or several files by name; none is no evaluation",
     )
@@ -64,12 +72,14 @@ class EvaluationConfig(Section):
 
     @field_validator("prompts", mode="before")
     @classmethod
-    def _file_or_named_files(cls, given: Any) -> Any:
-        if given is None or isinstance(given, str | Path) or (isinstance(given, dict) and given):
-            return given
-        raise ValueError(
-            f"evaluation.prompts: {in_yaml(given)} is neither a file nor files by name. "
-            "Write one path, or a line `name: path` for each file below the key"
+    def _file_or_named_files(cls, value: Any) -> Any:
+        if value is None or isinstance(value, str | Path) or (isinstance(value, dict) and value):
+            return value
+        raise ConfigError(
+            "",
+            value,
+            "is neither a file nor files by name",
+            "Write one path, or a line `name: path` for each file below the key",
         )
 
     @property
@@ -84,6 +94,44 @@ class EvaluationConfig(Section):
         """The k for which pass@k is reported: powers of two, and num_answers."""
         powers = {1 << exponent for exponent in range(self.num_answers.bit_length())}
         return tuple(sorted(powers | {self.num_answers}))
+
+    def best_figure(self, part_labels: Sequence[str]) -> BestFigure | None:
+        """The figure that `keep_best` names; None where it is not set.
+
+        Args:
+            part_labels: Names of the reward functions and the environment, whose values are parts of the score.
+
+        Raises:
+            ConfigError: No evaluation has this figure, or it would be of several versions.
+        """
+        if self.keep_best is None:
+            return None
+        if not self.files:
+            raise ConfigError(
+                "evaluation.keep_best",
+                self.keep_best,
+                "is measured on held-out prompts, and there are none",
+                "Set evaluation.prompts, or leave keep_best out",
+            )
+        if not self.hold_weights:
+            raise ConfigError(
+                "evaluation.keep_best",
+                self.keep_best,
+                "would be of several versions under hold_weights: false",
+                "Set evaluation.hold_weights: true, or leave keep_best out",
+            )
+        prefix, slash, rest = self.keep_best.partition("/")
+        names_file = bool(slash) and prefix in self.files
+        best = BestFigure(prefix, rest) if names_file else BestFigure(next(iter(self.files)), self.keep_best)
+        known = ["sampled_mean", *(f"pass_at_{k}" for k in self.pass_ks), f"best_at_{self.num_answers}"]
+        known += ["greedy_mean"] if self.greedy else []
+        known += [f"part_{label}_mean" for label in part_labels] if len(part_labels) > 1 else []
+        # A function may return named parts, part_FUNCTION/NAME_mean, and only the function knows their names.
+        starts = tuple(f"part_{label}/" for label in part_labels)
+        if best.figure not in known and not (best.figure.startswith(starts) and best.figure.endswith("_mean")):
+            rule = "is no figure of an evaluation that grows as the policy gets better"
+            raise ConfigError("evaluation.keep_best", best.figure, rule, nearest(best.figure, known))
+        return best
 
     @staticmethod
     def key_of(name: str) -> str:

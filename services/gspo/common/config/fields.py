@@ -1,20 +1,20 @@
-"""What every section of the configuration is made of.
-
-It names no key.
-"""
+"""The parts that the sections of the configuration are made of: their base class, names, paths and free mappings."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationInfo
 from pydantic.config import JsonDict
+
+from gspo.common.errors import ConfigError
 
 _NAME, _VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", r"^[0-9a-f]{8,64}$"
 HTTP_ADDRESS, HTTP_HOST = r"^https?://[^\s]+$", r"^https?://[^\s/]+(:\d+)?/?$"
 _HOST_NAME = r"^(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$"
-# What the patterns mean, for people.
+# The meaning of each pattern, for messages.
 PATTERNS = {
     _HOST_NAME: "a host's name without a port, or *. and the end of one",
     _NAME: "1 to 64 of the letters a-z and A-Z, digits, and . _ -, beginning with a letter or a digit",
@@ -30,15 +30,22 @@ HostName = Annotated[str, StringConstraints(pattern=_HOST_NAME)]
 def _only_finite(value: Any) -> Any:
     """Refuse an infinite number, or none at all, at any depth of a mapping that has no fixed keys."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} is in it, and every number must be finite. Set a finite number")
+        raise ConfigError("", value, "is in it, and every number must be finite", "Set a finite number")
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
         _only_finite(inner)
     return value
 
 
-# What is handed on by names of others: arguments of an engine or a function, a tool's description.
+def _from_base(path: Path, info: ValidationInfo) -> Path:
+    """A path of a file, taken from the file's folder, which the validation's context has as `base`."""
+    return info.context["base"] / path if info.context else path
+
+
+# A path in a configuration file is relative to that file, so that a folder can be moved as a whole.
+FilePath = Annotated[Path, AfterValidator(_from_base)]
+# Mappings with keys of other programs: arguments of an engine or a function, a tool's description.
 FreeMapping = Annotated[dict[str, Any], AfterValidator(_only_finite)]
-# Marks a key that may change when a run is resumed.
+# For a key that may change when a run is resumed.
 ON_RESUME: JsonDict = {"on_resume": True}
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from gspo.common.config.fields import ON_RESUME, Section
-from gspo.common.errors import in_yaml
+from gspo.common.config.fields import ON_RESUME, FilePath, Section
+from gspo.common.errors import ConfigError
 
 # On two cores 2048 took 0.6 of the time of 8192 for answers of mixed lengths: it stays in the cache.
 MICRO_BATCH_TOKENS = 2048
@@ -33,9 +32,11 @@ class LoraConfig(Section):
     def _is_on_where_it_is_described(self) -> LoraConfig:
         for key, field in type(self).model_fields.items():
             if not self.rank and key != "rank" and (value := getattr(self, key)) != field.default:
-                raise ValueError(
-                    f"learner.lora.{key}: {in_yaml(value)} has no effect with rank 0, which trains the weights "
-                    "themselves. Set learner.lora.rank, such as 16"
+                raise ConfigError(
+                    key,
+                    value,
+                    "has no effect with rank 0, which trains the weights themselves",
+                    "Set learner.lora.rank, such as 16",
                 )
         return self
 
@@ -100,7 +101,7 @@ class LearnerConfig(Section):
         json_schema_extra=ON_RESUME,
     )
     threads: int = Field(0, ge=0, description="CPU threads of a rank; 0 shares all cores out among them")
-    deepspeed: dict[str, Any] | Path = Field(
+    deepspeed: dict[str, Any] | FilePath = Field(
         default_factory=dict,
         description="Further DeepSpeed configuration, as a mapping or the path of a JSON file; a value that "
         "contradicts a key of ours is an error, 'auto' leaves it to us",

@@ -10,27 +10,15 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from gspo.common.config.reference import Key, explain
+from gspo.common.config.fields import PATTERNS
+from gspo.common.config.reference import Key, explain, meaning, names_at, section_at
 from gspo.common.config.schema import Config
-from gspo.common.config.validation import as_input_error
-from gspo.common.errors import InputError, in_yaml
+from gspo.common.errors import ConfigError, InputError, in_yaml, nearest
 
 # A run directory's configuration.
 CONFIG_NAME = "config.yaml"
-# Paths in a file are relative to that file, so that a folder can be moved as a whole.
-PATH_KEYS = (
-    "data.prompts",
-    "environment.path",
-    "evaluation.prompts",
-    "learner.deepspeed",
-    "reward.registry",
-    "reward.tokens",
-    "run.directory",
-    "services.redis_password_file",
-    "services.tls",
-    "services.token_file",
-)
 
 
 class _Loader(yaml.SafeLoader):
@@ -99,10 +87,9 @@ def parse_config(given: dict[str, Any], base: Path, *, source: str = "configurat
         InputError: As for `read_config`, with every wrong key named.
     """
     try:
-        config = Config.model_validate(given)
+        return Config.model_validate(given, context={"base": base.resolve()})
     except ValidationError as error:
-        raise as_input_error(error, source) from error
-    return _resolve_paths(config, base.resolve())
+        raise _as_input_error(error, source) from error
 
 
 def write_config(config: Config, path: Path) -> None:
@@ -155,23 +142,64 @@ def _value(config: Config, key: str) -> Any:
     return value
 
 
-def _resolve_paths(config: Config, base: Path) -> Config:
-    update = config.model_dump()
-    for key in PATH_KEYS:
-        section, name = key.split(".")
-        update[section][name] = _from_base(base, update[section][name])
-    for function in update["reward"]["functions"]:
-        if function["path"] is not None:
-            function["path"] = base / function["path"]
-        function["reads"] = [base / place for place in function["reads"]]
-    update["environment"]["reads"] = [base / place for place in update["environment"]["reads"]]
-    if (base / update["model"]["path"]).exists():
-        update["model"]["path"] = str(base / update["model"]["path"])
-    return Config.model_validate(update)
+def _as_input_error(error: ValidationError, source: str) -> InputError:
+    """One error for everything that is wrong.
+
+    Args:
+        source: What is read, for the head of a list: the file's name.
+    """
+    problems: dict[str, InputError] = {}
+    for problem in _without_consequences(error.errors()):
+        explained = _explain(problem)
+        problems.setdefault(explained.where, explained)
+    if len(problems) == 1:
+        return next(iter(problems.values()))
+    listed = "".join(f"\n  {problem}" for problem in problems.values())
+    return InputError(source, f"{len(problems)} keys are wrong", f"Mend each of them:{listed}")
 
 
-def _from_base(base: Path, value: Any) -> Any:
-    """A path of the file, or each of its named paths, taken from `base`; anything else as it is."""
-    if isinstance(value, dict):
-        return {name: _from_base(base, one) for name, one in value.items()}
-    return base / value if isinstance(value, Path) else value
+def _explain(problem: ErrorDetails) -> InputError:
+    where, value = _place(problem["loc"]), in_yaml(problem["input"])
+    if problem["type"] == "extra_forbidden":
+        return InputError(where, f"is not a key (value {value})", _proposal(where))
+    if problem["type"] == "missing":
+        return InputError(where, "is missing", f"Set it: {meaning(where)}")
+    if problem["type"] == "value_error":
+        error: ConfigError = problem["ctx"]["error"]
+        return error.as_input_error(where)
+    if problem["type"] == "string_pattern_mismatch":
+        return InputError(where, f"{value} is not allowed", f"Write {PATTERNS[problem['ctx']['pattern']]}")
+    return InputError(where, f"{value} is not allowed: {problem['msg']}", f"It is: {meaning(where)}")
+
+
+def _place(loc: tuple[int | str, ...]) -> str:
+    """The key that a problem is about: pydantic adds the name of each form that a value of several may have."""
+    parts = [str(part) for part in loc]
+    for number in range(1, len(parts)):
+        if not section_at(".".join(parts[:number])):
+            # Behind a value stand its items and keys, and the forms, which no key is named like.
+            inner = [part for part in parts[number:] if part.isdigit()]
+            return ".".join([*parts[:number], *inner])
+    return ".".join(parts)
+
+
+def _proposal(where: str) -> str:
+    """The nearest key of that section, or the place where a key of that very name is."""
+    section, _, name = where.rpartition(".")
+    elsewhere = [key.name for key in explain() if key.name.rpartition(".")[2] == name]
+    if elsewhere:
+        return f"Did you mean {' or '.join(elsewhere)}?"
+    return nearest(name, names_at(section))
+
+
+def _without_consequences(problems: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Without a list that is too short only because one of its items has a problem of its own."""
+    places = [problem["loc"] for problem in problems]
+    return [
+        problem
+        for problem in problems
+        if problem["type"] != "too_short"
+        or not any(
+            len(place) > len(problem["loc"]) and place[: len(problem["loc"])] == problem["loc"] for place in places
+        )
+    ]

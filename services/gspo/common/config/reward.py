@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from gspo.common.config.fields import HTTP_ADDRESS, ON_RESUME, FreeMapping, RunName, Section, VersionText
+from gspo.common.config.fields import (
+    HTTP_ADDRESS,
+    ON_RESUME,
+    FilePath,
+    FreeMapping,
+    RunName,
+    Section,
+    VersionText,
+)
+from gspo.common.errors import NO_VALUE, ConfigError
 
 # What `reward.functions.N.builtin` may name; the reward service has a file or a client for each.
 Builtin = Literal[
@@ -29,7 +37,7 @@ Builtin = Literal[
 class RewardFunction(Section):
     """One function that scores answers: a file, a built-in, an HTTP address, or a name registered over REST."""
 
-    path: Path | None = Field(
+    path: FilePath | None = Field(
         None, description="Python file with `reward(prompts, completions, **columns)` or verl's `compute_score`"
     )
     builtin: Builtin | None = Field(None, description="A function that comes with gspo, instead of a file")
@@ -58,7 +66,7 @@ class RewardFunction(Section):
     part_weights: dict[str, float] = Field(
         default_factory=dict, description="Factor of each named part of its value; 1 for a part that is not named"
     )
-    reads: tuple[Path, ...] = Field(
+    reads: tuple[FilePath, ...] = Field(
         (),
         description="Files and folders beside its own file that it may read and import from; everything else is hidden",
     )
@@ -77,15 +85,18 @@ class RewardFunction(Section):
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> RewardFunction:
-        given = [key for key in ("path", "builtin", "url") if getattr(self, key) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{given[1]}: stands beside {given[0]}, and a function is one of them. Leave one out")
-        if not given and self.name is None:
-            raise ValueError("path: is missing. Set path, builtin, url, or the name of a registered function")
-        if given and self.version is not None:
-            raise ValueError(f"version: a function by {given[0]} has no registered version. Leave it out")
-        if self.entry is not None and given != ["path"]:
-            raise ValueError("entry: belongs to a file. Leave it out, or set path")
+        kinds = [key for key in ("path", "builtin", "url") if getattr(self, key) is not None]
+        if len(kinds) > 1:
+            rule = f"stands beside {kinds[0]}, and a function is one of them"
+            raise ConfigError(kinds[1], NO_VALUE, rule, "Leave one out")
+        if not kinds and self.name is None:
+            fix = "Set path, builtin, url, or the name of a registered function"
+            raise ConfigError("path", NO_VALUE, "is missing", fix)
+        if kinds and self.version is not None:
+            rule = f"a function by {kinds[0]} has no registered version"
+            raise ConfigError("version", NO_VALUE, rule, "Leave it out")
+        if self.entry is not None and kinds != ["path"]:
+            raise ConfigError("entry", NO_VALUE, "belongs to a file", "Leave it out, or set path")
         return self
 
 
@@ -154,7 +165,7 @@ class RewardConfig(Section):
         description="Least confinement of user code; the strongest that the machine gives is taken",
         json_schema_extra=ON_RESUME,
     )
-    registry: Path | None = Field(
+    registry: FilePath | None = Field(
         None,
         description="Folder with this machine's copy of the registered functions; .rewards in run.directory by default",
         json_schema_extra=ON_RESUME,
@@ -164,7 +175,7 @@ class RewardConfig(Section):
         description="What a submitted function may import besides the standard library",
         json_schema_extra=ON_RESUME,
     )
-    tokens: Path | None = Field(
+    tokens: FilePath | None = Field(
         None,
         description="File of people's tokens for REST: lines of NAME, ROLE (submit or read) and TOKEN",
         json_schema_extra=ON_RESUME,

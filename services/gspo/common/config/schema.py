@@ -8,16 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from gspo.common.config.algorithm import AlgorithmConfig
-from gspo.common.config.best_figure import BestFigure, best_figure
 from gspo.common.config.environment import ENVIRONMENT_PART, EnvironmentConfig
-from gspo.common.config.evaluation import EvaluationConfig, TrackingConfig
-from gspo.common.config.fields import ON_RESUME, FreeMapping, RunName, Section
+from gspo.common.config.evaluation import BestFigure, EvaluationConfig, TrackingConfig
+from gspo.common.config.fields import ON_RESUME, FilePath, FreeMapping, RunName, Section
 from gspo.common.config.learner import MICRO_BATCH_TOKENS, LearnerConfig
 from gspo.common.config.reward import RewardConfig
 from gspo.common.config.services import ServicesConfig
+from gspo.common.errors import NO_VALUE, ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -33,11 +33,20 @@ class ModelConfig(Section):
         False, description="Load .bin weights, which can run code, where there are no safetensors"
     )
 
+    @field_validator("path")
+    @classmethod
+    def _folder_beside_the_file(cls, path: str, info: ValidationInfo) -> str:
+        """A hub's name may look like a path: a folder that exists beside the file is meant."""
+        folder = info.context["base"] / path if info.context else None
+        return str(folder) if folder is not None and folder.exists() else path
+
 
 class DataConfig(Section):
     """The prompts."""
 
-    prompts: Path = Field(description="Training prompts: JSONL, JSON, CSV, Parquet, or a folder that `datasets` opens")
+    prompts: FilePath = Field(
+        description="Training prompts: JSONL, JSON, CSV, Parquet, or a folder that `datasets` opens"
+    )
     prompt_column: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages")
     on_long_prompt: Literal["error", "skip", "truncate"] = Field(
         "error",
@@ -62,9 +71,12 @@ class SamplingConfig(Section):
         for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             value = getattr(self, key)
             if value != off and not (key == "top_k" and value == -1):
-                raise ValueError(
-                    f"sampling.{key}: {value} cuts the distribution, so the log-probs of generator and "
-                    f"learner are not of the same policy and the ratio is biased. Leave it out, or set it to {off}"
+                raise ConfigError(
+                    key,
+                    value,
+                    "cuts the distribution, so the log-probs of generator and learner are not of the same policy and "
+                    "the ratio is biased",
+                    f"Leave it out, or set it to {off}",
                 )
         return self
 
@@ -99,9 +111,11 @@ class StalenessConfig(Section):
     @model_validator(mode="after")
     def _mask_has_an_age(self) -> StalenessConfig:
         if self.max_token_age is not None and self.on_stale != "mask":
-            raise ValueError(
-                f"staleness.max_token_age: {self.max_token_age} has no effect under on_stale: {self.on_stale}. "
-                "Set on_stale: mask, or leave max_token_age out"
+            raise ConfigError(
+                "max_token_age",
+                self.max_token_age,
+                f"has no effect under on_stale: {self.on_stale}",
+                "Set on_stale: mask, or leave max_token_age out",
             )
         return self
 
@@ -166,7 +180,9 @@ class GenerationConfig(Section):
 class RunConfig(Section):
     """Length, checkpoints, disk."""
 
-    directory: Path = Field(Path("runs"), description="Folder that holds the run directories")
+    directory: FilePath = Field(
+        Path("runs"), validate_default=True, description="Folder that holds the run directories"
+    )
     total_steps: PositiveInt | None = Field(None, description="Stop after so many steps", json_schema_extra=ON_RESUME)
     total_epochs: PositiveFloat | None = Field(
         None, description="Stop after so many passes over the prompts", json_schema_extra=ON_RESUME
@@ -214,32 +230,41 @@ class Config(Section):
     def _ends(self) -> Config:
         run = self.run
         if run.total_steps is None and run.total_epochs is None and run.total_hours is None:
-            raise ValueError(
-                "run.total_steps: the run has no end. Set run.total_steps, run.total_epochs or run.total_hours"
+            raise ConfigError(
+                "run.total_steps",
+                NO_VALUE,
+                "the run has no end",
+                "Set run.total_steps, run.total_epochs or run.total_hours",
             )
         return self
 
     @model_validator(mode="after")
     def _something_rewards(self) -> Config:
         if not self.reward.functions and not self.environment.used:
-            raise ValueError(
-                "reward.functions: is empty, and there is no environment that rewards. "
-                "List a reward function, or set environment.path"
+            raise ConfigError(
+                "reward.functions",
+                NO_VALUE,
+                "is empty, and there is no environment that rewards",
+                "List a reward function, or set environment.path",
             )
         for index, function in enumerate(self.reward.functions if self.environment.used else ()):
             if function.label in (ENVIRONMENT_PART, self.environment.label):
-                raise ValueError(
-                    f"reward.functions.{index}.name: '{function.label}' is the environment's name in scores and logs. "
-                    "Give the function another with `name:`"
+                raise ConfigError(
+                    f"reward.functions.{index}.name",
+                    NO_VALUE,
+                    f"'{function.label}' is the environment's name in scores and logs",
+                    "Give the function another with `name:`",
                 )
         return self
 
     @model_validator(mode="after")
     def _schedule_has_a_length(self) -> Config:
         if self.learner.schedule != "constant" and self.run.total_steps is None:
-            raise ValueError(
-                f"learner.schedule: {self.learner.schedule} needs a known number of steps. "
-                "Set run.total_steps, or schedule: constant"
+            raise ConfigError(
+                "learner.schedule",
+                self.learner.schedule,
+                "needs a known number of steps",
+                "Set run.total_steps, or schedule: constant",
             )
         return self
 
@@ -248,9 +273,11 @@ class Config(Section):
         learner = self.learner
         least = {"none": 0, "optimizer": 1, "all": 3}[learner.offload]
         if learner.zero_stage < least:
-            raise ValueError(
-                f"learner.offload: {learner.offload} needs zero_stage {least}{' or more' if least < 3 else ''}, and it "
-                f"is {learner.zero_stage}. Set learner.zero_stage: {least}, or offload: none"
+            raise ConfigError(
+                "learner.offload",
+                learner.offload,
+                f"needs zero_stage {least}{' or more' if least < 3 else ''}, and it is {learner.zero_stage}",
+                f"Set learner.zero_stage: {least}, or offload: none",
             )
         return self
 
@@ -259,35 +286,44 @@ class Config(Section):
         segment, staleness = self.generation.segment_tokens, self.staleness
         if segment is None:
             return self
-        where, longest = f"generation.segment_tokens: {segment}", self.algorithm.response_length
+        key, longest = "generation.segment_tokens", self.algorithm.response_length
         num_segments = -(-longest // segment)
         if staleness.max_lag == 0:
-            raise ValueError(
-                f"{where} puts answers aside for a later step, and with staleness.max_lag 0 there is none that could "
-                "train on them. Leave it out, or raise max_lag"
+            raise ConfigError(
+                key,
+                segment,
+                "pauses answers until a later step, and with staleness.max_lag 0 no later step may train on them",
+                "Leave it out, or raise max_lag",
             )
         if self.generation.on_update == "restart":
-            raise ValueError(
-                f"{where} has answers go on under newer weights, and generation.on_update: restart drops what older "
-                "ones sampled. Leave one of them out"
+            raise ConfigError(
+                key,
+                segment,
+                "continues answers under newer weights, and generation.on_update: restart drops the tokens of older "
+                "ones",
+                "Leave one of them out",
             )
         if staleness.on_stale != "mask" and staleness.max_lag < num_segments:
-            raise ValueError(
-                f"{where} spreads the longest answer (algorithm.response_length {longest}) over {num_segments} steps, "
-                f"and under staleness.on_stale: {staleness.on_stale} max_lag {staleness.max_lag} is too small for its "
-                f"first tokens. Set staleness.max_lag: {num_segments} or more, on_stale: mask, or longer segments"
+            raise ConfigError(
+                key,
+                segment,
+                f"spreads the longest answer (algorithm.response_length {longest}) over {num_segments} steps, and "
+                f"under staleness.on_stale: {staleness.on_stale} max_lag {staleness.max_lag} is too small for its "
+                "first tokens",
+                f"Set staleness.max_lag: {num_segments} or more, on_stale: mask, or longer segments",
             )
         return self
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> Config:
-        best_figure(self)
+        _ = self.best_figure
         return self
 
     @property
     def best_figure(self) -> BestFigure | None:
-        """What evaluation.keep_best names; None where it is not set."""
-        return best_figure(self)
+        """The figure that evaluation.keep_best names; None where it is not set."""
+        labels = [function.label for function in self.reward.functions]
+        return self.evaluation.best_figure([*labels, *([ENVIRONMENT_PART] if self.environment.used else [])])
 
     def is_measured(self, step: int) -> bool:
         """Whether the version that a step makes is measured while training goes on; the last one is at the end."""

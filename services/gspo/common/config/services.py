@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from gspo.common.config.fields import HTTP_HOST, ON_RESUME, HostName, Section
+from gspo.common.config.fields import HTTP_HOST, ON_RESUME, FilePath, HostName, Section
+from gspo.common.errors import NO_VALUE, ConfigError
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -16,15 +16,15 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 class TlsConfig(Section):
     """Certificates of the services: with them HTTP and gRPC speak TLS."""
 
-    cert: Path | None = Field(
+    cert: FilePath | None = Field(
         None,
         description="Certificate that every service shows, in PEM, with its chain; it turns TLS on",
         json_schema_extra=ON_RESUME,
     )
-    key: Path | None = Field(
+    key: FilePath | None = Field(
         None, description="The certificate's private key, in PEM, without a passphrase", json_schema_extra=ON_RESUME
     )
-    ca: Path | None = Field(
+    ca: FilePath | None = Field(
         None,
         description="Certificates of those who may sign for the services and for Redis; the machine's own by default",
         json_schema_extra=ON_RESUME,
@@ -38,14 +38,14 @@ class TlsConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether the services' doors speak TLS."""
+        """Whether the services speak TLS."""
         return self.cert is not None
 
     @model_validator(mode="after")
     def _is_whole(self) -> TlsConfig:
         for key, other in (("cert", "key"), ("key", "cert"), ("server_name", "cert")):
             if getattr(self, key) is not None and getattr(self, other) is None:
-                raise ValueError(f"services.tls.{key}: is of no use without services.tls.{other}. Set both, or neither")
+                raise ConfigError(key, NO_VALUE, f"is of no use without services.tls.{other}", "Set both, or neither")
         return self
 
 
@@ -63,7 +63,7 @@ class ServicesConfig(Section):
         description="Redis in use, rediss:// for TLS; none starts the redis-server of this package or machine",
         json_schema_extra=ON_RESUME,
     )
-    redis_password_file: Path | None = Field(
+    redis_password_file: FilePath | None = Field(
         None,
         description="File with Redis's password; one on another machine must have it",
         json_schema_extra=ON_RESUME,
@@ -80,7 +80,7 @@ class ServicesConfig(Section):
         "localhost, this machine's name and IP addresses always work",
         json_schema_extra=ON_RESUME,
     )
-    token_file: Path | None = Field(
+    token_file: FilePath | None = Field(
         None, description="File with the token that services show each other", json_schema_extra=ON_RESUME
     )
     lease_s: PositiveFloat = Field(
@@ -106,8 +106,10 @@ class ServicesConfig(Section):
     @model_validator(mode="after")
     def _no_password_in_the_open(self) -> ServicesConfig:
         if self.redis_url is not None and urlsplit(self.redis_url).password is not None:
-            raise ValueError(
-                "services.redis_url: holds a password, which the run directory and its logs would keep. "
-                "Leave it out there, write it into a file and name that in services.redis_password_file"
+            raise ConfigError(
+                "redis_url",
+                NO_VALUE,
+                "holds a password, which the run directory and its logs would keep",
+                "Leave it out there, write it into a file and name that in services.redis_password_file",
             )
         return self

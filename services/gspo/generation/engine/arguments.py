@@ -6,9 +6,10 @@ seconds and much memory.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
+
+from gspo.common.errors import ConfigError, nearest
 
 # Engine arguments that follow from other keys or that the correctness of a run rests on, with the way to go instead.
 OWN_ARGS: Mapping[str, str] = {
@@ -133,19 +134,26 @@ _EXECUTORS = ("mp", "uni")
 
 
 def check_engine_args(engine: Mapping[str, Any]) -> None:
-    """ValueError for the first key of `generation.engine` that vLLM does not know or that is not the user's."""
+    """Check the keys of `generation.engine`.
+
+    Raises:
+        ConfigError: vLLM does not know a key, or it is not the user's to set.
+    """
     for name, value in engine.items():
-        key = f"generation.engine.{name}: {value!r}"
+        key = f"generation.engine.{name}"
         if name in OWN_ARGS:
-            raise ValueError(f"{key} is set by the generation service itself; {OWN_ARGS[name]}; remove the key")
+            raise ConfigError(
+                key, value, f"is set by the generation service itself: {OWN_ARGS[name]}", "Remove the key"
+            )
         if name in REFUSED_ARGS:
-            raise ValueError(f"{key} is refused: {REFUSED_ARGS[name]}; remove the key")
+            raise ConfigError(key, value, f"is refused: {REFUSED_ARGS[name]}", "Remove the key")
         if name not in ALLOWED_ARGS:
-            nearest = difflib.get_close_matches(name, ALLOWED_ARGS, n=1)
-            hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
-            raise ValueError(f"{key} is no engine argument of the vLLM that this version knows{hint}")
+            rule = "is no engine argument of the vLLM that this version knows"
+            raise ConfigError(key, value, rule, nearest(name, ALLOWED_ARGS))
         if name == "distributed_executor_backend" and value not in _EXECUTORS:
-            raise ValueError(
-                f"{key} is refused: pushed weights lie in the memory of one host; "
-                f"use {' or '.join(_EXECUTORS)}, or remove the key"
+            raise ConfigError(
+                key,
+                value,
+                "is refused: pushed weights lie in the memory of one host",
+                f"Set {' or '.join(_EXECUTORS)}, or remove the key",
             )

@@ -37,7 +37,6 @@ from gspo.generation.engine.api import (
     Sampling,
     Tokens,
 )
-from gspo.generation.engine.arguments import check_engine_args
 from gspo.generation.engine.forked_process import ForkedProcess
 from gspo.generation.engine.process_environment import CPU_ENVIRONMENT
 from gspo.generation.engine.staging import PolicyCopy, StagedWeights
@@ -241,10 +240,9 @@ def engine_arguments(
     """vLLM's arguments, ours and the user's.
 
     `kv_cache_gib` bounds the KV cache on a CPU; on a GPU, and without it, vLLM takes its share of the memory.
-    `max_num_seqs` requests run at a time. `engine` are further engine arguments of vLLM; ValueError for one that is
-    not the user's.
+    `max_num_seqs` requests run at a time. `engine` are further engine arguments of vLLM, which `check_engine_args` has
+    checked.
     """
-    check_engine_args(engine or {})
     own: dict[str, Any] = {}
     if current_platform.is_cpu():
         # To compile takes a CPU half a minute at the first start and ten seconds at each later one.

@@ -12,7 +12,7 @@ import yaml
 from gspo.common.config.loading import changed_keys, check_resume, parse_config, read_config, write_config
 from gspo.common.config.reference import explain
 from gspo.common.config.schema import Config
-from gspo.common.errors import InputError
+from gspo.common.errors import NO_VALUE, ConfigError, InputError
 
 
 def refusal(given: dict[str, Any]) -> InputError:
@@ -164,6 +164,12 @@ def test_a_contradiction_names_its_key(given: dict[str, Any], section: str, keys
     assert error.fix
 
 
+def test_a_rule_of_two_sentences_stays_apart_from_the_fix() -> None:
+    error = ConfigError("lora.rank", 3, "is odd. Adapters come in pairs", "Set 4").as_input_error("learner")
+    assert (error.where, error.rule, error.fix) == ("learner.lora.rank", "3 is odd. Adapters come in pairs", "Set 4")
+    assert ConfigError("", NO_VALUE, "is empty", "Fill it").as_input_error("a.b").rule == "is empty"
+
+
 @pytest.mark.parametrize("off", [{"top_p": 1.0}, {"top_k": -1}, {"top_k": 0}, {"min_p": 0.0}])
 def test_sampling_that_is_off_is_allowed(given: dict[str, Any], off: dict[str, float]) -> None:
     given["sampling"] = off
@@ -237,6 +243,27 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, given: dict[str, Any]) -
     assert config.run_dir == tmp_path / "runs" / "r"
     assert config.model.path == str(tmp_path / "model")
     assert config.services.token_file == Path("/run/secrets/token")
+
+
+def test_every_path_is_relative_to_the_file_and_a_second_reading_changes_none(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    """A key of the type path that is not of FilePath would stay relative."""
+    names = [key.name for key in explain() if "path" in key.type.split(" | ")]
+    assert len(names) > 10
+    for name in names:
+        *sections, last = name.split(".")
+        section = given
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[last] = f"folder/{last}"
+    given["reward"]["functions"][0]["reads"] = ["folder/reads"]
+    given["environment"]["reads"] = ["folder/reads"]
+    given["evaluation"]["prompts"] = {"a": "folder/prompts"}
+    config = parse_config(given, tmp_path)
+    written = str(config.model_dump(mode="json"))
+    assert written.count("folder/") == written.count(f"{tmp_path}/folder/") == len(names) + 2
+    assert parse_config(config.model_dump(), tmp_path / "elsewhere") == config
 
 
 def test_a_model_that_is_no_folder_beside_the_file_is_a_hub_name(tmp_path: Path, given: dict[str, Any]) -> None:

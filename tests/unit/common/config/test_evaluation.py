@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gspo.common.config.best_figure import BestFigure
+from gspo.common.config.evaluation import BestFigure
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
