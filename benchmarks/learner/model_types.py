@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,24 +37,22 @@ _WINDOW = 16
 _MOST_PARAMETERS = 30_000_000
 _PAGE = """# Models
 
-Every causal language model type of the installed transformers that the learner takes, {num} of them, as a tiny model
-with random weights: made, written to disk, loaded as the learner loads a model, and compared with the model's own
-attention (`eager`) and full logits, in float32 on a CPU. `python -m benchmarks.learner.model_types` wrote this page;
-`make test-long` makes the table again and compares.
+This page covers the {num} causal language model types of the installed transformers. Each was tried as a tiny random \
+model on a CPU in float32. The learner's log-probs were compared with those of the model's own attention (`eager`) and \
+full logits. The largest difference of a trained model is {largest}. At each start, the learner repeats this comparison \
+with the real model on a few tokens. vLLM has its own list of architectures.
 
-- **carried** ({carried}): the learner's own attention gives the model's log-probs. *Packed* ones are trained without
-  padding; *padded* ones keep rollouts apart only as rows of their own.
-- **own attention** ({own}): the model asks its attention for more than the learner's carries, such as sinks (`s_aux`)
-  or a cap of the scores, or its code takes no other attention. It keeps its own, which takes more memory and time for
-  long rollouts. The learner's log says so at the start.
-- **refused** ({refused}): the start ends with a message that names the model and the reason.
-- **not tried** ({not_tried}): no tiny form was made, often because the language model is a part of a larger one.
+`python -m benchmarks.learner.model_types` writes this page; `make test-long` compares it with new results.
 
-The largest difference of a log-prob, over all that are trained, is {largest}. The same comparison is made with the real
-model at each start, a few tokens long. Which architectures the generation engine runs is in vLLM's own list.
+- **carried, packed**: the learner's attention gives the model's log-probs, without padding.
+- **carried, padded**: the same, with each rollout in a row of its own.
+- **own attention, padded**: the model keeps its own attention, for example because of sinks (`s_aux`) or a score cap. \
+Long rollouts take more memory and time. The learner logs it at startup.
+- **refused**: the start ends with an error that names the model and the reason.
+- **not tried**: no tiny form exists, often because the language model is part of a larger one.
 
-| architecture | class | verdict | largest difference |
-|---|---|---|---|
+| verdict | number | architectures (`model_type`) |
+|---|---:|---|
 {rows}
 """
 
@@ -247,23 +245,20 @@ def _reason(error: InputError) -> str:
     if "changes its logits" in error.rule:
         return "changes its logits after the output layer"
     if "stands behind it" in error.rule:
-        return "reads what stands behind a token"
+        return "reads later tokens"
     cause = re.search(r"\((\w+Error): ", error.rule)
-    return f"does not load or run as the learner needs it ({cause[1] if cause else 'see the message'})"
+    return f"does not load or run in the learner ({cause[1] if cause else 'see the message'})"
 
 
 def page(findings: Sequence[ModelVerdict]) -> str:
     """docs/models.md."""
-    rows = "\n".join(finding.row() for finding in findings)
-    kinds = Counter(finding.verdict.partition(":")[0] for finding in findings)
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for finding in sorted(findings, key=lambda finding: finding.verdict):
+        kinds[finding.verdict].append(f"`{finding.kind}`")
     return _PAGE.format(
         num=len(findings),
-        carried=kinds["carried, packed"] + kinds["carried, padded"],
-        own=kinds["own attention, padded"],
-        refused=kinds["refused"],
-        not_tried=kinds["not tried"],
         largest=f"{max(finding.difference or 0.0 for finding in findings):.0e}",
-        rows=rows,
+        rows="\n".join(f"| {verdict} | {len(names)} | {', '.join(names)} |" for verdict, names in kinds.items()),
     )
 
 

@@ -29,7 +29,7 @@ GENERATED = "<!-- Below this line: written by make bench -->"
 PEER_S = 13.7
 _BY_HAND = """# Benchmarks
 
-What one machine does, measured by `make bench` in one run, side by side: numbers of that machine and that day.
+`make bench` measures one machine in one run. The numbers belong to that machine and day.
 """
 
 
