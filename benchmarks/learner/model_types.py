@@ -39,8 +39,8 @@ _PAGE = """# Models
 
 This page covers the {num} causal language model types of the installed transformers. Each was tried as a tiny random \
 model on a CPU in float32. The learner's log-probs were compared with those of the model's own attention (`eager`) and \
-full logits. The largest difference of a trained model is {largest}. At each start, the learner repeats this comparison \
-with the real model on a few tokens. vLLM has its own list of architectures.
+full logits. The largest difference of a trained model is {largest}. At each start, the learner repeats this \
+comparison with the real model on a few tokens. vLLM has its own list of architectures.
 
 `python -m benchmarks.learner.model_types` writes this page; `make test-long` compares it with new results.
 
