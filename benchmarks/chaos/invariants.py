@@ -66,17 +66,17 @@ def check(left: FinishedRun) -> list[InvariantResult]:
     policies = _made_again(left, steps)
     rows = sum(len(found) for found in steps.values())
     parts: list[tuple[int, str, str, Callable[[], Iterator[str]]]] = [
-        (1, "no rollout in two steps; every group issued settled once, with a reason; the five endings add up",
+        (1, "no rollout is in two steps, and every issued group is settled once, with a reason",
          f"{rows} rollouts, {_summary(left)['groups']['issued']} groups", lambda: _settled_once(left, steps)),
         (2, "no counted token older than max_lag", f"{rows} rollouts", lambda: _young_enough(left, steps)),
         (3, "each log-prob is that of the weights of its version", f"{_num_tokens(steps)} tokens",
          lambda: _of_their_weights(steps, policies)),
         (4, "learner and generators agree on the digest of a version", f"{len(policies)} versions",
          lambda: _same_digests(left, policies)),
-        (5, "a failed score is no number", f"{_num_failed(steps)} failed scores", lambda: _no_number(steps)),
-        (6, "the run went on to its end, nothing is left in Redis, no stream outgrew the slots",
+        (5, "a failed score is never a number", f"{_num_failed(steps)} failed scores", lambda: _no_number(steps)),
+        (6, "the run ends, Redis is empty, no stream exceeds the slots",
          f"{len(steps)} steps", lambda: _complete(left, steps)),
-        (7, "the log makes the recorded digests again", f"{len(policies)} versions",
+        (7, "a replay of the log gives the recorded digests", f"{len(policies)} versions",
          lambda: _recorded_digests(left, policies)),
     ]  # fmt: skip
     return [InvariantResult(number, what, seen, tuple(look())) for number, what, seen, look in parts]

@@ -1,7 +1,4 @@
-"""docs/chaos.md, chaos.json and chaos.png from the files of the rounds and of learns.py.
-
-It plays nothing.
-"""
+"""Write docs/chaos.md, chaos.json and chaos.png from the results of the rounds and of arithmetic.py."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def write_report(results: Path, seed: int, out: Path) -> None:
 
 
 def _by_kind(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each kind of strike."""
+    """Return a row for each kind of fault."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for one in rounds:
         for struck in one["struck"]:
@@ -60,14 +57,23 @@ def _by_kind(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _findings(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each invariant, over all rounds."""
-    found: dict[int, dict[str, Any]] = {}
-    for one in rounds:
-        for finding in one["findings"]:
-            row = found.setdefault(finding["number"], {**finding, "seen": [], "broken": []})
+    """Return a row for each invariant, over all rounds."""
+    rows: dict[int, dict[str, Any]] = {}
+    for played in rounds:
+        for finding in played["findings"]:
+            row = rows.setdefault(finding["number"], {**finding, "seen": [], "broken": []})
             row["seen"].append(finding["seen"])
             row["broken"] += finding["broken"]
-    return [found[number] for number in sorted(found)]
+    return [{**rows[number], "seen": _total(rows[number]["seen"])} for number in sorted(rows)]
+
+
+def _total(counts: list[str]) -> str:
+    """Add up texts such as "700 steps" or "8 rollouts, 2 groups", unit by unit."""
+    totals: dict[str, int] = defaultdict(int)
+    for part in (part for text in counts for part in text.split(", ")):
+        number, _, unit = part.partition(" ")
+        totals[unit] += int(number)
+    return ", ".join(f"{number:,} {unit}" for unit, number in totals.items())
 
 
 def _seconds(rounds: list[dict[str, Any]], kind: str) -> list[float]:
@@ -76,7 +82,7 @@ def _seconds(rounds: list[dict[str, Any]], kind: str) -> list[float]:
 
 
 def _plot(rounds: list[dict[str, Any]], path: Path) -> None:
-    """Seconds to recover, a dot a strike, by kind."""
+    """Draw the seconds to recover: a dot for each fault, by kind."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -90,7 +96,7 @@ def _plot(rounds: list[dict[str, Any]], path: Path) -> None:
         axes.plot([row["lasts_s"]] * 2, [place - 0.35, place + 0.35], color="tab:gray")
     axes.set_yticks(range(len(rows)), [row["kind"] for row in rows])
     axes.invert_yaxis()
-    axes.set_xlabel("seconds from the beginning of a strike until the run is well again (grey: how long it lasts)")
+    axes.set_xlabel("seconds from the start of a fault until the run has recovered (grey: its duration)")
     axes.grid(axis="x", alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
