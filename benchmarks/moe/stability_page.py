@@ -46,8 +46,8 @@ def _render(runs: Sequence[Run]) -> str:
     seeds = sorted({run["seed"] for run in runs})
     measured = (
         f"Measured until {time.strftime('%Y-%m-%d', time.gmtime(newest))} on {machine['processor']}, "
-        f"{machine['cores']} cores; {packages}. {len(runs[0]['series']['reward_mean'])} steps; seeds "
-        f"{', '.join(map(str, seeds))}. Each cell: the mean over the seeds (least to most). "
+        f"{machine['cores']} cores. Packages: {packages}. {len(runs[0]['series']['reward_mean'])} steps, seeds "
+        f"{', '.join(map(str, seeds))}. Each cell has the mean over the seeds (least to most). "
         f"Every number: [{NAME}.json]({NAME}.json)."
     )
     paragraphs = (
