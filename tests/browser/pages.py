@@ -74,9 +74,10 @@ async def _addresses(redis_url: str, keys: Keys) -> dict[str, str]:
     try:
         async with asyncio.timeout(120):
             while True:
-                found = {instance.service: instance.http for instance in await list_instances(redis, keys)}
-                if {"coordinator", "reward"} <= found.keys():
-                    return found
+                instances = [i for i in await list_instances(redis, keys) if i.grpc or i.service == "coordinator"]
+                addresses = {instance.service: instance.http for instance in instances}
+                if {"coordinator", "reward"} <= addresses.keys():
+                    return addresses
                 await asyncio.sleep(0.2)
     finally:
         await redis.aclose()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gspo.common.host.importing import importing
-from gspo.common.service.app import run_service
 from gspo.common.service.options import await_start, parse_options
 from gspo.coordinator.check import check
 
@@ -14,9 +13,11 @@ def main() -> None:
     """Check, or serve until the run ends."""
     options = parse_options("coordinator", check, meaning=MEANING, checks_at_startup=True)
     with importing():
-        from gspo.coordinator.app import live  # after the options: a check needs no door
+        # After the options: a check needs no server.
+        from gspo.common.service.app import run_process
+        from gspo.coordinator.app import run_coordinator
 
-    run_service(await_start(options), live)
+    run_process(await_start(options), run_coordinator)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,18 @@
-"""The coordinator process: reads its prompts, serves its door, runs its loop or one evaluation."""
+"""The coordinator service: serves the run's HTTP API, reads the prompts, runs its loop or one evaluation."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import structlog
 
 from gspo.common.errors import InputError
-from gspo.common.network.http_guard import BoundedBodies
-from gspo.common.network.http_server import HttpServer
-from gspo.common.service.app import Service
-from gspo.common.service.health import HealthProbes
+from gspo.common.network.http_guard import ASGIApp, BoundedBodies
+from gspo.common.service.app import App, Service, Work, run_app
 from gspo.common.streams.events import Events
-from gspo.common.streams.instances import Instance, Registration
-from gspo.common.streams.keys import COORDINATOR
 from gspo.coordinator.data.prompts import PromptSet, held_out_prompts, training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer
 from gspo.coordinator.evaluation.evaluator import Evaluator
@@ -37,40 +33,44 @@ MAX_BODY_BYTES = 16 * 2**10
 log = structlog.get_logger()
 
 
-async def live(service: Service) -> None:
-    """One life of the process, from its door to its end."""
-    face = _HttpApi(service)
-    await service.run(
-        _evaluate(service, face) if service.options.evaluate else _coordinate(service, face), face.background()
-    )
+async def run_coordinator(service: Service) -> None:
+    """Serve the run's HTTP API, and coordinate a run or one evaluation to its end."""
+    await run_app(service, startup, http_port=service.config.services.coordinator_port)
 
 
-class _HttpApi:
-    """Door and heartbeat; they are there before the prompts are read, which takes a while."""
+@asynccontextmanager
+async def startup(service: Service) -> AsyncIterator[App]:
+    """Open the HTTP API, which shows the startup too, then read the prompts."""
+    views = _RunViews(service)
+    service.http_api = BoundedBodies(views.make_http_api(), MAX_BODY_BYTES)
+    main = await (_evaluation(service, views) if service.options.evaluate else _training(service, views))
+    yield App(main, background={"rollouts": views.rollouts.run}, sets_ready=True)
+
+
+class _RunViews:
+    """What the HTTP API shows: the startup at first, then the run or the evaluation.
+
+    Attributes:
+        state: The answer to /v1/state.
+        steps: Figures of the newest steps.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self.state: Callable[[], Awaitable[dict[str, Any]]] = self._starting
         self.steps: Callable[[], list[dict[str, float]]] = list
-        self._rollouts = RecentRollouts(service.redis, service.keys)
-        app = make_http_api(
-            service.redis,
-            service.keys,
-            state=lambda: self.state(),
-            status=lambda: run_status(service.redis, service.keys, service.config, self.steps()),
-            stop=self._request_stop,
-            rollouts=self._rollouts,
-        )
-        port = service.options.http_port or service.config.services.coordinator_port
-        face = HealthProbes(service, BoundedBodies(app, MAX_BODY_BYTES))
-        self._http = HttpServer(face, service.options.host, port, service.config.services)
+        self.rollouts = RecentRollouts(service.redis, service.keys)
 
-    def background(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        """What runs beside the main loop."""
-        service = self._service
-        instance = Instance(COORDINATOR, service.options.name, http=self._http.address, pid=os.getpid())
-        registration = Registration(service.redis, service.keys, instance, service.activity, dict)
-        return {"http": self._http.run(), "heartbeat": registration.run(), "rollouts": self._rollouts.run()}
+    def make_http_api(self) -> ASGIApp:
+        redis, keys, config = self._service.redis, self._service.keys, self._service.config
+        return make_http_api(
+            redis,
+            keys,
+            state=lambda: self.state(),
+            status=lambda: run_status(redis, keys, config, self.steps()),
+            stop=self._request_stop,
+            rollouts=self.rollouts,
+        )
 
     async def _starting(self) -> dict[str, Any]:
         return {"run": self._service.keys.run, "starting": self._service.activity.detail}
@@ -80,8 +80,8 @@ class _HttpApi:
         await events.send(Event(stop_requested=StopRequested(reason=reason)))
 
 
-async def _coordinate(service: Service, face: _HttpApi) -> None:
-    """A run with a learner."""
+async def _training(service: Service, views: _RunViews) -> Work:
+    """The main loop of a run with a learner."""
     config, redis, keys = service.config, service.redis, service.keys
     training, held_out = await asyncio.to_thread(_read_prompts, service)
     assert training is not None  # noqa: S101 - only an evaluation goes without
@@ -98,13 +98,13 @@ async def _coordinate(service: Service, face: _HttpApi) -> None:
         scheduler=_make_scheduler(service, held_out),
         progress=ProgressSource(service),
     )
-    face.state = lambda: run_state(redis, keys, coordinator)
-    face.steps = lambda: list(coordinator.steps)
-    await coordinator.run()
+    views.state = lambda: run_state(redis, keys, coordinator)
+    views.steps = lambda: list(coordinator.steps)
+    return coordinator.run
 
 
-async def _evaluate(service: Service, face: _HttpApi) -> None:
-    """One evaluation of the given model: no learner, no groups.
+async def _evaluation(service: Service, views: _RunViews) -> Work:
+    """The main loop of one evaluation of the given model: no learner, no groups.
 
     Raises:
         InputError: There are no held-out prompts.
@@ -113,8 +113,8 @@ async def _evaluate(service: Service, face: _HttpApi) -> None:
         raise InputError("evaluation.prompts", "is not set, and it is what --evaluate measures on", "Set it")
     _, held_out = await asyncio.to_thread(_read_prompts, service)
     scheduler = _make_scheduler(service, held_out)
-    face.state = lambda: evaluation_state(service.redis, service.keys, scheduler)
-    await run_standalone_evaluation(service, scheduler)
+    views.state = lambda: evaluation_state(service.redis, service.keys, scheduler)
+    return lambda: run_standalone_evaluation(service, scheduler)
 
 
 def _make_scheduler(service: Service, held_out: dict[str, PromptSet]) -> EvaluationScheduler:

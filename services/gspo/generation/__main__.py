@@ -9,7 +9,6 @@ import structlog
 
 from gspo.common.host.allocator import keep_freed_memory
 from gspo.common.host.importing import importing
-from gspo.common.service.app import run_service
 from gspo.common.service.options import await_start, parse_options
 from gspo.generation.check import check
 from gspo.generation.engine.forked_process import ForkedProcess
@@ -29,13 +28,14 @@ def main() -> None:
     keep_freed_memory()
     # After the options: importing vLLM takes seconds.
     with importing():
-        from gspo.generation.app import live
+        from gspo.common.service.app import run_process
+        from gspo.generation.app import run_generation
         from gspo.generation.engine.startup import import_engine, start_engine
 
         forks = import_engine(options.config.model)
     options = await_start(options)
     process = _fork() if forks else None
-    run_service(options, lambda service: live(service, partial(start_engine, process=process)))
+    run_process(options, lambda service: run_generation(service, partial(start_engine, process=process)))
 
 
 def _fork() -> ForkedProcess | None:

@@ -15,7 +15,6 @@ from gspo.common.errors import EXIT_BAD_INPUT, InputError, exit_bad_input
 from gspo.common.host.allocator import keep_freed_memory
 from gspo.common.host.cpu_threads import wait_shortly
 from gspo.common.host.importing import importing
-from gspo.common.service.app import run_service
 from gspo.common.service.options import await_start, parse_options, stay
 from gspo.learner.check import check
 from gspo.learner.ranks.environment import end_with_launcher, is_launched, own_rank
@@ -44,13 +43,14 @@ def main() -> None:
         sys.exit(code)
     # After the options: importing torch and DeepSpeed takes seconds.
     with importing():
-        from gspo.learner.app import live, run_follower
+        from gspo.common.service.app import run_process
+        from gspo.learner.app import run_follower, run_learner
         from gspo.learner.training.rank_control import RankZero, follow_rank_zero
 
     options = await_start(options)
     if own_rank():
-        run_service(options, lambda service: run_follower(service, follow_rank_zero))
-    run_service(options, lambda service: live(service, RankZero))
+        run_process(options, lambda service: run_follower(service, follow_rank_zero))
+    run_process(options, lambda service: run_learner(service, RankZero))
 
 
 def _check_as_launched(config: Config) -> None:

@@ -13,16 +13,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from gspo.common.errors import InputError
 from gspo.common.network.http_guard import Receive, Scope, Send
-from gspo.common.network.http_server import HttpServer
-from gspo.common.service.app import Service, run_service
-from gspo.common.service.health import HealthProbes
-from gspo.common.service.options import Options, await_start, parse_options
+from gspo.common.service.app import App, Service, run_app, run_process
+from gspo.common.service.options import await_start, parse_options
 from gspo.common.streams.events import Events
-from gspo.common.streams.instances import Instance, Registration
 from gspo_proto.rollout_pb2 import (
     RUN_END_COMPLETED,
     RUN_END_FAILED,
@@ -60,7 +59,7 @@ def main() -> None:
     if "child" in words:
         sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
         (options.run_dir / "grandchild").write_text(str(sleeper.pid))
-    run_service(options, lambda it: live(it, options, words))
+    run_process(options, lambda service: run_fake(service, words))
 
 
 def _refuse(service: str) -> None:
@@ -70,8 +69,8 @@ def _refuse(service: str) -> None:
         sys.stderr.write("what a library prints\nwarning: 3 of 8 prompts are skipped\n")
 
 
-async def live(service: Service, options: Options, words: list[str]) -> None:
-    """Register, be ready, play the part."""
+async def run_fake(service: Service, words: list[str]) -> None:
+    """Play the part until the run ends or a signal comes."""
     if "refuse" in words:
         raise InputError("learner.deepspeed", "is refused", "Leave it out")
     if "hang" in words:
@@ -79,22 +78,22 @@ async def live(service: Service, options: Options, words: list[str]) -> None:
             asyncio.get_running_loop().add_signal_handler(number, lambda: None)
     if "late" in words:
         await asyncio.sleep(4)
-    events = Events(service.redis, service.keys, options.name)
-    position = await events.newest()
-    door = StopEndpoint(events, deaf="deaf" in words)
-    http = HttpServer(HealthProbes(service, door), options.host, options.http_port)
-    instance = Instance(options.service, options.name, http=http.address, pid=os.getpid())
-    registration = Registration(service.redis, service.keys, instance, service.activity, dict)
+    await run_app(service, lambda service: startup(service, words), ends_with_run=True)
+
+
+@asynccontextmanager
+async def startup(service: Service, words: list[str]) -> AsyncIterator[App]:
+    """Offer the stop, and train in the background where it is the learner."""
+    events = Events(service.redis, service.keys, service.options.name)
+    service.http_api = StopEndpoint(events, deaf="deaf" in words)
     service.activity.set("waiting", "rewards", "of 3 groups")
-    if "never-ready" not in words:
-        service.problems.clear()
-    part = train(service, events, words) if options.service == "learner" else asyncio.sleep(3600)
-    ends = asyncio.create_task(events.wait_for_finished(position)), asyncio.create_task(service.stopping.wait())
-    background = [asyncio.create_task(task) for task in (http.run(), registration.run(), part)]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    for task in (*ends, *background):
-        task.cancel()
-    await asyncio.gather(*ends, *background, return_exceptions=True)
+    background = {"train": lambda: train(service, events, words)} if service.options.service == "learner" else {}
+    yield App(lambda: wait_for_stop(service), background, sets_ready="never-ready" in words)
+
+
+async def wait_for_stop(service: Service) -> None:
+    """Until the service is asked to end."""
+    await service.stopping.wait()
 
 
 async def train(service: Service, events: Events, words: list[str]) -> None:

@@ -19,7 +19,7 @@ from benchmarks.simulated.trainer import SimulatedTrainer
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import Keys
-from gspo.learner.app import live
+from gspo.learner.app import run_learner
 from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.training.trainer_api import Hyperparameters, TrainResult
@@ -70,7 +70,7 @@ async def test_no_call_is_served_before_the_replay_is_done(
 
     async with generator(config, redis_url) as serving:
         await feeder.feed(range(4, 8), 0)
-        running = asyncio.create_task(live(service, lambda *_: maker))
+        running = asyncio.create_task(run_learner(service, lambda *_: maker))
         assert await asyncio.to_thread(maker.replaying.wait, 30.0)
         assert (service.activity.what, (await learner()).grpc) == ("replaying", "")
         assert service.problems

@@ -209,8 +209,8 @@ async def test_a_function_is_replaced_while_rollouts_come(
     ):
 
         async def both() -> Any:
-            found = await list_instances(redis, keys, "reward")
-            return found if len(found) == 2 else None
+            started = [instance for instance in await list_instances(redis, keys, "reward") if instance.grpc]
+            return started if len(started) == 2 else None
 
         one, two = [instance.http for instance in await until(both, 60)]
         async with httpx.AsyncClient(timeout=30) as client:

@@ -126,7 +126,7 @@ def _address(run_dir: Path, config: Config) -> str:
     with _explained(run_dir):
         redis_url = config.services.redis_url or str(supervisor_facts(run_dir)["redis_url"])
         members = asyncio.run(read_instances(redis_url, config))
-        return next(instance.http for instance in members if instance.service == "reward")
+        return next(instance.http for instance in members if instance.service == "reward" and instance.grpc)
 
 
 @contextmanager

@@ -68,10 +68,13 @@ class HttpServer:
         try:
             await self._server.serve(sockets=[self._socket])
         finally:
-            # uvicorn leaves them to the event loop where it is cancelled.
-            for server in getattr(self._server, "servers", ()):
-                server.close()
-            self._socket.close()
+            self.close()
+
+    def close(self) -> None:
+        """Free the address; uvicorn leaves that to the event loop where it is cancelled."""
+        for server in getattr(self._server, "servers", ()):
+            server.close()
+        self._socket.close()
 
 
 def _bound(host: str, port: int) -> socket.socket:

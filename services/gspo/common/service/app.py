@@ -1,7 +1,7 @@
-"""The life of a service process: signals, background tasks, its end.
+"""The application skeleton of every service: startup, main loop, background tasks, shutdown.
 
-SIGTERM asks it to drain, a second one ends it at once; a background task that dies ends the process with its reason.
-It knows nothing of what a service does.
+A service describes itself by a `Startup`: an asynchronous context manager that loads what the service needs and yields
+an `App`. `run_app` holds the order of everything around it, `run_process` the signals and the exit code.
 """
 
 from __future__ import annotations
@@ -11,30 +11,41 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeAlias
 
+import grpc
 import structlog
 
 from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError
 from gspo.common.network.credentials import redis_refusal
+from gspo.common.network.grpc_server import GrpcServer
+from gspo.common.network.http_guard import ASGIApp
+from gspo.common.network.http_server import HttpServer
+from gspo.common.service.health import HealthProbes
 from gspo.common.service.options import Options, stay
 from gspo.common.service.redis_client import connect_redis
-from gspo.common.service.tasks import end_tasks
+from gspo.common.service.tasks import cancel_all, first_error, run_until_cancelled
 from gspo.common.service.traces import Traces
+from gspo.common.streams.events import Events
+from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry.activity import STARTING, Activity
 
 log = structlog.get_logger()
+Work: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Service:
-    """One running service process: its connections, its activity, its end.
+    """What a running service process has: its connections, its activity, its readiness.
 
     Attributes:
         stopping: Set when the process has been asked to drain.
-        problems: What keeps it from being ready, by cause; empty is ready.
-        facts: What /readyz tells beside that.
+        problems: Why it is not ready, by cause; ready where empty.
+        facts: Further fields of /readyz.
+        http_api: Answers every HTTP request but the probes; None until the startup sets it.
         traces: Where the spans of rollouts go.
     """
 
@@ -52,34 +63,151 @@ class Service:
         self.stopping = asyncio.Event()
         self.problems: dict[str, str] = {STARTING: "the service is starting"}
         self.facts: dict[str, str] = {}
+        self.http_api: ASGIApp | None = None
 
-    async def run(self, main: Coroutine[Any, Any, None], background: dict[str, Coroutine[Any, Any, Any]]) -> None:
-        """Run the main loop to its end, and the background tasks as long as it lasts.
+    async def close(self) -> None:
+        """Export the last spans and close the connections to Redis."""
+        await asyncio.to_thread(self.traces.close)
+        await self.redis.aclose()
 
-        Raises:
-            Exception: Whatever ended the main loop or a background task.
-        """
-        # What the start made stays to the end: the collector need not look through it again and again.
+
+@dataclass(frozen=True)
+class GrpcApi:
+    """A gRPC servicer as a service offers it.
+
+    Attributes:
+        name: Full name, for health and reflection.
+        add: Adds the servicer to a server.
+        may_call: Whether a caller with this token is served besides those with the shared one.
+        grace_s: How long calls in flight may take at the shutdown.
+    """
+
+    name: str
+    add: Callable[[grpc.aio.Server], None]
+    may_call: Callable[[str], bool] | None = None
+    grace_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class App:
+    """What a service runs once its startup is done.
+
+    Attributes:
+        main: The main loop; its end is the end of the process.
+        background: Work beside it, by name, cancelled at its end. An error of any ends the process with that error.
+        facts: Facts of the heartbeat, read at every beat.
+        sets_ready: The main loop removes STARTING from the service's problems; else the service is ready at once.
+    """
+
+    main: Work
+    background: Mapping[str, Work] = field(default_factory=dict)
+    grpc: GrpcApi | None = None
+    facts: Callable[[], dict[str, Any]] = dict
+    sets_ready: bool = False
+
+
+Startup: TypeAlias = Callable[[Service], AbstractAsyncContextManager[App]]
+Claim: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
+
+
+async def run_app(
+    service: Service,
+    startup: Startup,
+    *,
+    claim: Claim = nullcontext,
+    http_port: int = 0,
+    authorizes_itself: bool = False,
+    takes_forms: bool = False,
+    ends_with_run: bool = False,
+) -> None:
+    """Start, run the main loop to its end, shut down in the reverse order, and close the service.
+
+    Args:
+        claim: Entered before the heartbeat begins: what only one process of the run may have.
+        http_port: Where neither a command line nor the system chooses the port.
+        authorizes_itself: The HTTP API decides who may call it; the shared token is not asked for.
+        takes_forms: A change may come as a multipart form.
+        ends_with_run: The end of the run, read from the events, drains the service.
+
+    Raises:
+        Exception: The first error of the startup, the main loop or a background task.
+    """
+    options, error = service.options, None
+    try:
+        probes = HealthProbes(service, authorizes_itself=authorizes_itself)
+        port = options.http_port or http_port
+        http = HttpServer(probes, options.host, port, service.config.services, takes_forms=takes_forms)
+        await _run(service, startup, claim, http, ends_with_run=ends_with_run)
+    except BaseExceptionGroup as errors:
+        error = first_error(errors)
+    finally:
+        await service.close()
+    if error is not None:
+        raise error
+
+
+async def _run(service: Service, startup: Startup, claim: Claim, http: HttpServer, *, ends_with_run: bool) -> None:
+    options, name = service.options, service.options.name
+    events = Events(service.redis, service.keys, name)
+    position = await events.newest()  # before the startup: a Finished from before a resume must not end this run
+    instance = Instance(options.service, name, http=http.address, pid=os.getpid())
+    registration = Registration(service.redis, service.keys, instance, service.activity, dict)
+    async with asyncio.TaskGroup() as group, AsyncExitStack() as stack:
+
+        def start(works: Mapping[str, Work]) -> set[asyncio.Task[None]]:
+            tasks = {group.create_task(run_until_cancelled(name, work), name=name) for name, work in works.items()}
+            stack.push_async_callback(cancel_all, tasks)
+            return tasks
+
+        stack.callback(http.close)
+        start({"http": http.run})
+        await stack.enter_async_context(claim())
+        heartbeat = start({"heartbeat": registration.run})
+        app = await stack.enter_async_context(startup(service))
+        if app.grpc is not None:
+            server = await _serve_grpc(app.grpc, options)
+            stack.push_async_callback(server.stop, app.grpc.grace_s)
+            await registration.open(server.address, app.facts)
+        # The heartbeat ends before the gRPC server: others then no longer call it.
+        stack.push_async_callback(cancel_all, heartbeat)
+        start(app.background)
+        if ends_with_run:
+            start({"run_end": lambda: _stop_at_run_end(service, events, position)})
+        if not app.sets_ready:
+            service.problems.pop(STARTING, None)
+        # The objects of the startup stay to the end: the garbage collector need not look through them again.
         gc.collect()
         gc.freeze()
-        tasks = {asyncio.create_task(task, name=name) for name, task in background.items()}
-        main_task = asyncio.create_task(main, name="main")
-        pending = {main_task, *tasks}
-        try:
-            while main_task in pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-        finally:
-            await end_tasks({main_task, *tasks})
-            await asyncio.to_thread(self.traces.close)
-            await self.redis.aclose()
+        await run_until_cancelled("main", app.main)
 
 
-def run_service(options: Options, life: Callable[[Service], Coroutine[Any, Any, None]]) -> NoReturn:
-    """Run a service's life to its end and exit: 0 done or drained, 1 failed with the reason logged, 2 refused."""
+async def _serve_grpc(api: GrpcApi, options: Options) -> GrpcServer:
+    server = GrpcServer(
+        api.add,
+        (api.name,),
+        host=options.host,
+        port=options.grpc_port,
+        token=options.token,
+        may_call=api.may_call,
+        tls=options.config.services.tls,
+    )
+    await server.start()
+    return server
+
+
+async def _stop_at_run_end(service: Service, events: Events, position: bytes) -> None:
+    finished = await events.wait_for_finished(position)
+    log.info("run_finished", reason=finished.reason)
+    service.stopping.set()
+
+
+def run_process(options: Options, main: Callable[[Service], Coroutine[Any, Any, None]]) -> NoReturn:
+    """Run a service to its end and exit: 0 done or drained, 1 failed with the reason logged, 2 bad input.
+
+    SIGTERM or SIGINT asks it to drain; a second one ends it at once.
+    """
     try:
-        sys.exit(asyncio.run(_run(options, life)))
+        sys.exit(asyncio.run(_exit_code(options, main)))
     except InputError as error:
         if options.stay:
             stay(error, options.host, options.http_port)
@@ -87,13 +215,13 @@ def run_service(options: Options, life: Callable[[Service], Coroutine[Any, Any, 
         sys.exit(EXIT_BAD_INPUT)
 
 
-async def _run(options: Options, life: Callable[[Service], Coroutine[Any, Any, None]]) -> int:
+async def _exit_code(options: Options, main: Callable[[Service], Coroutine[Any, Any, None]]) -> int:
     loop = asyncio.get_running_loop()
     try:
         service = Service(options)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, _on_signal, service)
-        await life(service)
+        await main(service)
     except InputError:
         raise
     except asyncio.CancelledError:

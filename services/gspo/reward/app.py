@@ -1,0 +1,73 @@
+"""The reward service: loads the reward functions, serves both APIs, scores until the run ends."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+
+from gspo.common.service.app import App, GrpcApi, Service, run_app
+from gspo.common.telemetry import metrics
+from gspo.reward.http_api.access import AccessControl
+from gspo.reward.http_api.application import rest_app
+from gspo.reward.http_api.routes import ApiDependencies
+from gspo.reward.registry.store import Registry
+from gspo.reward.registry.usage import UsageCounter
+from gspo.reward.sandbox.launch import LEVEL_NAMES
+from gspo.reward.scoring.consumer import ScoringConsumer
+from gspo.reward.scoring.scorer import Scorer, open_scorer
+from gspo.reward.servicer import GRPC_SERVICE, RewardServicer
+from gspo.reward.submissions.admission import Admission
+from gspo.reward.submissions.callers import Callers, RateLimit
+from gspo_proto.reward_pb2_grpc import add_RewardServicer_to_server
+
+GRPC_GRACE_S = 5.0
+log = structlog.get_logger()
+
+
+async def run_reward(service: Service) -> None:
+    """Score until the run ends or a signal comes."""
+    await run_app(service, startup, authorizes_itself=True, takes_forms=True, ends_with_run=True)
+
+
+@asynccontextmanager
+async def startup(service: Service) -> AsyncIterator[App]:
+    """Load the functions into their sandboxes, and open the HTTP API."""
+    config, name = service.config, service.options.name
+    registry = Registry(service.redis, config.registry_dir, replica=name, quotas=config.reward.quotas)
+    usage = UsageCounter(service.redis)
+    opened = open_scorer(
+        config.reward,
+        name=name,
+        environment=config.environment,
+        session=config.name,
+        registry=registry,
+        usage=usage,
+    )
+    async with opened as scorer:
+        _show_confinement(service, scorer)
+        callers = Callers(service.options.token, config.reward.tokens)
+        access = AccessControl(callers, RateLimit(config.reward.calls_per_minute))
+        admission = Admission(scorer.library, config.reward.allowed_packages)
+        service.http_api = rest_app(ApiDependencies(scorer.library, registry, admission, usage, access))
+        servicer = RewardServicer(scorer, session=config.name)
+        versions = {name: function.source.version for name, function in scorer.functions.items()}
+        yield App(
+            ScoringConsumer(service, scorer).run,
+            background={"registry": registry.run, "usage": usage.run},
+            grpc=GrpcApi(
+                GRPC_SERVICE,
+                lambda server: add_RewardServicer_to_server(servicer, server),
+                may_call=lambda token: callers.find(token) is not None,
+                grace_s=GRPC_GRACE_S,
+            ),
+            facts=lambda: {"functions": versions},
+        )
+
+
+def _show_confinement(service: Service, scorer: Scorer) -> None:
+    confinement = scorer.library.confinement
+    service.facts["sandbox"] = str(confinement)
+    metrics.SANDBOX_LEVEL.set(LEVEL_NAMES.index(confinement.level.name))
+    log.info("sandbox", level=confinement.level.name, parts=confinement.parts, lacks=confinement.level.lacks)
