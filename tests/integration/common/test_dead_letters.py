@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from typer.testing import CliRunner
@@ -19,6 +18,7 @@ from gspo.common.errors import InputError
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.inbox import Inbox, append, create_consumer_groups
 from gspo.common.streams.keys import Keys
+from gspo.common.telemetry import metrics
 from gspo_proto.rollout_pb2 import Event, Finished, GroupTask, Prompt, Rollout, Scored, ScoredRollout
 from tests.support.service_process import make_run
 
@@ -40,7 +40,7 @@ def inbox(redis: Redis, keys: Keys, stream: str, consumer: str = "worker", lease
 
 
 def counted(stream: str) -> float:
-    return REGISTRY.get_sample_value("gspo_dead_letters_total", {"stream": stream}) or 0.0
+    return metrics.SHARED.get_sample_value("gspo_dead_letters_total", {"stream": stream}) or 0.0
 
 
 @function_loop

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from gspo.common.streams.inbox import append
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
+from gspo.common.telemetry import metrics
 from gspo.coordinator.redis_state import gauges
 from tests.integration.coordinator.conftest import CoordinatorProcess, Until, http_address
 from tests.integration.coordinator.peers import GeneratorPeer
@@ -26,7 +26,7 @@ NUM_ENTRIES, NUM_TAKEN = 5, 2
 
 
 def shown(metric: str, stream: str) -> float | None:
-    return REGISTRY.get_sample_value(metric, {"stream": stream})
+    return metrics.BY_SERVICE["coordinator"].get_sample_value(metric, {"stream": stream})
 
 
 async def served(url: str) -> dict[tuple[str, str], float]:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 
 from gspo.cli.dead_letter_store import letters
 from gspo.common.streams.inbox import append
 from gspo.common.streams.keys import LEARNER, Keys
+from gspo.common.telemetry import metrics
 from gspo.learner.assembly import intake as intake_module
 from gspo.learner.assembly.assembler import Assembler, Batch
 from gspo.learner.assembly.intake import Intake
@@ -67,7 +67,7 @@ class RunningIntake:
 
 
 def skipped(reason: str) -> float:
-    return REGISTRY.get_sample_value("gspo_rollouts_skipped_total", {"reason": reason}) or 0.0
+    return metrics.BY_SERVICE["learner"].get_sample_value("gspo_rollouts_skipped_total", {"reason": reason}) or 0.0
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import grpc
 import pytest
-from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 
 from gspo.common.errors import InputError
 from gspo.common.network.grpc_server import open_channel
+from gspo.common.telemetry import metrics
 from gspo.generation.receiver import PushRefusedError
 from gspo.learner.push import replicas
 from gspo.learner.push.policy_weights import PolicyWeights
@@ -25,6 +25,7 @@ from tests.support.push_peers import generator, learner, policy, run_config, ser
 from tests.support.service_process import make_run
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
+value = metrics.BY_SERVICE["learner"].get_sample_value
 
 
 @pytest.fixture(autouse=True)
@@ -122,13 +123,13 @@ async def test_what_comes_with_another_digest_is_never_loaded(redis: Redis, redi
         assert out["name"] == f"generation-0 ({bad.address})"
         assert "DATA_LOSS: version 2 has digest" in out["problem"] and "nothing was loaded" in out["problem"]
         # Counted at the publisher's next look.
-        await learning.until(lambda: REGISTRY.get_sample_value("gspo_generators", {"state": "out"}) == 1)
-        assert REGISTRY.get_sample_value("gspo_push_failures_total", {"status": "data_loss"}) >= 3
+        await learning.until(lambda: value("gspo_generators", {"state": "out"}) == 1)
+        assert value("gspo_push_failures_total", {"status": "data_loss"}) >= 3
 
         bad.corrupt = None
         await learning.until(lambda: serve([bad, good], policy(2)))
         await learning.until(lambda: learning.states() == ["current", "current"])
-        await learning.until(lambda: REGISTRY.get_sample_value("gspo_generators", {"state": "out"}) == 0)
+        await learning.until(lambda: value("gspo_generators", {"state": "out"}) == 0)
 
 
 async def test_where_every_engine_refuses_the_learner_says_so(redis: Redis, redis_url: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import hmac
 from importlib.metadata import version
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, make_asgi_app
+from prometheus_client import make_asgi_app
 
 from gspo.common.network.auth_log import note_refusal
 from gspo.common.network.http_guard import ASGIApp, Receive, Scope, Send, caller_of, header, reply
@@ -38,9 +38,7 @@ class HealthProbes:
         self._service = service
         token = "" if authorizes_itself else service.options.token
         self._expected = f"Bearer {token}".encode() if token else b""
-        registry = CollectorRegistry()
-        registry.register(metrics.ServiceCollector(service.options.service))
-        self._metrics: ASGIApp = make_asgi_app(registry)
+        self._metrics: ASGIApp = make_asgi_app(metrics.served_by(service.options.service))
         metrics.BUILD_INFO.labels(service.options.service, version("gspo")).set(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

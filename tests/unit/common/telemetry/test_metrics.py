@@ -52,22 +52,22 @@ def sections() -> dict[str, set[str]]:
     }
 
 
+def served_names(registry: CollectorRegistry) -> set[str]:
+    """The exposed names of our metrics in a registry."""
+    return set(re.findall(r"^# TYPE (gspo_\w+) ", generate_latest(registry).decode(), re.MULTILINE))
+
+
 def test_the_document_lists_each_metric_under_the_service_that_serves_it() -> None:
-    owned = {
-        service or "every service": {exposed_name(metric) for metric in found}
-        for service, found in metrics.OF_SERVICE.items()
-    }
+    registries = {"every service": metrics.SHARED, **metrics.BY_SERVICE}
+    owned = {heading: served_names(registry) for heading, registry in registries.items()}
     assert {heading: names for heading, names in sections().items() if names} == owned
 
 
-@pytest.mark.parametrize("service", [service for service in metrics.OF_SERVICE if service])
+@pytest.mark.parametrize("service", metrics.BY_SERVICE)
 def test_a_service_serves_what_is_its_own_and_nothing_of_the_others(service: str) -> None:
-    registry = CollectorRegistry()
-    registry.register(metrics.ServiceCollector(service))
-    text = generate_latest(registry).decode()
-    served = set(re.findall(r"^# TYPE (gspo_\w+) ", text, re.MULTILINE))
-    assert served == sections()["every service"] | sections()[service]
-    assert "process_resident_memory_bytes" in text
+    registry = metrics.served_by(service)
+    assert served_names(registry) == sections()["every service"] | sections()[service]
+    assert "process_resident_memory_bytes" in generate_latest(registry).decode()
 
 
 def test_the_document_lists_every_metric_with_its_type_labels_and_help() -> None:
