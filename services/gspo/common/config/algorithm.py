@@ -83,14 +83,14 @@ class AlgorithmConfig(Section):
     """Group Sequence Policy Optimization and its relatives."""
 
     preset: Literal["gspo", "roll-gspo", "grpo"] = Field(
-        "gspo", description="Named set of the keys below; a key set beside it overrides it"
+        "gspo", description="Preset of the keys below; explicit keys override it"
     )
     adv_estimator: Literal["grpo", "reinforce"] = Field(
         "grpo",
         description="grpo: rewards normalised in their group; reinforce: return-to-go without a group baseline",
     )
     importance_sampling: Literal["seq", "seq_token", "token"] = Field(
-        "seq", description="Ratio: of the sequence (GSPO), its token form, or of each token (GRPO)"
+        "seq", description="Ratio of the sequence (GSPO), of the sequence with token gradients, or of each token (GRPO)"
     )
     rollout_batch_size: PositiveInt = Field(64, description="Groups (prompts) in a step")
     num_return_sequences_in_group: PositiveInt = Field(8, description="Rollouts of one prompt")
@@ -107,27 +107,25 @@ class AlgorithmConfig(Section):
     )
     dual_clip_loss: bool | float = Field(
         False,
-        description="Bound the loss of negative advantages at c times the advantage; true is c = 1.4, a number sets c",
+        description="Bound the loss of negative advantages at c times the advantage; true: c = 1.4",
     )
     loss_agg_mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-mean", "seq-mean-token-sum-norm"] = (
-        Field("seq-mean-token-mean", description="How token losses become one number")
+        Field("seq-mean-token-mean", description="Aggregation of token losses")
     )
     old_logprobs: Literal["inference", "recompute"] = Field(
         "inference",
-        description="Denominator of the ratio: the engine's own log-probs, or a forward at the step's first weights",
+        description="Denominator of the ratio: the engine's log-probs, or a forward pass at the step's first weights",
     )
     behavior_correction: Literal["none", "truncate", "mask"] = Field(
         "none",
-        description="Under recompute, weight advantages by old over behavior: capped, or masked outside the bounds",
+        description="Under recompute: weight advantages by old over behavior, truncated or masked",
     )
     behavior_level: Literal["sequence", "token"] = Field(
-        "sequence", description="One such weight a sequence, of its mean log-ratio, or one a token"
+        "sequence", description="Weight of each sequence, by its mean log-ratio, or of each token"
     )
     behavior_low: float = Field(0.5, ge=0, le=1, description="Lower bound of that weight (mask)")
     behavior_high: float = Field(2.0, ge=1, description="Upper bound of that weight (mask and truncate)")
-    use_kl_loss: bool = Field(
-        False, description="Add a KL term to the first policy to the loss: to a frozen copy, or to the base of LoRA"
-    )
+    use_kl_loss: bool = Field(False, description="Add a KL term to the original model to the loss")
     kl_loss_coef: NonNegativeFloat = Field(0.001, description="Factor of that term")
     kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that term")
     add_token_level_kl: bool = Field(
@@ -143,20 +141,18 @@ class AlgorithmConfig(Section):
     gamma: float = Field(1.0, gt=0, le=1, description="Discount of the return-to-go; under reinforce alone")
     whiten_advantages: bool = Field(False, description="Normalise advantages over all tokens of the batch")
     advantage_clip: PositiveFloat | None = Field(None, description="Bound of an advantage")
-    mask_truncated: bool = Field(False, description="Leave answers cut off at response_length out")
+    mask_truncated: bool = Field(False, description="Leave truncated answers out")
     overlong_buffer: PositiveInt | None = Field(
-        None, description="Tokens before response_length over which an answer's reward is lowered; none is no penalty"
+        None, description="Tokens before response_length in which the reward decreases; null: no penalty"
     )
     overlong_penalty: PositiveFloat = Field(
-        1.0, description="What is taken off at response_length; it grows linearly over the buffer"
+        1.0, description="Penalty at response_length; it grows linearly over the buffer"
     )
-    filter_zero_spread: bool = Field(
-        False, description="Drop groups whose rewards are all equal, and fill the batch with others"
-    )
+    filter_zero_spread: bool = Field(False, description="Replace groups with equal rewards")
     max_refill: PositiveInt = Field(
         10,
-        description="Batches of groups that may fail or be filtered while one is filled: then a step is made of what "
-        "is there, and with nothing there the run ends",
+        description="Batches of groups that may fail or be filtered for one step. Then the step uses the existing "
+        "groups, or the run ends if there are none",
     )
 
     @model_validator(mode="before")

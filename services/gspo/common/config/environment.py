@@ -54,27 +54,24 @@ class EnvironmentConfig(Section):
     )
     name: RunName | None = Field(
         None,
-        description="Name in logs and metrics; the file's or built-in's by default. Alone: an environment registered "
-        "over REST",
+        description="Name in logs and metrics; default: of the file or built-in. Alone: a registered environment",
     )
     version: VersionText | None = Field(
-        None, description="Version of a registered environment, or its first 8 or more characters; else its active one"
+        None, description="Version of a registered environment, or 8 or more of its first characters; default: active"
     )
-    entry: str | None = Field(None, description="Object or class of the file that has reset and step, if not the file")
+    entry: str | None = Field(None, description="Object or class with reset and step; default: the file itself")
     reads: tuple[FilePath, ...] = Field(
         (),
-        description="Files and folders beside its own file that it may read and import from; everything else is hidden",
+        description="Further files and folders that its code may read and import",
     )
     memory_mb: PositiveInt | None = Field(
         None, description="Address space of its process, in MiB; reward.memory_mb by default"
     )
-    weight: float = Field(
-        1.0, description="Factor of an episode's summed step rewards in the reward, where they are its part environment"
-    )
+    weight: float = Field(1.0, description="Factor of the summed step rewards, the part environment of the score")
     tools: tuple[str | FreeMapping, ...] = Field(
         (),
-        description="What the policy may call, in the chat template's words: names of built-in tools (calculator, "
-        "python) or, for an environment of yours, descriptions {type: function, function: {name, ...}}",
+        description="Tools of the policy: built-in names (calculator, python), or for your own environment "
+        "descriptions {type: function, function: {name, ...}}",
     )
     tool_format: ToolFormat = Field(
         "hermes", description="How the policy writes calls: hermes (Hermes, Qwen2.5, Qwen3) or qwen3_coder's XML"
@@ -84,24 +81,23 @@ class EnvironmentConfig(Section):
     )
     turn_tokens: PositiveInt | None = Field(
         None,
-        description="Tokens of one turn; null leaves it to algorithm.response_length, which holds for all turns and "
-        "observations together",
+        description="Tokens of one turn; null: no limit but algorithm.response_length, which bounds the whole "
+        "conversation",
         json_schema_extra=ON_RESUME,
     )
     long_turn: Literal["close", "end"] = Field(
         "close",
-        description="A turn cut off at turn_tokens: close it and let the environment answer, or end the rollout as "
-        "turn_token_limit",
+        description="At turn_tokens: close the turn and let the environment answer, or end the rollout",
         json_schema_extra=ON_RESUME,
     )
     step_timeout_s: PositiveFloat = Field(
         10.0,
-        description="Longest a step of the environment may take; longer ends the rollout as step_time_limit",
+        description="Longest step of the environment; then the rollout ends as step_time_limit",
         json_schema_extra=ON_RESUME,
     )
     total_timeout_s: PositiveFloat = Field(
         300.0,
-        description="Longest a rollout may take; what is not over then ends as time_limit",
+        description="Longest rollout; then it ends as time_limit",
         json_schema_extra=ON_RESUME,
     )
 

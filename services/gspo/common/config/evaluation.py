@@ -24,7 +24,7 @@ class EvaluationConfig(Section):
 
     prompts: FilePath | dict[RunName, FilePath] | None = Field(
         None,
-        description="Held-out prompts, in the form of data.prompts, or several files by name; none is no evaluation",
+        description="Held-out prompts as in data.prompts, or several files by name; null: no evaluation",
     )
     num_answers: PositiveInt = Field(
         4,
@@ -50,19 +50,19 @@ class EvaluationConfig(Section):
     )
     limit_between: PositiveInt | None = Field(
         None,
-        description="Use only the first so many prompts of each file between the first and the last evaluation",
+        description="Number of prompts of each file between the first and the last evaluation",
         json_schema_extra=ON_RESUME,
     )
     hold_weights: bool = Field(
         True,
-        description="Newer weights wait while an evaluation between two steps is under way, so that it is of one "
-        "version; false does not hold training up, and tells the newest version that took part",
+        description="Delay newer weights until an evaluation ends, so that it measures one version; false: no "
+        "delay, newest_version names the last version",
         json_schema_extra=ON_RESUME,
     )
     keep_best: str | None = Field(
         None,
-        description="Keep the version with the highest such figure as best/ in the run directory: sampled_mean, "
-        "greedy_mean, pass_at_K, best_at_K or part_FUNCTION_mean, of the first file or as FILE/FIGURE",
+        description="Keep the version with the highest figure as best/: sampled_mean, greedy_mean, pass_at_K, "
+        "best_at_K or part_FUNCTION_mean, of the first file or as FILE/FIGURE",
     )
     timeout_s: PositiveFloat = Field(
         1800.0,

@@ -24,8 +24,8 @@ class LoraConfig(Section):
     target_modules: tuple[str, ...] = Field(
         ("all-linear",),
         min_length=1,
-        description="Layers that get adapters, by the end of their names in the checkpoint, such as q_proj; "
-        "all-linear is all, a mixture's experts and routers too",
+        description="Layers with adapters, by the end of their names in the checkpoint, such as q_proj; all-linear:"
+        " all, also experts and routers",
     )
 
     @model_validator(mode="after")
@@ -63,13 +63,11 @@ class LearnerConfig(Section):
     )
     micro_batch_tokens: PositiveInt | None = Field(
         None,
-        description="Tokens in one forward and backward; 2048 by default, or the longest rollout where that is more. "
-        "More suits a GPU",
+        description="Tokens of a micro-batch; default 2048, or the longest rollout if that is more. GPUs suit more",
     )
     packing: bool = Field(
         True,
-        description="Lay rollouts one after another without padding; false, and models that cannot, pad them to the "
-        "longest",
+        description="Train rollouts without padding, if the model supports it",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, more time"
@@ -78,32 +76,29 @@ class LearnerConfig(Section):
         0,
         ge=0,
         le=3,
-        description="DeepSpeed ZeRO: what the ranks share out instead of each holding it; 1 optimizer states, 2 "
-        "gradients too, 3 weights too",
+        description="DeepSpeed ZeRO divides over ranks: 1 optimizer states, 2 also gradients, 3 also weights",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        description="Keep in host memory instead of the GPU's: optimizer states (zero_stage 1 to 3), or weights too "
-        "(all; zero_stage 3)",
+        description="Keep in host memory: optimizer states (zero_stage 1 to 3), or all with weights (zero_stage 3)",
     )
     ranks: int = Field(
         1,
         ge=0,
         le=64,
-        description="Processes that the learner starts through torchrun on this machine, each with a share of every "
-        "mini-batch: one for each GPU. 0 leaves the start to you, for several hosts. It may change on resume with "
-        "zero_stage 0",
+        description="Ranks that the learner starts on this machine, one for each GPU. 0: you start them, for "
+        "several hosts. On resume it may change with zero_stage 0",
         json_schema_extra=ON_RESUME,
     )
     rank_timeout_s: PositiveFloat = Field(
         600.0,
-        description="Longest that a rank waits for another before the learner ends, to be started again",
+        description="Longest wait of a rank for another; then the learner restarts",
         json_schema_extra=ON_RESUME,
     )
     threads: int = Field(0, ge=0, description="CPU threads of a rank; 0 shares all cores out among them")
     deepspeed: dict[str, Any] | FilePath = Field(
         default_factory=dict,
-        description="Further DeepSpeed configuration, as a mapping or the path of a JSON file; a value that "
-        "contradicts a key of ours is an error, 'auto' leaves it to us",
+        description="Further DeepSpeed configuration, a mapping or the path of a JSON file. Contradictions to keys "
+        "here are errors; 'auto' means the value here",
     )
     lora: LoraConfig = Field(default_factory=LoraConfig)

@@ -44,15 +44,14 @@ class RewardFunction(Section):
     url: str | None = Field(
         None,
         pattern=HTTP_ADDRESS,
-        description="HTTP server of yours that scores, by OpenRLHF's remote form, instead of a file",
+        description="URL of your own scoring server, with OpenRLHF's remote protocol",
     )
     name: RunName | None = Field(
         None,
-        description="Name in logs and metrics; the file's, built-in's or host's by default. Alone: a function "
-        "registered over REST",
+        description="Name in logs and metrics; default: of the file, built-in or host. Alone: a registered function",
     )
     version: VersionText | None = Field(
-        None, description="Version of a registered function, or its first 8 or more characters; else its active one"
+        None, description="Version of a registered function, or 8 or more of its first characters; default: active"
     )
     entry: str | None = Field(None, description="Name of the function, where the file holds more than one")
     args: FreeMapping = Field(
@@ -64,11 +63,11 @@ class RewardFunction(Section):
         None, description="Address space of its process, in MiB; reward.memory_mb by default"
     )
     part_weights: dict[str, float] = Field(
-        default_factory=dict, description="Factor of each named part of its value; 1 for a part that is not named"
+        default_factory=dict, description="Factors of named parts of the value; default 1"
     )
     reads: tuple[FilePath, ...] = Field(
         (),
-        description="Files and folders beside its own file that it may read and import from; everything else is hidden",
+        description="Further files and folders that its code may read and import",
     )
 
     @property
@@ -118,10 +117,10 @@ class RewardConfig(Section):
 
     functions: tuple[RewardFunction, ...] = Field(
         (),
-        description="One or more functions, none only where an environment rewards; their weighted values are summed",
+        description="Reward functions, summed by weight; may be empty with an environment",
     )
     timeout_s: PositiveFloat = Field(
-        10.0, description="Longest a call may take before its process is killed", json_schema_extra=ON_RESUME
+        10.0, description="Longest call; then its process is killed", json_schema_extra=ON_RESUME
     )
     memory_mb: PositiveInt = Field(
         2048,
@@ -130,60 +129,57 @@ class RewardConfig(Section):
     )
     cpu_s: PositiveFloat | None = Field(
         None,
-        description="Processor time that a call may use, over all its threads; null leaves it to timeout_s",
+        description="Processor time of a call, over all its threads; null: timeout_s alone",
         json_schema_extra=ON_RESUME,
     )
     batch_size: PositiveInt = Field(
-        64, description="Answers handed to a function in one call, at most", json_schema_extra=ON_RESUME
+        64, description="Most answers in one call of a function", json_schema_extra=ON_RESUME
     )
     replicas: PositiveInt = Field(
         1,
         le=64,
-        description="Reward services that `gspo run` starts on this machine; services.reward_port is the first one's",
+        description="Reward services that `gspo run` starts; services.reward_port is that of the first",
         json_schema_extra=ON_RESUME,
     )
-    workers: PositiveInt = Field(
-        2, description="Calls of one function that are answered at once", json_schema_extra=ON_RESUME
-    )
+    workers: PositiveInt = Field(2, description="Parallel calls of one function", json_schema_extra=ON_RESUME)
     on_failure: Literal["rollout", "group"] = Field(
         "rollout",
-        description="What a failed score costs: its rollout, which the group goes on without, or the whole group",
+        description="A failed score removes its rollout, or its whole group",
         json_schema_extra=ON_RESUME,
     )
     max_failure_share: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="Share of failed scores beyond which the run is paused, with the function's own error; 1 is never",
+        description="Share of failed scores above which the run is paused; 1: never",
         json_schema_extra=ON_RESUME,
     )
     failure_window: PositiveInt = Field(
-        256, description="Training rollouts that max_failure_share is taken over", json_schema_extra=ON_RESUME
+        256, description="Training rollouts over which max_failure_share is measured", json_schema_extra=ON_RESUME
     )
     sandbox_minimum: Literal["bubblewrap", "landlock", "rlimits"] = Field(
         "landlock",
-        description="Least confinement of user code; the strongest that the machine gives is taken",
+        description="Least confinement level of user code; the machine's strongest level is used",
         json_schema_extra=ON_RESUME,
     )
     registry: FilePath | None = Field(
         None,
-        description="Folder with this machine's copy of the registered functions; .rewards in run.directory by default",
+        description="Folder of this machine's copy of registered functions; default: .rewards in run.directory",
         json_schema_extra=ON_RESUME,
     )
     allowed_packages: tuple[str, ...] = Field(
         ("numpy", "sympy", "math-verify", "regex", "rapidfuzz", "jsonschema"),
-        description="What a submitted function may import besides the standard library",
+        description="Packages that a submitted function may import besides the standard library",
         json_schema_extra=ON_RESUME,
     )
     tokens: FilePath | None = Field(
         None,
-        description="File of people's tokens for REST: lines of NAME, ROLE (submit or read) and TOKEN",
+        description="File of user tokens for REST: lines of NAME, ROLE (submit or read) and TOKEN",
         json_schema_extra=ON_RESUME,
     )
     calls_per_minute: PositiveInt = Field(
         600,
-        description="Calls of one kind that a caller may make over REST in a minute: submissions, trials, "
-        "activations, removals",
+        description="Submissions, trials, activations or removals of one caller in a minute, each",
         json_schema_extra=ON_RESUME,
     )
     quotas: RegistryQuotas = Field(default_factory=RegistryQuotas)

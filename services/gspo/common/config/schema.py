@@ -29,9 +29,7 @@ class ModelConfig(Section):
         description="Folder of a Hugging Face model (config.json, safetensors, tokenizer), or its name on a hub"
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model")
-    allow_pickle: bool = Field(
-        False, description="Load .bin weights, which can run code, where there are no safetensors"
-    )
+    allow_pickle: bool = Field(False, description="Load .bin weights, which can run code, if there are no safetensors")
 
     @field_validator("path")
     @classmethod
@@ -50,7 +48,7 @@ class DataConfig(Section):
     prompt_column: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages")
     on_long_prompt: Literal["error", "skip", "truncate"] = Field(
         "error",
-        description="What to do with a prompt of more than algorithm.prompt_length tokens; truncate keeps its end",
+        description="Action for a prompt longer than algorithm.prompt_length; truncate keeps its end",
     )
     shuffle: bool = Field(True, description="Shuffle every pass over the prompts, each differently, from the seed")
 
@@ -93,7 +91,7 @@ class StalenessConfig(Section):
     )
     on_stale: Literal["wait", "drop", "mask"] = Field(
         "wait",
-        description="Before a version makes an open group too old: wait for it, drop it later, or mask its old tokens",
+        description="Before an open group becomes too old: wait for it, drop it, or mask its old tokens",
         json_schema_extra=ON_RESUME,
     )
     max_token_age: PositiveInt | None = Field(
@@ -130,32 +128,32 @@ class GenerationConfig(Section):
 
     dtype: Dtype = Field("float32", description="Weights and arithmetic of generation", json_schema_extra=ON_RESUME)
     replicas: PositiveInt = Field(
-        1, le=64, description="Generators that `gspo run` starts on this machine", json_schema_extra=ON_RESUME
+        1, le=64, description="Generators that `gspo run` starts", json_schema_extra=ON_RESUME
     )
     on_update: Literal["recompute", "keep", "restart"] = Field(
         "recompute",
-        description="Answers under way when weights change: their KV cache is computed again, or kept (cheaper, "
-        "drifts), or their tokens are dropped and sampled anew",
+        description="In-flight rollouts at a weight update: recompute the KV cache, keep it (cheaper, drifts), or "
+        "restart sampling",
     )
     segment_tokens: PositiveInt | None = Field(
         None,
-        description="Tokens that an answer may sample in one step while others wait; then it is put aside and goes on "
-        "in a later one. null sets no limit",
+        description="Tokens that a rollout may sample in one step while tasks are queued; then it is paused until "
+        "the next version. null: no limit",
         json_schema_extra=ON_RESUME,
     )
     save_tokens: PositiveInt = Field(
         512,
-        description="Tokens of an answer that a dead generator may cost, at most; it is saved at least twice as often",
+        description="Most tokens of a rollout that a generator's crash may cost",
         json_schema_extra=ON_RESUME,
     )
     save_every_s: PositiveFloat = Field(
         30.0,
-        description="An answer under way is saved after so many seconds, too",
+        description="Longest time between two saves of an in-flight rollout",
         json_schema_extra=ON_RESUME,
     )
     max_rollouts: PositiveInt = Field(
         256,
-        description="Rollouts under way at a time in one engine (vLLM's max_num_seqs)",
+        description="In-flight rollouts of one engine (vLLM's max_num_seqs)",
         json_schema_extra=ON_RESUME,
     )
     kv_cache_gb: PositiveFloat = Field(
@@ -166,13 +164,13 @@ class GenerationConfig(Section):
     )
     push_timeout_s: PositiveFloat = Field(
         60.0,
-        description="Least time that a weight push to one generator, and the load in its engine, may take. A large "
-        "policy gets more, by its bytes and the time of earlier pushes",
+        description="Least time limit of a weight push, and of the load in the engine. It grows with the policy's "
+        "bytes and the time of earlier pushes",
         json_schema_extra=ON_RESUME,
     )
     engine: FreeMapping = Field(
         default_factory=dict,
-        description="Further engine arguments of vLLM, by vLLM's names",
+        description="Further engine arguments, with vLLM's names",
         json_schema_extra=ON_RESUME,
     )
 
@@ -194,7 +192,7 @@ class RunConfig(Section):
     keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept", json_schema_extra=ON_RESUME)
     keep_log_steps: PositiveInt | None = Field(
         None,
-        description="Step files kept; all by default. Steps that a kept checkpoint needs for its replay always stay",
+        description="Number of kept step files; default: all. Files that a kept checkpoint needs always stay",
         json_schema_extra=ON_RESUME,
     )
     start_timeout_s: PositiveFloat = Field(
@@ -202,7 +200,7 @@ class RunConfig(Section):
     )
     drain_timeout_s: PositiveFloat = Field(
         60.0,
-        description="Longest that Ctrl-C waits for the step under way and a checkpoint",
+        description="Longest wait of Ctrl-C for the current step and a checkpoint",
         json_schema_extra=ON_RESUME,
     )
 

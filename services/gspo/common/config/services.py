@@ -18,7 +18,7 @@ class TlsConfig(Section):
 
     cert: FilePath | None = Field(
         None,
-        description="Certificate that every service shows, in PEM, with its chain; it turns TLS on",
+        description="Certificate of every service, in PEM, with its chain; it enables TLS",
         json_schema_extra=ON_RESUME,
     )
     key: FilePath | None = Field(
@@ -26,13 +26,12 @@ class TlsConfig(Section):
     )
     ca: FilePath | None = Field(
         None,
-        description="Certificates of those who may sign for the services and for Redis; the machine's own by default",
+        description="Certificates of the authorities of services and Redis; default: those of the machine",
         json_schema_extra=ON_RESUME,
     )
     server_name: str | None = Field(
         None,
-        description="Name in every service's certificate, looked for instead of its host's: one certificate for hosts "
-        "that come and go",
+        description="Name in the services' certificate, checked instead of the host name",
         json_schema_extra=ON_RESUME,
     )
 
@@ -54,13 +53,13 @@ class ServicesConfig(Section):
 
     host: str = Field(
         "127.0.0.1",
-        description="Address that every service binds, and the Redis that a run starts; one beyond loopback needs "
-        "token_file, and that Redis redis_password_file",
+        description="Address of every service and of the run's own Redis. Beyond loopback, token_file and "
+        "redis_password_file are required",
         json_schema_extra=ON_RESUME,
     )
     redis_url: str | None = Field(
         None,
-        description="Redis in use, rediss:// for TLS; none starts the redis-server of this package or machine",
+        description="URL of Redis, rediss:// for TLS; null: the run starts its own",
         json_schema_extra=ON_RESUME,
     )
     redis_password_file: FilePath | None = Field(
@@ -76,8 +75,8 @@ class ServicesConfig(Section):
     )
     http_hosts: tuple[HostName, ...] = Field(
         (),
-        description="Names that HTTP requests may call the services by; *.example.org is every name below it. "
-        "localhost, this machine's name and IP addresses always work",
+        description="Host names that HTTP requests may use, such as *.example.org; localhost, this machine's name "
+        "and IP addresses always work",
         json_schema_extra=ON_RESUME,
     )
     token_file: FilePath | None = Field(
@@ -89,13 +88,13 @@ class ServicesConfig(Section):
     otlp_endpoint: str | None = Field(
         None,
         pattern=HTTP_HOST,
-        description="Collector that takes traces of rollouts by OTLP over gRPC, such as http://127.0.0.1:4317",
+        description="Collector of traces by OTLP over gRPC, such as http://127.0.0.1:4317",
         json_schema_extra=ON_RESUME,
     )
     max_restarts: int = Field(
         5,
         ge=0,
-        description="Times a service that dies is started again before the run gives up",
+        description="Restarts of a crashing service before the run ends",
         json_schema_extra=ON_RESUME,
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
