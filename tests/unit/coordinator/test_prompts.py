@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from gspo.common.config.loading import parse_config
 from gspo.common.errors import InputError
-from gspo.coordinator.data.prompts import PromptSet
+from gspo.coordinator.data.prompts import PromptSet, training_prompts
 from tests.support.tiny_model import make_tokenizer
 
 OpenSet = Callable[..., PromptSet]
@@ -204,6 +205,19 @@ def test_bytes_that_are_no_text_are_found_in_any_column(tmp_path: Path, open_set
     path.write_bytes(b'{"prompt": "1", "answer": "2"}\n{"prompt": "1", "answer": "\xff"}\n')
     with pytest.raises(InputError, match=r"line 2: is not UTF-8"):
         open_set(path)
+
+
+def test_the_configuration_names_the_column_of_the_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    write(tmp_path / "p.jsonl", [{"question": "1+2=", "prompt": "other"}])
+    keys = {
+        "name": "r",
+        "model": {"path": "model"},
+        "data": {"prompts": "p.jsonl", "prompt_column": "question"},
+        "reward": {"functions": [{"path": "reward.py"}]},
+        "run": {"total_steps": 3},
+    }
+    (prompt,) = training_prompts(parse_config(keys, tmp_path), tokenizer).prompts([0])
+    assert (prompt.text, json.loads(prompt.columns_json)) == ("1+2=", {"prompt": "other"})
 
 
 def test_blank_lines_are_no_rows(tmp_path: Path, open_set: OpenSet) -> None:

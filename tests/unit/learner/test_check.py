@@ -418,10 +418,10 @@ def test_deepspeed_keys_that_say_the_same_or_more_pass(folder: Path) -> None:
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
         "fp16": {"enabled": False},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": "auto"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.99], "weight_decay": "auto"}},
         "train_batch_size": "auto",
     }
-    learner = {"zero_stage": 1, "max_grad_norm": 0.5, "dtype": "bfloat16"}
+    learner = {"zero_stage": 1, "max_grad_norm": 0.5, "dtype": "bfloat16", "adam_betas": [0.8, 0.99]}
     config = make_config(folder, learner={**learner, "deepspeed": given})
     check(config)
     assert engine_config(config)["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 1000}

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gspo.common.config.environment import EnvironmentConfig
 from gspo.common.config.reward import RewardConfig, RewardFunction
 from gspo.common.errors import InputError
 from gspo.reward.functions.arguments import (
@@ -21,6 +22,8 @@ from gspo.reward.functions.arguments import (
     read_source,
     read_sources,
 )
+from gspo.reward.functions.configured_environment import open_environment
+from gspo.reward.sandbox.calls import CallLimits, Code
 from gspo.reward.sandbox.inside.recognise import UnfitError, find_function
 from gspo.reward.sandbox.inside.worker import load_module
 from gspo.reward.sandbox.replies import SignatureReply
@@ -40,6 +43,17 @@ def rollout(text: str = "4", *, messages: list[dict[str, str]] | None = None, **
         text="2+2=", messages_json=json.dumps(messages) if messages else "", columns_json=json.dumps(columns)
     )
     return Rollout(prompt=prompt, text=text, token_ids=[7, 8], outcome=OUTCOME_EOS)
+
+
+def test_an_environment_has_its_own_memory_and_time() -> None:
+    limits: list[CallLimits] = []
+
+    def sandbox(_: Code, of_environment: CallLimits) -> Any:
+        limits.append(of_environment)
+
+    environment = EnvironmentConfig(builtin="tools", tools=("calculator",), memory_mb=512, step_timeout_s=3.0)
+    open_environment(environment, CallLimits(timeout_s=9.0, memory_mb=2048, cpu_s=1.0), sandbox)
+    assert limits == [CallLimits(timeout_s=3.0, memory_mb=512, cpu_s=1.0)]
 
 
 @pytest.mark.parametrize(

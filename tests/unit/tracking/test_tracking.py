@@ -40,7 +40,10 @@ def config(tmp_path: Path) -> Config:
         "evaluation": {"prompts": {"easy": "e.jsonl"}},
         "run": {"total_steps": 10, "directory": str(tmp_path)},
         "services": {"redis_url": "redis://host:6379/0", "token_file": "secret"},
-        "tracking": {"tensorboard": True, "wandb": {"project": "sums", "mode": "offline", "tags": ["a", "b"]}},
+        "tracking": {
+            "tensorboard": True,
+            "wandb": {"project": "sums", "entity": "team", "mode": "offline", "tags": ["a", "b"]},
+        },
     }
     config = parse_config(given, tmp_path)
     (config.run_dir / "log").mkdir(parents=True)
@@ -176,6 +179,8 @@ def test_an_offline_run_of_wandb_holds_every_step_once_and_is_gone_on_with(confi
     session(config, "wandb")
     lines = wandb_history(config)
     assert len({run_id for run_id, _ in lines}) == 1
+    runs = [record.run for path in config.run_dir.glob("wandb/offline-run-*/run-*.wandb") for record in _whole(path)]
+    assert {(run.entity, run.project) for run in runs if run.run_id} == {("team", "sums")}
     # wandb's own counter goes on where the first session ended; the x axis is `step`.
     assert [
         {name: value for name, value in values.items() if name in ("_step", "step") or "/" in name}

@@ -146,11 +146,6 @@ class GenerationConfig(Section):
         description="Most tokens of a rollout that a generator's crash may cost",
         json_schema_extra=ON_RESUME,
     )
-    save_every_s: PositiveFloat = Field(
-        30.0,
-        description="Longest time between two saves of an in-flight rollout",
-        json_schema_extra=ON_RESUME,
-    )
     max_rollouts: PositiveInt = Field(
         256,
         description="In-flight rollouts of one engine (vLLM's max_num_seqs)",

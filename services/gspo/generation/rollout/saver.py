@@ -1,7 +1,6 @@
-"""Saves rollouts under way, so that a generator that dies costs `save_tokens` tokens of each at most.
+"""Saves in-flight rollouts, so that a generator that dies costs at most `save_tokens` tokens of each.
 
-consumes: what the engine has sampled so far. produces: states in the hash `partial`.
-waits for: time alone.
+consumes: the engine's tokens so far. produces: states in the hash `partial`. waits for: time alone.
 """
 
 from __future__ import annotations
@@ -16,15 +15,17 @@ from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.rollout.in_flight import InFlightRollout
 
-# Short beside the time of half of save_tokens tokens, which is what is left for a look and a write.
-_LOOK_S = 0.1
+# Short beside the time of half of save_tokens tokens, within which a save must begin and end.
+_CHECK_EVERY_S = 0.1
+# A rollout that grows slowly is saved after this time too.
+_SAVE_EVERY_S = 30.0
 
 
 class Saver:
-    """Looks at the rollouts under way again and again, and saves those that have grown enough.
+    """Checks the in-flight rollouts at short intervals, and saves those that have grown enough.
 
     Args:
-        in_flight: The inbox and the task's delivery of each rollout under way.
+        in_flight: Lists the in-flight rollouts, each with the inbox and the delivery of its task.
     """
 
     def __init__(
@@ -34,17 +35,21 @@ class Saver:
         in_flight: Callable[[], Iterable[tuple[Inbox, Delivery, InFlightRollout]]],
     ) -> None:
         self._engine, self._in_flight = engine, in_flight
-        # At half of it: the other half is room for what is sampled until the write has ended.
-        self._due_tokens, self._due_s = max(1, config.save_tokens // 2), config.save_every_s
+        # Half of it: the other half covers the tokens that are sampled during the save.
+        self._due_tokens = max(1, config.save_tokens // 2)
 
     async def run(self) -> None:
         """Save until cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_EVERY_S)
             await self.save([entry for entry in self._in_flight() if self._is_due(entry[2])])
 
     async def save(self, entries: Iterable[tuple[Inbox, Delivery, InFlightRollout]], *, paused: bool = False) -> None:
-        """Save rollouts as they are now; `paused` where this worker lets go of them."""
+        """Save rollouts as they are now.
+
+        Args:
+            paused: Whether this worker gives them up to any generator.
+        """
         states: dict[Inbox, list[EntryState]] = {}
         for inbox, delivery, rollout in entries:
             running = self._engine.partial_output(rollout.request_id)
@@ -56,4 +61,4 @@ class Saver:
 
     def _is_due(self, rollout: InFlightRollout) -> bool:
         unsaved = len(rollout.state.token_ids) + self._engine.num_sampled(rollout.request_id) - rollout.num_saved
-        return unsaved >= self._due_tokens or (unsaved > 0 and time.monotonic() - rollout.saved_s >= self._due_s)
+        return unsaved >= self._due_tokens or (unsaved > 0 and time.monotonic() - rollout.saved_s >= _SAVE_EVERY_S)

@@ -225,9 +225,17 @@ async def test_the_token_is_asked_for_before_the_body(redis: Redis, tmp_path: Pa
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
 
 
+async def test_a_submission_imports_only_the_configured_packages(redis: Redis, tmp_path: Path) -> None:
+    async with open_rest_client(tmp_path, redis, allowed_packages=("regex",)) as (client, _, _):
+        refused = await client.post("", json={"name": "n", "source": "import numpy\n" + SOURCE})
+        (problem,) = refused.json()["problems"]
+        assert (refused.status_code, "reward.allowed_packages (regex)" in problem["text"]) == (422, True)
+        accepted = await client.post("", json={"name": "n", "source": "import regex\n" + SOURCE})
+        assert accepted.status_code == 201
+
+
 async def test_the_configuration_bounds_what_a_submission_asks_for(redis: Redis, tmp_path: Path) -> None:
-    bounds = {"memory_mb": 1024, "timeout_s": 5.0}
-    async with open_rest_client(tmp_path, redis, **bounds) as (client, scorer, registry):
+    async with open_rest_client(tmp_path, redis, memory_mb=1024, timeout_s=5.0) as (client, scorer, registry):
         asked = {"memory_mb": 65536, "timeout_s": 5.5, "cpu_s": 100.0}
         refused = await client.post("", json={"name": "big", "source": SOURCE, "limits": asked})
         slow, memory = refused.json()["problems"]
