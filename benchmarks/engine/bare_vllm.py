@@ -12,8 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.harness.child_process import serve
 from benchmarks.harness.sizes import NUM_ROLLOUTS
-from gspo.common.host.cpu_threads import generation_threads
-from gspo.generation.engine.process_environment import CPU_ENVIRONMENT
+from gspo.generation.engine.process_environment import CPU_ENVIRONMENT, generation_threads
 from gspo.generation.engine.vllm_engine import IN_PROCESS_EXECUTOR
 
 # What the generation service hands to vLLM; `defaults` hands over none of it.

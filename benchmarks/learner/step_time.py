@@ -12,7 +12,7 @@ from benchmarks.harness.measurement import Measurement
 from benchmarks.harness.sizes import CACHE, DTYPES, LENGTHS, Dtype, Lengths
 from benchmarks.harness.tables import middle
 from benchmarks.harness.workload import write_config
-from gspo.common.host.cpu_threads import WAITING
+from gspo.common.host.process_tuning import WAITING
 
 _TIMEOUT_S = 900.0
 # Threads at a barrier soon sleep in the service, because a generator wants the cores; alone, they could spin as well.

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.harness.child_process import serve
 from benchmarks.harness.tables import middle
 from benchmarks.push.versions import policy
-from gspo.common.host.allocator import keep_freed_memory
+from gspo.common.host.process_tuning import keep_freed_memory
 from gspo.common.network.grpc_server import GrpcServer, open_channel
 from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.weight_frames import FRAME_BYTES, WeightFrames

@@ -104,7 +104,7 @@ async def _state(addresses: dict[str, str], redis_url: str) -> tuple[str, list[s
 def _refused(addresses: dict[str, str], reason: str) -> float:
     """Requests that both services have refused for a reason."""
     texts = [httpx.get(f"http://{address}/metrics/", timeout=30).text for address in addresses.values()]
-    line = rf'^gspo_calls_refused_total{{door="http",reason="{reason}"}} (\S+)$'
+    line = rf'^gspo_calls_refused_total{{protocol="http",reason="{reason}"}} (\S+)$'
     return sum(float(number) for text in texts for number in re.findall(line, text, re.MULTILINE))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gspo.common.host.importing import importing
+from gspo.common.host.process_tuning import importing
 from gspo.common.service.options import await_start, parse_options
 from gspo.coordinator.check import check
 

@@ -7,8 +7,7 @@ from functools import partial
 
 import structlog
 
-from gspo.common.host.allocator import keep_freed_memory
-from gspo.common.host.importing import importing
+from gspo.common.host.process_tuning import importing, keep_freed_memory
 from gspo.common.service.options import await_start, parse_options
 from gspo.generation.check import check
 from gspo.generation.engine.forked_process import ForkedProcess

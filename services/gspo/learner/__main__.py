@@ -12,9 +12,7 @@ import structlog
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_BAD_INPUT, InputError, exit_bad_input
-from gspo.common.host.allocator import keep_freed_memory
-from gspo.common.host.cpu_threads import wait_shortly
-from gspo.common.host.importing import importing
+from gspo.common.host.process_tuning import importing, keep_freed_memory, wait_shortly
 from gspo.common.service.options import await_start, parse_options, stay
 from gspo.learner.check import check
 from gspo.learner.ranks.environment import end_with_launcher, is_launched, own_rank

@@ -84,7 +84,7 @@ def test_two_services_with_different_tokens_say_so_once_each(cluster: SecuredClu
         until(lambda: cluster.said("coordinator", "token_refused"), "the coordinator to say it")[0]["reason"] == reason
     )
     refusal = until(lambda: cluster.said("learner", "call_refused"), "the learner to say it")[0]
-    assert (refusal["asked"], refusal["reason"][:43]) == (
+    assert (refusal["target"], refusal["reason"][:43]) == (
         "/gspo.Learner/Progress",
         "the shared token is missing or wrong: send ",
     )
@@ -93,7 +93,7 @@ def test_two_services_with_different_tokens_say_so_once_each(cluster: SecuredClu
 
     def asked_again() -> bool:
         page = cluster.get("learner", "/metrics").text
-        return 'gspo_calls_refused_total{door="grpc",reason="token"} 1.0' not in page
+        return 'gspo_calls_refused_total{protocol="grpc",reason="token"} 1.0' not in page
 
     until(asked_again, "a second try")
     assert (len(cluster.said("coordinator", "token_refused")), len(cluster.said("learner", "call_refused"))) == (1, 1)
@@ -241,8 +241,8 @@ def test_garbage_in_a_call_is_refused_and_counted(cluster: SecuredCluster, servi
         too_large = call(cluster, channel, method, [bytes(MAX_ENTRY_BYTES + 1)])
         assert too_large is grpc.StatusCode.RESOURCE_EXHAUSTED
     page = cluster.get(service, "/metrics").text
-    assert 'gspo_calls_refused_total{door="grpc",reason="undecodable"}' in page
-    assert 'gspo_calls_refused_total{door="grpc",reason="too_large"}' in page
+    assert 'gspo_calls_refused_total{protocol="grpc",reason="undecodable"}' in page
+    assert 'gspo_calls_refused_total{protocol="grpc",reason="too_large"}' in page
 
 
 def test_a_call_of_another_schema_is_told_so(cluster: SecuredCluster) -> None:
@@ -250,7 +250,7 @@ def test_a_call_of_another_schema_is_told_so(cluster: SecuredCluster) -> None:
     said = "schema 2, and this version reads 1"
     with cluster.channel("reward") as channel, pytest.raises(grpc.RpcError, match=said):
         channel.unary_unary("/gspo.Reward/Score")(of_later, metadata=cluster.token, timeout=10)
-    assert 'gspo_calls_refused_total{door="grpc",reason="schema"}' in cluster.get("reward", "/metrics").text
+    assert 'gspo_calls_refused_total{protocol="grpc",reason="schema"}' in cluster.get("reward", "/metrics").text
 
 
 def test_no_secret_is_in_a_log_or_on_a_command_line(cluster: SecuredCluster) -> None:

@@ -1,6 +1,7 @@
 """What is set before vLLM is imported: threads that a fork cannot keep are off, and small models compile nothing."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.generation.engine import process_environment
-from gspo.generation.engine.process_environment import import_variables, threads
+from gspo.generation.engine.process_environment import generation_threads, import_variables, threads
 
 
 def config_of(folder: Path, model: dict[str, Any] | None, **generation: Any) -> Config:
@@ -54,3 +55,13 @@ def test_nothing_is_set_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_number_of_threads_is_the_configured_one(tmp_path: Path) -> None:
     assert threads(config_of(tmp_path, None, threads=3)) == {"OMP_NUM_THREADS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("configured", "cores", "num_threads"), [(0, 1, 1), (0, 2, 1), (0, 8, 7), (8, 8, 8), (3, 2, 3)]
+)
+def test_an_engine_leaves_a_core_free_unless_threads_are_configured(
+    monkeypatch: pytest.MonkeyPatch, configured: int, cores: int, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert generation_threads(configured) == expected

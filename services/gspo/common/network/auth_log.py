@@ -1,4 +1,4 @@
-"""Who was refused here, and who refuses us: each said in one line, counted, and never in a silent loop."""
+"""The log of refusals: calls that this service refuses, and services that refuse our token. Each is counted."""
 
 from __future__ import annotations
 
@@ -10,40 +10,42 @@ import structlog
 
 from gspo.common.telemetry import metrics
 
-# A caller that tries again and again is said once in so long; so many callers are remembered.
+# A caller that is refused again and again is logged once in this time; so many callers are remembered.
 _QUIET_S, _REMEMBERED = 60.0, 1000
-_said: OrderedDict[tuple[str, str, str], float] = OrderedDict()
+_logged_at: OrderedDict[tuple[str, str, str], float] = OrderedDict()
 log = structlog.get_logger()
 
-Door = Literal["grpc", "http"]
+CallProtocol = Literal["grpc", "http"]
 
 
 class HasReadiness(Protocol):
-    """A service, as far as it is needed here."""
+    """A service with its reasons not to be ready."""
 
     problems: dict[str, str]
 
 
-def note_refusal(door: Door, reason: str, *, caller: str, asked: str, detail: str) -> None:
-    """Count a call that was refused, and say it unless the same caller was refused for the same a moment ago.
+def note_refusal(protocol: CallProtocol, reason: str, *, caller: str, target: str, detail: str) -> None:
+    """Count a refused call, and log it unless the same caller was refused for the same reason a moment ago.
 
     Args:
-        reason: Bounded name of the cause.
-        caller: Address; its port does not tell callers apart.
+        reason: Name of the cause, of a bounded set.
+        caller: Address with its port, which does not distinguish callers.
+        target: The path or method that was called.
+        detail: The cause for a reader.
     """
-    metrics.CALLS_REFUSED.labels(door, reason).inc()
-    key, now = (door, reason, _without_port(caller)), time.monotonic()
-    if now - _said.get(key, -_QUIET_S) < _QUIET_S:
+    metrics.CALLS_REFUSED.labels(protocol, reason).inc()
+    key, now = (protocol, reason, _without_port(caller)), time.monotonic()
+    if now - _logged_at.get(key, -_QUIET_S) < _QUIET_S:
         return
-    _said[key] = now
-    _said.move_to_end(key)
-    if len(_said) > _REMEMBERED:
-        _said.popitem(last=False)
-    log.warning("call_refused", door=door, caller=caller, asked=asked, reason=detail)
+    _logged_at[key] = now
+    _logged_at.move_to_end(key)
+    if len(_logged_at) > _REMEMBERED:
+        _logged_at.popitem(last=False)
+    log.warning("call_refused", protocol=protocol, caller=caller, target=target, reason=detail)
 
 
 def token_rejected_by(service: HasReadiness, peer: str, *, key: str = "services.token_file") -> None:
-    """Another service does not take our token: one error line, and not ready until it does."""
+    """Another service refuses our token: log one error, and be not ready until it accepts the token."""
     cause = f"token for {peer}"
     if cause not in service.problems:
         reason = f"{peer} refuses our token: the secrets in {key} of both differ"
@@ -52,7 +54,7 @@ def token_rejected_by(service: HasReadiness, peer: str, *, key: str = "services.
 
 
 def token_accepted_by(service: HasReadiness, peer: str) -> None:
-    """Another service takes our token, or is gone."""
+    """Another service accepts our token, or has ended."""
     if service.problems.pop(f"token for {peer}", None):
         log.info("token_accepted", peer=peer)
 

@@ -58,7 +58,7 @@ class HttpGuard:
         if refusal is None:
             await self._app(scope, receive, send)
             return
-        note_refusal("http", refusal.reason, caller=caller_of(scope), asked=scope["path"][:200], detail=refusal.detail)
+        note_refusal("http", refusal.reason, caller=caller_of(scope), target=scope["path"][:200], detail=refusal.detail)
         await reply(send, refusal.status, {"detail": refusal.detail, "problems": []})
 
     def _refusal(self, scope: Scope) -> _Refusal | None:

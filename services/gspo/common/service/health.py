@@ -52,7 +52,7 @@ class HealthProbes:
             await reply(send, 503 if problems else 200, facts)
         elif not self._is_authorized(scope):
             why = "the shared token is missing or wrong: send it as 'Authorization: Bearer TOKEN'"
-            note_refusal("http", "token", caller=caller_of(scope), asked=path, detail=why)
+            note_refusal("http", "token", caller=caller_of(scope), target=path, detail=why)
             await reply(send, 401, {"detail": why})
         elif self._service.http_api is not None:
             await self._service.http_api(scope, receive, send)

@@ -13,8 +13,6 @@ INSTANCE_TTL_S = 6
 HEARTBEAT_S = 1.5
 # Events are read by position and acknowledged by nobody, so trimming them loses no pending entry.
 EVENTS_KEPT = 10_000
-# Each replica of the reward service also appends to a file, which is never cut.
-AUDIT_KEPT = 10_000
 # What `paused` holds where a user asked for it.
 PAUSED_BY_USER = b"1"
 
@@ -105,40 +103,6 @@ class Keys:
     def paused(self) -> str:
         """Present while the issue of new groups is paused: PAUSED_BY_USER, or why."""
         return self._key("paused")
-
-
-@dataclass(frozen=True)
-class RegistryKeys:
-    """The keys of the registered reward functions: of all runs in one Redis, in a slot of their own.
-
-    No run is called `@rewards`, so no key of a run is one of these.
-    """
-
-    prefix: str = "gspo:{@rewards}:"
-
-    @property
-    def names(self) -> str:
-        """Hash name -> JSON document: kind, active version, revision, versions; retired names too."""
-        return f"{self.prefix}registered"
-
-    @property
-    def content(self) -> str:
-        """Hash version -> JSON document: source, entry, limits, test cases, signature; written once."""
-        return f"{self.prefix}content"
-
-    @property
-    def token(self) -> str:
-        """Random text that each change of the registry replaces; absent means that Redis has lost it."""
-        return f"{self.prefix}token"
-
-    @property
-    def audit(self) -> str:
-        """List of who changed what, the newest last."""
-        return f"{self.prefix}audit"
-
-    def usage(self, name: str, version: str) -> str:
-        """Hash of one version's calls: counts by result, times by bucket, the last failure."""
-        return f"{self.prefix}usage:{name}:{version}"
 
 
 # Consumer group of each stream: the service that reads it.

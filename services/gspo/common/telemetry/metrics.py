@@ -54,7 +54,7 @@ ACTIVITY_SECONDS = _shared.counter(
     "gspo_activity_seconds", "Time of a service by activity", ["service", "kind", "what"]
 )
 BUILD_INFO = _shared.gauge("gspo_build_info", "1, with the version of gspo as label", ["service", "version"])
-CALLS_REFUSED = _shared.counter("gspo_calls_refused", "Rejected calls, by protocol and reason", ["door", "reason"])
+CALLS_REFUSED = _shared.counter("gspo_calls_refused", "Rejected calls, by protocol and reason", ["protocol", "reason"])
 DEAD_LETTERS = _shared.counter("gspo_dead_letters", "Dead letters, by the stream of the entry", ["stream"])
 
 # Coordinator

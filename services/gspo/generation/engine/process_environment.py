@@ -5,11 +5,12 @@ It imports none of them.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from gspo.common.config.schema import Config
-from gspo.common.host.cpu_threads import WAITING, generation_threads
 from gspo.common.host.gpus import torch_is_for_cpus
+from gspo.common.host.process_tuning import WAITING
 from gspo.common.model.folder import read_model_config
 
 # Threads float over the cores: a learner shares them, and a bound thread would wait for a core that is taken.
@@ -31,6 +32,11 @@ def import_variables(config: Config) -> dict[str, str]:
     if config.generation.engine.get("enforce_eager", True) and _vocabulary(config.model.path) <= _SMALL_VOCABULARY:
         values["TORCH_COMPILE_DISABLE"] = "1"
     return values
+
+
+def generation_threads(configured: int) -> int:
+    """Threads of an engine; 0 is every core but one, as in vLLM: its scheduler and event loop need one."""
+    return configured or max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def threads(config: Config) -> dict[str, str]:

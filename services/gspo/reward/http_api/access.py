@@ -61,7 +61,7 @@ class AccessControl:
                 caller = self._admit(scope)
             except RestRefusalError as error:
                 if error.status == 401:
-                    note_refusal("http", "token", caller=caller_of(scope), asked=scope["path"], detail=NO_TOKEN)
+                    note_refusal("http", "token", caller=caller_of(scope), target=scope["path"], detail=NO_TOKEN)
                 await answer(error.status, error.refusal, error.headers)(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = caller

@@ -17,8 +17,8 @@ from redis.asyncio import Redis
 
 from gspo.common.config.reward import RegistryQuotas
 from gspo.common.errors import nearest
-from gspo.common.streams.keys import AUDIT_KEPT, RegistryKeys
 from gspo.reward.registry.disk import DiskCopy
+from gspo.reward.registry.keys import AUDIT_KEPT, RegistryKeys
 from gspo.reward.registry.records import (
     RETIRED,
     Action,

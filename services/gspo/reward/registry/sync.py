@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import structlog
 from redis.asyncio import Redis
 
-from gspo.common.streams.keys import AUDIT_KEPT, RegistryKeys
 from gspo.reward.registry.disk import DiskCopy
+from gspo.reward.registry.keys import AUDIT_KEPT, RegistryKeys
 from gspo.reward.registry.records import AuditLine, ConflictError, RegisteredName, UnreadableError, parse_name
 
 # Only changes by other replicas come between, and one of every two rivals goes on.

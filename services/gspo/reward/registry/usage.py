@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from redis.asyncio import Redis
 
-from gspo.common.streams.keys import RegistryKeys
+from gspo.reward.registry.keys import RegistryKeys
 
 BUCKET_RATIO = 1.1
 SMALLEST_S = 1e-5

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from gspo.common.config.services import ServicesConfig
-from gspo.common.network import http_connection
+from gspo.common.network import http_server
 from gspo.common.network.http_guard import ASGIApp, BoundedBodies, Receive, Scope, Send, reply
 from gspo.common.network.http_server import HttpServer
 
@@ -171,7 +171,7 @@ async def test_a_body_that_is_too_large_is_refused_unread(port: int) -> None:
 
 async def test_an_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     given_up = asyncio.Event()
-    monkeypatch.setattr(http_connection, "note_refusal", lambda *_, **__: given_up.set())
+    monkeypatch.setattr(http_server, "note_refusal", lambda *_, **__: given_up.set())
 
     async def tells_much(_scope: Scope, _receive: Receive, send: Send) -> None:
         await reply(send, 200, {"text": "x" * 2**25})
@@ -238,7 +238,7 @@ async def test_many_bodies_at_a_time_are_not_all_kept(monkeypatch: pytest.Monkey
 
 
 async def test_one_address_does_not_take_every_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connection, "MAX_CONNECTIONS_OF_ONE", 5)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS_OF_ONE", 5)
     held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
     assert await ask(port) == 0
     for _, writer in held:
