@@ -566,7 +566,7 @@ class RolloutState(_message.Message):
     """set once the rollout has ended"""
     stop: _builtins.str
     delivery: _builtins.int
-    """how often its task had been handed out when this was saved; 0 when put aside"""
+    """how often its task had been handed out when this was saved; 0 when paused"""
     turn_ended: _builtins.bool
     """the turn under way is the environment's to answer"""
     @_builtins.property
@@ -816,7 +816,7 @@ class DeadLetter(_message.Message):
     EVALUATION_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
     stream: _builtins.str
-    """prompts, aside, rollouts, scored, eval_prompts, eval_rollouts or eval_scored"""
+    """prompts, paused_prompts, rollouts, scored, eval_prompts, eval_rollouts or eval_scored"""
     payload: _builtins.bytes
     """the entry"""
     reason: _builtins.str

@@ -137,8 +137,8 @@ def test_the_readme_lists_every_folder_of_the_tree() -> None:
 
 def test_the_architecture_names_every_stream_and_hash() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    for name in ("prompts", "aside", "rollouts", "scored", "eval_prompts", "eval_rollouts", "eval_scored", "dead",
-                 "events", "partial", "open"):  # fmt: skip
+    for name in ("prompts", "paused_prompts", "rollouts", "scored", "eval_prompts", "eval_rollouts", "eval_scored",
+                 "dead", "events", "partial", "open"):  # fmt: skip
         assert f"`{name}`" in text
 
 

@@ -1,7 +1,7 @@
 """The generation loop: takes groups from the prompts streams, and writes each rollout as soon as it is finished.
 
-consumes: aside when a step begins, prompts, and eval_prompts when there is nothing else. produces: rollouts,
-eval_rollouts, aside.
+consumes: paused_prompts when a step begins, prompts, and eval_prompts when there is nothing else. produces: rollouts,
+eval_rollouts, paused_prompts.
 waits for: room in the engine, a task, weights new enough for a task. unblocked by: a finished group, the
 coordinator, a push.
 """
@@ -45,13 +45,13 @@ class Worker:
         consumer, lease_s = new_consumer(service.options.name), config.services.lease_s
         self._service, self._engine, self._rollouts = service, engine, rollouts
         self._max_rollouts, self._max_attempts = config.generation.max_rollouts, config.staleness.max_attempts
-        training, aside, evaluation = (
+        training, paused, evaluation = (
             Inbox(service.redis, keys, stream, consumer=consumer, lease_s=lease_s)
-            for stream in (keys.prompts, keys.aside, keys.eval_prompts)
+            for stream in (keys.prompts, keys.paused_prompts, keys.eval_prompts)
         )
         size, segment = config.algorithm.num_return_sequences_in_group, config.generation.segment_tokens
         self._training = TaskSource(training, Outbox(training), keys.rollouts, keys.scored, size, segment)
-        self._paused = TaskSource(aside, Outbox(aside), keys.rollouts, keys.scored, size, segment)
+        self._paused = TaskSource(paused, Outbox(paused), keys.rollouts, keys.scored, size, segment)
         self._evaluation = TaskSource(
             evaluation, Outbox(evaluation), keys.eval_rollouts, keys.eval_scored, config.evaluation.num_answers
         )

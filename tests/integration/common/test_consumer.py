@@ -253,10 +253,10 @@ async def test_a_stream_without_capacity_keeps_those_behind_it_from_taking(
 
 
 async def test_the_order_says_which_streams_are_looked_at(redis: Redis, keys: Keys, handler: Handler) -> None:
-    other = Handler(inbox(redis, keys, "aside"))
+    other = Handler(inbox(redis, keys, "paused_prompts"))
     subscriptions = [subscribe(handler), subscribe(other)]
     await issue(redis, keys.prompts, 1)
-    await issue(redis, keys.aside, 2)
+    await issue(redis, keys.paused_prompts, 2)
     order = subscriptions[1:]
 
     async def current_order() -> list[Subscription]:

@@ -198,10 +198,10 @@ async def test_what_is_given_back_goes_to_the_end_for_any_worker(redis: Redis, k
 
 async def test_what_is_given_back_may_go_to_another_stream(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
-    assert await worker.requeue(delivery, stream=keys.aside)
+    assert await worker.requeue(delivery, stream=keys.paused_prompts)
     assert await redis.xlen(keys.prompts) == 0
-    aside = Inbox(redis, keys, keys.aside, consumer="b", lease_s=LEASE_S)
-    assert [found.payload for found in await aside.take(2, block_s=1)] == [TASK]
+    paused = Inbox(redis, keys, keys.paused_prompts, consumer="b", lease_s=LEASE_S)
+    assert [found.payload for found in await paused.take(2, block_s=1)] == [TASK]
 
 
 async def test_what_is_given_back_after_its_group_has_ended_is_gone(redis: Redis, keys: Keys) -> None:

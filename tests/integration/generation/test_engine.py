@@ -213,7 +213,7 @@ async def test_a_push_under_restart_ends_in_flight_requests(generator: SharedEng
 async def test_what_goes_on_after_a_push_meets_no_keys_and_values_of_before_it(
     generator: SharedEngine, tmp_path: Path, on_update: OnUpdate
 ) -> None:
-    """A prompt of several blocks, and an answer that is put aside, before and after the weights change."""
+    """A prompt of several blocks, and an answer that is paused, before and after the weights change."""
     engine, staged, old = generator.engine, generator.staged, generator.engine.version
     prompt = [4 + place % 90 for place in range(300)]
     first = await engine.generate("first", prompt, sampling(40, ignore_eos=True))

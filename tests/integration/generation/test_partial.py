@@ -98,7 +98,7 @@ def task(group: int) -> bytes:
 async def finished(redis: Redis, keys: Keys, num: int) -> list[Rollout]:
     while await redis.xlen(keys.rollouts) < num:
         await asyncio.sleep(0.01)
-    while await redis.xlen(keys.prompts) + await redis.xlen(keys.aside):
+    while await redis.xlen(keys.prompts) + await redis.xlen(keys.paused_prompts):
         await asyncio.sleep(0.01)
     found = [Rollout.FromString(fields[b"d"]) for _, fields in await redis.xrange(keys.rollouts)]
     assert len({(rollout.group, rollout.number) for rollout in found}) == len(found) == num
@@ -156,13 +156,13 @@ async def test_rollouts_beyond_their_segment_are_paused_and_resumed(
     await issue(redis, keys, 0, 1, 2)
     while not await redis.hlen(keys.partial):
         await asyncio.sleep(0.005)
-    # On any generator: what the first has put aside the second, with newer weights, takes up.
+    # On any generator: a second one, with newer weights, takes up the paused rollouts of the first.
     generators.append(start(config, redis_url, "two", version=1))
     found = await finished(redis, keys, 12)
     for rollout in found:
         check_tokens(rollout, KEYS)
     moved = [rollout for rollout in found if set(rollout.version) == {0, 1} and rollout.version[49:51] == [0, 1]]
-    assert moved, "no answer was put aside after its 50 tokens and went on elsewhere"
+    assert moved, "no rollout was paused after its 50 tokens and continued elsewhere"
     for generator in generators:
         await generator.end()
 

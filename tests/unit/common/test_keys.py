@@ -6,7 +6,7 @@ from redis.cluster import key_slot
 
 from gspo.common.streams.keys import HEARTBEAT_S, INSTANCE_TTL_S, Keys, consumer_groups, rollout_id
 
-NAMES = ("prompts", "aside", "rollouts", "scored", "eval_prompts", "eval_rollouts", "eval_scored")
+NAMES = ("prompts", "paused_prompts", "rollouts", "scored", "eval_prompts", "eval_rollouts", "eval_scored")
 OTHERS = ("dead", "events", "partial", "open", "redis_epoch", "instances", "paused")
 
 
@@ -34,7 +34,7 @@ def test_every_stream_of_work_has_one_reader() -> None:
     keys = Keys("math")
     assert consumer_groups(keys) == {
         keys.prompts: "generation",
-        keys.aside: "generation",
+        keys.paused_prompts: "generation",
         keys.eval_prompts: "generation",
         keys.rollouts: "reward",
         keys.eval_rollouts: "reward",

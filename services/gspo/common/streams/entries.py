@@ -39,7 +39,7 @@ def entry_kinds(keys: Keys) -> dict[str, type[Any]]:
     """Stream -> what its entries are."""
     return {
         keys.prompts: GroupTask,
-        keys.aside: GroupTask,
+        keys.paused_prompts: GroupTask,
         keys.eval_prompts: GroupTask,
         keys.rollouts: Rollout,
         keys.eval_rollouts: Rollout,

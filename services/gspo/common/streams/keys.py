@@ -32,9 +32,9 @@ class Keys:
         return self._key("prompts")
 
     @property
-    def aside(self) -> str:
+    def paused_prompts(self) -> str:
         """Stream of GroupTask whose rollouts have used up their tokens of a step: generation to generation."""
-        return self._key("aside")
+        return self._key("paused_prompts")
 
     @property
     def rollouts(self) -> str:
@@ -115,7 +115,7 @@ def consumer_groups(keys: Keys) -> dict[str, str]:
     """Stream -> the consumer group that reads it."""
     return {
         keys.prompts: GENERATION,
-        keys.aside: GENERATION,
+        keys.paused_prompts: GENERATION,
         keys.eval_prompts: GENERATION,
         keys.rollouts: REWARD,
         keys.eval_rollouts: REWARD,

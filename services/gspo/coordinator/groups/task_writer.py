@@ -166,7 +166,7 @@ class TaskWriter:
 
     async def _remove_tasks(self, is_meant: Callable[[int], bool]) -> None:
         """Take tasks of some groups out of their streams; whoever holds one loses its lease."""
-        for stream in (self._keys.prompts, self._keys.aside):
+        for stream in (self._keys.prompts, self._keys.paused_prompts):
             entries = await all_entries(self._redis, stream)
             left = [entry for entry, task in readable(GroupTask, entries) if is_meant(task.group)]
             if left:
