@@ -56,13 +56,12 @@ async def test_a_generator_without_the_weights_leaves_its_tasks_to_others_until_
     )
     working = [asyncio.create_task(old.run())]
     await redis.hset(keys.open, mapping={str(group): "{}" for group in range(NUM_GROUPS)})
-    # The last one is of a group that nobody has issued: it is not put back.
+    # The last one is of a group that was never issued: it is not put back.
     await append(redis, keys.prompts, [*(task(group, 1) for group in range(NUM_GROUPS)), task(99, 2**62)])
-    # Alone, it takes them, and puts them back: nobody holds a lease on them.
-    while services[0].activity.kind != "waiting" or old.num_running or await held(redis, keys):
+    # Alone, it takes them, and puts them back: no lease is left.
+    while services[0].activity.detail != "newer than version 0" or await num_leased(redis, keys):
         await asyncio.sleep(0.02)
-    assert await redis.xlen(keys.prompts) == NUM_GROUPS
-    assert services[0].activity.describe()["detail"] == "newer than version 0"
+    assert (await redis.xlen(keys.prompts), old.num_running) == (NUM_GROUPS, 0)
 
     engines[1].version = 1
     working.append(asyncio.create_task(new.run()))
@@ -80,7 +79,7 @@ async def test_a_generator_without_the_weights_leaves_its_tasks_to_others_until_
         await service.redis.aclose()
 
 
-async def held(redis: Redis, keys: Keys) -> int:
+async def num_leased(redis: Redis, keys: Keys) -> int:
     return int((await redis.xpending(keys.prompts, "generation"))["pending"])
 
 

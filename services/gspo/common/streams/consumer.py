@@ -95,7 +95,7 @@ class Consumer:
         Raises:
             Exception: The error of a handler, other than DeadLetterError.
         """
-        async with background(self._keep_leases()) as tasks:
+        async with task_group(self._keep_leases()) as tasks:
             while not self._stopping.is_set():
                 await self._take(tasks)
             await self._drain()
@@ -204,14 +204,15 @@ async def _give_up(subscription: Subscription, batch: Batch, reason: str) -> Non
 
 
 @asynccontextmanager
-async def background(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.TaskGroup]:
-    """Run coroutines beside a block, in a task group that takes more; they are cancelled when the block ends.
+async def task_group(*background: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group whose first error ends all of it and is raised as it is, not within an ExceptionGroup.
 
-    The tasks that the block adds are waited for. The first error of a task ends all, and is raised as it is.
+    Args:
+        background: Run beside the block, and are cancelled when it ends; tasks that the block adds are waited for.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(coroutine) for coroutine in coroutines]
+            started = [tasks.create_task(coroutine) for coroutine in background]
             yield tasks
             for task in started:
                 task.cancel()
