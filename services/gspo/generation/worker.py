@@ -21,7 +21,7 @@ from gspo.common.service.app import Service
 from gspo.common.service.traces import Traces
 from gspo.common.streams.consumer import Batch, Consumer, DeadLetterError, Subscription, task_group, wait_until_set
 from gspo.common.streams.entries import SCHEMA
-from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, Inbox, new_consumer
+from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, Inbox, new_consumer_name
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.leased_task import LeasedTask, TaskSource, num_failed_attempts
@@ -46,7 +46,7 @@ class Worker:
         config, keys = service.config, service.keys
         self._service, self._engine, self._driver = service, engine, driver
         self._max_rollouts, self._max_attempts = config.generation.max_rollouts, config.staleness.max_attempts
-        consumer, lease_s = new_consumer(service.options.name), config.services.lease_s
+        consumer, lease_s = new_consumer_name(service.options.name), config.services.lease_s
         training, paused, evaluation = (
             Inbox(service.redis, keys, stream, consumer=consumer, lease_s=lease_s)
             for stream in (keys.prompts, keys.paused_prompts, keys.eval_prompts)

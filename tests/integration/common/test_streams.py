@@ -144,7 +144,7 @@ async def test_a_partial_save_does_not_count_as_finished(redis: Redis, keys: Key
 
 async def test_a_restarted_consumer_finds_its_leased_entries(redis: Redis, keys: Keys) -> None:
     _, delivery = await take_one(redis, keys, "learner")
-    (found,) = await inbox(redis, keys, "learner").resume(10)
+    (found,) = await inbox(redis, keys, "learner").take_own_pending(10)
     assert (found.entry, found.payload, found.attempt) == (delivery.entry, TASK, 2)
 
 

@@ -99,7 +99,7 @@ class Leases(RuleBasedStateMachine):
     def crash_and_restart(self, worker: str) -> None:
         """A process of the same name finds what it held; the hands of the one before stay, as a zombie's would."""
         self.inboxes[worker] = self._inbox(worker)
-        found = self._do(self.inboxes[worker].resume(100))
+        found = self._do(self.inboxes[worker].take_own_pending(100))
         mine = {entry: attempt for entry, (owner, attempt, _) in self.model.held.items() if owner == worker}
         assert {one.entry for one in found} == set(mine)
         self._hand(worker, found, attempts={entry: attempt + 1 for entry, attempt in mine.items()})

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from gspo.common.network.grpc_server import GrpcServer
 from gspo.common.streams.events import Events
-from gspo.common.streams.inbox import EntryOutput, Inbox, new_consumer
+from gspo.common.streams.inbox import EntryOutput, Inbox, new_consumer_name
 from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import Keys, rollout_id
 from gspo.common.telemetry.activity import Activity
@@ -147,8 +147,8 @@ class GeneratorPeer:
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self.redis, self.keys = redis, keys
-        self._tasks = Inbox(redis, keys, keys.prompts, consumer=new_consumer("generation"), lease_s=30.0)
-        self._eval_tasks = Inbox(redis, keys, keys.eval_prompts, consumer=new_consumer("generation"), lease_s=30.0)
+        self._tasks = Inbox(redis, keys, keys.prompts, consumer=new_consumer_name("generation"), lease_s=30.0)
+        self._eval_tasks = Inbox(redis, keys, keys.eval_prompts, consumer=new_consumer_name("generation"), lease_s=30.0)
 
         self._beats: asyncio.Task[None] | None = None
 

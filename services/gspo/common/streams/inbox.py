@@ -1,8 +1,8 @@
-"""Redis streams with leases: an entry is worked on by one worker, and done once.
+"""Redis streams with leases: one consumer at a time works on an entry, and its results are written once.
 
-A worker takes an entry, renews its lease while it works, and finishes it in one transaction with what comes out.
-Every write is a script that first checks that the worker still owns the entry at the attempt it took it, so one that
-slept through its lease cannot write. Not here: what entries mean.
+A consumer takes an entry, renews its lease while it works, and finishes it in one transaction with the outputs. Every
+write is a script that first checks the owner of the entry and its attempt, so a consumer whose lease has ended cannot
+write. `consumer.py` is the loop over it; `entries.py` knows the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
 from redis.exceptions import ResponseError
 
 from gspo.common.streams.entries import MalformedEntryError, entry_kinds, make_letter, read_entry
@@ -21,7 +22,7 @@ from gspo.common.streams.keys import Keys, consumer_groups
 from gspo.common.telemetry import metrics
 
 FIELD = b"d"
-# What stands under the mark of an output that was written.
+# The value of an output's key in the hash `partial`, once the output is written.
 DONE = b"done"
 log = structlog.get_logger()
 
@@ -123,11 +124,11 @@ return 1
 
 @dataclass(frozen=True)
 class Delivery:
-    """One entry in a worker's hands.
+    """One entry under this consumer's lease.
 
     Attributes:
-        attempt: How often it was handed out, from 1.
-        message: What it says: the message of its stream (entries.py).
+        attempt: How often the entry was handed out, from 1.
+        message: The payload as the message of its stream.
     """
 
     entry: bytes
@@ -138,32 +139,32 @@ class Delivery:
 
 @dataclass(frozen=True)
 class EntryOutput:
-    """What comes out of an entry that is still worked on; `mark` names it, so that it is written once."""
+    """An output of an entry that stays leased; it is written once under its key."""
 
     delivery: Delivery
     stream: str
     payload: bytes
-    mark: str
+    key: str
 
 
 @dataclass(frozen=True)
 class EntryState:
-    """What is kept of an output that is not finished: `state` under `mark`, until the output itself is written."""
+    """The saved part of an unfinished output; it stands under the output's key until the output is written."""
 
     delivery: Delivery
-    mark: str
+    key: str
     state: bytes
 
 
 class Inbox:
-    """One worker's view of one stream.
+    """One consumer's view of one stream.
 
     Args:
         redis: Client with binary replies.
         keys: The run's keys.
         stream: The stream to read; its consumer group follows from it.
-        consumer: This worker's name; unique to a process unless it alone ever reads the stream.
-        lease_s: After so long without a renewal another worker may take the entry.
+        consumer: This consumer's name; no other process has it, unless it alone reads the stream.
+        lease_s: After so long without a renewal another consumer may take the entry.
     """
 
     def __init__(self, redis: Redis, keys: Keys, stream: str, *, consumer: str, lease_s: float) -> None:
@@ -181,125 +182,92 @@ class Inbox:
     async def take(self, count: int, block_s: float) -> list[Delivery]:
         """Up to `count` new entries; waits `block_s` at most (0 looks once), and returns none then.
 
-        What cannot be read is buried, here and below: nobody sees it.
+        Here and below, an unreadable entry becomes a dead letter and is not returned.
         """
         block_ms = max(1, round(block_s * 1000)) if block_s else None
         reply = await self._read(">", count, block_ms)
         return await self._readable([(entry, fields, 1) for entry, fields in reply])
 
-    async def resume(self, count: int) -> list[Delivery]:
-        """What this consumer took in an earlier life and did not finish; for a consumer name that outlives it."""
-        found = []
-        for entry, fields in await self._read("0", count, None):
-            if fields and (attempt := await self._attempt(entry)):
-                found.append((entry, fields, attempt))
-        return await self._readable(found)
+    async def take_own_pending(self, count: int) -> list[Delivery]:
+        """Entries that an earlier process of this consumer's name took and did not finish."""
+        return await self._readable(await self._with_attempts(await self._read("0", count, None)))
 
     async def reclaim(self, count: int) -> list[Delivery]:
-        """Entries whose worker let its lease end, now ours."""
+        """Entries whose lease has ended, now leased to this consumer."""
         lease_ms = round(self.lease_s * 1000)
         try:
             _, entries, *_ = await self._redis.xautoclaim(
                 self.stream, self._group, self.consumer, min_idle_time=lease_ms, count=count
             )
         except ResponseError as error:
-            self._pass_over_missing(error)
+            self._ignore_missing_stream(error)
             return []
-        found = []
-        for entry, fields in entries:
-            if fields and (attempt := await self._attempt(entry)):
-                found.append((entry, fields, attempt))
-        return await self._readable(found)
+        return await self._readable(await self._with_attempts(entries))
 
     async def renew(self, deliveries: Sequence[Delivery]) -> set[bytes]:
-        """Renew the leases; the entries that are still ours. What is not returned must be dropped unfinished."""
-        if not deliveries:
-            return set()
-        pairs: list[Any] = [value for delivery in deliveries for value in (delivery.entry, delivery.attempt)]
-        try:
-            return set(await self._renew(keys=[self.stream], args=[self._group, self.consumer, *pairs]))
-        except ResponseError as error:
-            self._pass_over_missing(error)
-            return set()
+        """Renew the leases; returns the entries that are still ours. Work on the others must be dropped."""
+        pairs = [value for delivery in deliveries for value in (delivery.entry, delivery.attempt)]
+        return set(await self._call(self._renew, [], pairs)) if deliveries else set()
 
     async def put(self, outputs: Sequence[EntryOutput]) -> list[bool]:
-        """Write outputs, all in one transaction, and keep their entries; a second one under a mark is dropped.
+        """Write outputs, all in one transaction, and keep their entries; a second output under a key is dropped.
 
         Returns, for each output, whether its entry is still ours.
         """
         if not outputs:
             return []
         streams = list(dict.fromkeys(output.stream for output in outputs))
-        args: list[Any] = [self._group, self.consumer]
+        args: list[Any] = []
         for output in outputs:
             place = 3 + streams.index(output.stream)
-            args += (output.delivery.entry, output.delivery.attempt, output.mark, place, output.payload)
-        try:
-            found = await self._put_many(keys=[self.stream, self._keys.partial, *streams], args=args)
-        except ResponseError as error:
-            self._pass_over_missing(error)
-            return [False] * len(outputs)
-        return [bool(kept) for kept in found]
+            args += (output.delivery.entry, output.delivery.attempt, output.key, place, output.payload)
+        kept = await self._call(self._put_many, [self._keys.partial, *streams], args)
+        return [bool(ours) for ours in kept] if kept else [False] * len(outputs)
 
     async def save(self, states: Sequence[EntryState]) -> int:
         """Save unfinished outputs, all in one transaction; returns how many were.
 
-        Those whose entry is another worker's by now are left out, and so are those that are finished.
+        Outputs that are written already, and those whose lease is lost, are left out.
         """
         if not states:
             return 0
-        args: list[Any] = [self._group, self.consumer]
-        for saved in states:
-            args += (saved.delivery.entry, saved.delivery.attempt, saved.mark, saved.state)
-        try:
-            return int(await self._save(keys=[self.stream, self._keys.partial], args=args))
-        except ResponseError as error:
-            self._pass_over_missing(error)
-            return 0
+        args: list[Any] = []
+        for item in states:
+            args += (item.delivery.entry, item.delivery.attempt, item.key, item.state)
+        return int(await self._call(self._save, [self._keys.partial], args) or 0)
 
-    async def load(self, marks: Sequence[str]) -> list[bytes | None]:
-        """For each mark what was saved last; DONE where its output was written, None where there is nothing."""
-        found: Any = await self._redis.hmget(self._keys.partial, list(marks)) if marks else []
-        return list(found)
+    async def load(self, output_keys: Sequence[str]) -> list[bytes | None]:
+        """For each key its newest state: DONE where the output was written, None where there is none."""
+        states: Any = await self._redis.hmget(self._keys.partial, list(output_keys)) if output_keys else []
+        return list(states)
 
     async def requeue(self, delivery: Delivery, *, stream: str = "", group: int | None = None) -> bool:
-        """Put the entry to the end of its stream, or of another, for any worker to take.
+        """Put the entry to the end of its stream, or of another, for any consumer to take.
 
-        One of a `group` that has ended meanwhile is removed. Returns whether the entry was still ours; if not, nothing
-        was done.
+        With a `group`, the entry is only removed where that group has ended. Returns whether the entry was still ours;
+        otherwise nothing was done.
         """
         field = "" if group is None else str(group)
-        args: list[Any] = [self._group, self.consumer, delivery.entry, delivery.attempt, delivery.payload, field]
-        try:
-            return bool(await self._requeue(keys=[self.stream, self._keys.open, stream or self.stream], args=args))
-        except ResponseError as error:
-            self._pass_over_missing(error)
-            return False
+        args = [delivery.entry, delivery.attempt, delivery.payload, field]
+        return bool(await self._call(self._requeue, [self._keys.open, stream or self.stream], args))
 
     async def num_untaken(self) -> int:
-        """Entries that no worker has taken."""
+        """Entries that no consumer has taken."""
         try:
-            held: Any = await self._redis.xpending(self.stream, self._group)
+            pending: Any = await self._redis.xpending(self.stream, self._group)
         except ResponseError as error:
-            self._pass_over_missing(error)
+            self._ignore_missing_stream(error)
             return 0
-        return int(await self._redis.xlen(self.stream)) - int(held["pending"])
+        return int(await self._redis.xlen(self.stream)) - int(pending["pending"])
 
     async def finish(self, delivery: Delivery, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
-        """Write the outputs and acknowledge the entry in one transaction.
+        """Write the outputs (stream, payload) and acknowledge the entry in one transaction.
 
-        Returns whether the entry was still ours; if not, nothing was written.
+        Returns whether the entry was still ours; otherwise nothing was written.
         """
-        streams, payloads = [], []
-        for stream, payload in outputs:
-            streams.append(stream)
-            payloads.append(payload)
-        args: list[Any] = [self._group, self.consumer, delivery.entry, delivery.attempt, *payloads]
-        try:
-            return bool(await self._finish(keys=[self.stream, *streams], args=args))
-        except ResponseError as error:
-            self._pass_over_missing(error)
-            return False
+        outputs = list(outputs)
+        args = [delivery.entry, delivery.attempt, *(payload for _, payload in outputs)]
+        return bool(await self._call(self._finish, [stream for stream, _ in outputs], args))
 
     async def dead_letter(self, delivery: Delivery, reason: str, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
         """Finish an entry as a dead letter, with the outputs, in one transaction; whether it was still ours."""
@@ -318,16 +286,10 @@ class Inbox:
 
         Returns the entries that were still ours; of the others nothing was written.
         """
-        if not outputs:
-            return set()
-        args: list[Any] = [self._group, self.consumer]
+        args: list[Any] = []
         for delivery, payload in outputs:
             args += (delivery.entry, delivery.attempt, payload)
-        try:
-            return set(await self._finish_many(keys=[self.stream, stream], args=args))
-        except ResponseError as error:
-            self._pass_over_missing(error)
-            return set()
+        return set(await self._call(self._finish_many, [stream], args)) if outputs else set()
 
     async def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
         """Acknowledge entries whose outcome is safe elsewhere (on disk)."""
@@ -338,10 +300,18 @@ class Inbox:
                 pipe.xdel(self.stream, *entries)
                 await pipe.execute(raise_on_error=False)
 
-    async def _readable(self, found: Iterable[tuple[bytes, dict[bytes, bytes], int]]) -> list[Delivery]:
-        """The entries with what they say; what says nothing that this version reads is buried."""
+    async def _call(self, script: AsyncScript, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """The reply of a script; an empty one where the stream does not exist, and so no lease."""
+        try:
+            return await script(keys=[self.stream, *keys], args=[self._group, self.consumer, *args])
+        except ResponseError as error:
+            self._ignore_missing_stream(error)
+            return []
+
+    async def _readable(self, entries: Iterable[tuple[bytes, dict[bytes, bytes], int]]) -> list[Delivery]:
+        """The entries with their messages; an unreadable one becomes a dead letter."""
         deliveries = []
-        for entry, fields, attempt in found:
+        for entry, fields, attempt in entries:
             payload = fields.get(FIELD, b"")
             try:
                 deliveries.append(Delivery(entry, payload, attempt, read_entry(self._kind, payload)))
@@ -349,10 +319,16 @@ class Inbox:
                 await self.dead_letter(Delivery(entry, payload, attempt), str(error))
         return deliveries
 
-    async def _attempt(self, entry: bytes) -> int:
-        """How often an entry was handed out; 0 where it is not ours."""
-        held: Any = await self._redis.xpending_range(self.stream, self._group, entry, entry, 1, self.consumer)
-        return int(held[0]["times_delivered"]) if held else 0
+    async def _with_attempts(
+        self, entries: Iterable[tuple[bytes, dict[bytes, bytes]]]
+    ) -> list[tuple[bytes, dict[bytes, bytes], int]]:
+        """The entries that are ours and still exist, each with how often it was handed out."""
+        ours = []
+        for entry, fields in entries:
+            pending: Any = await self._redis.xpending_range(self.stream, self._group, entry, entry, 1, self.consumer)
+            if fields and pending:
+                ours.append((entry, fields, int(pending[0]["times_delivered"])))
+        return ours
 
     async def _read(self, position: str, count: int, block_ms: int | None) -> list[tuple[bytes, dict[bytes, bytes]]]:
         try:
@@ -360,14 +336,14 @@ class Inbox:
                 self._group, self.consumer, {self.stream: position}, count=count, block=block_ms
             )
         except ResponseError as error:
-            self._pass_over_missing(error)
+            self._ignore_missing_stream(error)
             await create_consumer_groups(self._redis, self._keys)
             return []
         self._stream_exists = True
         return reply[0][1] if reply else []
 
-    def _pass_over_missing(self, error: ResponseError) -> None:
-        """Pass over a stream or group that is not there: nobody has made it yet, or Redis was wiped."""
+    def _ignore_missing_stream(self, error: ResponseError) -> None:
+        """Ignore the lack of a stream or group: it is not created yet, or Redis was wiped."""
         if "NOGROUP" not in str(error):
             raise error
         if self._stream_exists:
@@ -377,13 +353,13 @@ class Inbox:
             log.debug("stream_not_made_yet", detail=str(error))
 
 
-def new_consumer(service: str) -> str:
-    """A consumer name that no other process has."""
+def new_consumer_name(service: str) -> str:
+    """Make a consumer name that no other process has."""
     return f"{service}-{uuid.uuid4().hex[:12]}"
 
 
 async def create_consumer_groups(redis: Redis, keys: Keys) -> None:
-    """Make every stream and its consumer group; what exists stays as it is."""
+    """Make every stream and its consumer group; existing ones stay as they are."""
     for stream, group in consumer_groups(keys).items():
         try:
             await redis.xgroup_create(stream, group, id="0", mkstream=True)

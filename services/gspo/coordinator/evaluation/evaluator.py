@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from gspo.common.config.schema import Config
 from gspo.common.streams.consumer import Batch, Consumer, Subscription
-from gspo.common.streams.inbox import Inbox, append, new_consumer
+from gspo.common.streams.inbox import Inbox, append, new_consumer_name
 from gspo.common.streams.keys import COORDINATOR, GENERATION, Keys, evaluation_label, rollout_id
 from gspo.common.telemetry import metrics
 from gspo.coordinator.data.prompts import PromptSet
@@ -60,7 +60,7 @@ class Evaluator:
     def __init__(self, redis: Redis, keys: Keys, config: Config, files: dict[str, PromptSet]) -> None:
         self._redis, self._keys, self._config, self.files = redis, keys, config, files
         self._inbox = Inbox(
-            redis, keys, keys.eval_scored, consumer=new_consumer(COORDINATOR), lease_s=config.services.lease_s
+            redis, keys, keys.eval_scored, consumer=new_consumer_name(COORDINATOR), lease_s=config.services.lease_s
         )
         # Twice what the engines run at a time: they never wait for tasks, and the stream stays short.
         self._window = 2 * config.generation.max_rollouts * config.generation.replicas

@@ -59,7 +59,7 @@ class Intake:
 
     async def run(self) -> None:
         """Take entries until cancelled; first those of an earlier life."""
-        await self._add(await self._inbox.resume(_EVERYTHING))
+        await self._add(await self._inbox.take_own_pending(_EVERYTHING))
         while True:
             if taken := await self._inbox.take(_AT_A_TIME, _BLOCK_S):
                 await self._add(taken)

@@ -18,7 +18,7 @@ from gspo.common.service.traces import Traces
 from gspo.common.streams.consumer import Batch, Consumer, Subscription
 from gspo.common.streams.entries import scored_entry
 from gspo.common.streams.events import Events
-from gspo.common.streams.inbox import Delivery, Inbox, new_consumer
+from gspo.common.streams.inbox import Delivery, Inbox, new_consumer_name
 from gspo.common.streams.keys import rollout_id
 from gspo.common.telemetry import metrics
 from gspo.reward.scoring.failure_window import FailureWindow
@@ -39,7 +39,7 @@ class ScoringConsumer:
 
     def __init__(self, service: Service, scorer: Scorer) -> None:
         self._service, self._scorer = service, scorer
-        reward, keys, name = service.config.reward, service.keys, new_consumer("reward")
+        reward, keys, name = service.config.reward, service.keys, new_consumer_name("reward")
         self._window = FailureWindow(reward.failure_window, reward.max_failure_share)
         self._events = Events(service.redis, keys, service.options.name)
         self._num_busy = 0
