@@ -130,7 +130,7 @@ class Batches:
 
 
 class UntrainedGroups:
-    """Counts what was not trained since the step before, and what the staleness of rollouts cost."""
+    """Counts the groups that were not trained since the step before, and the cost of stale rollouts."""
 
     def __init__(self) -> None:
         self._counts: Counter[Settlement] = Counter()

@@ -1,7 +1,4 @@
-"""The learner's check of a configuration and of the machine: milliseconds, and no engine is started.
-
-It imports neither torch nor DeepSpeed nor a model: it reads files.
-"""
+"""The learner's check of a configuration and of the machine: milliseconds, without torch, DeepSpeed or a model."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ _SHARED_A_RANK = 64 << 20
 
 
 def check(config: Config) -> None:
-    """Refuse what the learner cannot train.
+    """Refuse a configuration that the learner cannot train.
 
     Raises:
         InputError: A key contradicts another, the model folder is not whole, or the machine lacks what it needs.
@@ -97,20 +94,20 @@ def _check_kind(config: Config, model: Mapping[str, Any]) -> None:
 
 
 def _check_shapes(folder: Path, files: ModelFiles) -> None:
-    """config.json and the weights are of one model where they agree on the input embedding."""
+    """config.json and the weights are of one model: they agree on the input embedding."""
     facts = _text_config(files.config)
-    wanted = [facts.get("vocab_size"), facts.get("hidden_size")]
-    if files.embedding is not None and None not in wanted and files.embedding != wanted:
+    declared = [facts.get("vocab_size"), facts.get("hidden_size")]
+    if files.embedding is not None and None not in declared and files.embedding != declared:
         raise InputError(
             "model.path",
-            f"{folder}: config.json speaks of an input embedding of {wanted}, the weights hold one of "
+            f"{folder}: config.json declares an input embedding of {declared}, the weights hold one of "
             f"{files.embedding} (vocab_size, hidden_size)",
             "Copy config.json and weights from the same model",
         )
 
 
 def _check_adapters(learner: LearnerConfig, folder: Path, files: ModelFiles) -> None:
-    """Every name fits layers that can have adapters, as they are asked for; a pickle is not looked into."""
+    """Every name fits layers that can have such adapters; the weights of a pickle are not read."""
     names = learner.lora.target_modules
     if not learner.lora.rank or not files.linear:
         return
@@ -141,7 +138,7 @@ def _check_name(name: str, folder: Path, files: ModelFiles) -> None:
 
 
 def _check_stacked(learner: LearnerConfig, stacked: set[str]) -> None:
-    """Refuse what peft cannot do with the parameters that hold a mixture's experts, or its routers."""
+    """Refuse adapters that peft cannot give to the parameters of a mixture's experts, or to its routers."""
     for pair in FUSED:
         if len(stacked.intersection(pair)) == 1:
             raise InputError(
@@ -170,7 +167,7 @@ def _check_ranks(config: Config) -> None:
     if is_launched() and config.learner.ranks not in (0, 1, num_local_ranks()):
         raise InputError(
             "learner.ranks",
-            f"{config.learner.ranks} is not what the launcher started on this machine, {num_local_ranks()} rank(s)",
+            f"{config.learner.ranks} differs from the {num_local_ranks()} rank(s) that the launcher started here",
             "Set it to 0 where torchrun or deepspeed is called by hand",
         )
     here = num_local_ranks() if is_launched() else ranks
@@ -181,10 +178,10 @@ def _check_ranks(config: Config) -> None:
         raise InputError(
             "learner.ranks", f"{here} ranks need a GPU each, and {len(gpus)} can be seen", f"Set it to {len(gpus)}"
         )
-    if gpus and here > 1 and (given := shared_memory()) < here * _SHARED_A_RANK:
+    if gpus and here > 1 and (shared_bytes := shared_memory()) < here * _SHARED_A_RANK:
         raise InputError(
             "learner.ranks",
-            f"NCCL connects {here} ranks through /dev/shm, which holds {given >> 20} MiB here and must hold "
+            f"NCCL connects {here} ranks through /dev/shm, which holds {shared_bytes >> 20} MiB here and must hold "
             f"{here * _SHARED_A_RANK >> 20}",
             "Give the container more: shm_size in Compose, a memory-backed emptyDir on Kubernetes, docker --shm-size",
         )

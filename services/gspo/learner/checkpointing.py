@@ -1,4 +1,4 @@
-"""Writes a checkpoint of the newest version when one is due or requested, and removes what need not be kept.
+"""Writes a checkpoint of the newest version when one is due or requested, and removes old ones.
 
 produces: checkpoint folders, CheckpointDone.
 """
@@ -50,7 +50,7 @@ class CheckpointWriter:
 
     @property
     def is_requested(self) -> bool:
-        """Whether somebody waits for a checkpoint."""
+        """Whether a caller waits for a checkpoint."""
         return bool(self._requests)
 
     async def write_if_due(self, version: int) -> None:

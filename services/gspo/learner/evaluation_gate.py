@@ -1,7 +1,6 @@
-"""Evaluations as the learner takes them: recorded, waited for before newer weights go out, the best version kept.
+"""Records evaluations, delays newer weights until those of a version are over, and keeps the best version.
 
-The coordinator measures and says when one is over. consumes: EvaluationDone. waits for: the evaluations of a version,
-unblocked by the coordinator, given up by a deadline.
+consumes: EvaluationDone. waits for: the evaluations of a version, unblocked by the coordinator, given up at a deadline.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ log = structlog.get_logger()
 
 
 class EvaluationGate:
-    """What is known of the run's evaluations.
+    """The gate between a version's evaluations and the next version.
 
     Attributes:
-        recorded_unix_s: When the last one was written down; 0 before any.
+        recorded_unix_s: When the last evaluation was recorded; 0 before the first.
 
     Args:
-        activity: Shows what is waited for.
+        activity: Shows the evaluations that it waits for.
     """
 
     def __init__(self, config: Config, run_dir: RunDir, activity: Activity) -> None:
@@ -48,7 +47,7 @@ class EvaluationGate:
         return self._config.evaluation.timeout_s * max(1, len(self._config.evaluation.files))
 
     async def record(self, done: EvaluationDone) -> None:
-        """Write an evaluation down, and keep its version where it is the best."""
+        """Record an evaluation, and keep its version if it is the best."""
         score = done.score if done.HasField("score") else None
         await asyncio.to_thread(
             self._run_dir.append_evaluation,
@@ -65,16 +64,16 @@ class EvaluationGate:
         self._recorded.set()
 
     def save_candidate(self, version: int, write: Callable[[Path], None], *, last: bool = False) -> None:
-        """Keep a version that will be measured until it is: of the start, between two steps, or the `last`."""
+        """Save a version that will be measured: that of the start, one between two steps, or the `last`."""
         if self._best is not None and (last or version == 0 or self._config.is_measured(version)):
             self._best.save_candidate(version, write)
 
     async def wait(self, version: int, stopped: Callable[[], bool]) -> float:
-        """Wait until a version that is measured between two steps has its figures; the seconds it took."""
+        """Wait until all evaluations of a version between two steps are recorded; the seconds that it took."""
         began = time.monotonic()
         while (missing := self._missing(version)) and not stopped():
             if time.monotonic() - began > self.max_wait_s + self._config.run.start_timeout_s:
-                log.warning("evaluation_missing", labels=missing, reason="newer weights go out without it")
+                log.warning("evaluation_missing", labels=missing, reason="newer weights are published without it")
                 break
             self._activity.set("waiting", "evaluation", ", ".join(missing))
             self._recorded.clear()

@@ -1,8 +1,8 @@
 """The learner's loop: assemble, log, acknowledge, train, record, publish; a checkpoint now and then.
 
 consumes: batches (batches.py) and the events StopRequested, PromptsExhausted, EvaluationDone, Finished.
-produces: step files, StepDone, TrainingDone; its parts produce versions, settlements and checkpoints.
-waits for: complete groups, unblocked by reward; at the end for Finished, unblocked by the coordinator.
+produces: step files, StepDone, TrainingDone. Its parts produce versions, settlements and checkpoints.
+waits for: complete groups, unblocked by reward. At the end for Finished, unblocked by the coordinator.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Learner:
         await self._save_candidate()
 
     async def _finish(self, reason: str) -> None:
-        """Settle what is open (not after a stop: a resume goes on with it), save, and wait for the coordinator."""
+        """Settle open groups (not after a stop: a resume trains them), save, and wait for the coordinator."""
         version = self.versions.number
         self._end.finish_training(reason)
         await self._settle_unused()
@@ -174,7 +174,7 @@ class Learner:
             await self.batches.settle_unused(self._end.done_reason)
 
     async def _save_candidate(self, *, last: bool = False) -> None:
-        """Where the best version is kept: this one stays on the disk until it is measured, if it will be."""
+        """Save the newest version as a model folder if it will be measured, and the best version is kept."""
         version = self.versions.number
         await self.trainer.write(
             "a version that may be the best",

@@ -66,8 +66,8 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
 
     Raises:
         ValueError: A step file that the replay needs is missing.
-        InputError: A step that ended the run ends it again, the checkpoint was written by other ranks, the model has
-            weights that are not finite, or every checkpoint is damaged and the log does not reach back to the start.
+        InputError: A step that ended the run ends it again, or other ranks wrote the checkpoint. Or the model has
+            weights that are not finite. Or every checkpoint is damaged, and the log does not begin at the first step.
     """
     activity.set("busy", "loading the model", str(model))
     trainer = start(config, model, run_dir.path)
@@ -162,7 +162,7 @@ def _pass_over(run_dir: RunDir, damage: dict[int, str], from_step: int) -> tuple
     for step, problem in damage.items():
         moved = run_dir.checkpoints.move_damaged(step)
         notices.append(
-            f"The checkpoint of step {step} is damaged ({problem}). It is now {moved}; the run goes on from "
+            f"The checkpoint of step {step} is damaged ({problem}). It is now {moved}; the run continues from "
             f"{come_from}, and the logged steps after it are trained again."
         )
         log.warning("checkpoint_damaged", step=step, text=notices[-1])

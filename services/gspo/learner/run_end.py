@@ -26,9 +26,9 @@ class RunEndCondition:
 
     Attributes:
         num_groups: Groups issued in all, once the prompts are exhausted; None before.
-        kind: How training ended; unspecified while it goes on.
-        done_reason: Why training is done; empty while it is not.
-        finished: Set when the coordinator has finished the run, or nobody is to wait for it.
+        kind: How training ended; unspecified before.
+        done_reason: Why training is done; empty before.
+        finished: Set when the coordinator has finished the run, or the process has to end without it.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -40,11 +40,11 @@ class RunEndCondition:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the run was asked to stop: a resume goes on with what is open."""
+        """Whether the run was asked to stop: a resume trains the groups that are open."""
         return bool(self._stop_reason)
 
     def reason(self, version: int, trained_s: float) -> str:
-        """Why the run ends now; empty while it goes on.
+        """Why the run ends now; empty if it does not.
 
         Args:
             version: The newest policy version.

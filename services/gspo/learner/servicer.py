@@ -1,4 +1,4 @@
-"""The learner's gRPC face: how far it is, and a checkpoint on request."""
+"""The learner's gRPC service: its progress, and a checkpoint on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LearnerGrpcServicer(learner_pb2_grpc.LearnerServicer):
 
     Args:
         progress: Describes the learner now.
-        checkpoint: Writes a checkpoint once the step under way is done.
+        checkpoint: Writes a checkpoint once the current step is done.
     """
 
     def __init__(
@@ -32,5 +32,5 @@ class LearnerGrpcServicer(learner_pb2_grpc.LearnerServicer):
         return self._progress()
 
     async def Checkpoint(self, request: CheckpointRequest, context: Context) -> CheckpointReply:
-        """A checkpoint after the step under way."""
+        """A checkpoint after the current step."""
         return await self._checkpoint()

@@ -1,4 +1,4 @@
-"""Calls the trainer in its one thread, so that the event loop goes on taking rollouts and pushing weights."""
+"""Calls the trainer in its one thread; meanwhile the event loop takes rollouts and pushes weights."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TrainerThread:
             await self._call(lambda: self._disk.retry_until_written(subject, self._run_dir, write))
 
     async def send_rank_heartbeats(self, rank_timeout_s: float) -> None:
-        """Show the other ranks that this one lives, and notice when one of them does not; until cancelled."""
+        """Show the other ranks that this one runs, and notice if one of them does not; until cancelled."""
         while True:
             await asyncio.sleep(rank_timeout_s / _HEARTBEATS_IN_TIME)
             await self._call(self._trainer.rank_heartbeat)

@@ -1,4 +1,4 @@
-"""The policy's versions: each is recorded before anybody hears of it, then published, then live.
+"""The policy's versions: each is recorded first, then published, then live.
 
 consumes: weights. produces: log/policy.jsonl, pushes (publisher.py), VersionLive.
 """

@@ -168,7 +168,7 @@ def test_adapters_take_the_memory_of_what_they_train(folder: Path) -> None:
 
 def test_weights_of_another_model(folder: Path) -> None:
     edit(folder / "config.json", hidden_size=128)
-    assert "speaks of an input embedding of [99, 128], the weights hold one of [99, 64]" in refused(folder).rule
+    assert "declares an input embedding of [99, 128], the weights hold one of [99, 64]" in refused(folder).rule
 
 
 def test_only_who_shares_a_gpu_is_counted(folder: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_batch_that_ranks_and_mini_batches_do_not_divide(folder: Path, monkeyp
     for name, value in {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert "on 4 rank(s)" in refused(folder, algorithm=sizes).rule
-    assert "is not what the launcher started on this machine, 2 rank(s)" in refused(folder, learner={"ranks": 3}).rule
+    assert "differs from the 2 rank(s) that the launcher started here" in refused(folder, learner={"ranks": 3}).rule
 
 
 def test_each_rank_needs_a_gpu_where_there_are_any(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +363,7 @@ def test_deepspeed_keys_that_contradict_ours(folder: Path, key: str, value: Any,
 @pytest.mark.parametrize(
     ("given", "stage", "where", "rule", "fix"),
     [
-        ({"zero_optimisation": {}}, 0, "zero_optimisation", "no key of DeepSpeed", "Did you mean 'zero_optimization'?"),
+        ({"zero_optimisation": {}}, 0, "zero_optimisation", "DeepSpeed has no such key", "Did you mean 'zero_optimization'?"),
         ({"sequence_parallel_size": 2}, 3, "sequence_parallel_size", "no rank takes a part", "Leave it out"),
         ({"tensor_parallel": {"autotp_size": 2}}, 3, "tensor_parallel", "no layer is split", "Leave it out"),
         ({"activation_checkpointing": {}}, 0, "activation_checkpointing", "gradient_checkpointing", "Leave it out"),
@@ -372,7 +372,7 @@ def test_deepspeed_keys_that_contradict_ours(folder: Path, key: str, value: Any,
             {"zero_optimization": {"reduce_bucket_sizes": 1}},
             2,
             "zero_optimization.reduce_bucket_sizes",
-            "no key of DeepSpeed",
+            "DeepSpeed has no such key",
             "Did you mean 'reduce_bucket_size'?",
         ),
         (
@@ -432,7 +432,7 @@ def test_deepspeed_keys_that_say_the_same_or_more_pass(folder: Path) -> None:
 
 def test_a_deepspeed_file_that_is_none(folder: Path) -> None:
     error = refused(folder, learner={"deepspeed": "ds.json"})
-    assert error.where == "learner.deepspeed" and "ds.json is no JSON file that can be read" in error.rule
+    assert error.where == "learner.deepspeed" and "ds.json cannot be read as JSON" in error.rule
     (folder / "ds.json").write_text("[]")
     assert "holds no JSON object" in refused(folder, learner={"deepspeed": "ds.json"}).rule
 

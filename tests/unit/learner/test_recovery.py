@@ -121,7 +121,7 @@ def test_one_changed_bit_makes_it_take_the_checkpoint_before(config: Config, sco
     moved = config.run_dir / "checkpoints" / "step-000004.damaged"
     assert moved.is_dir() and str(moved) in notice
     assert notice.startswith(f"The checkpoint of step 4 is damaged ({name}")
-    assert notice.endswith("goes on from the checkpoint of step 2, and the logged steps after it are trained again.")
+    assert notice.endswith("continues from the checkpoint of step 2, and the logged steps after it are trained again.")
     if name != "manifest.json":
         assert "bytes with SHA-256" in notice
 
@@ -160,7 +160,7 @@ def test_without_an_earlier_checkpoint_the_whole_log_is_replayed(config: Config,
         found = recovered(config, run)
         assert run.versions() == recorded
     assert list(found.trainer.skipped) == [1, 2, 3]
-    assert "goes on from the model that the run started from" in found.notices[0]
+    assert "continues from the model that the run started from" in found.notices[0]
 
 
 def test_where_nothing_can_take_its_place_the_user_is_told_what_to_do(config: Config, scored) -> None:

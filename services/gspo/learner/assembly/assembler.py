@@ -1,4 +1,4 @@
-"""Which groups make the next step: complete, the oldest first, none too old, each settled once.
+"""Chooses the groups of the next step: complete, the oldest first, none too old, each settled once.
 
 Pure and synchronous: no Redis, no file, no clock. The same rows, seed and step give the same batch.
 """
@@ -21,7 +21,7 @@ from gspo_proto.rollout_pb2 import GroupFailure, ScoredRollout
 
 
 class AddResult(StrEnum):
-    """What became of an entry. All but NEW may be acknowledged at once."""
+    """The result of adding an entry. All but NEW may be acknowledged at once."""
 
     NEW = "new"
     DUPLICATE = "duplicate"  # this rollout is here, or in the log, already
@@ -40,7 +40,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class WaitingForGroups:
-    """No step yet: `what` is 'groups' or 'old_groups', `detail` says it to a reader. `settled` ended now."""
+    """No step yet: `what` is 'groups' or 'old_groups', `detail` a phrase for the user. `settled` ended now."""
 
     what: str
     detail: str
@@ -68,7 +68,7 @@ class Assembler:
     Args:
         seed: The run's; with the step it fixes the permutation.
         settlements: How groups have ended so far, from the run directory; copied.
-        on_failure: What a failed score costs: its rollout or its group.
+        on_failure: Whether a failed score fails its rollout alone or its group.
         moments: Running moments of rewards as of the last trained step; updated in place under reward_norm: running.
     """
 
@@ -90,7 +90,11 @@ class Assembler:
         self._fruitless: list[SettledGroup] = []
 
     def add(self, entry: ScoredRollout | GroupFailure) -> AddResult:
-        """Take an entry of the `scored` stream. ValueError: a malformed rollout; nothing is kept of it."""
+        """Take an entry of the `scored` stream.
+
+        Raises:
+            ValueError: A malformed rollout, which is not kept.
+        """
         number = entry.group if isinstance(entry, GroupFailure) else entry.rollout.group
         if (ended := self._settlements.get(number)) is not None:
             is_logged = ended is Settlement.TRAINED and isinstance(entry, ScoredRollout)
@@ -116,7 +120,7 @@ class Assembler:
     ) -> Batch | WaitingForGroups | PromptsUsedUp | NoUsableGroups:
         """The batch that makes version + 1, or why there is none yet; either way, the groups that ended by now.
 
-        What is returned counts as settled from here on: the caller records it before it does anything else.
+        The groups of the result are settled from now on: the caller records them before it does anything else.
 
         Args:
             version: The learner's version.
@@ -141,7 +145,7 @@ class Assembler:
         return self._unless_hopeless(WaitingForGroups("groups", f"{len(chosen)} of {size} groups", settled), chosen)
 
     def settle_unused(self, open_groups: Iterable[int], reason: str) -> tuple[SettledGroup, ...]:
-        """End every group that is open or in hand: the run ends without it."""
+        """End every group that is open or has rollouts here: the run ends without it."""
         unsettled = (set(open_groups) | set(self._groups)) - set(self._settlements)
         return tuple(self._settle(group, Settlement.UNUSED, reason) for group in sorted(unsettled))
 
@@ -151,9 +155,9 @@ class Assembler:
             update_moments(self.moments, rows)
 
     def _settle(self, group: int, settlement: Settlement, reason: str) -> SettledGroup:
-        left = self._groups.pop(group, None)
+        ended = self._groups.pop(group, None)
         self._settlements.add(group, settlement)
-        lengths = tuple(row.num_sampled for row in left.rows()) if left and settlement is Settlement.STALE else ()
+        lengths = tuple(row.num_sampled for row in ended.rows()) if ended and settlement is Settlement.STALE else ()
         return SettledGroup(group, settlement, reason, lengths)
 
     def _settle_spent(self, version: int) -> tuple[SettledGroup, ...]:
@@ -170,8 +174,8 @@ class Assembler:
         """Under on_stale: wait, the groups without which this step would make some group too old; None if none.
 
         A group whose oldest token is of version o must be trained at version o + max_lag at the latest, and there is
-        one batch a version. So among the groups due at version + k or before, at most k batches may be left over.
-        The oldest groups satisfy that at every k, so waiting for them always ends it.
+        one batch a version. So among the groups due at version + k or before, at most k batches may remain.
+        The oldest groups satisfy that at every k, so the wait for them always ends.
         """
         if self._staleness.on_stale != "wait":
             return None

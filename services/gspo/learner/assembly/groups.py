@@ -1,6 +1,6 @@
-"""One group in the learner's hands: the rollouts that have come, how old they are, and whether anything is left of it.
+"""One group: the rollouts that have come, their ages, and whether it can be trained.
 
-Which groups make a batch, and when, is assembly.py's.
+assembler.py chooses the groups of a batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ class Group:
         return self.failure_reason is not None or self.num_here == self.num_rollouts
 
     def add(self, scored: ScoredRollout) -> None:
-        """Take a rollout. ValueError: it is malformed, or does not fit into its group."""
+        """Take a rollout.
+
+        Raises:
+            ValueError: It is malformed, or does not fit into its group.
+        """
         row = row_from_scored(scored)
         size = self.num_rollouts or row.num_rollouts
         if row.num_rollouts != size or row.number >= size:
@@ -66,7 +70,7 @@ class Group:
             self.newest = newest if self.newest is None else max(self.newest, newest)
 
     def ending(self, version: int, staleness: StalenessConfig) -> tuple[Settlement, str] | None:
-        """How a complete group ends that the learner at `version` cannot train on, and why; None where it can."""
+        """How and why a complete group ends untrained at the learner's `version`; None if it can be trained."""
         if self.failure_reason is not None:
             return Settlement.FAILED, self.failure_reason
         failures = [row.failure for row in self.rows() if row.skipped == "failed"]
@@ -78,7 +82,7 @@ class Group:
             return Settlement.FILTERED, f"no rollout counts: {len(failures)} failed, the others were truncated"
         if self._algorithm.filter_zero_spread and len(rewards := self._rewards()) == 1:
             return Settlement.FILTERED, f"zero spread: every reward is {rewards.pop():g}"
-        # Masking leaves something while any token is young enough; otherwise one old token spoils the group.
+        # With masking one young token is enough; otherwise one old token makes the group stale.
         masks = staleness.on_stale == "mask"
         deciding, limit = (self.newest, staleness.token_age_limit) if masks else (self.oldest, staleness.max_lag)
         if deciding is not None and version - deciding > limit:
@@ -86,7 +90,7 @@ class Group:
         return None
 
     def rows(self) -> list[Row]:
-        """The rollouts by number, `skipped` set where the score failed or the answer was cut off."""
+        """The rollouts by number, with `skipped` set if the score failed or the answer was cut off."""
         return [self._rows[number] for number in sorted(self._rows)]
 
     def rows_without_old_tokens(self, version: int, max_age: int) -> list[Row]:

@@ -1,7 +1,7 @@
-"""What a rollout of this run can hold: tokens that the model has, log-probs that are some, lengths that the run allows.
+"""Limits of a run's rollouts: tokens of the model's vocabulary, log-probs up to 0, lengths that the run allows.
 
-A rollout beyond them would end the training that it reaches, or bend it unseen. Not here: what any entry must be
-(services/gspo/common/streams/entries.py), and how its arrays go together (rows.py). Neighbour: intake.py asks.
+A rollout beyond them would end the training, or corrupt it unseen. services/gspo/common/streams/entries.py has the
+rules of every entry, and rows.py those of a rollout's arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _END_OF_INT32 = 2**31
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """Of one run.
+    """The limits of one run.
 
     Attributes:
         num_rollouts: Of a group.
@@ -39,7 +39,7 @@ class RolloutLimits:
     vocabulary: int
 
     def check(self, scored: ScoredRollout) -> None:
-        """Refuse what cannot be of this run.
+        """Refuse a rollout that cannot be of this run.
 
         Raises:
             ValueError: Names the rollout and the limit.
@@ -63,11 +63,11 @@ class RolloutLimits:
             or _logp_problem(np.array(rollout.logp, np.float32))
         )
 
-    def _token_problem(self, what: str, token_ids_T: NDArray[np.uint32], most: int) -> str:
+    def _token_problem(self, part: str, token_ids_T: NDArray[np.uint32], most: int) -> str:
         if len(token_ids_T) > most:
-            return f"its {what} has {len(token_ids_T)} tokens, and one of this run has at most {most}"
+            return f"its {part} has {len(token_ids_T)} tokens, and one of this run has at most {most}"
         if (highest := int(token_ids_T.max(initial=0))) >= self.vocabulary:
-            return f"token {highest} in its {what}, and the model's vocabulary has {self.vocabulary}"
+            return f"token {highest} in its {part}, and the model's vocabulary has {self.vocabulary}"
         return ""
 
 
@@ -76,11 +76,11 @@ def _logp_problem(logp_T: NDArray[np.float32]) -> str:
     if highest <= _HIGHEST_LOGP and lowest > -math.inf:
         return ""
     impossible_T = logp_T[~(np.isfinite(logp_T) & (logp_T <= _HIGHEST_LOGP))]
-    return f"a behavior log-prob of {impossible_T[0]:g} is none"
+    return f"{impossible_T[0]:g} cannot be a behavior log-prob"
 
 
 def _number_problem(scored: ScoredRollout) -> str:
-    """Counts that the log does not hold, and times that are none."""
+    """Counts beyond the log's int32, and times that are not finite."""
     rollout, score, episode = scored.rollout, scored.score, scored.rollout.episode
     count = max(rollout.num_turns, episode.num_tool_calls, episode.num_malformed, episode.num_cut_turns)
     if count >= _END_OF_INT32:

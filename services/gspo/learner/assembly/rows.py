@@ -1,6 +1,6 @@
 """One rollout as the learner trains on it and as the step log keeps it: a row, and a table of rows.
 
-It decides nothing (assembly.py does) and touches no file (steplog.py does). The columns are declared once, in Row.
+The columns are declared once, in Row.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def row_from_scored(scored: ScoredRollout) -> Row:
     """A row that belongs to no step yet, from an entry of the `scored` stream.
 
     A reward that is not finite becomes a failure with its reason: it is not a number to train on.
-    ValueError: the arrays differ in length, a policy token has no version, or there is neither reward nor failure.
+
+    Raises:
+        ValueError: The arrays differ in length, a policy token has no version, or there is neither reward nor failure.
     """
     rollout, score = scored.rollout, scored.score
     arrays = _token_arrays(rollout)
@@ -152,7 +154,7 @@ def row_from_scored(scored: ScoredRollout) -> Row:
 
 
 def lowered(row: Row, name: str, penalty: float) -> Row:
-    """The row with its reward lowered by a penalty of ours, which becomes a part of that name beside the functions'."""
+    """The row with its reward lowered by a penalty, which becomes a part of that name beside the functions' parts."""
     if row.reward is None or penalty == 0:
         return row
     part = {"name": name, "value": -penalty, "weight": 1.0, "version": ""}
@@ -217,7 +219,11 @@ def _to_column(values: list[Any], arrow_type: Any) -> Any:
 
 
 def from_table(table: Any) -> list[Row]:
-    """The rows of a table that `to_table` made. ValueError: its columns are others."""
+    """The rows of a table of `to_table`.
+
+    Raises:
+        ValueError: The columns are not those of this version.
+    """
     table = _with_added(table)
     if not table.schema.equals(SCHEMA):
         raise ValueError(f"the table's columns are not those of a step file of this version:\n{table.schema}")
@@ -226,7 +232,7 @@ def from_table(table: Any) -> list[Row]:
 
 
 def _with_added(table: Any) -> Any:
-    """A table of a log from before conversations, with the columns that came with them."""
+    """A table of a log without conversations, with the columns that conversations added."""
     if "num_turns" in table.column_names:
         return table
     for added in (field for field in fields(Row) if field.default is not MISSING):

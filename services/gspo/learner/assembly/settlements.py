@@ -1,7 +1,4 @@
-"""How groups ended: each one exactly once, with a reason, counted and found by its number.
-
-It decides no ending (assembly.py does) and writes no file (rundir.py does).
-"""
+"""How groups ended: each exactly once. assembler.py decides it, and run_directory.py writes it down."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class Settlement(StrEnum):
 
 @dataclass(frozen=True)
 class SettledGroup:
-    """A group that ended, and why. `response_tokens` of each of its rollouts, where it was too old to train on."""
+    """A group that ended, and why. `response_tokens` of each of its rollouts, if it was too old to train on."""
 
     group: int
     settlement: Settlement
@@ -44,20 +41,23 @@ class Settlements:
         self._ended: dict[int, Settlement] = {}
 
     def copy(self) -> Settlements:
-        """One of its own with the same groups."""
-        copied = Settlements()
-        copied._ended = dict(self._ended)
-        return copied
+        """A copy with the same groups."""
+        return self.without(())
 
     def without(self, groups: Iterable[int]) -> Settlements:
-        """One of its own, less some groups."""
-        left = self.copy()
+        """A copy without some groups."""
+        rest = Settlements()
+        rest._ended = dict(self._ended)
         for group in groups:
-            left._ended.pop(group, None)
-        return left
+            rest._ended.pop(group, None)
+        return rest
 
     def add(self, group: int, settlement: Settlement) -> None:
-        """Enter a group's ending. ValueError: it has ended before."""
+        """Enter a group's ending.
+
+        Raises:
+            ValueError: It has ended before.
+        """
         if group in self._ended:
             raise ValueError(
                 f"group {group} is settled '{self._ended[group]}' and cannot be settled '{settlement}' too"
@@ -74,13 +74,13 @@ class Settlements:
         return iter(self._ended)
 
     def get(self, group: int) -> Settlement | None:
-        """How a group ended; None while it has not."""
+        """How a group ended; None before that."""
         return self._ended.get(group)
 
     def counts(self) -> dict[str, int]:
         """Groups by settlement, all five named."""
         counts = {settlement.value: 0 for settlement in Settlement}
-        # A copy: the door counts while the loop's thread adds.
+        # A copy: gRPC calls count while another thread adds.
         for settlement in list(self._ended.values()):
             counts[settlement.value] += 1
         return counts

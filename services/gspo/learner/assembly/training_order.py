@@ -1,6 +1,6 @@
-"""The rows of a step in the order in which they are trained, with advantages: a pure function of rows, seed and step.
+"""The rows of a step in training order, with advantages: a pure function of rows, seed and step.
 
-Which rows those are is assembly.py's. The result goes into the step file, so a replay reads it and draws nothing anew.
+assembler.py chooses the rows. The result is in the step file, so a replay reads it and draws no random number.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from gspo_core.advantage import RunningMoments, normalize_rewards
 
 
 def in_training_order(rows: Sequence[Row], *, seed: int, step: int, num_mini_batches: int) -> list[Row]:
-    """The rows permuted by (seed, step) and cut into mini-batches, whatever their order before.
+    """The rows permuted by (seed, step) and cut into mini-batches; their order before has no effect.
 
-    Sizes of mini-batches differ by one at most; with fewer rows than mini-batches each row is one. Rows that are
-    skipped come last and are in none, so that they take no part in the cut.
+    Sizes of mini-batches differ by one at most; with fewer rows than mini-batches each row is one. Skipped rows come
+    last and are in no mini-batch.
     """
     rows = sorted(rows, key=lambda row: (row.group, row.number))
     trained = [row for row in rows if row.skipped is None]
@@ -31,7 +31,7 @@ def in_training_order(rows: Sequence[Row], *, seed: int, step: int, num_mini_bat
 
 
 def with_advantages(rows: Sequence[Row], algorithm: AlgorithmConfig, moments: RunningMoments) -> list[Row]:
-    """The rows with their normalised rewards; `moments` takes the rewards in, in row order, under running."""
+    """The rows with their normalised rewards; under running, `moments` is updated in row order."""
     trained = [row for row in rows if row.skipped is None]
     advantages_B = normalize_rewards(
         _rewards(trained),

@@ -1,7 +1,6 @@
-"""LoRA through peft: which parts of a policy get adapters, the weights with the adapters merged in, the adapters alone.
+"""LoRA through peft: the adapters of a policy, the weights with the adapters merged in, the adapters alone.
 
-Only adapters are trained; generators and exports see ordinary weights. Merging writes to copies, never to what is
-trained.
+Only adapters are trained; generators and exports see ordinary weights. Merging writes to copies.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from gspo.common.errors import InputError
 from gspo.common.model.files import ALL_LINEAR
 from gspo.learner.model.named_weights import NamedWeight
 
-_NAME = "default"  # peft's own name of an adapter that has none
+_NAME = "default"  # peft's name of an adapter without a name
 _OF_ADAPTERS, _WRAPPED = ".lora_", "base_layer"
 
 
 class Adapters:
-    """The adapters of one policy. What they start as depends on the seed alone; their product starts at zero.
+    """The adapters of one policy. Their initial values depend on the seed alone; their product starts at zero.
 
     Args:
-        causal_lm: What the chosen names stand for is wrapped in place, all its own weights are frozen. The names are
-            those of a checkpoint: peft knows that a loaded mixture has its experts in fewer, larger parameters.
+        causal_lm: Its chosen layers are wrapped in place, and all its own weights are frozen. The names are those of a
+            checkpoint: peft knows that a loaded mixture has its experts in fewer, larger parameters.
 
     Raises:
         InputError: A name fits no layer that can have adapters.
@@ -42,7 +41,7 @@ class Adapters:
         chosen = list(lora.target_modules)
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             torch.manual_seed(seed)
-            # It speaks of the rank of fused experts, which does take hold.
+            # The message is about the rank of fused experts, which does take effect.
             warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
             try:
                 self._peft: PeftModel = get_peft_model(
@@ -67,7 +66,7 @@ class Adapters:
             yield
 
     def base_of(self, policy: nn.Module) -> WithoutAdapters:
-        """What LoRA started from: `policy`, or the engine around it, without its adapters."""
+        """The initial policy: `policy`, or the engine around it, without its adapters."""
         return WithoutAdapters(policy, self)
 
     def weights(self) -> dict[str, NamedWeight]:
@@ -98,21 +97,21 @@ def _merged(weight: Tensor, layer: LoraLayer | None) -> NamedWeight:
 
 
 def _plain(name: str) -> str:
-    """A name without the layers that peft put around: one for a linear layer, one for each weight of experts."""
+    """A name without peft's wrapping layers: one around a linear layer, one around each weight of experts."""
     return ".".join(part for part in name.split(".") if part != _WRAPPED)
 
 
 class WithoutAdapters:
-    """A policy, or the engine around it, as it is without its adapters: what LoRA started from, held once.
+    """A policy, or the engine around it, without its adapters: the initial policy, with no copy of its weights.
 
-    Called like the policy; it has what a scorer of log-probs asks of a module.
+    Called like the policy, with the methods of a module that scoring needs.
     """
 
     def __init__(self, policy: nn.Module, adapters: Adapters) -> None:
         self._policy, self._adapters = policy, adapters
 
     def __call__(self, *inputs: Any) -> Any:
-        """What the policy gives for the same inputs with its adapters off."""
+        """The result of the policy for the same inputs with its adapters off."""
         with self._adapters.off():
             return self._policy(*inputs)
 
@@ -121,5 +120,5 @@ class WithoutAdapters:
         self._policy.eval()
 
     def train(self) -> None:
-        """With dropout, where there is any."""
+        """With the model's dropout."""
         self._policy.train()

@@ -1,10 +1,10 @@
-"""How the policy attends: rollouts laid one after another see themselves alone, and short rows are fast on a CPU.
+"""The policy's attention: packed rollouts see themselves alone, and short rows are fast on a CPU.
 
-A packed line of rollouts is never attended to as a whole, whose cost is the square of its length: its rollouts are
-laid side by side, alike in length, and each is a row of its own. torch's fused attention is made for long rows: at
-150 positions on a CPU its backward pass takes five times as long as two matrix products and a softmax (and most of a
-step), so short rows there take those. Long rows, masks and GPUs stay with torch's.
-A model whose layers ask for more than this, such as attention sinks, keeps its own attention (`use_own_attention`).
+Attention over a whole packed line would cost the square of its length. So its rollouts are laid side by side, those of
+similar length together, and each is a row of its own.
+torch's fused attention suits long rows. At 150 positions on a CPU its backward pass takes five times as long as two
+matrix products and a softmax, and most of a step. So short rows there use those; long rows, masks and GPUs use torch's.
+A model whose layers need more than this, such as attention sinks, keeps its own attention (`use_own_attention`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gspo.learner.model.packed_rollouts import PackedBlock, PackedRollouts
 
 NAME = "gspo"
 OWN_ATTENTION = "eager"
-# What a layer may pass: a window is carried, positions are in query and key already, `is_causal` is the module's.
-_CARRIED = {"sliding_window", "position_ids", "is_causal"}
+# Arguments that a layer may pass: windows are supported, query and key contain positions, `is_causal` is the module's.
+_SUPPORTED = {"sliding_window", "position_ids", "is_causal"}
 # Beyond this the scores no longer fit the caches and torch's fused attention wins.
 _LONGEST = 512
 # Of each of two rows, to compare two ways to attend.
@@ -33,20 +33,23 @@ _TOLERANCE = 1e-3
 
 
 class _CurrentPacking:
-    """The line that the model is given at the moment. Not a call's argument: with gradient checkpointing the backward
-    pass attends again, and not every model hands on what it does not know."""
+    """The packed line of the model's current input.
+
+    A global, because the backward pass attends again under gradient checkpointing, and not every model passes unknown
+    arguments on.
+    """
 
     line: PackedRollouts | None = None
 
 
 class _SeenArguments:
-    """Names of what layers passed to the attention; collected while this is a set."""
+    """Names of the arguments that layers passed to the attention; collected while this is a set."""
 
     names: set[str] | None = None
 
 
 def attend_to(line: PackedRollouts | None) -> None:
-    """What the next forward and its backward are given: a packed line, or rows by themselves (None)."""
+    """Set the packed line of the next forward and its backward; None for separate rows."""
     _CurrentPacking.line = line
 
 
@@ -59,11 +62,13 @@ def attention_name() -> str:
 
 @torch.no_grad()
 def use_own_attention(causal_lm: PreTrainedModel) -> str:
-    """Give a model that was loaded with `attention_name()` its own attention back, where this one is not the same.
+    """Give a model that was loaded with `attention_name()` its own attention back if this one differs.
 
-    Two things are tried on a few tokens: what the layers ask the attention for, and what the model makes of it.
-    Returns why; empty where the model keeps ours. Where there is a reason and `has_own_attention` still says no, its
-    code cannot change its attention, nor the mask that goes with it: load it anew with `OWN_ATTENTION`.
+    A trial on a few tokens compares the arguments of the layers, and the log-probs of both attentions.
+
+    Returns:
+        Why it has its own attention; empty if it keeps ours. If `has_own_attention` is False in spite of a reason, its
+        code cannot change its attention and mask: load the model again with `OWN_ATTENTION`.
     """
     if has_own_attention(causal_lm):
         return "its code knows a few attentions by name alone"
@@ -73,7 +78,7 @@ def use_own_attention(causal_lm: PreTrainedModel) -> str:
     _SeenArguments.names = set()
     try:
         ours = causal_lm(input_ids=token_RS, use_cache=False).logits
-        unknown = _SeenArguments.names - _CARRIED
+        unknown = _SeenArguments.names - _SUPPORTED
     finally:
         _SeenArguments.names = None
     causal_lm.set_attn_implementation(OWN_ATTENTION)
@@ -89,12 +94,12 @@ def use_own_attention(causal_lm: PreTrainedModel) -> str:
 
 
 def has_own_attention(causal_lm: PreTrainedModel) -> bool:
-    """Whether the model attends by itself, and not through this module."""
+    """Whether the model uses its own attention instead of this module's."""
     return bool(causal_lm.config.get_text_config()._attn_implementation != NAME)
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """transformers' own, but for a packed line, of which it would make a square."""
+    """transformers' own mask; none for a packed line, whose mask would be a square."""
     if _CurrentPacking.line is not None:
         return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
@@ -123,8 +128,8 @@ def _attention(
     for block in _CurrentPacking.line.blocks:
         q_rows, k_rows, v_rows = (block.to_rows(tensor).transpose(1, 2) for tensor in (q, k, v))
         mask = _window_mask(block, window, query.device)
-        found = _attention_of_rows(module, q_rows, k_rows, v_rows, mask, dropout, scaling, kwargs)
-        attended.append(block.to_line(found))
+        rows = _attention_of_rows(module, q_rows, k_rows, v_rows, mask, dropout, scaling, kwargs)
+        attended.append(block.to_line(rows))
     return torch.cat(attended)[None], None
 
 
@@ -149,7 +154,7 @@ def _attention_of_rows(
 
 
 def _window_mask(block: PackedBlock, window: int | None, device: torch.device) -> Tensor | None:
-    """Bool [1, 1, S, S] where rows are longer than a layer's sliding window; None where it cuts nothing off."""
+    """Bool [1, 1, S, S] if rows are longer than a layer's sliding window; else None."""
     if window is None or block.width <= window:
         return None
     place_S = torch.arange(block.width, device=device)
@@ -160,7 +165,7 @@ def _window_mask(block: PackedBlock, window: int | None, device: torch.device) -
 def short_causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None) -> Tensor:
     """softmax(query key^T * scaling, no later position) value: [R, heads, S, value's width].
 
-    The query heads that share a key head stand side by side, so that no key or value is copied.
+    The query heads that share a key head are adjacent, so that no key or value is copied.
     """
     R, num_heads, S, width = query.shape
     shared = num_heads // key.shape[1]
@@ -177,8 +182,8 @@ class _CausalAttention(torch.autograd.Function):
 
     dv = p^T g,   dp = g v^T,   ds = p (dp - sum(p dp)),   dq = scale ds k,   dk = scale ds^T q
 
-    Written out so that each matrix of scores is touched as few times as can be, in the dtype of the query: softmax
-    sums in float32 inside, autocast would copy its input to float32 first.
+    This form touches each matrix of scores as seldom as possible, in the dtype of the query. softmax sums in float32
+    inside; autocast would first copy its input to float32.
     """
 
     @staticmethod

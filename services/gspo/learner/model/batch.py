@@ -1,7 +1,5 @@
 """The rollouts of a step as tensors, cut into micro-batches for the model.
 
-Not the loss, and not the model: it knows lengths, places and targets.
-
 Letters: B rollouts that count, T positions after the prompt, S positions of the model's input, N counted tokens.
 """
 
@@ -22,7 +20,7 @@ from gspo_core.packing import micro_batches, packed_micro_batches
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Everything a step trains on. Rows that were skipped, or of which no token counts, are not in it.
+    """The rollouts that a step trains on. Rows that were skipped, or of which no token counts, are not in it.
 
     Attributes:
         sequences: Per rollout, the model's input: prompt and answer up to the token before the last one that counts.
@@ -42,20 +40,24 @@ class StepBatch:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row]) -> StepBatch:
-        """Rows in training order. ValueError: a prompt without a token, so that nothing predicts the first answer."""
-        kept = tuple(row for row in rows if row.skipped is None and row.mask.any())
-        for row in kept:
+        """The batch of rows in training order.
+
+        Raises:
+            ValueError: A prompt has no token, so that no state predicts the first token of the answer.
+        """
+        trained = tuple(row for row in rows if row.skipped is None and row.mask.any())
+        for row in trained:
             if not len(row.prompt_token_ids):
                 raise ValueError(f"rollout {row.group}-{row.number}: the prompt has no token")
         return cls(
-            rows=kept,
-            sequences=tuple(_model_input(row) for row in kept),
-            prompt_length_B=torch.tensor([len(row.prompt_token_ids) for row in kept], dtype=torch.long),
-            token_BT=_side_by_side([row.token_ids for row in kept]).long(),
-            behavior_BT=_side_by_side([row.logp for row in kept]).float(),
-            version_BT=_side_by_side([row.version for row in kept]).long(),
-            mask_BT=_side_by_side([row.mask for row in kept]).bool(),
-            mini_batch_B=torch.tensor([row.mini_batch for row in kept], dtype=torch.long),
+            rows=trained,
+            sequences=tuple(_model_input(row) for row in trained),
+            prompt_length_B=torch.tensor([len(row.prompt_token_ids) for row in trained], dtype=torch.long),
+            token_BT=_side_by_side([row.token_ids for row in trained]).long(),
+            behavior_BT=_side_by_side([row.logp for row in trained]).float(),
+            version_BT=_side_by_side([row.version for row in trained]).long(),
+            mask_BT=_side_by_side([row.mask for row in trained]).bool(),
+            mini_batch_B=torch.tensor([row.mini_batch for row in trained], dtype=torch.long),
         )
 
     def __len__(self) -> int:
@@ -64,18 +66,18 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward sees: R of the step's rollouts.
+    """The input of one forward: R of the step's rollouts.
 
-    Packed they lie one after another in one row; otherwise each is a row of its own, padded on the right, where
-    causal attention never looks.
+    Packed, they follow one another in one row; otherwise each is a row of its own, padded on the right, which causal
+    attention ignores.
 
     Attributes:
         row_R: Their places in the step.
         input_RS: Token ids; R is 1 where they are packed.
-        line: How they lie there; None where they are padded.
+        line: Their places in the packed row; None if they are padded.
         state_N: For each counted token, the flat place in [R, S] of the state that predicts it.
         target_N: The counted tokens.
-        mask_RT: Where they stand, in an answer's positions up to the longest here.
+        mask_RT: Their places among the answers' positions, up to the longest here.
         backward: Whether its loss has a gradient.
     """
 
@@ -88,7 +90,7 @@ class MicroBatch:
     backward: bool
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Everything that the model and the loss touch on `device`; `row_R` stays where the step's matrices are."""
+        """The inputs of model and loss on `device`; `row_R` stays on the device of the step's matrices."""
         return MicroBatch(
             self.row_R,
             self.input_RS.to(device),
@@ -105,11 +107,11 @@ class MicroBatch:
         return self.mask_RT.shape[1]
 
     def take(self, matrix_BT: Tensor) -> Tensor:
-        """This micro-batch's part [R, T] of a matrix of the whole step; of a mask, `take_mask` is the part."""
+        """This micro-batch's part [R, T] of a matrix of the whole step; for a mask there is `take_mask`."""
         return matrix_BT[self.row_R, : self.width].to(self.mask_RT.device)
 
     def take_mask(self, mask_BT: Tensor) -> Tensor:
-        """This micro-batch's part [R, T] of a mask of the whole step: of a row that is not counted here, nothing."""
+        """This micro-batch's part [R, T] of a mask of the whole step; False in a row that is not counted here."""
         return self.take(mask_BT) & self.mask_RT
 
     def spread(self, values_N: Tensor) -> Tensor:
@@ -130,13 +132,13 @@ def rank_micro_batches(
 ) -> list[MicroBatch]:
     """Cut some rows of a step into this rank's micro-batches of at most max_tokens, with their padding.
 
-    Rows go to the ranks in turn, the longest first, so that all have like work; every rank gets the same number of
-    micro-batches, as its collective calls demand, the last of them with nothing that counts where it has fewer.
+    The rows, the longest first, are dealt out to the ranks, so that all have similar work. Collective calls demand the
+    same number of micro-batches on every rank: one with fewer gets more of them in which no token counts.
 
     Args:
-        packing: Lay rows one after another; otherwise pad them.
+        packing: Pack rows one after another; otherwise pad them.
         backward: Whether the loss of these rows has a gradient.
-        counted: Whether their tokens count; without, they are there for a gradient of zero.
+        counted: Whether their tokens count; otherwise they only bring a gradient of zero.
     """
     ordered = sorted(rows, key=lambda row: -len(batch.sequences[row]))
     cuts = []
@@ -147,19 +149,19 @@ def rank_micro_batches(
         cuts.append([[own[i] for i in part] for part in cut])
     missing = max(map(len, cuts)) - len(cuts[rank])
     parts = cuts[rank] + [ordered[-1:]] * missing
-    made = [_micro_batch(batch, part, max_tokens if packing else None, backward) for part in parts]
+    micros = [_micro_batch(batch, part, max_tokens if packing else None, backward) for part in parts]
     first_empty = len(cuts[rank]) if counted else 0
-    return made[:first_empty] + [_empty(micro) for micro in made[first_empty:]]
+    return micros[:first_empty] + [_empty(micro) for micro in micros[first_empty:]]
 
 
 def _side_by_side(arrays: Sequence[NDArray[Any]]) -> Tensor:
-    """[B, T], filled up with 0 on the right; the mask, an array among them, says what was there."""
+    """[B, T], filled up with 0 on the right; the mask is one of the arrays, and tells the values from the filling."""
     tensors = [torch.as_tensor(array) for array in arrays]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True) if tensors else torch.zeros(0, 0)
 
 
 def _model_input(row: Row) -> Tensor:
-    """The last token that counts is predicted, and needs not be read; nor does anything behind it."""
+    """The tokens before the last one that counts, which is only predicted."""
     last = int(row.mask.nonzero()[0][-1])
     prompt, answer = torch.as_tensor(row.prompt_token_ids), torch.as_tensor(row.token_ids[:last])
     return torch.cat([prompt.long(), answer.long()])
@@ -175,14 +177,11 @@ def _micro_batch(batch: StepBatch, rows: Sequence[int], packed_tokens: int | Non
     else:
         line, input_RS = None, torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         start_R = torch.arange(len(rows)) * input_RS.shape[1]
-    mask_RT = _trimmed(batch.mask_BT[row_R])
+    mask_RT = batch.mask_BT[row_R]
+    mask_RT = mask_RT[:, : int(mask_RT.any(0).nonzero()[-1]) + 1]
     r_N, t_N = mask_RT.nonzero(as_tuple=True)
     state_N = start_R[r_N] + batch.prompt_length_B[row_R][r_N] + t_N - 1
     return MicroBatch(row_R, input_RS, line, state_N, batch.token_BT[row_R][r_N, t_N], mask_RT, backward)
-
-
-def _trimmed(mask_RT: Tensor) -> Tensor:
-    return mask_RT[:, : int(mask_RT.any(0).nonzero()[-1]) + 1]
 
 
 def _empty(micro: MicroBatch) -> MicroBatch:

@@ -1,7 +1,4 @@
-"""The policy as a Hugging Face folder that any other program loads: config, safetensors, tokenizer, chat template.
-
-Not a checkpoint: it has no optimizer.
-"""
+"""The policy as a Hugging Face folder for other programs: config, safetensors, tokenizer, chat template."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from gspo.learner.model.adapters import Adapters
 
 _ADAPTER = "adapter"
-# Everything beside the weights is the given model's own: tokenizer, chat template, and code that it may come with.
+# Copied from the initial model: tokenizer, chat template, and the code of a model that brings its own.
 _COPIED = ("tokenizer*", "*.jinja", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.py")
 
 
@@ -31,9 +28,9 @@ def export_model(
     folder: Path,
     adapters: Adapters | None = None,
 ) -> None:
-    """Write `tensors`, the weights of `causal_lm`, with the tokenizer files of `source`, in the place of `folder`.
+    """Replace `folder` by the weights `tensors` of `causal_lm`, with the tokenizer files of `source`.
 
-    In a folder in it its adapters stand alone, for peft to load on the model that training started from.
+    A folder `adapter` in it has its adapters alone, which peft loads onto the initial model.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:

@@ -1,6 +1,6 @@
-"""A policy's weights under the names of a checkpoint, one after another, so that no rank ever holds more than it keeps.
+"""A policy's weights under the names of a checkpoint, gathered one after another.
 
-Not a file format: export.py writes, weights.py makes bits of them.
+export.py writes them to files; policy_weights.py makes the bits of a push of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 if TYPE_CHECKING:
     from gspo.learner.model.adapters import Adapters
 
-# A block in which these tensors are whole, where they are spread over the ranks.
+# A block in which tensors are whole that are otherwise spread over the ranks.
 Whole = Callable[[Sequence[Tensor]], AbstractContextManager[object]]
 
 
@@ -27,8 +27,8 @@ class NamedWeight:
     """One weight of the policy.
 
     Attributes:
-        parts: The tensors that it is made of: itself, or a frozen one and its adapter.
-        value: Makes it of them, detached, once they are whole.
+        parts: The tensors that it is computed from: itself, or a frozen one and its adapter.
+        value: Computes it from them, detached, once they are whole.
     """
 
     parts: Sequence[Tensor]
@@ -49,7 +49,7 @@ def checkpoint_tensors(
 
     Args:
         whole: Entered for one weight after another, on every rank in the same order.
-        kept: False on a rank that only takes part in the gathering: nothing is returned.
+        kept: False on a rank that only takes part in the gathering; it gets an empty result.
     """
     tied = _tied_names(causal_lm)
     copies = {}
@@ -61,7 +61,7 @@ def checkpoint_tensors(
                 copies[name] = weight.value().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
     if not kept:
         return {}
-    # It splits, turns and renames: no number changes, so it may come after the rounding.
+    # It splits, transposes and renames: no number changes, so it may come after the rounding.
     named: Mapping[str, Tensor] = revert_weight_conversion(causal_lm, copies)
     return {name: _unshared(tensor) for name, tensor in named.items()}
 
@@ -73,7 +73,7 @@ def _weights(causal_lm: PreTrainedModel, adapters: Adapters | None) -> dict[str,
 
 
 def _unshared(tensor: Tensor) -> Tensor:
-    """In memory that it shares with no other: a file of tensors cannot be written otherwise."""
+    """In memory of its own: a file of tensors cannot be written otherwise."""
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

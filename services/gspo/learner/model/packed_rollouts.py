@@ -1,7 +1,4 @@
-"""Rollouts laid one after another without padding, and how their positions are laid side by side to attend.
-
-Pure places, no arithmetic of a model.
-"""
+"""Rollouts packed one after another without padding, and their positions side by side for the attention."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from gspo_core.packing import micro_batches
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """Neighbouring rollouts of a line, of like length, as R rows of S positions.
+    """Adjacent rollouts of a line, of similar length, as R rows of S positions.
 
     Attributes:
-        first, last: Where they lie in the line, last excluded.
-        row_place_N: For each of the R * S places, the position in the block that stands there; any of its own row
-            behind its end. None where every row is S long.
+        first, last: Their positions in the line, last excluded.
+        row_place_N: For each of the R * S places, its position in the block; behind a row's end, any position of that
+            row. None if every row is S long.
         line_place_N: For each position of the block, its place among the R * S.
     """
 
@@ -54,20 +51,20 @@ class PackedBlock:
         return PackedBlock(self.first, self.last, self.num_rows, self.width, *places)
 
     def to_rows(self, line: Tensor) -> Tensor:
-        """[positions of the line, ...] to [R, S, ...]: this block's rows, with anything finite behind their ends."""
+        """[positions of the line, ...] to [R, S, ...]: this block's rows, with finite values behind their ends."""
         part = line[self.first : self.last]
         if self.row_place_N is not None:
             part = _ToRows.apply(part, self.row_place_N, self.line_place_N)  # type: ignore[no-untyped-call]
         return part.reshape(self.num_rows, self.width, *line.shape[1:])
 
     def to_line(self, rows: Tensor) -> Tensor:
-        """[R, S, ...] to this block's [positions, ...]; nothing flows back behind the rows' ends."""
+        """[R, S, ...] to this block's [positions, ...]; places behind the rows' ends get no gradient."""
         flat = rows.reshape(self.num_rows * self.width, *rows.shape[2:])
         return flat if self.line_place_N is None else flat.index_select(0, self.line_place_N)
 
 
 class _ToRows(torch.autograd.Function):
-    """index_select whose gradient is one too: each position has one place that counts, and the others get none."""
+    """index_select with an index_select as gradient: each position has one place that counts."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, row_place_N: Tensor, line_place_N: Tensor) -> Tensor:
@@ -93,10 +90,10 @@ class PackedRollouts:
 
     @classmethod
     def of(cls, lengths: Sequence[int], max_padded: int) -> PackedRollouts:
-        """Lay rollouts of these lengths, in descending order, one after another.
+        """Pack rollouts of these lengths, in descending order, one after another.
 
         Args:
-            max_padded: Places that a block may have, at most; a rollout that is longer is a block of its own.
+            max_padded: Most places of a block; a longer rollout is a block of its own.
         """
         position_S = torch.cat([torch.arange(length) for length in lengths])
         blocks, first = [], 0

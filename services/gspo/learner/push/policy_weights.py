@@ -1,4 +1,4 @@
-"""A published policy as raw bits: they are compared and sent, not numbers, so nothing is lost."""
+"""A policy version as raw bits: a push compares and sends bits, so that no number changes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def weights_from(version: int, tensors: Mapping[str, torch.Tensor]) -> PolicyWei
     """A policy from contiguous CPU tensors of one dtype, which must not change afterwards.
 
     Raises:
-        NotFiniteError: A weight is infinite or no number: nobody is to sample from such a version.
+        NotFiniteError: A weight is infinite or NaN: no generator may sample from such a version.
     """
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     if len(dtypes) != 1:

@@ -69,7 +69,7 @@ class Publisher:
 
     def __init__(self, service: Service, epoch: int, on_live: Callable[[VersionServed], Awaitable[None]]) -> None:
         self._service, self._epoch, self._on_live = service, epoch, on_live
-        # Two learners of one epoch, in two run directories of one name, are told apart.
+        # Distinguishes two learners of one epoch, in two run directories of one name.
         self._learner = uuid.uuid4().hex[:12]
         self._newest: PolicyWeights | None = None
         self._before: PolicyWeights | None = None
@@ -108,7 +108,7 @@ class Publisher:
         """Reconcile until cancelled.
 
         Raises:
-            InputError: A generator obeys another learner of this run.
+            InputError: A generator takes pushes from another learner of this run.
         """
         try:
             while True:
@@ -216,7 +216,7 @@ class Publisher:
     async def _note_failure(
         self, replica: GeneratorReplica, policy: PolicyWeights, base: PolicyWeights | None, failure: PushFailedError
     ) -> None:
-        """Ask the generator what it serves: its answer may have been lost, or it is another process by now."""
+        """Ask the generator for its version: its answer may have been lost, or it is another process by now."""
         reason = str(failure)
         metrics.PUSH_FAILURES.labels(failure.status.name.lower()).inc()
         if failure.status is grpc.StatusCode.UNAUTHENTICATED:
@@ -234,10 +234,10 @@ class Publisher:
             log.error("generator_out", generator=replica.name, num_failures=replica.num_failures, reason=reason)
 
     async def _refresh(self, replica: GeneratorReplica) -> None:
-        """Ask a generator what it serves, and whom it obeys.
+        """Ask a generator for the version that it serves, and for its learner.
 
         Raises:
-            InputError: It obeys another learner.
+            InputError: It takes pushes from another learner.
             PushFailedError: It does not answer.
         """
         try:
@@ -249,8 +249,8 @@ class Publisher:
         if epoch > self._epoch or (epoch == self._epoch and learner != self._learner):
             raise InputError(
                 "name",
-                f"another learner has taken over the run {self._service.config.name!r}: {replica.name} obeys learner "
-                f"{learner} of epoch {epoch}, this is {self._learner} of epoch {self._epoch}",
+                f"another learner has taken over the run {self._service.config.name!r}: {replica.name} takes pushes "
+                f"from learner {learner} of epoch {epoch}, this is {self._learner} of epoch {self._epoch}",
                 "Give each run a name of its own, or leave the run to the other learner",
             )
 

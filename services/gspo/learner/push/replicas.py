@@ -77,10 +77,10 @@ class GeneratorReplica:
         return self.pushing is None and time.monotonic() >= self.not_before_s
 
     async def refresh(self) -> GeneratorDescription:
-        """Ask the generator what it serves.
+        """Ask the generator for the version that it serves.
 
         Raises:
-            PushFailedError: It does not answer; what it serves is not known then.
+            PushFailedError: It does not answer; its version is then unknown.
         """
         self.digest = ""
         with _push_failures():

@@ -116,7 +116,7 @@ async def send_push(
 
 
 async def _transmit(call: Any, header: PushHeader, frames: WeightFrames) -> int:
-    """Write header and frames; how many bytes the frames are. Where the call has ended, its answer says why."""
+    """Write header and frames; how many bytes the frames are. If the call has ended, its answer has the reason."""
     num_bytes = 0
     with contextlib.suppress(asyncio.InvalidStateError):
         if await _is_admitted(call, header):

@@ -1,7 +1,6 @@
-"""What a push sends of a policy: every element, or what changed since another version, in frames of bounded size.
+"""The frames of a push: every element of a policy, or its changes since another version.
 
-Changes are packed in threads while earlier frames are on their way, and kept, so that several generators cost one
-packing.
+Changes are packed in threads while earlier frames are sent, and kept, so that several generators cost one packing.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _AHEAD = 4
 
 
 class WeightFrames:
-    """The frames of one push, in order; iterate as often as wanted.
+    """The frames of one push, in order; they may be iterated several times.
 
     Args:
-        base: What the receiver holds; None where it needs every element.
-        frame_bytes: Weights in one frame, at most.
+        base: The version that the receiver has; None if it needs every element.
+        frame_bytes: Most bytes of weights in one frame.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class WeightFrames:
                 yield frame
 
     def _pack(self, base: PolicyWeights, name: str, run: slice) -> WeightFrame | None:
-        """What changed in a run, or all of it where that is less; None where nothing changed."""
+        """The changes in a run, or all of it if that is less; None without a change."""
         new = self._policy.bits[name].reshape(-1)[run]
         packed = pack_changes(new, base.bits[name].reshape(-1)[run])
         if not packed.num_listed:
@@ -70,7 +69,7 @@ class WeightFrames:
 
 
 def _ignore_result(packed: asyncio.Future[WeightFrame | None]) -> None:
-    """One that failed is raised where it is awaited; those ahead of it, which nobody awaits any more, are no news."""
+    """A failure is raised where its frame is awaited; frames ahead of it may never be awaited."""
     if not packed.cancelled():
         packed.exception()
 

@@ -1,6 +1,6 @@
-"""Which rank of the learner this process is, by what its launcher put into the environment; no torch.
+"""The rank of this process among the learner's, from the environment that its launcher set; without torch.
 
-torchrun and DeepSpeed's launcher say it by the same names, save one. It joins nobody (process_group.py does).
+torchrun and DeepSpeed's launcher use the same names, save one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def is_launched() -> bool:
 
 
 def own_rank() -> int:
-    """From 0; the one rank of a learner that was started alone is 0."""
+    """From 0; a learner without a launcher is rank zero."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -36,7 +36,7 @@ def num_local_ranks() -> int:
 
 
 def end_with_launcher() -> None:
-    """Have the kernel kill this rank when its launcher dies, however that happens: it would hold the run directory."""
+    """Have the kernel kill this rank when its launcher dies: it would keep the run directory locked."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -22,7 +22,7 @@ _MODULE = "gspo.learner"
 def launch(config: Config, arguments: Sequence[str]) -> int:
     """Run `python -m gspo.learner ARGUMENTS` once a rank, to the end of all; the exit code of the first to fail."""
     learner = config.learner
-    # torchrun would set it to 1, and say so at length.
+    # torchrun would set it to 1, with a long warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(learner.threads or cores_per_rank(learner.ranks)))
     words = ["--standalone", "--nproc-per-node", str(learner.ranks), "--max-restarts", "0", "-m", _MODULE, *arguments]
     try:

@@ -1,7 +1,6 @@
-"""The process group of the learner's ranks: joining it, sums over it, and bytes from the first rank to the others.
+"""The process group of the learner's ranks: joining it, sums over it, and bytes from rank zero to the others.
 
-Every wait for another rank ends after learner.rank_timeout_s. What is said is orders.py's, what is summed the
-trainer's.
+Every wait for another rank ends after learner.rank_timeout_s.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gspo.learner.ranks.environment import is_launched
 from gspo_core.stats import Stats
 
 _LOOPBACKS = ("lo", "lo0")
-# What the libraries' messages about other ranks have in common; torch has no class for gloo's.
+# Words of the libraries' messages about other ranks; torch has no class for gloo's.
 _PEER_ERRORS = ("gloo", "nccl", "connection closed", "timed out", "connection reset", "broken pipe")
 
 
@@ -52,7 +51,7 @@ def set_deadlines(timeout_s: float) -> None:
 
 @contextmanager
 def rank_errors(timeout_s: float) -> Iterator[None]:
-    """Say of what the libraries raise about other ranks what it means.
+    """Turn the libraries' errors about other ranks into RanksError.
 
     Raises:
         RanksError: Another rank has ended, or was silent for longer than `timeout_s`.
@@ -60,17 +59,17 @@ def rank_errors(timeout_s: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        words = str(error)
-        if isinstance(error, RanksError) or not any(mark in words.lower() for mark in _PEER_ERRORS):
+        message = str(error)
+        if isinstance(error, RanksError) or not any(word in message.lower() for word in _PEER_ERRORS):
             raise
         raise RanksError(
             f"another rank of the learner has ended, or was silent for more than learner.rank_timeout_s "
-            f"({timeout_s:g} s); its own reason is in its log ({words.splitlines()[0]})"
+            f"({timeout_s:g} s); its own reason is in its log ({message.splitlines()[0]})"
         ) from error
 
 
 def sum_over_ranks(value: Tensor, device: torch.device) -> Tensor:
-    """The sum of a tensor over all ranks, where the tensor is; `device` is where the ranks talk."""
+    """The sum of a tensor over all ranks, on its own device; `device` is that of the ranks' backend."""
     if distributed.get_world_size() == 1:
         return value
     summed = value.to(device, copy=True)
@@ -91,18 +90,18 @@ def sum_stats(stats: Stats, device: torch.device) -> Stats:
 
 
 class RankBroadcast:
-    """Bytes from rank 0 to all others, over the hosts' network whatever the devices are. All ranks make it at once."""
+    """Bytes from rank zero to all others, over the hosts' network with any device. All ranks create it at once."""
 
     def __init__(self, timeout_s: float) -> None:
         self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def send(self, message: bytes) -> None:
-        """Called by rank 0 alone."""
+        """Send a message; called by rank zero alone."""
         distributed.broadcast(torch.tensor([len(message)]), src=0, group=self._group)
         distributed.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), src=0, group=self._group)
 
     def receive(self) -> bytes:
-        """The next message; called by every rank but 0."""
+        """The next message; called by every rank but rank zero."""
         length = torch.zeros(1, dtype=torch.long)
         distributed.broadcast(length, src=0, group=self._group)
         message = torch.empty(int(length), dtype=torch.uint8)

@@ -26,7 +26,7 @@ class Checkpoints:
         self.folder = folder
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint after a step is, or will be."""
+        """The folder of the checkpoint after a step, also before it exists."""
         return self.folder / f"step-{step:06d}"
 
     def begin(self, step: int) -> Path:
@@ -74,14 +74,14 @@ class Checkpoints:
         return files is not None and {name: _size_of(entry) for name, entry in files.items()} == _sizes(self.path(step))
 
     def damage(self, step: int) -> str:
-        """How the checkpoint differs from what was written; empty if every byte is unchanged.
+        """How the checkpoint has changed since it was written; empty if every byte is the same.
 
         Reads every file. A checkpoint without digests, of an older version, is compared by its sizes alone.
         """
         try:
             return self._difference(step)
         except OSError as error:
-            if error.errno != errno.EIO:  # a missing permission, for one, is no damage
+            if error.errno != errno.EIO:  # a missing permission, for one, damages nothing
                 raise
             return f"a file cannot be read ({error.strerror}): the disk has lost a part of it"
 

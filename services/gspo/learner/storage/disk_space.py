@@ -1,4 +1,4 @@
-"""Writes that wait while the disk is full: the learner says so, loses nothing, and continues once there is space.
+"""Writes that wait while the disk is full: the learner logs it, loses nothing, and continues once there is space.
 
 Every file written through it is whole or absent, so that it may be written again. The wait has no deadline: only the
 user can free space, and the log, `gspo status` and the terminal say that the run waits for it.

@@ -264,7 +264,7 @@ class RunDir:
         self._remove_steps([step for step in self.steps()[:-keep_log_steps] if step <= oldest_kept])
 
     def _remove_steps(self, steps: Sequence[int]) -> None:
-        """Remove step files; their groups are recorded as trained first, since no other file says so."""
+        """Remove step files; their groups are first recorded as trained, since no other file has them."""
         trained = [
             SettledGroup(group, Settlement.TRAINED, f"step {step}, whose file was removed under keep_log_steps")
             for step in steps

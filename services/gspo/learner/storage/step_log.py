@@ -39,7 +39,7 @@ class StepLog:
         self.folder, self._disk = folder, disk or DiskSpace()
 
     def path(self, step: int) -> Path:
-        """Where a step's file is, or will be."""
+        """The path of a step's file, also before it exists."""
         return step_file(self.folder, step)
 
     def steps(self) -> list[int]:
@@ -69,7 +69,7 @@ class StepLog:
 
         Raises:
             FileNotFoundError: The step has no file.
-            ValueError: The file is no step file of this version.
+            ValueError: The columns are not those of a step file of this version.
         """
         return from_table(self._read_table(step))
 

@@ -1,7 +1,7 @@
-"""What the learner waited for before a step: read from the journey of the rollout that came last.
+"""The causes of the learner's wait before a step, by the timeline of the rollout that came last.
 
-A batch is complete when its last rollout is; so each moment of the wait belongs to the station at which that rollout
-was then. Not a clock: every time is the stations' own, in Unix seconds.
+A batch is complete when its last rollout is. So each moment of the wait belongs to the stage of that rollout at the
+time. Every time was taken by the service of that stage, in Unix seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gspo_proto.rollout_pb2 import ScoredRollout
 
 @dataclass(frozen=True)
 class RolloutTimeline:
-    """When a rollout passed which station, and the reward function that took longest on it."""
+    """When a rollout passed each stage, and the reward function that took longest on it."""
 
     group: int
     number: int
@@ -30,11 +30,11 @@ class RolloutTimeline:
 
 @dataclass(frozen=True)
 class StepWait:
-    """A wait of the learner, and what else happened that may have held up the issue of groups.
+    """A wait of the learner, and two events that may have delayed the issue of groups.
 
     Attributes:
         live: When the learner's version was first served by a generator; it frees slots.
-        evaluated: When the last evaluation was recorded; before the first step it holds back the issue.
+        evaluated: When the last evaluation was recorded; before the first step it delays the issue.
     """
 
     began: float
@@ -67,17 +67,17 @@ class RolloutTimelines:
         )
 
     def take(self, groups: Iterable[int]) -> list[RolloutTimeline]:
-        """The timelines of groups that have ended; they are forgotten."""
-        return [journey for group in groups for journey in self._of_group.pop(group, [])]
+        """The timelines of groups that have ended; they are removed."""
+        return [timeline for group in groups for timeline in self._of_group.pop(group, [])]
 
 
 def seconds_waited(timelines: Iterable[RolloutTimeline], wait: StepWait) -> dict[str, float]:
-    """Seconds of the wait by figure; they add up to its length.
+    """Seconds of the wait by metric; they add up to its length.
 
-    The last rollout was first not issued (a push or an evaluation held that up, or nobody had issued it yet), then
-    queued, then generated, then scored, then on its way to the learner.
+    The last rollout was at first not issued: a push or an evaluation delayed that, or nothing did. Then it was queued,
+    generated, scored, and on its way to the learner.
     """
-    last = max(timelines, key=lambda journey: journey.scored, default=None)
+    last = max(timelines, key=lambda timeline: timeline.scored, default=None)
     if last is None:
         return {"wait_intake_s": wait.ended - wait.began}
     until = (
@@ -89,10 +89,10 @@ def seconds_waited(timelines: Iterable[RolloutTimeline], wait: StepWait) -> dict
         ("wait_reward_s", last.scored),
         ("wait_intake_s", wait.ended),
     )
-    found, at = {}, wait.began
-    for name, end in until:
-        reached = max(at, min(end, wait.ended))
-        found[name], at = reached - at, reached
+    seconds, begin = {}, wait.began
+    for name, stage_end in until:
+        end = max(begin, min(stage_end, wait.ended))
+        seconds[name], begin = end - begin, end
     if last.function:
-        found[f"{REWARD_PREFIX}{last.function}_s"] = found["wait_reward_s"]
-    return found
+        seconds[f"{REWARD_PREFIX}{last.function}_s"] = seconds["wait_reward_s"]
+    return seconds

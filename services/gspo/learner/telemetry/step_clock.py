@@ -1,6 +1,6 @@
-"""Where a step's time went, phase by phase, and the learner's spans in the trace of each rollout.
+"""The time of each phase of a step, and the learner's spans in the trace of each rollout.
 
-It draws no conclusions (services/gspo/common/telemetry/bottleneck.py does).
+services/gspo/common/telemetry/bottleneck.py draws the conclusions.
 """
 
 from __future__ import annotations

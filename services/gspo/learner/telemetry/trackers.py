@@ -1,7 +1,6 @@
-"""The processes that send figures to TensorBoard and Weights & Biases, beside the learner and never in its way.
+"""The processes that send a run's metrics to TensorBoard and Weights & Biases; the learner never waits for them.
 
-Each reads the run directory, so this only starts them, starts them again, and at the end gives them a moment for the
-rest.
+Each reads the run directory. The learner starts and restarts them, and at the end lets them send the rest.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from gspo.common.telemetry import metrics
 
 MAX_RESTARTS = 5
 _FIRST_PAUSE_S = 2.0
-# Within the time that the command line leaves a service to end by itself.
+# Less than the time that the command line leaves a service to end.
 FINISH_S = 8.0
-# What a tracker's key is, what it imports, and what brings that.
+# Tracker -> its key, the package that it imports, and the extra that installs it.
 _NEEDS = {
     "tensorboard": ("tracking.tensorboard", "tensorboardX", "gspo[tensorboard]"),
     "wandb": ("tracking.wandb.project", "wandb", "gspo[wandb]"),
@@ -38,7 +37,7 @@ def check_trackers(config: TrackingConfig) -> None:
     """Refuse a tracker that cannot work here.
 
     Raises:
-        InputError: Its package is not installed, or it is to be sent to a service without a key.
+        InputError: Its package is not installed, or its service needs a key that is missing.
     """
     for name in config.names:
         key, package, extra = _NEEDS[name]
@@ -70,12 +69,12 @@ class Trackers:
         self._processes: dict[str, Process] = {}
 
     async def run(self) -> None:
-        """Keep them until cancelled; one that cannot be kept is given up, and the training goes on without."""
+        """Keep them until cancelled; one that keeps ending is given up, and the training continues without it."""
         await asyncio.gather(*(self._keep(name) for name in self._names))
         await asyncio.Event().wait()
 
     async def finish(self) -> None:
-        """Let them send what is recorded, FINISH_S at most, and end them."""
+        """Let them send the recorded rest for at most FINISH_S, and end them."""
         await asyncio.gather(*(self._finish(name, process) for name, process in self._processes.items()))
 
     async def _keep(self, name: str) -> None:
@@ -89,9 +88,7 @@ class Trackers:
             log.warning("tracker_ended", tracker=name, exit_code=code, restarts_left=MAX_RESTARTS - attempt)
             if attempt < MAX_RESTARTS:
                 await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)
-        log.error(
-            "tracker_given_up", tracker=name, reason="it keeps ending; what is recorded is sent at the next start"
-        )
+        log.error("tracker_given_up", tracker=name, reason="it keeps ending; the next start sends the rest of the log")
 
     async def _finish(self, name: str, process: Process) -> None:
         if process.returncode is not None:

@@ -1,4 +1,4 @@
-"""The configuration that DeepSpeed is given: what our keys say, and the user's `learner.deepspeed` merged into it.
+"""DeepSpeed's configuration: our own keys, with the user's section `learner.deepspeed` merged into them.
 
 It imports no DeepSpeed, so that a configuration can be checked in milliseconds.
 """
@@ -15,12 +15,12 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, in_yaml
 from gspo.learner.training.deepspeed_keys import refuse_without_effect
 
-# DeepSpeed's key -> the way to say it here. A value that says the same as ours is no contradiction.
+# DeepSpeed's key -> our own key in its place. A value that agrees with ours is accepted.
 _OWN_KEYS = {
     "train_batch_size": "the batch is algorithm.rollout_batch_size groups",
     "train_micro_batch_size_per_gpu": "set learner.micro_batch_tokens",
     "gradient_accumulation_steps": "set learner.micro_batch_tokens and algorithm.num_mini_batches",
-    "managed_gradient_accumulation": "the trainer marks where an optimizer step ends",
+    "managed_gradient_accumulation": "the trainer decides where an optimizer step ends",
     "optimizer": "set learner.learning_rate, weight_decay and adam_betas",
     "scheduler": "set learner.schedule and learner.warmup_steps",
     "gradient_clipping": "set learner.max_grad_norm",
@@ -42,19 +42,19 @@ def engine_config(config: Config) -> dict[str, Any]:
     """DeepSpeed's configuration of this run.
 
     Raises:
-        InputError: `learner.deepspeed` is no JSON file, says what one of our keys says, otherwise, holds a key that
-            has no effect, or asks for an offload that its ZeRO stage does not have.
+        InputError: `learner.deepspeed` cannot be read as JSON, contradicts one of our keys, holds a key without an
+            effect, or asks for an offload that its ZeRO stage does not have.
     """
     learner = config.learner
-    given = _without_auto(_user_section(learner))
-    refuse_without_effect(given, _OWN_KEYS, learner.zero_stage)
+    section = _without_auto(_user_section(learner))
+    refuse_without_effect(section, _OWN_KEYS, learner.zero_stage)
     for key, instead in _OWN_KEYS.items():
-        found = _at(given, key)
-        if found is not None and not _says_the_same(key, found, learner):
+        value = _at(section, key)
+        if value is not None and not _agrees(key, value, learner):
             raise InputError(
-                f"learner.deepspeed.{key}", f"{in_yaml(found)} contradicts our own keys", f"Leave it out; {instead}"
+                f"learner.deepspeed.{key}", f"{in_yaml(value)} contradicts our own keys", f"Leave it out; {instead}"
             )
-    _refuse_offload(given, learner)
+    _refuse_offload(section, learner)
     ours = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -63,9 +63,8 @@ def engine_config(config: Config) -> dict[str, Any]:
         "zero_optimization": {"stage": learner.zero_stage, **_offload(learner)},
         "zero_force_ds_cpu_optimizer": False,
     }
-    # What is ours was compared above, and the engine takes it as it is in `ours`.
-    further = {key: value for key, value in given.items() if key not in _OWN_KEYS}
-    return _merged(ours, further)
+    # Our own keys were compared above; their values are those in `ours`.
+    return _merged(ours, {key: value for key, value in section.items() if key not in _OWN_KEYS})
 
 
 def _user_section(learner: LearnerConfig) -> Mapping[str, Any]:
@@ -73,47 +72,48 @@ def _user_section(learner: LearnerConfig) -> Mapping[str, Any]:
         return learner.deepspeed
     path = learner.deepspeed
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        section = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            "learner.deepspeed", f"{path} is no JSON file that can be read ({error})", "Mend the file or its path"
+            "learner.deepspeed", f"{path} cannot be read as JSON ({error})", "Correct the file or its path"
         ) from error
-    if not isinstance(given, dict):
+    if not isinstance(section, dict):
         raise InputError("learner.deepspeed", f"{path} holds no JSON object", "Write DeepSpeed's keys into it")
-    return given
+    return section
 
 
-def _without_auto(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the values that other programs fill in: so do we."""
+def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the values "auto", which other programs fill in."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
-        for key, value in given.items()
+        for key, value in section.items()
         if value != _AUTO
     }
 
 
-def _says_the_same(key: str, found: Any, learner: LearnerConfig) -> bool:
+def _agrees(key: str, value: Any, learner: LearnerConfig) -> bool:
+    """Whether the value of one of _OWN_KEYS is that of our own configuration."""
     bfloat16 = learner.dtype == "bfloat16"
     match key:
         case "gradient_clipping":
-            return bool(found == learner.max_grad_norm)
+            return bool(value == learner.max_grad_norm)
         case "zero_optimization.stage":
-            return bool(found == learner.zero_stage)
+            return bool(value == learner.zero_stage)
         case "bf16":
-            return isinstance(found, Mapping) and found.get("enabled", bfloat16) is bfloat16 and len(found) <= 1
+            return isinstance(value, Mapping) and value.get("enabled", bfloat16) is bfloat16 and len(value) <= 1
         case "fp16":
-            return isinstance(found, Mapping) and found.get("enabled", False) is False
+            return isinstance(value, Mapping) and value.get("enabled", False) is False
         case "optimizer":
-            return _is_our_optimizer(found, learner)
+            return _is_our_optimizer(value, learner)
         case "zero_force_ds_cpu_optimizer":
-            return found is False
+            return value is False
         case "train_micro_batch_size_per_gpu" | "gradient_accumulation_steps":
-            return bool(found == 1)
+            return bool(value == 1)
     return False
 
 
-def _is_our_optimizer(found: Any, learner: LearnerConfig) -> bool:
-    if not isinstance(found, Mapping) or found.get("type") != "AdamW":
+def _is_our_optimizer(section: Any, learner: LearnerConfig) -> bool:
+    if not isinstance(section, Mapping) or section.get("type") != "AdamW":
         return False
     ours = {
         "lr": learner.learning_rate,
@@ -121,8 +121,10 @@ def _is_our_optimizer(found: Any, learner: LearnerConfig) -> bool:
         "weight_decay": learner.weight_decay,
         "eps": _ADAM_EPS,
     }
-    given = found.get("params", {})
-    return isinstance(given, Mapping) and all(key in ours and ours[key] == value for key, value in given.items())
+    parameters = section.get("params", {})
+    return isinstance(parameters, Mapping) and all(
+        key in ours and ours[key] == value for key, value in parameters.items()
+    )
 
 
 def _offload(learner: LearnerConfig) -> dict[str, Any]:
@@ -135,12 +137,12 @@ def _offload(learner: LearnerConfig) -> dict[str, Any]:
     return {}
 
 
-def _refuse_offload(given: Mapping[str, Any], learner: LearnerConfig) -> None:
-    """Hold the offload of DeepSpeed's own section against the stage, and against what there is to offload to."""
+def _refuse_offload(section: Mapping[str, Any], learner: LearnerConfig) -> None:
+    """Refuse an offload that contradicts ours, has no such device, or that the ZeRO stage does not have."""
     for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
         key = f"learner.deepspeed.zero_optimization.{name}"
-        offload = _at(given, f"zero_optimization.{name}")
-        device, ours = _at(given, f"zero_optimization.{name}.device"), _offload(learner).get(name)
+        offload = _at(section, f"zero_optimization.{name}")
+        device, ours = _at(section, f"zero_optimization.{name}.device"), _offload(learner).get(name)
         if device is None:
             continue
         if ours and device != ours["device"]:
@@ -164,7 +166,7 @@ def _refuse_offload(given: Mapping[str, Any], learner: LearnerConfig) -> None:
 
 
 def reference_config() -> dict[str, Any]:
-    """DeepSpeed's configuration of the frozen reference model under ZeRO 3: spread over the ranks, never updated."""
+    """DeepSpeed's configuration of the frozen reference model under ZeRO 3, which spreads it over the ranks."""
     return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
 
@@ -175,9 +177,9 @@ def _at(mapping: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
-def _merged(ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(ours: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(ours)
-    for key, value in given.items():
+    for key, value in others.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         merged[key] = _merged(merged[key], value) if both else value
     return merged

@@ -1,7 +1,7 @@
-"""Which of DeepSpeed's keys `learner.deepspeed` may hold: those that change something in how this learner uses it.
+"""The keys of DeepSpeed that `learner.deepspeed` may hold: those with an effect in this learner.
 
-DeepSpeed itself passes over what it does not know and over what is switched off, so a key without an effect would
-change nothing in silence. Neighbour: engine_config.py, which compares the keys that our own configuration has too.
+DeepSpeed itself ignores unknown keys, and keys of features that are off; here they are refused. deepspeed_config.py
+compares the keys that our own configuration has too.
 """
 
 from __future__ import annotations
@@ -104,20 +104,20 @@ _REFUSED = {
 }
 
 
-def refuse_without_effect(given: Mapping[str, Any], compared: Mapping[str, str], zero_stage: int) -> None:
+def refuse_without_effect(section: Mapping[str, Any], compared: Mapping[str, str], zero_stage: int) -> None:
     """Refuse keys that would change nothing.
 
     Args:
-        given: DeepSpeed's configuration as the user wrote it.
-        compared: Dotted keys that our own configuration has too: whether they agree is not this function's question.
+        section: DeepSpeed's configuration as the user wrote it.
+        compared: Dotted keys that our own configuration has too, which the caller compares.
 
     Raises:
         InputError: The first such key, with the reason.
     """
-    for key in given:
+    for key in section:
         if key not in _ALLOWED and key not in compared:
-            _refuse(key, given[key], _ALLOWED | {name for name in compared if "." not in name})
-    zero = given.get("zero_optimization", {})
+            _refuse(key, section[key], _ALLOWED | {name for name in compared if "." not in name})
+    zero = section.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise InputError(
             "learner.deepspeed.zero_optimization", f"{in_yaml(zero)} is no mapping", "Give its keys, or none"
@@ -144,4 +144,4 @@ def _refuse(key: str, value: Any, known: set[str]) -> None:
         raise InputError(where, f"{in_yaml(value)} would have no effect: {_REFUSED[key]}", "Leave it out")
     near = difflib.get_close_matches(key, known, n=1)
     fix = f"Did you mean '{near[0].rpartition('.')[2]}'?" if near else "Leave it out"
-    raise InputError(where, f"{in_yaml(value)}: no key of DeepSpeed that has an effect here", fix)
+    raise InputError(where, f"{in_yaml(value)}: DeepSpeed has no such key with an effect here", fix)

@@ -1,7 +1,4 @@
-"""Whether training fits on the learner's GPUs, beside the generators that share them and nobody else.
-
-It starts no engine and imports no torch.
-"""
+"""Whether training fits on the learner's GPUs, beside the generators that share them; without torch."""
 
 from __future__ import annotations
 
@@ -12,17 +9,17 @@ from gspo.common.errors import InputError
 from gspo.common.host.gpus import DEFAULT_SHARE, SHARE_ARGUMENT, Gpu
 
 _GIB = 1 << 30
-# What CUDA itself holds in a process, beside what is allocated there.
+# CUDA's own memory in a process, beside the allocated tensors.
 _CONTEXT_BYTES = 1 << 30
 _LEAST_FRACTION = 0.01
 _LESS = "Less is needed with zero_stage: 3 on more learner.ranks, with learner.offload, or learner.lora.rank"
 
 
 def check_gpu_memory(config: Config, training_bytes: int, gpus: Sequence[Gpu], num_generators: Sequence[int]) -> None:
-    """Hold what a rank needs against its GPU, less what vLLM takes of it: a share of the whole for each generator.
+    """Compare a rank's memory with its GPU, less the share of the whole that vLLM takes for each generator.
 
     Args:
-        training_bytes: The most that one rank holds at a time, activations apart.
+        training_bytes: The most that one rank holds at a time, without activations.
         gpus: One for each rank on this machine.
         num_generators: On each of these GPUs.
 
@@ -39,7 +36,7 @@ def check_gpu_memory(config: Config, training_bytes: int, gpus: Sequence[Gpu], n
 def own_fraction(config: Config, gpu: Gpu, num_generators: int) -> float | None:
     """The part of its GPU that a rank may allocate, so that a generator that starts again finds its share free.
 
-    None where the rank has the GPU to itself, or its size is not known.
+    None if the rank has the GPU alone, or the size of the GPU is unknown.
     """
     if not num_generators or gpu.total_bytes is None:
         return None
@@ -47,8 +44,8 @@ def own_fraction(config: Config, gpu: Gpu, num_generators: int) -> float | None:
 
 
 def _share(config: Config) -> float:
-    given = config.generation.engine.get(SHARE_ARGUMENT)
-    return float(given) if isinstance(given, (int, float)) else DEFAULT_SHARE
+    share = config.generation.engine.get(SHARE_ARGUMENT)
+    return float(share) if isinstance(share, (int, float)) else DEFAULT_SHARE
 
 
 def _does_not_fit(config: Config, needed: int, name: str, total: int, share: float, sharing: int) -> InputError:
@@ -57,12 +54,12 @@ def _does_not_fit(config: Config, needed: int, name: str, total: int, share: flo
     if not sharing or needed >= total:
         rule = f"{training}, and {has}"
         return InputError("learner.zero_stage", rule, f"{_LESS}, a smaller model or a larger GPU")
-    given = f"{share:g}" if SHARE_ARGUMENT in config.generation.engine else f"{share:g} (vLLM's default)"
+    share_text = f"{share:g}" if SHARE_ARGUMENT in config.generation.engine else f"{share:g} (vLLM's default)"
     each = f" for each of {sharing} generators" if sharing > 1 else ""
-    left = max(0.0, 1 - share * sharing) * total
+    rest = max(0.0, 1 - share * sharing) * total
     return InputError(
         f"generation.engine.{SHARE_ARGUMENT}",
-        f"{has}, and the learner shares it: {given}{each} leaves {left / _GIB:.1f} GiB, and {training}",
-        f"Set it below {(1 - needed / total) / sharing:.2f}, with room for the activations, or give the learner a GPU "
-        f"of its own. {_LESS}",
+        f"{has}, and the learner shares it: {share_text}{each} leaves {rest / _GIB:.1f} GiB, and {training}",
+        f"Set it below {(1 - needed / total) / sharing:.2f}, with memory for the activations, or give the learner a "
+        f"GPU of its own. {_LESS}",
     )

@@ -1,8 +1,8 @@
-"""The weights of one earlier version, to measure the generators' mismatch where a step has no token of the newest.
+"""The weights of one earlier version, to measure the generators' mismatch if a step has no token of the newest.
 
-With a lag a step is trained on what an earlier version sampled, and against newer weights its log-probs hold drift and
-noise together. So the learner keeps the weights of a version until its rollouts come, scores a few of them under these,
-and what is left is noise. It trains nothing.
+With a lag, a step trains on samples of an earlier version. Against newer weights their log-probs differ by drift and
+noise together. So the learner keeps the weights of a version until its rollouts come, and scores a few of them under
+these weights: the remaining difference is noise.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ NUM_PROBED_ROLLOUTS = 16
 
 
 class SnapshotWeights:
-    """What is trained, as it was in one version, in the host memory of rank 0.
+    """The trained parameters of one version, in the host memory of rank zero.
 
     Args:
         parameters: Of the model; those that are not trained never change.
-        whole: A block in which each rank sees these parameters whole, and at whose end those of rank 0 are everyone's,
-            where parameters are spread over the ranks. It is entered for one after another.
-        is_spread: Whether they are; else every rank holds them all.
+        whole: Gathers parameters that are spread over the ranks for a block, one after another; at its end the values
+            of rank zero are those of all ranks.
+        is_spread: Whether they are spread; else every rank holds them all.
 
     Attributes:
-        version: Whose weights these are; None while none are kept.
+        version: The version of these weights; None while none are kept.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class SnapshotWeights:
 
     @contextmanager
     def in_place(self, present: int) -> Iterator[None]:
-        """A block in which the model has the kept weights. After it the model has its own again, to the bit, and
-        those, of version `present`, are the kept ones."""
+        """A block in which the model has the kept weights.
+
+        After it the model has its own weights again, to the bit, and these, of version `present`, are the kept ones.
+        """
         self._each(self._swap)
         try:
             yield

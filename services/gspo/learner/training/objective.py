@@ -1,6 +1,6 @@
-"""From the run's algorithm keys to advantages and losses: the one place where they become gspo_core's arguments.
+"""Advantages and losses of a run: the one place where its algorithm keys become the arguments of gspo_core.
 
-No formula is written here (gspo_core has them), and no model runs.
+The formulas are in gspo_core.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from gspo_core.stats import Stats, mean_stats
 
 @dataclass(frozen=True)
 class StepTargets:
-    """What the log-probs of a step are held against. All [B, T].
+    """The values that a step's log-probs are compared with. All [B, T].
 
     Attributes:
         old_BT: Denominator of the ratio.
-        reference_BT: Log-probs of the first policy, where the algorithm needs them.
-        mask_BT: The tokens that count, without those that the behavior correction took out.
-        stats: What that correction found, over the whole step; empty where there is none.
+        reference_BT: Log-probs of the first policy; None if the algorithm does not need them.
+        mask_BT: The tokens that count, without those that the behavior correction excludes.
+        stats: Of that correction, over the whole step; empty without one.
     """
 
     old_BT: Tensor
@@ -66,7 +66,7 @@ def step_targets(
 
 
 def has_gradient(algorithm: AlgorithmConfig, targets: StepTargets) -> Tensor:
-    """Of which rollouts the loss has a gradient, Bool [B]: where no advantage is, only a KL term has one."""
+    """The rollouts with a gradient, Bool [B]: without an advantage only a KL term has one."""
     if algorithm.use_kl_loss and algorithm.kl_loss_coef:
         return targets.mask_BT.any(-1)
     return (targets.mask_BT & (targets.advantage_BT != 0)).any(-1)
@@ -122,7 +122,7 @@ def _behavior_weights(algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tens
     compared = old_BT, batch.behavior_BT, batch.mask_BT
     if kind == "none":
         return *behavior_weights(*compared, behavior_correction=kind), {}
-    # Truncation only caps: a lower bound would raise the weight of what the policy has moved away from.
+    # Truncation only caps: a lower bound would raise the weight of tokens that the policy has moved away from.
     bounds = (algorithm.behavior_low if kind == "mask" else 0.0, algorithm.behavior_high)
     weight_BT, keep_BT = behavior_weights(*compared, behavior_correction=kind, behavior_level=level, bounds=bounds)
     return weight_BT, keep_BT, behavior_stats(*compared, behavior_level=level, bounds=bounds)

@@ -1,6 +1,6 @@
-"""The figures of a step, by their public names, from the sums that its micro-batches left and from its rows.
+"""The metrics of a step under their public names, from the sums of its micro-batches and from its rows.
 
-No clock and no metrics client: times and exports are the loop's.
+Times come from the learner's step clock.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gspo_core.stats import Stats, figures
 # Their names come from the user's functions.
 _MOST_PARTS = 32
 SKIP_REASONS = ("failed", "truncated", "stale")
-_SEEN = ("outside_clip_sequences", "dual_clipped_tokens", "k1", "k3", "reference_kl", "entropy")
+_LOSS_FIGURES = ("outside_clip_sequences", "dual_clipped_tokens", "k1", "k3", "reference_kl", "entropy")
 _MOMENTS = ("log_ratio", "token_log_ratio", "advantage")
 
 
 def row_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """What the rows say by themselves: rewards, lengths, what was skipped and why."""
+    """Metrics of the rows alone: rewards, lengths, and skipped rollouts by reason."""
     skipped = Counter(row.skipped for row in rows)
     lengths = [int(row.mask.sum()) for row in rows]
     counted = {
@@ -47,7 +47,7 @@ def row_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _conversation_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """Turns, tool calls and how conversations ended; nothing where every rollout is one answer."""
+    """Turns, tool calls and how conversations ended; empty if every rollout is one answer."""
     talked = [row for row in rows if row.turns_json]
     if not talked:
         return {}
@@ -64,18 +64,18 @@ def _conversation_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _part_means(scored: Sequence[Row]) -> dict[str, float]:
-    """Means of the reward's parts by name, where it has several; as many as an evaluation has."""
+    """Means of the reward's parts by name, if it has several; as many as an evaluation has."""
     values: dict[str, list[float]] = {}
     for row in scored:
         parts = json.loads(row.parts_json)
         for part in parts if len(parts) > 1 else []:
             if part["value"] is not None:
                 values.setdefault(part["name"], []).append(part["value"])
-    return {f"part_{name}_mean": math.fsum(found) / len(found) for name, found in list(values.items())[:_MOST_PARTS]}
+    return {f"part_{name}_mean": math.fsum(part) / len(part) for name, part in list(values.items())[:_MOST_PARTS]}
 
 
 def _skipped_tokens(rows: Sequence[Row], reason: str) -> int:
-    """Sampled tokens of rollouts that were left out, and under stale also those that left the mask of another."""
+    """Sampled tokens of skipped rollouts; under stale also those that left the mask of another rollout."""
     tokens = sum(row.num_sampled for row in rows if row.skipped == reason)
     if reason == "stale":
         tokens += sum(row.num_sampled - int(row.mask.sum()) for row in rows if row.skipped is None)
@@ -95,7 +95,7 @@ def batch_metrics(batch: StepBatch, learner_version: int) -> dict[str, float]:
 
 
 def correction_metrics(batch: StepBatch, targets: StepTargets) -> dict[str, float]:
-    """What the behavior correction found, what it took out, and what is left; nothing where there is none."""
+    """Weights of the behavior correction, and the tokens before and after it; empty without one."""
     if not targets.stats:
         return {}
     seen = figures(targets.stats)
@@ -110,28 +110,28 @@ def correction_metrics(batch: StepBatch, targets: StepTargets) -> dict[str, floa
 
 
 def objective_metrics(stats: Stats) -> dict[str, float]:
-    """What the loss saw, over all optimizer steps of the step."""
+    """Ratios, clipping, advantages and divergences over all optimizer steps of the step."""
     seen = figures(stats)
     clipped: dict[str, float] = {}
     for unit in ("sequences", "tokens"):
         low, high = seen[f"clipped_low_{unit}"], seen[f"clipped_high_{unit}"]
         clipped |= {f"clipped_{unit}": low + high, f"clipped_{unit}_low": low, f"clipped_{unit}_high": high}
     moments = {f"{name}_{part}": seen[f"{name}_{part}"] for name in _MOMENTS for part in ("mean", "std", "max")}
-    return clipped | moments | {name: seen[name] for name in _SEEN if name in seen}
+    return clipped | moments | {name: seen[name] for name in _LOSS_FIGURES if name in seen}
 
 
 def mismatch_metrics(algorithm: AlgorithmConfig, stats: Stats, length_B: torch.Tensor) -> dict[str, float]:
-    """Noise between generator and learner at equal weights; nothing where no token was compared.
+    """Noise between generator and learner at equal weights; empty if no token was compared.
 
     Args:
-        length_B: Counted tokens of each sequence; one of which none counts has no part in the shares.
+        length_B: Counted tokens of each sequence; a sequence without any is left out of the shares.
     """
     if not float(stats.get("mismatch.count", 0.0)):
         return {}
     seen = figures(stats)
     sigma_token, sigma_sequence = seen["mismatch_std"], seen["sequence_mismatch_std"]
     low, high = algorithm.clip
-    # The ratio that the clip looks at is a token's under `token`, a sequence's under the others.
+    # The clip compares a token's ratio under `token`, a sequence's under the others.
     by_token = algorithm.importance_sampling == "token"
     measured = torch.tensor([sigma_token if by_token else sigma_sequence])
     independent_B = measured if by_token else independent_sigma(sigma_token, length_B[length_B > 0])

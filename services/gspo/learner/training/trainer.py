@@ -1,7 +1,4 @@
-"""The learner's engine: a step's rows in, new weights and figures out. The one file that imports DeepSpeed.
-
-It reads no stream, writes no log and keeps no clock: the loop does.
-"""
+"""The learner's engine: trains a step's rows, gives out weights and metrics. The one file that imports DeepSpeed."""
 
 from __future__ import annotations
 
@@ -48,9 +45,9 @@ _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 
 class Trainer:
-    """One rank of the learner. Every rank is given the same rows and makes the same calls in the same order.
+    """One rank of the learner. Every rank has the same rows and makes the same calls in the same order.
 
-    What a step makes depends on the weights and moments before it, the rows, the step number and the seed alone.
+    The result of a step depends on the weights and moments before it, the rows, the step number and the seed alone.
     """
 
     def __init__(self, config: Config, model_folder: Path, *, seed: int) -> None:
@@ -64,10 +61,10 @@ class Trainer:
         self._engine = self._start_engine()
         reference = self._start_reference()
         set_deadlines(config.learner.rank_timeout_s)
-        kept = SnapshotWeights(
+        snapshot = SnapshotWeights(
             list(self._model.parameters()), lambda parts: self._whole(parts, changed_by=0), is_spread=self._is_spread
         )
-        self._updates = Updates(config, self._engine, reference, self._device, kept, packing=packing, seed=seed)
+        self._updates = Updates(config, self._engine, reference, self._device, snapshot, packing=packing, seed=seed)
 
     def train(
         self,
@@ -109,8 +106,8 @@ class Trainer:
     def policy(self) -> dict[str, Tensor]:
         """The weights in the generators' dtype, by checkpoint names, tied ones once: contiguous CPU copies.
 
-        Empty on every rank but the first, which needs the others' parts: one weight at a time, so that no rank holds
-        the whole policy for it.
+        Empty on every rank but rank zero. The ranks gather one weight at a time, so that no rank's device ever holds
+        the whole policy.
         """
         return checkpoint_tensors(
             self._model.causal_lm,
@@ -123,9 +120,9 @@ class Trainer:
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Write model and optimizer to `folder`, every rank its part, and the caller's `state`, which is JSON.
 
-        Learning rate and random numbers are functions of the step number: nothing of them needs keeping.
+        Learning rate and random numbers are functions of the step number, and need no state.
         """
-        # Under LoRA the frozen weights are the model folder's.
+        # Under LoRA the frozen weights are in the model folder.
         self._engine.save_checkpoint(
             str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._model.adapters is not None
         )
@@ -137,7 +134,7 @@ class Trainer:
         distributed.barrier()
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Go on from what `save` wrote; returns the caller's state.
+        """Continue from a checkpoint of `save`; returns the caller's state.
 
         Without ZeRO every rank holds all of it, so another number of ranks may have written it.
 
@@ -183,7 +180,7 @@ class Trainer:
         return deepspeed.initialize(model=self._model, optimizer=optimizer, config=engine_config(self._config))[0]
 
     def _start_reference(self) -> Any:
-        """The first policy: a frozen copy, spread over the ranks under ZeRO 3, or what the adapters stand on."""
+        """The first policy: a frozen copy, spread over the ranks under ZeRO 3, or the base of the adapters."""
         if not self._config.algorithm.needs_reference:
             return None
         if self._model.adapters is not None:
@@ -200,7 +197,7 @@ class Trainer:
 
     @contextmanager
     def _whole(self, parts: Sequence[Tensor], changed_by: int | None = None) -> Iterator[None]:
-        """Gather tensors that are spread over the ranks; what rank `changed_by` makes of them is everyone's then."""
+        """Gather tensors that are spread over the ranks; a change by rank `changed_by` reaches all of them."""
         with deepspeed.zero.GatheredParameters(list(parts), modifier_rank=changed_by, enabled=self._is_spread):
             yield
 
@@ -208,8 +205,8 @@ class Trainer:
 def _join(config: Config) -> torch.device:
     """Join the other ranks; returns the device of this one."""
     accelerator = get_accelerator()
-    # It serves inference alone. To build it takes a compiler and a minute; and a process that is killed while it
-    # builds leaves a lock on which every later one would wait for ever.
+    # It serves inference alone. Its build takes a compiler and a minute, and a process killed meanwhile leaves a lock
+    # on which every later process would wait for ever.
     deepspeed.ops.__compatible_ops__ = {_SHARED_MEMORY_OP: False}
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))  # DeepSpeed asks the environment, not the group
     accelerator.set_device(local_rank)
@@ -220,7 +217,7 @@ def _join(config: Config) -> torch.device:
 
 
 def _limit_gpu_memory(config: Config, local_rank: int) -> None:
-    """Keep off the generators' share of this rank's GPU: torch would hold on to what it has freed."""
+    """Leave the generators their share of this rank's GPU: torch keeps the memory that it has freed."""
     gpus = visible_gpus()
     if local_rank >= len(gpus):
         return  # nvidia-smi does not answer

@@ -46,9 +46,9 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What the updates of one step are made with, of all that a resume may change; the rest is fixed for a run.
+    """The hyperparameters of one step that a resume may change; all others are fixed for a run.
 
-    It is logged with the step, so that a replay makes the same update under another configuration.
+    They are logged with the step, so that a replay makes the same update under another configuration.
 
     Attributes:
         learning_rate: Of this step, after warm-up and schedule.
@@ -80,7 +80,7 @@ class TrainerApi(Protocol):
         """Write a checkpoint's files."""
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Go on from what `save` wrote."""
+        """Continue from a checkpoint of `save`."""
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
@@ -97,7 +97,7 @@ StartTrainer: TypeAlias = Callable[[Config, Path, Path], TrainerApi]
 
 
 def configured_hyperparameters(config: Config, step: int) -> Hyperparameters:
-    """What the configuration trains `step` (from 1) with."""
+    """The hyperparameters of `step` (from 1) in the configuration."""
     learner = config.learner
     rate = learning_rate(learner, step, config.run.total_steps)
     return Hyperparameters(rate, learner.weight_decay, learner.max_grad_norm)
@@ -110,7 +110,7 @@ def learning_rate(learner: LearnerConfig, step: int, total_steps: int | None) ->
         linear     peak * (1 - p)
         cosine     peak * (1 + cos(pi p)) / 2,     p = (step - 1 - warmup_steps) / (total_steps - warmup_steps)
 
-    p stays in [0, 1), so that the last step still moves; a run that goes on beyond total_steps keeps its last rate.
+    p stays in [0, 1), so that the last step still moves; a run beyond total_steps keeps its last rate.
 
     Raises:
         ValueError: The schedule is linear or cosine, and there is no total_steps.

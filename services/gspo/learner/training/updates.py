@@ -1,7 +1,6 @@
-"""The optimizer steps of one training step: losses, gradients over all ranks, and which of them are not applied.
+"""The optimizer steps of one training step: losses, gradients over all ranks, and updates that are not applied.
 
-A mini-batch whose loss or gradient norm is no finite number is left out whole: weights and moments stay as they were.
-It starts no engine and knows no rows.
+A mini-batch whose loss or gradient norm is not finite is not applied at all: weights and moments stay as they were.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from gspo_core.figures import mismatch_stats
 from gspo_core.staleness import drop_old_tokens
 from gspo_core.stats import Stats, merge
 
-# So many in a row are no accident: what comes after would be trained on a policy that has come apart.
+# So many in a row are no accident: the policy has diverged.
 MAX_SKIPPED_IN_A_ROW = 3
 
 
 @dataclass
 class StepSums:
-    """What the updates of one step leave: losses and norms of those applied, this rank's sums, and what was not.
+    """Results of the updates of one step: losses and norms of the applied ones, this rank's sums, the skipped ones.
 
     Attributes:
-        targets: What the step's log-probs were held against; None where nothing was trained on.
+        targets: The values that the step's log-probs are compared with; None without a rollout to train on.
     """
 
     targets: StepTargets | None = None
@@ -49,9 +48,9 @@ class Updates:
 
     Args:
         engine: DeepSpeed's, over the policy model.
-        reference: Frozen copy of the first policy, where the algorithm needs one.
-        kept: Weights of an earlier version, to measure the mismatch with the generators.
-        packing: Whether rollouts are laid one after another.
+        reference: Frozen copy of the first policy; None if the algorithm does not need one.
+        snapshot: Weights of an earlier version, to measure the mismatch with the generators.
+        packing: Whether rollouts are packed one after another.
         seed: The run's.
     """
 
@@ -61,27 +60,27 @@ class Updates:
         engine: Any,
         reference: torch.nn.Module | None,
         device: torch.device,
-        kept: SnapshotWeights,
+        snapshot: SnapshotWeights,
         *,
         packing: bool,
         seed: int,
     ) -> None:
         self._config, self._algorithm, self._packing, self._seed = config, config.algorithm, packing, seed
-        self._engine, self._reference, self._device, self._kept = engine, reference, device, kept
+        self._engine, self._reference, self._device, self._snapshot = engine, reference, device, snapshot
         self._rank, self._num_ranks = distributed.get_rank(), distributed.get_world_size()
         self._not_finite_in_a_row = 0
         self._max_grad_norm = config.learner.max_grad_norm
 
-    def set_hyperparameters(self, used: Hyperparameters) -> None:
-        """Make the next updates with these, also where a checkpoint brought those of the step that it was made at."""
+    def set_hyperparameters(self, hyperparameters: Hyperparameters) -> None:
+        """Make the next updates with these; a loaded checkpoint brought those of its own step."""
         for group in self._engine.optimizer.param_groups:
-            group["lr"], group["weight_decay"] = used.learning_rate, used.weight_decay
-        self._max_grad_norm = used.max_grad_norm
+            group["lr"], group["weight_decay"] = hyperparameters.learning_rate, hyperparameters.weight_decay
+        self._max_grad_norm = hyperparameters.max_grad_norm
         if self._config.learner.zero_stage:
-            self._engine.optimizer.clip_grad = used.max_grad_norm
+            self._engine.optimizer.clip_grad = hyperparameters.max_grad_norm
 
     def run(self, step: int, batch: StepBatch, skip_updates: Collection[int]) -> StepSums:
-        """All optimizer steps of a step, but those numbered in `skip_updates`, which were not applied before either.
+        """All optimizer steps of a step, but those numbered in `skip_updates`, which an earlier run did not apply.
 
         Raises:
             NotFiniteError: MAX_SKIPPED_IN_A_ROW updates in a row, over steps, had no finite loss or gradient norm.
@@ -96,25 +95,23 @@ class Updates:
         cuts = {mini_batch: self._cut(batch, targets, mini_batch) for mini_batch in mini_batches}
         for update, mini_batch in enumerate(mini_batches * self._algorithm.ppo_epochs):
             if update in skip_updates:
-                self._leave_out(
-                    sums, step, SkippedUpdate(update, mini_batch, "a former life of the run did not apply it")
-                )
+                self._skip(sums, step, SkippedUpdate(update, mini_batch, "the log records it as not applied"))
                 continue
             self._seed_random_numbers(step, update)
             reason = self._update(sums, batch, targets, cuts[mini_batch], mini_batch, fresh_BT)
             if reason:
-                self._leave_out(sums, step, SkippedUpdate(update, mini_batch, reason))
+                self._skip(sums, step, SkippedUpdate(update, mini_batch, reason))
                 continue
             fresh_BT, self._not_finite_in_a_row = None, 0
         return sums
 
-    def _leave_out(self, sums: StepSums, step: int, left_out: SkippedUpdate) -> None:
-        sums.skipped_updates.append(left_out)
+    def _skip(self, sums: StepSums, step: int, update: SkippedUpdate) -> None:
+        sums.skipped_updates.append(update)
         self._not_finite_in_a_row += 1
         if self._not_finite_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise NotFiniteError(
                 f"step {step}: {MAX_SKIPPED_IN_A_ROW} mini-batches in a row were not applied; of the last one "
-                f"{left_out.reason}. Look at the rewards of that step in its log, or lower learner.learning_rate and "
+                f"{update.reason}. Look at the rewards of that step in its log, or lower learner.learning_rate and "
                 "resume"
             )
 
@@ -127,7 +124,7 @@ class Updates:
         mini_batch: int,
         fresh_BT: Tensor | None,
     ) -> str:
-        """One optimizer step; returns why it was not applied, and nothing where it was."""
+        """One optimizer step; returns why it was not applied, empty if it was."""
         loss, stats = self._backward(batch.mini_batch_B == mini_batch, cut, targets, batch, fresh_BT)
         grad_norm = self._apply()
         if not math.isfinite(loss):
@@ -140,7 +137,7 @@ class Updates:
         return ""
 
     def _seed_random_numbers(self, step: int, update: int) -> None:
-        """Dropout, where a model has any, depends on seed, step, update and rank, so a replay draws the same."""
+        """A model's dropout depends on seed, step, update and rank, so that a replay draws the same."""
         entropy = np.random.SeedSequence((self._seed, step, update, self._rank))
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
 
@@ -172,7 +169,7 @@ class Updates:
         return [micro.to(self._device) for micro in cut]
 
     def _targets(self, step: int, batch: StepBatch) -> tuple[StepTargets, Stats]:
-        """What the step's log-probs are held against; under `recompute` also the mismatch with the generators."""
+        """The step's targets; under `recompute` also the mismatch with the generators."""
         algorithm = self._algorithm
         recompute = algorithm.old_logprobs == "recompute"
         cut = self._rank_cut(batch, range(len(batch))) if recompute or self._reference is not None else []
@@ -185,20 +182,20 @@ class Updates:
         return step_targets(algorithm, batch, old_BT, reference_BT), mismatch if self._rank == 0 else _zeros(mismatch)
 
     def _probe(self, step: int, batch: StepBatch) -> Stats:
-        """Where no token is of the present version: the mismatch at the kept one, once its tokens have come."""
+        """The mismatch at the snapshot's version, once its tokens have come; empty if a token is of the present one."""
         if bool(_fresh_tokens(step, batch).any()):
             return {}
-        version, oldest = self._kept.version, int(batch.version_BT[batch.mask_BT].min())
+        version, oldest = self._snapshot.version, int(batch.version_BT[batch.mask_BT].min())
         if version is None or version < oldest:
-            self._kept.keep(step - 1)
+            self._snapshot.keep(step - 1)
             return {}
         rows, mask_BT = rollouts_to_probe(batch, version)
         if not rows:
             return {}
-        with self._kept.in_place(present=step - 1):
+        with self._snapshot.in_place(present=step - 1):
             logp_BT = self._score(self._engine, batch, self._rank_cut(batch, rows))
-        found = mismatch_stats(logp_BT, batch.behavior_BT, mask_BT)
-        return found if self._rank == 0 else _zeros(found)
+        mismatch = mismatch_stats(logp_BT, batch.behavior_BT, mask_BT)
+        return mismatch if self._rank == 0 else _zeros(mismatch)
 
     @torch.no_grad()
     def _score(self, model: torch.nn.Module, batch: StepBatch, cut: Sequence[MicroBatch]) -> Tensor:
@@ -243,14 +240,14 @@ class Updates:
                 compared_RT = micro.take_mask(fresh_BT)
                 sums.append(mismatch_stats(logp_RT.detach(), micro.take(batch.behavior_BT), compared_RT))
             if micro.backward:
-                # DeepSpeed averages gradients over the ranks; N and M count all ranks, so their sum is wanted. A loss
+                # DeepSpeed averages gradients over the ranks; N and M count all ranks, so the sum is needed. A loss
                 # that is not finite may have finite gradients: it makes them NaN, on every rank, in every ZeRO stage.
                 scale = self._num_ranks * torch.where(part.loss.detach().isfinite(), 1.0, math.nan)
                 self._engine.backward(part.loss * scale)
         return float(sum_over_ranks(torch.stack(losses).sum(), self._device)), merge(sums)
 
     def _apply(self) -> float:
-        """Clip and update; returns the gradient norm before the clip. One that is not finite updates nothing."""
+        """Clip and update; returns the gradient norm before the clip. A norm that is not finite updates nothing."""
         if self._config.learner.zero_stage:
             self._engine.step()
             return math.nan if self._engine.optimizer.overflow else float(self._engine.get_global_grad_norm())
