@@ -24,7 +24,7 @@ from tests.support.training import figure_cases
 from tests.support.training.rollout_rows import make_config, make_rows, with_version
 
 STEP = 1
-# Case -> learner keys. The first is what the others are held against, on one rank.
+# Case -> learner keys. The others are compared with the first, on one rank.
 CASES: dict[str, dict[str, Any]] = {
     "zero-0": {},
     "zero-0-padded": {"packing": False, "micro_batch_tokens": 100_000},
@@ -63,7 +63,7 @@ def run_case(model: Path, learner: dict[str, Any]) -> tuple[Trainer, dict[str, A
     return trainer, figures, torch.cat(list(gradient(trainer)))
 
 
-def left_out(model: Path, trainer: Trainer) -> list[str]:
+def skipped_updates(model: Path, trainer: Trainer) -> list[str]:
     """A mini-batch that is not finite on one rank's rows alone, in the middle of others."""
     rows = make_rows(model, step=STEP + 1)
     number = next(number for number, row in enumerate(rows) if row.mini_batch == 1)
@@ -89,7 +89,7 @@ def go_on(model: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Every case, and a checkpoint of each that another trainer goes on from."""
+    """Every case, and a checkpoint of each from which another trainer continues."""
     model, alone, out = map(Path, sys.argv[1:])
     for name in LAGGING:
         figures, policy = lagging(model, CASES[name])
@@ -105,15 +105,15 @@ def main() -> None:
         trainer, figures, vector = run_case(model, learner)
         exact = {f"weights.{key}": value for key, value in trainer.policy().items()}
         trainer.save(out / name, {})
-        skipped = left_out(model, trainer)
+        skipped = skipped_updates(model, trainer)
         after = trainer.policy()
         again = Trainer(make_config(model, algorithm=ALGORITHM, learner=learner), model, seed=0)
         again.load(out / name)
-        left_out(model, again)
+        skipped_updates(model, again)
         repeated = again.policy()
         if distributed.get_rank() == 0:
             same = all(torch.equal(after[key], repeated[key]) for key in after)
-            facts = {"figures": figures, "left_out": skipped, "same_after_a_resume": same}
+            facts = {"figures": figures, "skipped_updates": skipped, "same_after_a_resume": same}
             (out / f"{name}.json").write_text(json.dumps(facts))
             save_file({"gradient": vector, **exact}, out / f"{name}.safetensors")
 

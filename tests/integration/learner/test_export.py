@@ -1,4 +1,4 @@
-"""What the trainer exports, loaded by others: vLLM and transformers give the same log-probs, peft takes the adapters.
+"""The trainer's exports in other programs: vLLM and transformers give the same log-probs, peft takes the adapters.
 
 One engine serves the policy trained by LoRA and, after a push, the one trained in full: both are ordinary weights.
 """
@@ -119,9 +119,9 @@ def digest(trainer: Trainer) -> str:
     return policy_digest((name, "float32", tuple(w.shape), w.numpy()) for name, w in weights.items())
 
 
-async def push(engine: Engine, held: Path, folder: Path, expected: str) -> None:
+async def push(engine: Engine, shared: Path, folder: Path, expected: str) -> None:
     """Stage a folder's weights over those that the engine was started with, and load them."""
-    staged, other = StagedWeights.from_folder(held, "float32"), StagedWeights.from_folder(folder, "float32")
+    staged, other = StagedWeights.from_folder(shared, "float32"), StagedWeights.from_folder(folder, "float32")
     staged.begin(changes=False)
     for name in staged.places:
         staged.write(name, 0, other.current.bits(name).tobytes())

@@ -54,10 +54,10 @@ def ip(words: str) -> None:
 def hosts() -> Iterator[None]:
     """Two namespaces with a cable between them, and one from A to here."""
     assert shutil.which("ip"), "iproute2 is missing: make setup installs it"
-    with ExitStack() as made:
+    with ExitStack() as network:
         for host in (_A, _B):
             ip(f"netns add {host}")
-            made.callback(ip, f"netns del {host}")
+            network.callback(ip, f"netns del {host}")
             ip(f"-n {host} link set lo up")
         ip(f"link add {_CABLE_A} netns {_A} type veth peer name {_CABLE_B} netns {_B}")
         ip(f"link add {_REDIS_END} type veth peer name {_REDIS_A} netns {_A}")

@@ -36,7 +36,7 @@ def calls_of(process: psutil.Process, port: int) -> int:
 
 
 async def end(redis: Redis, keys: Keys, feeder: LearnerFeed, process: subprocess.Popen[bytes]) -> None:
-    """What the coordinator does at the end; all ranks end by themselves."""
+    """The coordinator's Finished event, after which all ranks end."""
     assert (await feeder.event("training_done")).training_done.step == 3
     await Events(redis, keys, "coordinator").send(Event(finished=Finished(reason="done")))
     assert await asyncio.to_thread(wait_exit, process, 60) == 0
@@ -56,14 +56,14 @@ async def test_two_ranks_train_a_run_and_a_killed_one_costs_nothing(
         await registered(first, redis, keys, "learner")
         await feeder.feed(range(4), 0)
         await feeder.event("step_done")
-        found = ranks(first)
+        processes = ranks(first)
         redis_port = int(redis_url.rsplit(":", 1)[1].split("/")[0])
-        assert (calls_of(found[0], redis_port) > 0, calls_of(found[1], redis_port)) == (True, 0)
+        assert (calls_of(processes[0], redis_port) > 0, calls_of(processes[1], redis_port)) == (True, 0)
         await feeder.feed(range(4, 8), 1)
         await feeder.event("step_done", num=2)
-        found[1].send_signal(signal.SIGKILL)
+        processes[1].send_signal(signal.SIGKILL)
         assert await asyncio.to_thread(wait_exit, first, 60) != 0
-        assert not psutil.pid_exists(found[0].pid)
+        assert not psutil.pid_exists(processes[0].pid)
     assert "another rank of the learner has ended" in (config.run_dir / "learner.log").read_text()
     recorded = lines(config, "policy.jsonl")
     assert len({line["digest"] for line in recorded}) == 3

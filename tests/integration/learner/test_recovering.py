@@ -1,4 +1,4 @@
-"""A learner that still recovers: nobody can call it, nothing is pushed and no rollout is taken before it is done.
+"""A learner that still recovers accepts no call, pushes no version and takes no rollout.
 
 Real learner, Redis, gRPC and generators' servicers; the training step is simulated, so that a test can stop it.
 """
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60
 
 
 class StoppedTrainer(SimulatedTrainer):
-    """Its first step, which is a replay, goes on only when the test says so."""
+    """Its first step, which is a replay, waits for the test."""
 
     def __init__(self, config: Config, folder: Path, run_dir: Path) -> None:
         super().__init__(config, folder, run_dir, Settings(time_scale=0))
@@ -78,7 +78,7 @@ async def test_no_call_is_served_before_the_replay_is_done(
         assert serving.headers == []
 
         maker.may_go_on.set()
-        # What waited is trained now, and what is pushed first is the replayed version and no earlier one.
+        # The waiting rollouts are trained now, and the first push is of the replayed version or a later one.
         await feeder.event("step_done")
         while not serving.headers:
             await asyncio.sleep(0.01)

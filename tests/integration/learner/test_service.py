@@ -62,7 +62,7 @@ async def test_a_kill_between_log_and_checkpoint_costs_nothing(
 
     with service_process("learner", config, redis_url, "--resume"):
         await feeder.feed(range(10, 12), 2)
-        # Late copies of what is in the log are not trained again.
+        # Late copies of logged rollouts are not trained again.
         await append(redis, keys.scored, [scored(0, 0, 0), scored(5, 1, 1)])
         training_done = (await feeder.event("training_done")).training_done
         assert (training_done.step, training_done.reason) == (3, "total_steps 3 reached")
@@ -149,7 +149,7 @@ async def test_newer_weights_wait_for_an_evaluation_and_the_best_version_is_kept
         done = EvaluationDone(evaluation=f"v{version}", version=version, step=version, score=score)
         await coordinator.send(Event(evaluation_done=done))
 
-    async def made(version: int) -> None:
+    async def recorded_version(version: int) -> None:
         async with asyncio.timeout(120):
             while lines(config, "policy.jsonl")[-1]["version"] < version:
                 await asyncio.sleep(0.05)
@@ -167,7 +167,7 @@ async def test_newer_weights_wait_for_an_evaluation_and_the_best_version_is_kept
         await feeder.feed(range(4), 0)
         await feeder.event("step_done")
         await feeder.feed(range(4, 8), 1)
-        await made(2)
+        await recorded_version(2)
         async with asyncio.timeout(60):
             while await doing() != ("waiting", "evaluation", "v1"):
                 await asyncio.sleep(0.1)
@@ -184,7 +184,7 @@ async def test_newer_weights_wait_for_an_evaluation_and_the_best_version_is_kept
     shutil.rmtree(config.run_dir / "candidates" / "step-000002", ignore_errors=True)
     with service_process("learner", config, redis_url, "--resume") as process:
         await feeder.feed(range(8, 12), 2)
-        await made(3)
+        await recorded_version(3)
         assert (config.run_dir / "candidates" / "step-000002" / "model.safetensors").is_file()
         await measured(2, 0.5)
         await feeder.event("training_done", timeout_s=120)
@@ -227,7 +227,7 @@ async def test_a_mini_batch_that_is_not_finite_is_in_the_log_and_a_replay_leaves
     feeder = LearnerFeed(redis, keys)
     with service_process("learner", config, redis_url) as process:
         await registered(process, redis, keys, "learner")
-        # Until an engine serves, and none does here, nobody could have trained: run.total_hours does not count it.
+        # No engine serves here, so run.total_hours does not count the time before the first step.
         await asyncio.sleep(2)
         # One reward so large that float32 just holds it, and no norm of its gradient.
         await feeder.feed(range(4), 0, rewards={(0, 0): 3e38})

@@ -49,7 +49,7 @@ def alone(folder: Path, checkpoint: Path) -> tuple[dict[str, Any], torch.Tensor]
 def together(
     folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """What two ranks made of every case. Without a compiler: DeepSpeed must not need one."""
+    """The results of two ranks in every case. Without a compiler: DeepSpeed must not need one."""
     out = tmp_path_factory.mktemp("cases")
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words += ["-m", "tests.integration.learner.rank_cases", *map(str, (folder, checkpoint, out))]
@@ -64,40 +64,40 @@ def test_two_ranks_make_the_gradient_of_one(
     together: Path, alone: tuple[dict[str, Any], torch.Tensor], case: str
 ) -> None:
     figures, expected = alone
-    found = load_file(together / f"{case}.safetensors")
-    assert (found["gradient"] - expected).norm() < 1e-5 * expected.norm()
-    told = json.loads((together / f"{case}.json").read_text())["figures"]
-    assert told.keys() == figures.keys()
+    tensors = load_file(together / f"{case}.safetensors")
+    assert (tensors["gradient"] - expected).norm() < 1e-5 * expected.norm()
+    measured = json.loads((together / f"{case}.json").read_text())["figures"]
+    assert measured.keys() == figures.keys()
     for name, value in figures.items():
-        assert told[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
+        assert measured[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
 
 
 @pytest.mark.parametrize("case", figure_cases.CASES)
 def test_every_figure_of_two_ranks_follows_from_the_log(together: Path, folder: Path, case: str) -> None:
     """Also where a rank has less work than the other, and nothing that it can count in its place."""
-    found = json.loads((together / f"figures-{case}" / "figures.json").read_text())
+    logged = json.loads((together / f"figures-{case}" / "figures.json").read_text())
     log = StepLog(together / f"figures-{case}").path(figure_cases.STEP)
-    assert_figures_of_the_log(found, log, folder, figure_cases.figure_config(folder, case))
+    assert_figures_of_the_log(logged, log, folder, figure_cases.figure_config(folder, case))
 
 
 def test_bfloat16_has_float32_masters_under_zero_3_too(
     together: Path, alone: tuple[dict[str, Any], torch.Tensor]
 ) -> None:
     _, expected = alone
-    found = load_file(together / "zero-3-bfloat16.safetensors")
-    assert 1e-4 * expected.norm() < (found["gradient"] - expected).norm() < 0.05 * expected.norm()
+    tensors = load_file(together / "zero-3-bfloat16.safetensors")
+    assert 1e-4 * expected.norm() < (tensors["gradient"] - expected).norm() < 0.05 * expected.norm()
     # A step of 1e-3 on weights around 0.1 would vanish in bfloat16's 8 bits for many of them.
-    weights = {name: tensor for name, tensor in found.items() if name.startswith("weights.")}
+    weights = {name: tensor for name, tensor in tensors.items() if name.startswith("weights.")}
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_not_finite_on_one_rank_is_left_out_on_all_and_a_resume_repeats_it(together: Path, case: str) -> None:
-    told = json.loads((together / f"{case}.json").read_text())
-    assert len(told["left_out"]) == 1
-    assert told["left_out"][0].startswith("1: the loss is")
-    assert told["same_after_a_resume"]
+    result = json.loads((together / f"{case}.json").read_text())
+    assert len(result["skipped_updates"]) == 1
+    assert result["skipped_updates"][0].startswith("1: the loss is")
+    assert result["same_after_a_resume"]
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +119,10 @@ def test_two_ranks_measure_the_mismatch_of_an_earlier_version_as_one_does(
     assert_close(load_file(together / f"{case}-lagging.safetensors"), policy)
 
 
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (found[name] - tensor).norm() < 1e-4 * tensor.norm(), name
+        assert (tensors[name] - tensor).norm() < 1e-4 * tensor.norm(), name
 
 
 def test_without_zero_a_run_goes_on_with_another_number_of_ranks(

@@ -1,6 +1,6 @@
-"""The push as a reconciliation loop: who lacks what gets it, and whatever goes wrong, the old weights serve on.
+"""The push as a reconciliation loop: each generator gets its missing weights, and serves the old ones after a failure.
 
-Real publisher, frames, gRPC, door, staging and Redis; the engine is a stand-in that can be slow or refuse.
+Real publisher, frames, gRPC servicer, staging and Redis; the engine is a stand-in that can be slow or refuse.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ async def test_a_generator_that_misses_its_deadline_holds_nobody_up_and_is_asked
         learning.publisher.publish(policy(2))
         await learning.until(lambda: serve([quick], policy(2)))
         assert slow.serves == (0, policy(0).digest)
-        # Its load goes on after the call has ended, and the version that came of it is the base of the next changes.
+        # Its load continues after the call has ended, and the loaded version is the base of the next changes.
         await learning.until(lambda: slow.engine.version == 1)
         slow.engine.load_s = 0.0
         await learning.until(lambda: serve([slow], policy(2)))
@@ -141,8 +141,8 @@ async def test_where_every_engine_refuses_the_learner_says_so(redis: Redis, redi
             learning.publisher.publish(policy(1))
             await learning.until(lambda: learning.states() == ["out"])
             assert only.serves == (0, policy(0).digest)
-            told = learning.publisher.problem()
-            assert told == f"every generator is out: generation-0 ({only.address}): INTERNAL: version 1 did not load"
+            problem = learning.publisher.problem()
+            assert problem == f"every generator is out: generation-0 ({only.address}): INTERNAL: version 1 did not load"
             only.engine.refusing = False
             await learning.until(lambda: serve([only], policy(1)) and learning.states() == ["current"])
             assert learning.publisher.problem() == ""
@@ -188,7 +188,7 @@ async def test_what_an_older_learner_was_sending_ends_when_a_newer_one_speaks(
         assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_a_learner_that_was_told_to_go_ahead_gives_way_too(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+async def test_an_admitted_push_of_an_older_learner_ends_too(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     config = run_config(tmp_path, make_run, push_timeout_s=50.0)
     admitted = asyncio.Event()
 
@@ -237,7 +237,7 @@ async def test_a_push_that_stalls_ends_at_the_generator_too(redis: Redis, redis_
             await sent_to(only.address, stalling(), timeout_s=0.3)
         assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         assert only.serves == (0, policy(0).digest)
-        # By itself, too: a learner that stands still cancels nothing.
+        # Also without a cancellation: a learner that stands still cancels nothing.
         with pytest.raises(PushRefusedError, match="was not here by the deadline of the call; nothing was loaded"):
             await only.door._receiver.receive(stalling(), admitted, 0.1)
         # It is free for the next one at once.

@@ -1,6 +1,6 @@
-"""Pushes that meet something else: others that are due, a learner that resumes, a pause, another list of tensors.
+"""Pushes beside other events: other pushes that are due, a learner that resumes, a pause, another list of tensors.
 
-Real publisher, frames, gRPC, servicer, staging and Redis; the engine is a stand-in. Neighbour: test_push.py.
+Real publisher, frames, gRPC, servicer, staging and Redis; the engine is a stand-in.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class FramesOfOneLink(WeightFrames):
 
 
 def num_failures() -> float:
-    """Pushes that failed so far, for whatever reason."""
+    """Pushes that failed so far, for any reason."""
     return sum(sample.value for metric in PUSH_FAILURES.collect() for sample in metric.samples)
 
 
@@ -127,17 +127,17 @@ async def test_a_learner_that_resumes_while_every_engine_is_paused_gets_through(
     async with generator(config, redis_url) as first, generator(config, redis_url) as second:
         both = [first, second]
         async with learner(config, redis_url) as dying:
-            for one in both:
-                one.engine.may_load.clear()
+            for peer in both:
+                peer.engine.may_load.clear()
             dying.publisher.publish(policy(3))
-            await dying.until(lambda: all(one.engine.loading.is_set() for one in both))
+            await dying.until(lambda: all(peer.engine.loading.is_set() for peer in both))
         async with learner(config, redis_url, epoch=2) as resumed:
-            # From its newest checkpoint, which is a version before the one that is being loaded.
+            # It starts from its newest checkpoint, one version before the version in the engine's load.
             resumed.publisher.publish(policy(2))
             await resumed.until(lambda: len(first.headers) == 2)
             assert first.serves == (0, policy(0).digest)
-            for one in both:
-                one.engine.may_load.set()
+            for peer in both:
+                peer.engine.may_load.set()
             await resumed.until(lambda: serve(both, policy(2)))
             resumed.publisher.publish(policy(3))
             await resumed.until(lambda: serve(both, policy(3)))

@@ -26,28 +26,28 @@ def _scored(
     reward: float | None = 1.0,
     failure: str = "reward raised ValueError",
     num_rollouts: int = 2,
-    **given: Any,
+    **fields: Any,
 ) -> ScoredRollout:
     policy = [v >= 0 for v in version]
     rollout = Rollout(
         schema=1,
         group=group,
         number=number,
-        attempt=given.pop("attempt", 1),
+        attempt=fields.pop("attempt", 1),
         num_rollouts=num_rollouts,
         prompt=Prompt(token_ids=[5, 6, 7], text="1+1=", columns_json='{"answer": 2}'),
-        token_ids=given.pop("token_ids", [10 + t for t in range(len(version))]),
-        logp=given.pop("logp", [-0.1 * (t + 1) if counts else 0.0 for t, counts in enumerate(policy)]),
+        token_ids=fields.pop("token_ids", [10 + t for t in range(len(version))]),
+        logp=fields.pop("logp", [-0.1 * (t + 1) if counts else 0.0 for t, counts in enumerate(policy)]),
         version=version,
-        mask=given.pop("mask", bytes(policy)),
-        text=given.pop("text", "2"),
-        outcome=given.pop("outcome", OUTCOME_EOS),
+        mask=fields.pop("mask", bytes(policy)),
+        text=fields.pop("text", "2"),
+        outcome=fields.pop("outcome", OUTCOME_EOS),
         generator="generation-a",
         issued_unix_s=100.0,
         started_unix_s=101.0,
         finished_unix_s=102.5,
         temperature=0.7,
-        **given,
+        **fields,
     )
     score = Score(version="abc", scorer="reward-a", scored_unix_s=103.0)
     if reward is None:

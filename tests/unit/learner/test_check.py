@@ -1,4 +1,4 @@
-"""What the learner refuses before anything is started, and the key or file that it names."""
+"""The learner's refusals before it starts an engine, and the key or file that each names."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_whole_folder_passes(folder: Path) -> None:
 
 
 def test_the_parameters_are_those_in_the_file(folder: Path) -> None:
-    # 99 tokens wide 64; two layers: q 64x64, k and v 64x32, o 64x64, three of 64x192, four norms; a last norm.
+    # 99 tokens of width 64, two layers (q 64x64, k and v 64x32, o 64x64, three of 64x192, four norms), a last norm.
     layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192 + 2 * 64 + 2 * 32
     assert read_model_files(folder, allow_pickle=False).num_parameters == 99 * 64 + 2 * layer + 64
 
@@ -153,8 +153,10 @@ def test_what_adapters_of_experts_cannot_do(mixture: Path) -> None:
 def test_the_adapters_of_experts_are_counted(mixture: Path) -> None:
     """Two layers of four experts, 64 to 32 and back; gate_proj and up_proj are one matrix with twice the rank."""
     files = read_model_files(mixture, allow_pickle=False)
-    found = num_trained(make_config(mixture, learner=lora("gate_proj", "up_proj", "down_proj")).learner.lora, files)
-    assert found == 2 * 4 * (8 * (64 + 64) + 4 * (32 + 64))
+    num_parameters = num_trained(
+        make_config(mixture, learner=lora("gate_proj", "up_proj", "down_proj")).learner.lora, files
+    )
+    assert num_parameters == 2 * 4 * (8 * (64 + 64) + 4 * (32 + 64))
 
 
 def test_adapters_take_the_memory_of_what_they_train(folder: Path) -> None:
@@ -187,8 +189,8 @@ def test_only_who_shares_a_gpu_is_counted(folder: Path) -> None:
     assert "0.5 for each of 2 generators leaves 0.0 GiB" in refusal({"gpu_memory_utilization": 0.5}, 40, 2)
     assert "Set it below 0.25" in refusal({"gpu_memory_utilization": 0.5}, 40, 2)
     for sharing in (0, 1):
-        told = refusal({}, 81, sharing)
-        assert told.startswith(
+        rule = refusal({}, 81, sharing)
+        assert rule.startswith(
             "learner.zero_stage: training, or loading the model for it, takes 81.0 GiB on each GPU, and GPU"
         )
     check_gpu_memory(make_config(folder), 81 << 30, [Gpu("MIG-1")], [0])  # of a size that is not known
@@ -199,7 +201,7 @@ def test_a_shared_gpu_is_left_to_generators_that_start_again(
 ) -> None:
     config = make_config(folder, generation={"engine": {"gpu_memory_utilization": 0.5}})
     limits: list[tuple[float, int]] = []
-    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *given: limits.append(given))
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *arguments: limits.append(arguments))
     pretend_gpu_machine(monkeypatch, tmp_path / "machine", 2, gib=80)
     trainer._limit_gpu_memory(config, 1)
     assert limits == []  # its own
@@ -211,7 +213,7 @@ def test_a_shared_gpu_is_left_to_generators_that_start_again(
 
 
 def empty_model(folder: Path, num_parameters: float) -> Path:
-    """The tiny model's folder with weights of so many parameters, which take no room on disk."""
+    """The tiny model's folder with weights of so many parameters, which take no space on disk."""
     header = json.dumps(
         {"weight": {"dtype": "BF16", "shape": [int(num_parameters)], "data_offsets": [0, 2 * int(num_parameters)]}}
     ).encode()
@@ -283,8 +285,8 @@ def test_memory_of_a_parameter_by_stage_and_offload(
     folder: Path, learner: dict[str, Any], expected: tuple[float, float]
 ) -> None:
     files = read_model_files(folder, allow_pickle=False)
-    found = training_bytes(make_config(folder, learner=learner), files, learner.get("ranks", 1))
-    assert tuple(part / files.num_parameters for part in found) == pytest.approx(expected)
+    trained_bytes = training_bytes(make_config(folder, learner=learner), files, learner.get("ranks", 1))
+    assert tuple(part / files.num_parameters for part in trained_bytes) == pytest.approx(expected)
 
 
 def test_every_rank_loads_the_model_into_the_machines_own_memory(
@@ -361,9 +363,15 @@ def test_deepspeed_keys_that_contradict_ours(folder: Path, key: str, value: Any,
 
 
 @pytest.mark.parametrize(
-    ("given", "stage", "where", "rule", "fix"),
+    ("section", "stage", "where", "rule", "fix"),
     [
-        ({"zero_optimisation": {}}, 0, "zero_optimisation", "DeepSpeed has no such key", "Did you mean 'zero_optimization'?"),
+        (
+            {"zero_optimisation": {}},
+            0,
+            "zero_optimisation",
+            "DeepSpeed has no such key",
+            "Did you mean 'zero_optimization'?",
+        ),
         ({"sequence_parallel_size": 2}, 3, "sequence_parallel_size", "no rank takes a part", "Leave it out"),
         ({"tensor_parallel": {"autotp_size": 2}}, 3, "tensor_parallel", "no layer is split", "Leave it out"),
         ({"activation_checkpointing": {}}, 0, "activation_checkpointing", "gradient_checkpointing", "Leave it out"),
@@ -386,15 +394,15 @@ def test_deepspeed_keys_that_contradict_ours(folder: Path, key: str, value: Any,
     ],
 )
 def test_a_deepspeed_key_without_an_effect(
-    folder: Path, given: dict[str, Any], stage: int, where: str, rule: str, fix: str
+    folder: Path, section: dict[str, Any], stage: int, where: str, rule: str, fix: str
 ) -> None:
-    error = refused(folder, learner={"deepspeed": given, "zero_stage": stage})
+    error = refused(folder, learner={"deepspeed": section, "zero_stage": stage})
     assert error.where == f"learner.deepspeed.{where}"
     assert rule in error.rule and error.fix == fix
 
 
 def test_every_key_of_the_installed_deepspeed_is_allowed_or_refused_with_a_reason() -> None:
-    """A newer DeepSpeed's keys are put into one of the tables by whoever takes it in."""
+    """An upgrade of DeepSpeed puts its new keys into one of the tables."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -402,7 +410,7 @@ def test_every_key_of_the_installed_deepspeed_is_allowed_or_refused_with_a_reaso
     ours = {key.rpartition(".")[2] for key in _OWN_KEYS if key.startswith("zero_optimization.")}
     refused_there = {key.rpartition(".")[2] for key in _REFUSED if key.startswith("zero_optimization.")}
     assert names == set(_ZERO) | ours | refused_there
-    # Whatever DeepSpeed reads of these shows in its configuration's attributes, which no table here may misname.
+    # DeepSpeed's configuration has an attribute for each key that it reads; a table with another name is wrong.
     everything = Path(inspect.getfile(DeepSpeedConfig)).parents[1]
     source = "".join(
         file.read_text() for file in everything.rglob("*.py") if file.name in ("config.py", "constants.py")
@@ -412,7 +420,7 @@ def test_every_key_of_the_installed_deepspeed_is_allowed_or_refused_with_a_reaso
 
 
 def test_deepspeed_keys_that_say_the_same_or_more_pass(folder: Path) -> None:
-    given = {
+    section = {
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000},
         "wall_clock_breakdown": True,
         "gradient_clipping": 0.5,
@@ -422,11 +430,11 @@ def test_deepspeed_keys_that_say_the_same_or_more_pass(folder: Path) -> None:
         "train_batch_size": "auto",
     }
     learner = {"zero_stage": 1, "max_grad_norm": 0.5, "dtype": "bfloat16", "adam_betas": [0.8, 0.99]}
-    config = make_config(folder, learner={**learner, "deepspeed": given})
+    config = make_config(folder, learner={**learner, "deepspeed": section})
     check(config)
     assert engine_config(config)["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 1000}
     # The same as a file, named relative to the configuration.
-    (folder / "ds.json").write_text(json.dumps(given))
+    (folder / "ds.json").write_text(json.dumps(section))
     assert engine_config(make_config(folder, learner={**learner, "deepspeed": "ds.json"})) == engine_config(config)
 
 
@@ -489,5 +497,5 @@ def test_an_offload_and_more_about_it(folder: Path) -> None:
 
 def test_the_check_imports_no_engine() -> None:
     code = "import sys, gspo.learner.check as c; print({'torch', 'deepspeed', 'transformers'} & sys.modules.keys())"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert found.stdout.strip() == "set()"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert process.stdout.strip() == "set()"

@@ -23,7 +23,7 @@ def run_dir(tmp_path: Path) -> Iterator[RunDir]:
 
 
 def held_out(run_dir: RunDir, start_timeout_s: float = 30.0, **evaluation: Any) -> EvaluationGate:
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "name": "small",
         "model": {"path": "."},
         "data": {"prompts": "p.jsonl"},
@@ -31,7 +31,7 @@ def held_out(run_dir: RunDir, start_timeout_s: float = 30.0, **evaluation: Any) 
         "evaluation": {"prompts": {"a": "a.jsonl", "b": "b.jsonl"}, "every": 2, "timeout_s": 0.05, **evaluation},
         "run": {"total_steps": 6, "start_timeout_s": start_timeout_s},
     }
-    return EvaluationGate(parse_config(given, run_dir.path), run_dir, Activity("learner"))
+    return EvaluationGate(parse_config(values, run_dir.path), run_dir, Activity("learner"))
 
 
 def done(version: int, file: str, score: float | None = None) -> EvaluationDone:
@@ -78,5 +78,5 @@ async def test_only_the_file_that_is_named_decides_which_version_is_kept(run_dir
         assert '"version": 0' in (run_dir.path / "best" / "best.json").read_text() or version == 2
     assert '"version": 2' in (run_dir.path / "best" / "best.json").read_text()
     assert [folder.name for folder in (run_dir.path / "candidates").iterdir()] == []
-    # A later life reads the scores back.
+    # The next start reads the scores back.
     assert held_out(run_dir, keep_best="b/sampled_mean")._best.version == 2  # type: ignore[union-attr]

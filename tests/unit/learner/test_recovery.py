@@ -35,7 +35,7 @@ MOMENTS = {"count": 0, "mean": 0.0, "square_deviation": 0.0, "minimum": 0.0, "ma
 
 
 class RecordingTrainer(SimulatedTrainer):
-    """Keeps what it was told to leave out and to train with, by step. The step itself only takes time, and none."""
+    """Keeps the skipped updates and hyperparameters of each step; a step takes no time."""
 
     def __init__(self, config: Config, folder: Path, run_dir: Path) -> None:
         super().__init__(config, folder, run_dir, Settings(time_scale=0))
@@ -98,10 +98,10 @@ def test_a_replay_leaves_out_what_the_log_says_was_left_out(config: Config, scor
         for step in (1, 2):
             run.write_step(step, [replace(row_from_scored(scored(step)), step=step)])
         run.append_not_applied(2, [{"update": 3, "mini_batch": 1, "reason": "the loss is nan"}])
-        found = recovered(config, run)
+        state = recovered(config, run)
         assert [version.version for version in run.versions()] == [1, 2]
-    assert (found.weights.version, found.trainer.skipped) == (2, {1: [], 2: [3]})
-    assert found.notices == ()
+    assert (state.weights.version, state.trainer.skipped) == (2, {1: [], 2: [3]})
+    assert state.notices == ()
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "caller.json", "manifest.json"])
@@ -111,13 +111,13 @@ def test_one_changed_bit_makes_it_take_the_checkpoint_before(config: Config, sco
         recorded = run.versions()
     flip_a_bit(config.run_dir / "checkpoints" / "step-000004" / name)
     with RunDir(config.run_dir) as run:
-        found = recovered(config, run)
+        state = recovered(config, run)
         assert run.versions() == recorded
         assert run.checkpoints.steps() == [2]
         # Its name is free: training makes the checkpoint of that step anew.
         run.checkpoints.begin(4)
-    assert (found.weights.version, list(found.trainer.skipped)) == (5, [3, 4, 5])
-    (notice,) = found.notices
+    assert (state.weights.version, list(state.trainer.skipped)) == (5, [3, 4, 5])
+    (notice,) = state.notices
     moved = config.run_dir / "checkpoints" / "step-000004.damaged"
     assert moved.is_dir() and str(moved) in notice
     assert notice.startswith(f"The checkpoint of step 4 is damaged ({name}")
@@ -157,13 +157,13 @@ def test_without_an_earlier_checkpoint_the_whole_log_is_replayed(config: Config,
         train_run(config, run, scored, steps=3, checkpoints=(2,))
         recorded = run.versions()
         flip_a_bit(run.checkpoints.path(2) / "weights.safetensors")
-        found = recovered(config, run)
+        state = recovered(config, run)
         assert run.versions() == recorded
-    assert list(found.trainer.skipped) == [1, 2, 3]
-    assert "continues from the model that the run started from" in found.notices[0]
+    assert list(state.trainer.skipped) == [1, 2, 3]
+    assert "continues from the model that the run started from" in state.notices[0]
 
 
-def test_where_nothing_can_take_its_place_the_user_is_told_what_to_do(config: Config, scored) -> None:
+def test_a_damaged_checkpoint_that_cannot_be_replaced_is_refused_with_the_fix(config: Config, scored) -> None:
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=4, checkpoints=(3,))
         run.prune(keep_checkpoints=1, keep_log_steps=1)
@@ -180,15 +180,15 @@ def test_where_nothing_can_take_its_place_the_user_is_told_what_to_do(config: Co
 
 
 def test_weights_that_are_not_the_recorded_version_are_damage_too(config: Config, scored) -> None:
-    """Every file is as it was written; what was written is not what was published."""
+    """No file has changed since it was written, but the weights are not the published ones."""
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=3, checkpoints=(1,))
         maker = RecordingTrainer(config, config.run_dir.parent / "model", run.path)
         save(run, 3, maker)
         recorded = run.versions()
-        found = recovered(config, run)
-        assert run.versions() == recorded and list(found.trainer.skipped) == [2, 3]
-        assert "its weights have the digest" in found.notices[0]
+        state = recovered(config, run)
+        assert run.versions() == recorded and list(state.trainer.skipped) == [2, 3]
+        assert "its weights have the digest" in state.notices[0]
         # Published in another dtype every version has another digest, and none is damaged.
         other = config.model_copy(update={"generation": config.generation.model_copy(update={"dtype": "bfloat16"})})
         assert recovered(other, run).notices == ()
@@ -203,13 +203,13 @@ def test_a_recorded_version_is_made_with_what_is_recorded_and_another_as_configu
         train_run(config, run, scored, steps=1, checkpoints=())
         run.write_step(2, [replace(row_from_scored(scored(2)), step=2)])
     with RunDir(config.run_dir) as run:
-        found = recovered(resumed, run)
-        assert found.trainer.used == {1: configured_hyperparameters(config, 1), 2: Hyperparameters(**changed)}
+        state = recovered(resumed, run)
+        assert state.trainer.used == {1: configured_hyperparameters(config, 1), 2: Hyperparameters(**changed)}
         assert run.version(2).hyperparameters == changed
 
 
 def test_whatever_a_resume_may_change_of_training_is_recorded_with_a_version() -> None:
-    """A new key that may change on resume is put on one of these lists by whoever adds it."""
+    """Each new key that may change on resume belongs to one of these lists."""
     on_resume = {
         f"{section}.{name}"
         for section in ("learner", "algorithm", "sampling", "staleness", "run")
@@ -224,7 +224,7 @@ def test_whatever_a_resume_may_change_of_training_is_recorded_with_a_version() -
         "learner.weight_decay",
         "learner.max_grad_norm",
     }
-    # Which rollouts a step has is in its file. Another number of ranks adds up in another order (docs/learner.md).
+    # The rollouts of a step are in its file. Another number of ranks adds up in another order (docs/learner.md).
     no_part_of_the_update = {name for name in on_resume if name.startswith(("run.", "staleness."))} - recorded
     assert on_resume == recorded | no_part_of_the_update | {"learner.ranks", "learner.rank_timeout_s"}
 

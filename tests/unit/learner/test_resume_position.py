@@ -1,6 +1,6 @@
-"""Where the order of prompts goes on after a resume: behind every group that ended, however it ended.
+"""The position in the order of prompts after a resume: behind every group that ended, however it ended.
 
-The learner's log is read anew, and the coordinator's slots take over what it says.
+The learner reads its log again, and the coordinator's slots take the settled groups over.
 """
 
 from __future__ import annotations

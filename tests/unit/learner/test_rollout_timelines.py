@@ -1,4 +1,4 @@
-"""What a wait was for: read from the journey of the rollout that came last, with times made up by hand."""
+"""The causes of a wait, by the timeline of the rollout that came last, with invented times."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ EARLIER = RolloutTimeline(group=1, number=1, issued=10, started=10, finished=11,
 
 
 def waited(began: float, ended: float, live: float = 0.0, evaluated: float = 0.0) -> dict[str, float]:
-    """What there was to wait for, without what took no time."""
-    found = seconds_waited([LAST, EARLIER], StepWait(began, ended, live, evaluated))
-    parts = {name: seconds for name, seconds in found.items() if "_by_" not in name}
+    """The seconds of each cause that took any."""
+    waited = seconds_waited([LAST, EARLIER], StepWait(began, ended, live, evaluated))
+    parts = {name: seconds for name, seconds in waited.items() if "_by_" not in name}
     assert sum(parts.values()) == pytest.approx(ended - began)
-    return {name: seconds for name, seconds in found.items() if seconds}
+    return {name: seconds for name, seconds in waited.items() if seconds}
 
 
 def test_each_station_of_the_last_rollout_has_its_part_of_the_wait() -> None:

@@ -1,4 +1,4 @@
-"""The clock of a step: every phase once, what came between two steps, and an evaluation that holds up the first."""
+"""The clock of a step: every phase once, the time between two steps, and an evaluation that delays the first."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ def assembler(
     on_failure: Any = "rollout",
     **algorithm: Any,
 ) -> Assembler:
-    given = {"rollout_batch_size": 2, "num_return_sequences_in_group": 2, "num_mini_batches": 1, **algorithm}
+    keys = {"rollout_batch_size": 2, "num_return_sequences_in_group": 2, "num_mini_batches": 1, **algorithm}
     return Assembler(
-        AlgorithmConfig.model_validate(given),
+        AlgorithmConfig.model_validate(keys),
         StalenessConfig.model_validate({"max_lag": max_lag, "on_stale": on_stale, "max_token_age": max_token_age}),
         seed=seed,
         settlements=Settlements(),
@@ -124,8 +124,8 @@ def test_advantages_are_normalised_in_the_group(fill) -> None:
 
 
 def test_running_moments_take_rewards_in_and_a_replay_does_the_same(fill, scored) -> None:
-    given = {"adv_estimator": "reinforce", "reward_norm": "running", "rollout_batch_size": 1}
-    a, replayed = assembler(**given), assembler(**given)
+    keys = {"adv_estimator": "reinforce", "reward_norm": "running", "rollout_batch_size": 1}
+    a, replayed = assembler(**keys), assembler(**keys)
     for group in range(3):
         a.add(scored(group, 0, reward=0.1 * group))
         a.add(scored(group, 1, reward=None if group == 1 else 0.7))
@@ -158,9 +158,9 @@ def test_fewer_rollouts_than_mini_batches_are_one_each(scored) -> None:
     assert [row.mini_batch for row in batch.rows] == [0, -1]
 
 
-def _order(fill, groups: list[int], **given: int) -> list[tuple[int, int]]:
-    version = given.pop("version", 0)
-    a = assembler(rollout_batch_size=8, **given)
+def _order(fill, groups: list[int], **keys: int) -> list[tuple[int, int]]:
+    version = keys.pop("version", 0)
+    a = assembler(rollout_batch_size=8, **keys)
     fill(a, *groups, version=version)
     batch = a.next_batch(version, {})
     assert isinstance(batch, Batch)
@@ -196,8 +196,8 @@ def test_under_on_failure_group_one_failed_score_fails_the_group(scored) -> None
     a = assembler(on_failure="group", num_return_sequences_in_group=2)
     a.add(scored(0, 0, reward=1.0))
     a.add(scored(0, 1, reward=None, failure="it raised"))
-    found = a.next_batch(0, {})
-    assert [(one.settlement.value, one.reason) for one in found.settled] == [
+    result = a.next_batch(0, {})
+    assert [(ended.settlement.value, ended.reason) for ended in result.settled] == [
         ("failed", "1 of its rollouts failed, the last one: it raised")
     ]
 
@@ -314,7 +314,9 @@ def test_a_batch_that_max_refill_batches_could_not_fill_is_trained_as_it_is(scor
 def test_a_long_answer_has_its_reward_lowered_and_the_log_says_so(scored) -> None:
     a = assembler(rollout_batch_size=1, response_length=10, overlong_buffer=4, overlong_penalty=2.0)
     a.add(scored(0, 0, version=[0] * 7, num_rollouts=3))
-    a.add(scored(0, 1, version=[0] * 6 + [-1] * 3, num_rollouts=3))  # what the policy did not sample costs nothing
+    a.add(
+        scored(0, 1, version=[0] * 6 + [-1] * 3, num_rollouts=3)
+    )  # tokens that the policy did not sample cost nothing
     a.add(scored(0, 2, version=[0] * 10, num_rollouts=3, reward=None))
     batch = a.next_batch(0, {})
     assert isinstance(batch, Batch)
@@ -419,7 +421,7 @@ def test_a_group_that_masking_empties_is_stale(fill) -> None:
 def test_a_lag_lowered_on_resume_does_not_wait_for_ever(fill) -> None:
     a = assembler(max_lag=0)
     fill(a, 0, 1, version=4)
-    # Five groups are due and a batch holds two: it goes on with two, the rest ends stale.
+    # Five groups are due and a batch holds two: it trains two, and the rest ends stale.
     open_groups = dict.fromkeys(range(5), 4)
     assert isinstance(a.next_batch(4, open_groups), Batch)
 
@@ -442,7 +444,7 @@ def test_the_last_batch_may_be_smaller(fill, scored) -> None:
 def test_a_wiped_redis_does_not_look_like_the_end(fill) -> None:
     a = assembler()
     fill(a, 0)
-    # Three groups were issued; that none is open says only that nobody remembers them.
+    # Three groups were issued; that none is open may mean that Redis has lost them.
     assert isinstance(a.next_batch(0, {}, num_groups=3), WaitingForGroups)
 
 

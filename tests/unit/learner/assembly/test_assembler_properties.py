@@ -1,4 +1,4 @@
-"""Whatever arrives in whatever order: each group is settled once, and no token that counts is too old.
+"""For any entries in any order: each group is settled once, and no token that counts is too old.
 
 A simulated run: a coordinator with its slots, generators that take weights late, results that come twice or never.
 """
@@ -40,7 +40,7 @@ class SimulatedAssembly:
         self.version = self.live = self.issued = 0
         self.open: dict[int, int] = {}
         self.missing: list[tuple[int, int]] = []
-        self.held_until: dict[int, int] = {}  # a trained group's slot, until the version made from it is live
+        self.version_of: dict[int, int] = {}  # a trained group's slot, until the version made from it is live
         self.batches: list[Batch] = []
         self.settled: list[SettledGroup] = []
         self.is_over = False
@@ -56,7 +56,7 @@ class SimulatedAssembly:
 
     def issue(self) -> None:
         slots = (self.staleness.max_lag + 1) * SIZE
-        if self.issued < NUM_GROUPS and len(self.open) + len(self.held_until) < slots:
+        if self.issued < NUM_GROUPS and len(self.open) + len(self.version_of) < slots:
             self.open[self.issued] = self.live
             self.missing += [(self.issued, number) for number in range(NUM_ROLLOUTS)]
             self.issued += 1
@@ -82,7 +82,7 @@ class SimulatedAssembly:
 
     def go_live(self) -> None:
         self.live = self.version
-        self.held_until = {group: made for group, made in self.held_until.items() if made > self.live}
+        self.version_of = {group: version for group, version in self.version_of.items() if version > self.live}
 
     def assemble(self) -> None:
         num_groups = NUM_GROUPS if self.issued == NUM_GROUPS else None
@@ -96,7 +96,7 @@ class SimulatedAssembly:
             self.batches.append(outcome)
             for group in outcome.groups:
                 del self.open[group]
-                self.held_until[group] = outcome.step
+                self.version_of[group] = outcome.step
         self.is_over = isinstance(outcome, PromptsUsedUp)
 
 

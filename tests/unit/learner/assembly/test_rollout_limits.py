@@ -1,4 +1,4 @@
-"""What no rollout of a run can hold is refused by name, and anything else passes."""
+"""A rollout beyond the limits of its run is refused with the limit; every other one passes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_rollout_at_every_limit_passes(scored) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "problem"),
     [
         ({"num_rollouts": 3}, "number 0 of 3, and a group of this run has 2"),
         ({"number": 2}, "number 2 of 2, and a group"),
@@ -48,10 +48,10 @@ def test_a_rollout_at_every_limit_passes(scored) -> None:
         ({"temperature": math.inf}, "a time or a temperature"),
     ],
 )
-def test_what_cannot_be_is_refused(scored, fields: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused(scored, fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=r"rollout 0-[02]: ") as refused:
         LIMITS.check(changed(scored(), **fields))
-    assert said in str(refused.value)
+    assert problem in str(refused.value)
 
 
 @pytest.mark.parametrize(

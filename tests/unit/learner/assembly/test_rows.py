@@ -1,4 +1,4 @@
-"""Rows keep every bit of a rollout, and what is not a number never becomes one."""
+"""Rows keep every bit of a rollout, and a value that is not a number never becomes one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from gspo.learner.assembly.rows import SCHEMA, Row, from_table, row_from_scored,
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, ScoredRollout
 
 
-def assert_same(found: Row, expected: Row) -> None:
+def assert_same(row: Row, expected: Row) -> None:
     for field in fields(Row):
-        a, b = getattr(found, field.name), getattr(expected, field.name)
+        a, b = getattr(row, field.name), getattr(expected, field.name)
         if isinstance(b, np.ndarray):
             assert a.dtype == b.dtype, field.name
             assert a.tobytes() == b.tobytes(), field.name
@@ -107,8 +107,8 @@ def test_float32_survives_bit_for_bit(scored, tmp_path_factory, logps: list[list
     rows = [replace(row, number=i, logp=np.array(logp, dtype=np.float32)) for i, logp in enumerate(logps)]
     path = tmp_path_factory.mktemp("table") / "step.parquet"
     pq.write_table(to_table(rows), path)
-    for found, expected in zip(from_table(pq.read_table(path)), rows, strict=True):
-        assert_same(found, expected)
+    for row, expected in zip(from_table(pq.read_table(path)), rows, strict=True):
+        assert_same(row, expected)
 
 
 @pytest.fixture
@@ -122,9 +122,9 @@ def step_file(scored, tmp_path: Path) -> tuple[Path, list[Row]]:
 
 def test_rows_come_back_from_parquet_as_they_were(step_file: tuple[Path, list[Row]]) -> None:
     path, rows = step_file
-    for found, expected in zip(from_table(pq.read_table(path)), rows, strict=True):
-        assert_same(found, expected)
-        assert found.logp.flags.writeable
+    for row, expected in zip(from_table(pq.read_table(path)), rows, strict=True):
+        assert_same(row, expected)
+        assert row.logp.flags.writeable
 
 
 def test_a_step_file_from_before_conversations_is_read(step_file: tuple[Path, list[Row]]) -> None:

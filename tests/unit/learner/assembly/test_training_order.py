@@ -29,9 +29,11 @@ def rows(rewards: tuple[float, ...] = REWARDS) -> list[Row]:
         "temperature": 1.0,
         "advantage": None,
     }
-    made = [row_of(**blank, group=place // 2, number=place % 2, reward=reward) for place, reward in enumerate(rewards)]
+    trained = [
+        row_of(**blank, group=place // 2, number=place % 2, reward=reward) for place, reward in enumerate(rewards)
+    ]
     failed: dict[str, Any] = {**blank, "skipped": "failed", "failure": "it raised"}
-    return [*made, row_of(**failed, group=1, number=2, reward=None)]
+    return [*trained, row_of(**failed, group=1, number=2, reward=None)]
 
 
 @pytest.mark.parametrize(
@@ -49,29 +51,32 @@ def rows(rewards: tuple[float, ...] = REWARDS) -> list[Row]:
     ids=str,
 )
 def test_rewards_are_normalised_as_the_keys_say(keys: dict[str, Any], expected: list[float]) -> None:
-    given = {"adv_estimator": "reinforce", "reward_norm": "group", **keys}
-    found = with_advantages(rows(), AlgorithmConfig.model_validate(given), RunningMoments())
-    assert [row.advantage for row in found[:4]] == pytest.approx(expected, rel=1e-5)
-    assert found[4].advantage is None
+    keys = {"adv_estimator": "reinforce", "reward_norm": "group", **keys}
+    advantaged = with_advantages(rows(), AlgorithmConfig.model_validate(keys), RunningMoments())
+    assert [row.advantage for row in advantaged[:4]] == pytest.approx(expected, rel=1e-5)
+    assert advantaged[4].advantage is None
 
 
 def test_running_moments_go_on_over_steps_and_a_replay_takes_them_in() -> None:
     algorithm = AlgorithmConfig.model_validate({"adv_estimator": "reinforce", "reward_norm": "running"})
     trained, replayed = RunningMoments(), RunningMoments()
     for rewards in (REWARDS, (0.0, 10.0, 4.0, 6.0)):
-        found = with_advantages(rows(rewards), algorithm, trained)
+        advantaged = with_advantages(rows(rewards), algorithm, trained)
         update_moments(replayed, rows(rewards))
     assert trained == replayed
     assert (trained.count, trained.mean) == (8, 5.0)
     # All eight: squared deviations 16, 4, 0, 36, 25, 25, 1, 1.
     std = (108 / 7) ** 0.5
-    assert [row.advantage for row in found[:4]] == pytest.approx([-5 / std, 5 / std, -1 / std, 1 / std], rel=1e-5)
+    assert [row.advantage for row in advantaged[:4]] == pytest.approx([-5 / std, 5 / std, -1 / std, 1 / std], rel=1e-5)
 
 
 def test_the_order_in_which_rows_come_changes_nothing() -> None:
-    given = rows()
-    orders = [
-        [(row.group, row.number, row.mini_batch) for row in in_training_order(one, seed=3, step=2, num_mini_batches=2)]
-        for one in (given, given[::-1], given[2:] + given[:2])
+    original = rows()
+    placements = [
+        [
+            (row.group, row.number, row.mini_batch)
+            for row in in_training_order(shuffled, seed=3, step=2, num_mini_batches=2)
+        ]
+        for shuffled in (original, original[::-1], original[2:] + original[:2])
     ]
-    assert orders[0] == orders[1] == orders[2]
+    assert placements[0] == placements[1] == placements[2]

@@ -1,4 +1,4 @@
-"""LoRA in the trainer: what is trained, what is merged, what is kept, and what the KL term is held against."""
+"""LoRA in the trainer: the trained and merged weights, the checkpoints, and the KL term against the first policy."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def digest(trainer: Trainer) -> str:
 
 
 def test_before_training_the_policy_is_the_given_model_to_the_bit(folder: Path) -> None:
-    given = load_file(folder / "model.safetensors")
+    initial = load_file(folder / "model.safetensors")
     policy = make_trainer(folder).policy()
-    assert policy.keys() == given.keys()
-    assert all(torch.equal(policy[name], given[name]) for name in given)
+    assert policy.keys() == initial.keys()
+    assert all(torch.equal(policy[name], initial[name]) for name in initial)
 
 
 def test_only_the_chosen_layers_change_and_by_a_product_of_the_rank(folder: Path) -> None:
-    given = load_file(folder / "model.safetensors")
+    initial = load_file(folder / "model.safetensors")
     trainer = make_trainer(folder)
     trainer.train(1, make_rows(folder))
     for name, weight in trainer.policy().items():
-        change = weight - given[name]
+        change = weight - initial[name]
         if name.rpartition(".weight")[0].rpartition(".")[2] in LORA["target_modules"]:
             assert torch.linalg.matrix_rank(change, rtol=1e-3) == LORA["rank"], name
         else:
@@ -74,10 +74,10 @@ def test_experts_and_routers_get_adapters_and_what_is_given_out_is_what_is_train
     tmp_path: Path, learner: dict[str, Any], tolerance: float
 ) -> None:
     folder = make_tiny_model(tmp_path / "mixture", scale=4.0, num_experts=4)
-    given = load_file(folder / "model.safetensors")
+    initial = load_file(folder / "model.safetensors")
     lora = {"lora": {**LORA, "target_modules": ["all-linear"]}}
     trainer = make_trainer(folder, **lora, **learner)
-    assert all(torch.equal(weight, given[name]) for name, weight in trainer.policy().items())
+    assert all(torch.equal(weight, initial[name]) for name, weight in trainer.policy().items())
     trainer.train(1, make_rows(folder))
     trainer.save(tmp_path / "checkpoint", {"moments": {}})
     trainer.export(tmp_path / "export")
@@ -86,11 +86,11 @@ def test_experts_and_routers_get_adapters_and_what_is_given_out_is_what_is_train
         plain = make_trainer(folder, **lora)
         plain.train(1, make_rows(folder))
         assert all((weight - policy[name]).norm() < 1e-3 * weight.norm() for name, weight in plain.policy().items())
-    assert policy.keys() == given.keys()
+    assert policy.keys() == initial.keys()
     # An expert's gate_proj and up_proj are one matrix with an adapter of twice the rank.
     for name, rank in (("experts.3.down_proj", 4), ("experts.0.gate_proj", 8), ("gate", 4), ("experts.1.up_proj", 8)):
         name = f"model.layers.1.mlp.{name}.weight"
-        change = policy[name] - given[name]
+        change = policy[name] - initial[name]
         assert 0 < torch.linalg.matrix_rank(change, rtol=1e-3) <= rank, name
     # The engines' log-probs would be those of the export, and the learner's are the same.
     rows = with_behavior(tmp_path / "export", make_rows(folder, step=2), 1.0, 0.0, np.random.default_rng(0))
@@ -142,7 +142,7 @@ def test_dropout_is_drawn_from_seed_and_step(folder: Path) -> None:
     for trainer in (*dropped, plain := make_trainer(folder)):
         trainer.train(1, make_rows(folder))
     assert digest(dropped[0]) == digest(dropped[1]) != digest(plain)
-    # The same rows as another step: only what is dropped can differ.
+    # The same rows as another step: only the dropout can differ.
     others = make_trainer(folder, lora=lora), make_trainer(folder)
     for trainer in others:
         trainer.train(2, make_rows(folder))
@@ -150,7 +150,7 @@ def test_dropout_is_drawn_from_seed_and_step(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("learner", [{}, {"lora": {}}, {"zero_stage": 3}, {"lora": {}, "zero_stage": 3}])
-def test_the_kl_term_is_held_against_the_first_policy(folder: Path, tmp_path: Path, learner: dict[str, Any]) -> None:
+def test_the_kl_term_compares_with_the_first_policy(folder: Path, tmp_path: Path, learner: dict[str, Any]) -> None:
     """k3 by hand after one step of training, with the frozen copy and with the base of LoRA."""
     algorithm = {"num_mini_batches": 1, "kl_loss_coef": 0.5, "kl_kind": "k3"}
     losses = {}

@@ -30,17 +30,17 @@ TOLERANCE = 1e-4
 )
 def test_a_model_has_its_own_log_probs_or_is_refused(tmp_path: Path, kind: str, verdict: str) -> None:
     with quiet():
-        found = examine(kind, tmp_path)
-    assert found.verdict == verdict
-    assert found.difference is None or found.difference < TOLERANCE
+        finding = examine(kind, tmp_path)
+    assert finding.verdict == verdict
+    assert finding.difference is None or finding.difference < TOLERANCE
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_every_architecture_is_as_the_page_says() -> None:
     """Of every type that transformers has and the learner takes."""
-    found = examine_all()
-    assert all(finding.difference < TOLERANCE for finding in found if finding.difference is not None)
+    findings = examine_all()
+    assert all(finding.difference < TOLERANCE for finding in findings if finding.difference is not None)
     rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ") and "`" in line]
     listed = {(name, verdict.strip("| ")) for verdict, _, names in rows[1:] for name in re.findall(r"`(.+?)`", names)}
-    assert listed == {(f.kind, f.verdict) for f in found}
+    assert listed == {(f.kind, f.verdict) for f in findings}

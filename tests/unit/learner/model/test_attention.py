@@ -17,11 +17,11 @@ def test_values_and_gradients_are_those_of_torch(num_heads: int, num_key_heads: 
     torch.manual_seed(0)
     inputs = [torch.randn(3, heads, 7, 8, dtype=torch.float64) for heads in (num_heads, num_key_heads, num_key_heads)]
     ours, theirs = ([tensor.clone().requires_grad_() for tensor in inputs] for _ in range(2))
-    found = short_causal_attention(*ours, scaling)
+    attended = short_causal_attention(*ours, scaling)
     expected = torch.nn.functional.scaled_dot_product_attention(*theirs, is_causal=True, scale=scaling, enable_gqa=True)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(attended, expected)
     weight = torch.randn_like(expected)
-    (found * weight).sum().backward()
+    (attended * weight).sum().backward()
     (expected * weight).sum().backward()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
@@ -29,8 +29,8 @@ def test_values_and_gradients_are_those_of_torch(num_heads: int, num_key_heads: 
 
 def test_a_first_position_sees_itself_alone() -> None:
     value = torch.tensor([[[[1.0, 2.0], [30.0, 40.0]]]])
-    found = short_causal_attention(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2), value)
-    assert found.tolist() == [[[[1.0, 2.0], [15.5, 21.0]]]]
+    attended = short_causal_attention(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2), value)
+    assert attended.tolist() == [[[[1.0, 2.0], [15.5, 21.0]]]]
 
 
 def test_a_packed_line_is_laid_side_by_side_and_back() -> None:
@@ -48,7 +48,7 @@ def test_a_packed_line_is_laid_side_by_side_and_back() -> None:
 
 
 def test_packed_rollouts_keep_a_layer_s_sliding_window() -> None:
-    """Layers that look back 4 positions, beside one that sees all; transformers' own masks say what is right."""
+    """Layers that look back 4 positions, beside one that sees all; transformers' own masks give the expected result."""
     config = Qwen3Config(
         vocab_size=50,
         hidden_size=32,

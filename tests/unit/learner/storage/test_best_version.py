@@ -1,4 +1,4 @@
-"""The best version is kept, whatever order things come in, and whenever a kill comes."""
+"""The best version is kept, in any order of events and after a kill at any time."""
 
 from __future__ import annotations
 

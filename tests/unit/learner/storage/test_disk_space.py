@@ -1,4 +1,4 @@
-"""A full disk, a real one: what was being written is whole once there is room again, and nothing stands twice."""
+"""A disk that is really full: an interrupted write is whole once there is space, and no line is there twice."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_writes_wait_for_free_disk_space_and_are_whole_then(small_disk: Path, ro
         while activity.what != "disk":
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        told = activity.describe()
-        assert told["kind"] == "waiting"
-        assert "0.0 MiB are free" in str(told["detail"])
+        activity_fields = activity.describe()
+        assert activity_fields["kind"] == "waiting"
+        assert "0.0 MiB are free" in str(activity_fields["detail"])
         assert len((small_disk / "run/log/settled.jsonl").read_bytes()) == 0
         filler.unlink()
         writing.join(30)

@@ -313,7 +313,7 @@ def test_an_evaluation_is_recorded_once(tmp_path: Path) -> None:
     }
 
 
-# Checkpoints and what may go
+# Checkpoints, and files that may be removed
 
 
 def save(run: RunDir, step: int) -> Path:
@@ -395,7 +395,7 @@ def test_a_checkpoint_that_the_disk_cannot_read_is_damaged_but_a_missing_right_i
             run.checkpoints.damage(1)
 
 
-def test_a_checkpoint_from_before_digests_is_held_against_its_sizes(tmp_path: Path) -> None:
+def test_a_checkpoint_without_digests_is_compared_by_its_sizes(tmp_path: Path) -> None:
     with RunDir(tmp_path) as run:
         folder = save(run, 10)
         sizes = {"model/weights.bin": 5, "position.json": 2}

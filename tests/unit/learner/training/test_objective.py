@@ -72,8 +72,8 @@ def random_batch(rng: np.random.Generator) -> StepBatch:
 @pytest.mark.parametrize("keys", CASES, ids=str)
 def test_loss_and_gradient_are_those_of_the_formulas_with_these_keys(keys: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
-    given = {"response_length": RESPONSE_LENGTH, "rollout_batch_size": 3, "num_return_sequences_in_group": 4, **keys}
-    algorithm = AlgorithmConfig.model_validate(given)
+    values = {"response_length": RESPONSE_LENGTH, "rollout_batch_size": 3, "num_return_sequences_in_group": 4, **keys}
+    algorithm = AlgorithmConfig.model_validate(values)
     batch = random_batch(rng)
     behavior, mask = batch.behavior_BT.double().numpy(), batch.mask_BT.numpy()
     old = behavior + (rng.normal(0, 0.1, mask.shape) if "old_logprobs" in keys else 0)
@@ -131,8 +131,10 @@ def by_the_formulas(
             assert (weight[mask] < algorithm.behavior_low).any() and (weight[mask] > algorithm.behavior_high).any()
             weight = np.minimum(weight, algorithm.behavior_high)
     penalty = algorithm.kl_coef * kl(old, ref, "k1") if algorithm.add_token_level_kl else np.zeros(kept.shape)
-    given = np.array([row.advantage for row in batch.rows])
-    advantage = advantages(given, kept, penalty, algorithm.gamma, algorithm.whiten_advantages, algorithm.advantage_clip)
+    row_advantages = np.array([row.advantage for row in batch.rows])
+    advantage = advantages(
+        row_advantages, kept, penalty, algorithm.gamma, algorithm.whiten_advantages, algorithm.advantage_clip
+    )
     low, high = algorithm.clip
     loss, gradient = loss_and_gradient(
         logp,

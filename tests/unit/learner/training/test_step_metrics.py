@@ -1,4 +1,4 @@
-"""The figures of a step, by hand: what the rows say by themselves, and what is made of the sums."""
+"""The metrics of a step, by hand: of its rows, and of the sums of its micro-batches."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def test_parts_of_the_reward_have_their_means(tmp_path: Path) -> None:
 
 
 def test_conversations_have_figures_and_single_answers_none(tmp_path: Path) -> None:
-    one, two, three, *_ = make_rows(make_tiny_model(tmp_path / "model"), num_groups=1)
-    talked = replace(one, turns_json="[1]", num_turns=2, num_tool_calls=3, outcome="environment_done")
-    cut = replace(two, turns_json="[1]", num_turns=5, num_malformed_calls=2, num_cut_turns=1, outcome="turn_limit")
+    first, second, third, *_ = make_rows(make_tiny_model(tmp_path / "model"), num_groups=1)
+    talked = replace(first, turns_json="[1]", num_turns=2, num_tool_calls=3, outcome="environment_done")
+    cut = replace(second, turns_json="[1]", num_turns=5, num_malformed_calls=2, num_cut_turns=1, outcome="turn_limit")
     figures = row_metrics([talked, cut])
     assert (figures["turns_mean"], figures["tool_calls_mean"]) == (3.5, 1.5)
     assert figures["turns_done_mean"] == 2.0
     assert "turns_done_mean" not in row_metrics([cut])
     assert (figures["malformed_calls_mean"], figures["cut_turns_mean"]) == (1.0, 0.5)
     assert (figures["ended_environment_done"], figures["ended_turn_limit"]) == (0.5, 0.5)
-    assert not [name for name in row_metrics([three]) if name.startswith(("turns", "ended", "tool"))]
+    assert not [name for name in row_metrics([third]) if name.startswith(("turns", "ended", "tool"))]
 
 
 def outside(sigma: float, low: float, high: float) -> float:
@@ -81,8 +81,8 @@ def test_what_the_clip_cut_is_the_sum_of_both_sides() -> None:
     log_ratio = torch.tensor([[-0.3] * 2, [0.3] * 2, [0.3] * 2, [0.0] * 2], dtype=torch.float64)
     advantage = torch.tensor([[-1.0] * 2, [1.0] * 2, [1.0] * 2, [2.0] * 2], dtype=torch.float64)
     ones = torch.ones_like(log_ratio)
-    found = policy_loss(log_ratio, 0 * ones, advantage, ones, pg_clip_low=0.1, pg_clip_high=0.1)
-    figures = objective_metrics({**found.stats, **mean_stats("entropy", ones, ones)})
+    policy = policy_loss(log_ratio, 0 * ones, advantage, ones, pg_clip_low=0.1, pg_clip_high=0.1)
+    figures = objective_metrics({**policy.stats, **mean_stats("entropy", ones, ones)})
     for unit in ("sequences", "tokens"):
         shares = [figures[f"clipped_{unit}{side}"] for side in ("", "_low", "_high")]
         assert shares == [0.75, 0.25, 0.5], unit

@@ -68,8 +68,8 @@ class PlainLoop:
 
 
 def assert_same_weights(trainer: Trainer, expected: Mapping[str, torch.Tensor], tolerance: float = 1e-5) -> None:
-    found = trainer.policy()
-    for name, tensor in found.items():
+    weights = trainer.policy()
+    for name, tensor in weights.items():
         difference = (tensor - expected[name].detach()).norm() / expected[name].detach().norm()
         assert difference < tolerance, (name, float(difference))
 
@@ -104,7 +104,7 @@ def test_the_cut_into_micro_batches_changes_nothing(folder: Path) -> None:
 
 def test_skipped_rows_are_absent_and_not_zero(folder: Path) -> None:
     rows = make_rows(folder)
-    # What a skipped row says must not matter, so it says the worst.
+    # The values of a skipped row must not matter, so they are the worst ones.
     skipped = [
         replace(row, skipped="failed", advantage=None, reward=None, failure="it raised", mini_batch=-1)
         if row.number == 1
@@ -131,18 +131,18 @@ def test_a_mini_batch_that_is_not_finite_is_left_out_whole(
 ) -> None:
     config = make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage})
     rows = [replace(row, advantage=advantage) if row.mini_batch == 1 else row for row in make_rows(folder)]
-    trainer, told = (Trainer(config, folder, seed=0) for _ in range(2))
+    trainer, replaying = (Trainer(config, folder, seed=0) for _ in range(2))
     trained = trainer.train(1, rows)
-    assert [(left_out.update, left_out.mini_batch) for left_out in trained.skipped_updates] == [(1, 1)]
+    assert [(update.update, update.mini_batch) for update in trained.skipped_updates] == [(1, 1)]
     assert reason in trained.skipped_updates[0].reason
     assert trained.metrics["mini_batches_not_applied"] == 1
     assert all(math.isfinite(value) for value in trained.metrics.values())
-    # A replay that is told makes the same, and no trace of it is left in gradients or moments.
-    assert [left_out.update for left_out in told.train(1, rows, skip_updates=[1]).skipped_updates] == [1]
-    assert digest(trainer) == digest(told)
-    for each in (trainer, told):
+    # A replay with the recorded updates makes the same, and gradients and moments keep no trace of the skipped ones.
+    assert [update.update for update in replaying.train(1, rows, skip_updates=[1]).skipped_updates] == [1]
+    assert digest(trainer) == digest(replaying)
+    for each in (trainer, replaying):
         assert not each.train(2, make_rows(folder, step=2)).skipped_updates
-    assert digest(trainer) == digest(told)
+    assert digest(trainer) == digest(replaying)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -152,12 +152,12 @@ def test_a_loss_that_is_not_finite_is_left_out_though_its_gradient_is(folder: Pa
     far = next(n for n, row in enumerate(rows) if row.mini_batch == 1 and row.mask.sum() > 3)
     rows[far] = replace(rows[far], advantage=3e38, logp=rows[far].logp - rows[far].mask)
     config = make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage})
-    trainer, told = (Trainer(config, folder, seed=0) for _ in range(2))
-    (left_out,) = trainer.train(1, rows).skipped_updates
-    assert (left_out.mini_batch, left_out.reason) == (1, "the loss is -inf")
-    # What is known not to have been applied is not tried: with these rows it would be.
-    told.train(1, make_rows(folder), skip_updates=[left_out.update])
-    assert digest(trainer) == digest(told)
+    trainer, replaying = (Trainer(config, folder, seed=0) for _ in range(2))
+    (update,) = trainer.train(1, rows).skipped_updates
+    assert (update.mini_batch, update.reason) == (1, "the loss is -inf")
+    # A recorded update is not tried: with these rows it would be applied.
+    replaying.train(1, make_rows(folder), skip_updates=[update.update])
+    assert digest(trainer) == digest(replaying)
 
 
 def test_three_in_a_row_end_the_run_also_over_steps(folder: Path) -> None:
@@ -197,15 +197,15 @@ def test_the_gradient_is_the_same_packed_and_padded_however_it_is_cut(folder: Pa
     rows = [
         replace(row, advantage=0.0 if row.group % 2 else row.advantage) for row in make_rows(folder, num_mini_batches=1)
     ]
-    found = {}
+    results = {}
     for packing in (True, False):
         for tokens in (128, 100_000):
             learner = {"packing": packing, "micro_batch_tokens": tokens, "gradient_checkpointing": tokens == 128}
             trainer = Trainer(make_config(folder, algorithm=algorithm, learner=learner), folder, seed=0)
             figures = trainer.train(1, rows).metrics
-            found[packing, tokens] = figures, gradient(trainer)
-    figures, expected = found[False, 100_000]
-    for case, (others, vector) in found.items():
+            results[packing, tokens] = figures, gradient(trainer)
+    figures, expected = results[False, 100_000]
+    for case, (others, vector) in results.items():
         assert (vector - expected).norm() < 1e-5 * expected.norm(), case
         for name in ("loss", "grad_norm", "k3", "entropy", "log_ratio_max", "sigma_token"):
             assert others[name] == pytest.approx(figures[name], rel=1e-4, abs=1e-7), (case, name)
@@ -236,8 +236,8 @@ def test_a_model_that_would_mix_packed_rollouts_is_padded(folder: Path, monkeypa
     assert not can_be_packed(model)
     model.config.layer_types = kinds
     # One that attends its own way, and takes no positions.
-    given, kind = type(model.base_model).forward, type(model.base_model)
-    monkeypatch.setattr(kind, "forward", lambda self, position_ids=None, **words: given(self, **words))
+    forward, kind = type(model.base_model).forward, type(model.base_model)
+    monkeypatch.setattr(kind, "forward", lambda self, position_ids=None, **words: forward(self, **words))
     monkeypatch.setattr("gspo.learner.model.network.attend_to", lambda line: None)
     assert not can_be_packed(model)
 
@@ -323,7 +323,7 @@ def test_the_policy_is_a_copy(folder: Path) -> None:
 def test_under_zero_3_the_policy_is_gathered_one_weight_at_a_time(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a push, an export, and what is kept with a lag: no rank ever holds the whole policy."""
+    """For a push, an export, and the snapshot under a lag: no rank ever has the whole policy."""
     trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"zero_stage": 3}), folder, seed=0)
     gathered = []
 
@@ -351,8 +351,8 @@ def test_an_export_loads_like_any_model(folder: Path, tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in trainer.policy().items())
     messages = [{"role": "user", "content": "1+1="}]
-    given, written = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tmp_path / "export")
-    assert written.apply_chat_template(messages) == given.apply_chat_template(messages)
+    original, written = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert written.apply_chat_template(messages) == original.apply_chat_template(messages)
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
     assert not (tmp_path / "export" / "old").exists()
 
@@ -394,8 +394,8 @@ def test_every_preset_trains_and_reports(folder: Path, algorithm: dict[str, Any]
 def test_with_a_lag_noise_is_measured_under_the_weights_that_sampled(
     folder: Path, old_logprobs: str, learner: dict[str, Any]
 ) -> None:
-    """The rollouts of version 3 are trained one step late; their noise of 0.05 is told apart from that step's drift,
-    and nothing that is trained changes for it."""
+    """The rollouts of version 3 are trained one step late. Their noise of 0.05 is measured apart from that drift,
+    and the trained weights do not change for it."""
     config = make_config(folder, algorithm={**GSPO, "old_logprobs": old_logprobs}, learner=learner)
     steps = {step: make_rows(folder, step=step, noise=0.05) for step in (4, 5)}
     lagging, fresh = Trainer(config, folder, seed=0), Trainer(config, folder, seed=0)
@@ -452,12 +452,12 @@ def test_a_token_masked_by_the_correction_is_absent_too(folder: Path) -> None:
 
 def test_bfloat16_is_near_float32(folder: Path) -> None:
     rows = make_rows(folder)
-    found = [
+    metrics_of = [
         Trainer(make_config(folder, algorithm=GSPO, learner={"dtype": dtype}), folder, seed=0).train(1, rows).metrics
         for dtype in ("float32", "bfloat16")
     ]
-    assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=0.05)
-    assert found[1]["entropy"] != found[0]["entropy"]
+    assert metrics_of[1]["grad_norm"] == pytest.approx(metrics_of[0]["grad_norm"], rel=0.05)
+    assert metrics_of[1]["entropy"] != metrics_of[0]["entropy"]
 
 
 def test_gradient_checkpointing_changes_nothing(folder: Path) -> None:
