@@ -357,7 +357,7 @@ REPLIES = [
     Attack("json changed", "json.dumps = json.JSONEncoder.encode = lambda *a, **k: '{}'", None),
     Attack(
         "the harness changed",
-        "w = sys.modules['inside.worker']\nw.serve = w.list_values = w.Frames.read = w.plain_value = None",
+        "w = sys.modules['inside.worker']\nw.serve = w.list_values = w.QuestionReader.read = w.plain_value = None",
         None,
     ),
     Attack("builtins changed", "builtins.len = builtins.isinstance = lambda *a: 100", "forbidden"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -187,18 +188,19 @@ def _live_page(folder: Path) -> str:
         command, cwd=folder, env=_environment() | {"TERM": "xterm"}, stdout=theirs, stderr=theirs
     )
     os.close(theirs)
-    shown, asked, deadline = b"", False, time.monotonic() + _PATIENCE_S
+    shown, is_asked, deadline = b"", False, time.monotonic() + _PATIENCE_S
     try:
-        while part := os.read(ours, 65_536):
-            shown += part
-            if time.monotonic() > deadline:
-                process.kill()
-            if not asked and _LEARNERS_CPU.search(_without_escapes(shown)):
+        while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            shown += os.read(ours, 65_536)
+            if not is_asked and _LEARNERS_CPU.search(_without_escapes(shown)):
                 process.send_signal(signal.SIGINT)
-                asked = True
+                is_asked = True
+        process.kill()
     except OSError:  # a terminal whose last program has ended
         pass
-    assert process.wait(30) == 0, shown
+    finally:
+        os.close(ours)
+    assert process.wait(30) == 0, f"it did not end; Ctrl-C: {is_asked}; shown: {_without_escapes(shown)[-2000:]}"
     return _without_escapes(shown)
 
 
