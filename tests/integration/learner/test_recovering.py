@@ -65,8 +65,9 @@ async def test_no_call_is_served_before_the_replay_is_done(
     feeder, service = LearnerFeed(redis, keys), service_of("learner-0", config, redis_url)
 
     async def learner() -> Instance:
-        (instance,) = await list_instances(redis, keys, "learner")
-        return instance
+        while not (instances := await list_instances(redis, keys, "learner")):
+            await asyncio.sleep(0.01)
+        return instances[0]
 
     async with generator(config, redis_url) as serving:
         await feeder.feed(range(4, 8), 0)
