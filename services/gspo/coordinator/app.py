@@ -16,15 +16,13 @@ from gspo.common.streams.events import Events
 from gspo.coordinator.data.prompts import PromptSet, held_out_prompts, training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer
 from gspo.coordinator.evaluation.evaluator import Evaluator
-from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
-from gspo.coordinator.evaluation.standalone import run_standalone_evaluation
+from gspo.coordinator.evaluation.scheduler import EvaluationScheduler, run_standalone_evaluation
 from gspo.coordinator.groups.order import PromptOrder
 from gspo.coordinator.groups.slots import Slots
 from gspo.coordinator.groups.spans import GroupTraces
 from gspo.coordinator.groups.task_writer import TaskWriter
 from gspo.coordinator.http_api import make_http_api
 from gspo.coordinator.loop import Coordinator
-from gspo.coordinator.progress import ProgressSource
 from gspo.coordinator.views import RecentRollouts, evaluation_state, run_state, run_status
 from gspo_proto.rollout_pb2 import Event, StopRequested
 
@@ -93,10 +91,9 @@ async def _training(service: Service, views: _RunViews) -> Work:
     coordinator = Coordinator(
         service,
         slots=slots,
-        issuer=TaskWriter(redis, keys, config, training, order, slots, traces),
+        writer=TaskWriter(redis, keys, config, training, order, slots, traces),
         traces=traces,
         scheduler=_make_scheduler(service, held_out),
-        progress=ProgressSource(service),
     )
     views.state = lambda: run_state(redis, keys, coordinator)
     views.steps = lambda: list(coordinator.steps)
@@ -119,8 +116,7 @@ async def _evaluation(service: Service, views: _RunViews) -> Work:
 
 def _make_scheduler(service: Service, held_out: dict[str, PromptSet]) -> EvaluationScheduler:
     redis, keys, config = service.redis, service.keys, service.config
-    evaluator = Evaluator(redis, keys, config, held_out) if held_out else None
-    return EvaluationScheduler(redis, keys, config, evaluator)
+    return EvaluationScheduler(redis, keys, config, Evaluator(redis, keys, config, held_out))
 
 
 def _read_prompts(service: Service) -> tuple[PromptSet | None, dict[str, PromptSet]]:

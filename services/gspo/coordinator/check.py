@@ -5,9 +5,8 @@ It starts nothing and imports no torch.
 
 from __future__ import annotations
 
-import sys
-
 from gspo.common.config.schema import Config
+from gspo.common.errors import warn
 from gspo.common.host.memory import free_memory
 from gspo.common.model.batch_memory import check_answers_fit, check_fits, coordinator_bytes
 from gspo.coordinator.data.prompts import PromptSet, held_out_prompts, training_prompts
@@ -26,7 +25,7 @@ def check(config: Config) -> None:
     tokenizer = load_tokenizer(config.model)
     training = training_prompts(config, tokenizer)
     if training.num_skipped:
-        _warn(f"data.prompts: {training.num_skipped} of {training.num_rows} prompts are too long and skipped")
+        warn(f"data.prompts: {training.num_skipped} of {training.num_rows} prompts are too long and skipped")
     held_out = held_out_prompts(config, tokenizer)
     check_answers_fit(config, max(map(len, held_out.values()), default=0), free_memory(), _MEMORY)
     known = {hash(text) for text in training.texts()} if held_out else set()
@@ -37,11 +36,7 @@ def check(config: Config) -> None:
 def _warn_of_overlap(key: str, trained_on: set[int], held_out: PromptSet) -> None:
     num_common = sum(hash(text) in trained_on for text in held_out.texts())
     if num_common:
-        _warn(
+        warn(
             f"{key}: {num_common} of {len(held_out)} held-out prompts are also training prompts; "
             "the evaluation then measures what was trained on. Take them out of one of the two files"
         )
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)  # noqa: T201 - for the person who called

@@ -22,7 +22,7 @@ from gspo.common.telemetry.bottleneck import verdict
 from gspo.common.telemetry.step_time import seconds_by_function, shares
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.loop import Coordinator
-from gspo.coordinator.redis_state.listing import newest_entries, readable
+from gspo.coordinator.redis_state import newest_entries, readable
 from gspo_proto.rollout_pb2 import Outcome, Scored, ScoredRollout
 
 # Entries leave `scored` when their step is logged, so a few are kept here for whoever looks a moment later.
@@ -37,7 +37,7 @@ async def run_state(redis: Redis, keys: Keys, coordinator: Coordinator) -> dict[
     what, detail = coordinator.waits_for()
     return {
         "run": keys.run,
-        "epoch": coordinator.epoch,
+        "epoch": coordinator.feed.epoch,
         # Step s makes version s.
         "step": slots.version,
         "version": slots.version,
@@ -49,8 +49,8 @@ async def run_state(redis: Redis, keys: Keys, coordinator: Coordinator) -> dict[
             "trained": slots.num_trained,
         },
         "groups": {"issued": slots.num_issued, "open": len(slots.open)} | {k: v for k, v in slots.counts.items() if v},
-        "paused": coordinator.paused,
-        "paused_because": coordinator.paused_because,
+        "paused": coordinator.pause.active,
+        "paused_because": coordinator.pause.reason,
         "waits_for": f"{what}: {detail}",
         "stopping": ending.stop_reason,
         "training_done": ending.training_reason,

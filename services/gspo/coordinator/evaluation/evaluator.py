@@ -22,7 +22,7 @@ from gspo.common.telemetry import metrics
 from gspo.coordinator.data.prompts import PromptSet
 from gspo.coordinator.evaluation.results import NEWEST_VERSION, EvaluationResults
 from gspo.coordinator.groups.tasks import evaluation_tasks
-from gspo.coordinator.redis_state.listing import all_entries
+from gspo.coordinator.redis_state import all_entries
 from gspo_proto.rollout_pb2 import GroupTask
 
 _TAKE = 256

@@ -1,6 +1,6 @@
-"""When the policy is measured: before training, every so many steps, and at the end; one held-out file at a time.
+"""When the policy is evaluated: before training, every evaluation.every steps, and at the end; one file at a time.
 
-How is evaluation.py's.
+evaluator.py runs an evaluation.
 """
 
 from __future__ import annotations
@@ -13,15 +13,27 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 
 from gspo.common.config.schema import Config
+from gspo.common.service.app import Service
 from gspo.common.streams.instances import wait_for_instance
 from gspo.common.streams.keys import GENERATION, Keys, evaluation_label
 from gspo.coordinator.evaluation.evaluator import EvaluationRecord, Evaluator
-from gspo_proto.rollout_pb2 import EvaluationDone, Event
+from gspo.coordinator.feed import EventFeed
+from gspo.coordinator.redis_state import RedisEpoch
+from gspo_proto.rollout_pb2 import (
+    RUN_END_COMPLETED,
+    RUN_END_STOPPED,
+    EvaluationDone,
+    Event,
+    Finished,
+    StopRequested,
+)
+
+_BLOCK_S = 0.2
 
 
 @dataclass(frozen=True)
 class _EvaluationRequest:
-    """One file to measure a version on; its first `limit` prompts, or all."""
+    """One file to measure a version on; its first `limit` prompts, or all for None."""
 
     version: int
     file: str
@@ -29,13 +41,14 @@ class _EvaluationRequest:
 
 
 class EvaluationScheduler:
-    """The schedule of evaluations.
+    """The schedule of evaluations; without held-out files nothing is ever due.
 
-    Args:
-        evaluator: None where the run has no held-out prompts; then nothing is ever measured.
+    Attributes:
+        before_training: Whether version 0 is being measured, so that no group may be issued yet.
+        records: The evaluations of this process, oldest first.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, config: Config, evaluator: Evaluator | None) -> None:
+    def __init__(self, redis: Redis, keys: Keys, config: Config, evaluator: Evaluator) -> None:
         self._redis, self._keys, self._config, self._evaluator = redis, keys, config, evaluator
         self._task: asyncio.Task[EvaluationRecord] | None = None
         self._requests: deque[_EvaluationRequest] = deque()
@@ -47,35 +60,36 @@ class EvaluationScheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether an evaluation is under way or about to be."""
+        """Whether an evaluation is in flight or requested."""
         return self._task is not None or bool(self._requests)
 
     def start(self, version: int, live_version: int, recorded: Collection[str]) -> None:
-        """Take over what was measured in an earlier life; version 0 is measured before any group is issued."""
-        # One between two steps may have seen only a part of the prompts, and its label does not tell.
-        first = {evaluation_label(0, file) for file in self._files}
+        """Take over the evaluations of an earlier process; version 0 is measured before any group is issued."""
+        # An evaluation between two steps may have asked only a part of the prompts, and its label is the same.
+        first = {evaluation_label(0, file) for file in self._evaluator.files}
         self._requested_in_full = {*recorded} if self._config.evaluation.limit_between is None else first & {*recorded}
         if version == 0:
-            self.before_training = self.measure(0)
+            self.before_training = self.request(0)
         self.catch_up(version, live_version, recorded)
 
     def catch_up(self, version: int, live_version: int, recorded: Collection[str]) -> None:
-        """What came due while nobody said so is due now: the learner may wait for its figures."""
-        for made in (version, live_version):
-            labels = {evaluation_label(made, file) for file in self._files}
-            if made not in self._requested_versions and self._is_due(made) and labels - {*recorded}:
-                self._due = made
+        """Make a version due whose step had no event: the learner may wait for its figures."""
+        for candidate in (version, live_version):
+            labels = {evaluation_label(candidate, file) for file in self._evaluator.files}
+            is_due = self._config.is_measured(candidate) and candidate not in self._requested_versions
+            if is_due and labels - {*recorded}:
+                self._due = candidate
 
     def on_step(self, step: int, version: int) -> None:
-        """A step is done; its version is due where `evaluation.every` says so. The end measures the last one."""
-        if version not in self._requested_versions and self._is_due(step):
+        """A step is done; its version is due by evaluation.every. The last version is measured at the end."""
+        if version not in self._requested_versions and self._config.is_measured(step):
             self._due = version
 
     def tick(self, live_version: int, *, over: bool) -> Event | None:
-        """Start what is due and can start; returns the event of an evaluation that has ended.
+        """Start a due evaluation whose version is live; returns the event of an evaluation that has ended.
 
         Raises:
-            Exception: Whatever ended the evaluation under way.
+            Exception: An error ended the evaluation in flight.
         """
         event = None
         if self._task is not None and self._task.done():
@@ -85,24 +99,23 @@ class EvaluationScheduler:
         if self._due is not None and self._due <= live_version and not over and not self.busy:
             self._requested_versions.add(self._due)
             self._due = None
-            self.measure(live_version, limit=self._config.evaluation.limit_between)
-        if self._task is None and self._requests and self._evaluator is not None:
-            self._task = asyncio.create_task(
-                self._measure(self._evaluator, self._requests.popleft()), name="evaluation"
-            )
+            self.request(live_version, limit=self._config.evaluation.limit_between)
+        if self._task is None and self._requests:
+            self._task = asyncio.create_task(self._measure(self._requests.popleft()), name="evaluation")
         self.before_training &= self.busy
         return event
 
-    def measure(self, version: int, limit: int | None = None) -> bool:
-        """Measure a version on every file; False where all were asked in full already, or there is none."""
-        files = [file for file in self._files if evaluation_label(version, file) not in self._requested_in_full]
+    def request(self, version: int, limit: int | None = None) -> bool:
+        """Have a version measured on every file; False where all of them were requested in full before."""
+        labels = {file: evaluation_label(version, file) for file in self._evaluator.files}
+        files = [file for file, label in labels.items() if label not in self._requested_in_full]
         self._requests.extend(_EvaluationRequest(version, file, limit) for file in files)
         if limit is None:
-            self._requested_in_full |= {evaluation_label(version, file) for file in self._files}
+            self._requested_in_full |= {*labels.values()}
         return bool(files)
 
     async def cancel(self) -> None:
-        """Drop the evaluation under way, and those to come."""
+        """Drop the evaluation in flight and the requested ones."""
         self._requests.clear()
         if self._task is not None:
             self._task.cancel()
@@ -110,30 +123,49 @@ class EvaluationScheduler:
         self._task, self._due, self.before_training = None, None, False
 
     async def resend_tasks(self) -> None:
-        """Redis was wiped: send the tasks under way again."""
-        if self._evaluator is not None and self._task is not None:
+        """Redis was wiped: send the tasks in flight again."""
+        if self._task is not None:
             await self._evaluator.resend_tasks()
 
     def describe(self) -> str:
-        """How far the evaluation under way is; empty where there is none."""
-        if not self.busy or self._evaluator is None:
-            return ""
-        return self._evaluator.describe() or "a generator to join"
+        """The progress of the evaluation in flight; empty where there is none."""
+        return (self._evaluator.describe() or "a generator to join") if self.busy else ""
 
     def unrecorded(self, recorded: Collection[str]) -> list[Event]:
-        """The events of what was measured in this life and is not among the labels that the learner has recorded."""
+        """The events of this process's evaluations whose labels the learner has not recorded."""
         return [_event(measured) for measured in self.records if measured.label not in recorded]
 
-    @property
-    def _files(self) -> list[str]:
-        return list(self._evaluator.files) if self._evaluator is not None else []
-
-    def _is_due(self, step: int) -> bool:
-        return bool(self._files) and self._config.is_measured(step)
-
-    async def _measure(self, evaluator: Evaluator, wish: _EvaluationRequest) -> EvaluationRecord:
+    async def _measure(self, request: _EvaluationRequest) -> EvaluationRecord:
         await wait_for_instance(self._redis, self._keys, GENERATION, self._config.run.start_timeout_s)
-        return await evaluator.measure(wish.version, wish.file, wish.limit)
+        return await self._evaluator.measure(request.version, request.file, request.limit)
+
+
+async def run_standalone_evaluation(service: Service, scheduler: EvaluationScheduler) -> None:
+    """Measure version 0 on every file without a learner, send the figures, and end the run.
+
+    A stop, the run's end or SIGTERM ends the evaluation early.
+    """
+    redis_epoch, feed = RedisEpoch(service.redis, service.keys), EventFeed(service)
+    await redis_epoch.open()
+    await feed.start()
+    service.problems.pop("starting", None)
+    scheduler.request(0)
+    while scheduler.busy and not service.stopping.is_set():
+        for body in await feed.read(_BLOCK_S):
+            match body:
+                case StopRequested() | Finished():
+                    service.stopping.set()
+        if await redis_epoch.was_wiped():
+            feed.rewind()
+            await scheduler.resend_tasks()
+        if ended := scheduler.tick(0, over=False):
+            await feed.send(ended)
+        service.activity.set("waiting", "evaluation", scheduler.describe())
+    finished = Finished(reason="the evaluation is done", end=RUN_END_COMPLETED)
+    if scheduler.busy:
+        finished = Finished(reason="stopped before the evaluation was done", end=RUN_END_STOPPED)
+    await scheduler.cancel()
+    await feed.send(Event(finished=finished))
 
 
 def _event(measured: EvaluationRecord) -> Event:

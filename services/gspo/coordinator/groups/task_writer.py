@@ -26,7 +26,7 @@ from gspo.coordinator.groups.order import PromptOrder
 from gspo.coordinator.groups.slots import OpenGroup, Slots
 from gspo.coordinator.groups.spans import GroupTraces
 from gspo.coordinator.groups.tasks import training_task
-from gspo.coordinator.redis_state.listing import all_entries, readable
+from gspo.coordinator.redis_state import all_entries, readable
 from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Prompt, Scored
 
 log = structlog.get_logger()

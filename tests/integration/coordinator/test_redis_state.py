@@ -17,7 +17,7 @@ from gspo.common.streams.inbox import append
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry import metrics
-from gspo.coordinator.redis_state import gauges
+from gspo.coordinator.redis_state import update_gauges
 from tests.integration.coordinator.conftest import CoordinatorProcess, Until, http_address
 from tests.integration.coordinator.peers import GeneratorPeer
 
@@ -64,7 +64,7 @@ async def test_what_is_under_work_is_not_untaken(redis: Redis, keys: Keys) -> No
     for _ in range(NUM_ENTRIES):
         await append(redis, keys.prompts, [b"x"])
     await redis.xreadgroup("generation", "g", {keys.prompts: ">"}, count=NUM_TAKEN)
-    await gauges.show(redis, keys)
+    await update_gauges(redis, keys)
     assert shown("gspo_stream_entries", "prompts") == NUM_ENTRIES
     assert shown("gspo_stream_untaken", "prompts") == NUM_ENTRIES - NUM_TAKEN
     assert shown("gspo_stream_untaken", "scored") == 0
@@ -72,8 +72,8 @@ async def test_what_is_under_work_is_not_untaken(redis: Redis, keys: Keys) -> No
 
 async def test_a_redis_that_was_wiped_in_between_ends_nothing(redis: Redis, keys: Keys) -> None:
     await append(redis, keys.rollouts, [b"x"])
-    await gauges.show(redis, keys)
+    await update_gauges(redis, keys)
     assert shown("gspo_stream_untaken", "rollouts") == 1
     await redis.flushall()
-    await gauges.show(redis, keys)
+    await update_gauges(redis, keys)
     assert shown("gspo_stream_untaken", "rollouts") == 0
