@@ -16,10 +16,10 @@ _MEMORY = "the coordinator's memory"
 
 
 def check(config: Config) -> None:
-    """Read every prompt once; warn on standard error of held-out prompts that are trained on.
+    """Read every prompt once; warn on standard error of skipped prompts and of held-out prompts that are trained on.
 
     Raises:
-        InputError: Prompts or tokenizer cannot be used, or the groups of a batch cannot be held.
+        InputError: Prompts or tokenizer cannot be used, or the groups of a batch do not fit into memory.
     """
     check_fits(config, coordinator_bytes(config), free_memory(), _MEMORY)
     tokenizer = load_tokenizer(config.model)
@@ -38,5 +38,5 @@ def _warn_of_overlap(key: str, trained_on: set[int], held_out: PromptSet) -> Non
     if num_common:
         warn(
             f"{key}: {num_common} of {len(held_out)} held-out prompts are also training prompts; "
-            "the evaluation then measures what was trained on. Take them out of one of the two files"
+            "the evaluation would measure memorised answers. Take them out of one of the two files"
         )

@@ -1,6 +1,7 @@
-"""How a run ends: after its last step, after a stop, or because what it waits for does not come.
+"""The end of a run: after its last step, after a stop, or by a deadline.
 
-Pure; loop.py asks and sends. Every wait here has a deadline and names what it waits for.
+A state machine without Redis; loop.py asks it and sends Finished. Every wait has a deadline, and its message names the
+missing event.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from gspo_proto.rollout_pb2 import RUN_END_FAILED, RUN_END_STOPPED, RUN_END_UNSP
 
 
 class Ending:
-    """What is known about the end of the run."""
+    """The state of the run's end."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -35,7 +36,7 @@ class Ending:
 
     @property
     def stopped(self) -> bool:
-        """Whether someone asked for the end: then nothing is measured any more."""
+        """Whether a user asked for the end: no evaluation starts then."""
         return bool(self.stop_reason) or self.training_end == RUN_END_STOPPED
 
     def on_stop(self, reason: str) -> None:
@@ -55,23 +56,23 @@ class Ending:
         self.finished, self.finished_reason, self.failed = True, finished.reason, finished.end == RUN_END_FAILED
 
     def ready_to_measure(self, live_version: int) -> bool:
-        """Whether training has ended by itself and its last version is live."""
+        """Whether training is completed and its last version is live."""
         return self.training_done and not self.stopped and live_version >= self.last_version
 
     def waits_for_records(self) -> bool:
-        """Whether the end waits for the learner to record the last evaluation: run.start_timeout_s from the first call.
+        """Whether the end waits for the learner to record the last evaluation.
 
-        Not after a stop, which does not wait for figures.
+        The wait ends run.start_timeout_s after the first call; a stopped run does not wait for figures.
         """
         if self._records_deadline is None:
             self._records_deadline = time.monotonic() + self._config.start_timeout_s
         return not self.stopped and time.monotonic() <= self._records_deadline
 
     def conclude(self, live_version: int, num_open: int = 0) -> Finished | None:
-        """The end of the run, once nothing is left to wait for, or once that has taken too long.
+        """The end of the run, once it waits for nothing or its deadline has passed.
 
         Args:
-            num_open: Groups that were issued before it was known that training is done, and are not settled.
+            num_open: Groups that were issued before TrainingDone came, and are not settled.
         """
         if self.training_done and (self.stopped or (live_version >= self.last_version and not num_open)):
             return Finished(reason=self.training_reason, end=self.training_end)
@@ -88,7 +89,7 @@ class Ending:
         return Finished(reason=reason, end=RUN_END_FAILED)
 
     def describe(self, live_version: int, num_open: int = 0) -> tuple[str, str]:
-        """What the end waits for: a bounded name and its completion."""
+        """The awaited event: a bounded name and its completion."""
         if not self.training_done:
             return "learner", f"to end after a stop ({self.stop_reason})"
         if live_version >= self.last_version and num_open:

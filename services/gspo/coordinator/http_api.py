@@ -1,7 +1,4 @@
-"""The run's REST face: its state, pause, resume, stop, and rollouts to look at.
-
-It decides nothing: it shows what loop.py knows and writes what a user asks for.
-"""
+"""The run's HTTP API: its state, pause, resume, stop, and the newest rollouts."""
 
 from __future__ import annotations
 
@@ -35,22 +32,22 @@ def make_http_api(
     stop: Callable[[str], Awaitable[None]],
     rollouts: RecentRollouts,
 ) -> FastAPI:
-    """The app; who may call it is asked before (services/gspo/common/service/health.py)."""
+    """The app; services/gspo/common/service/health.py authorizes callers before."""
     app = FastAPIOffline(title="gspo coordinator")
 
     @app.get("/v1/state")
     async def get_state() -> dict[str, Any]:
-        """Step, versions, slots, groups by settlement, evaluations, members."""
+        """Step, versions, slots, groups by settlement, evaluations, registered instances."""
         return await state()
 
     @app.get("/v1/status")
     async def get_status() -> dict[str, Any]:
-        """What every service does or waits for and since when; the last step's time by cause; what bounds the run."""
+        """The activity of every service and its time, the last step's time by cause, and the run's bottleneck."""
         return await status()
 
     @app.post("/v1/pause")
     async def pause() -> dict[str, bool]:
-        """Issue no new groups; what is open goes on."""
+        """Issue no new groups; open groups are finished."""
         await redis.set(keys.paused, PAUSED_BY_USER)
         return {"paused": True}
 
@@ -62,7 +59,7 @@ def make_http_api(
 
     @app.post("/v1/stop", status_code=202)
     async def request_stop(body: StopBody) -> dict[str, str]:
-        """End the run after the step under way, with a checkpoint."""
+        """End the run after the step in training, with a checkpoint."""
         await stop(body.reason)
         return {"stopping": body.reason}
 

@@ -2,8 +2,8 @@
 
 consumes: events, the learner's progress.
 produces: tasks, evaluations, Finished.
-waits for: slots, unblocked by VersionLive and GroupsSettled; answers, unblocked by generation and reward; at the end
-the last version, unblocked by VersionLive.
+waits for: slots, unblocked by VersionLive and GroupsSettled, and answers, unblocked by generation and reward. At the
+end it waits for the last version, unblocked by VersionLive.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Coordinator:
             log.info("finished", reason=finished.reason, end=word_of(RunEnd, finished.end))
 
     def waits_for(self) -> tuple[str, str]:
-        """What the loop waits for: a bounded name and its completion."""
+        """The awaited event: a bounded name and its completion."""
         slots, num_open = self.slots, len(self.slots.open)
         if (progress := self.scheduler.describe()) and (self.scheduler.before_training or self.ending.over):
             return "evaluation", progress

@@ -1,7 +1,4 @@
-"""What people look at: the state of the run and its newest rollouts, as plain values.
-
-It changes nothing.
-"""
+"""The state of the run and its newest rollouts as plain values, for the HTTP API."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from redis.asyncio import Redis
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import GENERATION, Keys
+from gspo.common.streams.messages import word_of
 from gspo.common.telemetry.bottleneck import verdict
 from gspo.common.telemetry.step_time import seconds_by_function, shares
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
@@ -25,7 +23,7 @@ from gspo.coordinator.loop import Coordinator
 from gspo.coordinator.redis_state import newest_entries, readable
 from gspo_proto.rollout_pb2 import Outcome, Scored, ScoredRollout
 
-# Entries leave `scored` when their step is logged, so a few are kept here for whoever looks a moment later.
+# Entries leave `scored` when their step is logged, so the newest are kept here for later readers.
 _REFRESH_S = 2.0
 _REFRESH_COUNT = 8
 _KEPT = 256
@@ -66,23 +64,23 @@ async def evaluation_state(redis: Redis, keys: Keys, scheduler: EvaluationSchedu
 async def _common_state(redis: Redis, keys: Keys, scheduler: EvaluationScheduler) -> dict[str, Any]:
     return {
         "evaluation_under_way": scheduler.describe(),
-        "evaluations": [asdict(measured) for measured in scheduler.records],
+        "evaluations": [asdict(record) for record in scheduler.records],
         "members": [asdict(instance) for instance in await list_instances(redis, keys)],
     }
 
 
 async def run_status(redis: Redis, keys: Keys, config: Config, steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Who does or waits for what, the last step's time by cause, and the verdict on the last steps.
+    """The activity of every instance, the last step's time by cause, and the verdict on the last steps.
 
     Args:
         steps: Figures of the newest steps, oldest first; without any, `last_step` and `bound` are null.
     """
-    found, now = await list_instances(redis, keys), time.time()
-    num_generators = sum(instance.service == GENERATION for instance in found)
+    instances, now = await list_instances(redis, keys), time.time()
+    num_generators = sum(instance.service == GENERATION for instance in instances)
     bound = verdict(steps, config, num_generators)
     return {
         "run": keys.run,
-        "services": [_activity_row(instance, now) for instance in found],
+        "services": [_activity_row(instance, now) for instance in instances],
         "last_step": _last_step(steps[-1]) if steps else None,
         "bound": bound and {key: value for key, value in asdict(bound).items() if key != "shares"},
     }
@@ -101,16 +99,16 @@ def _activity_row(instance: Instance, now: float) -> dict[str, Any]:
 
 
 def _last_step(figures: Mapping[str, float]) -> dict[str, Any]:
-    found = shares(figures)
+    by_cause = shares(figures)
     return {
-        "seconds": sum(share.seconds for share in found),
-        "by_cause": [asdict(share) | {"in_words": share.in_words} for share in found],
+        "seconds": sum(share.seconds for share in by_cause),
+        "by_cause": [asdict(share) | {"in_words": share.in_words} for share in by_cause],
         "rewards_by_function": seconds_by_function(figures),
     }
 
 
 class RecentRollouts:
-    """The newest scored rollouts of training; those of one entry in every so many where they pass quickly."""
+    """The newest scored rollouts of training; a sample of them where they are scored quickly."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis, self._keys = redis, keys
@@ -150,7 +148,7 @@ def _rollout_view(scored: ScoredRollout) -> dict[str, Any]:
         "prompt": rollout.prompt.text,
         "columns": json.loads(rollout.prompt.columns_json or "{}"),
         "text": rollout.text,
-        "outcome": Outcome.Name(rollout.outcome).removeprefix("OUTCOME_").lower(),
+        "outcome": word_of(Outcome, rollout.outcome),
         "num_tokens": sum(rollout.mask),
         "version_first": min(versions, default=None),
         "version_last": max(versions, default=None),

@@ -1,6 +1,6 @@
-"""Opening a file of prompts with `datasets`, whatever its format.
+"""Opens a file of prompts of any format with `datasets`, which maps the file and loads no rows into memory.
 
-It gives rows and looks into none; prompts.py does. Nothing is loaded into memory: `datasets` maps its files.
+prompts.py checks the rows.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def _open(key: str, path: Path) -> Dataset:
         return datasets.load_dataset(builder, data_files=str(path), split=_SPLIT)
     except (DatasetsError, OSError, ValueError, StopIteration) as error:
         reason = _broken_line(path) or _first_cause(error)
-        raise InputError(key, f"{path} cannot be read ({reason})", "Mend the file") from error
+        raise InputError(key, f"{path} cannot be read ({reason})", "Correct the file") from error
 
 
 def _check_text(key: str, path: Path) -> None:
-    """Refuse what `datasets` opens and chokes on later, or in words that name no line: bytes that are no text, blanks.
+    """Refuse binary and blank files, which `datasets` refuses later or without naming a line.
 
     Raises:
         InputError: Names the first line that is not UTF-8.
@@ -84,7 +84,7 @@ def _no_rows(key: str, path: Path) -> InputError:
 
 
 def _broken_line(path: Path) -> str:
-    """What is wrong with the first line of a JSON Lines file that is no JSON; empty for any other file."""
+    """The error of the first line of a JSON Lines file that is not JSON; empty for other files."""
     if path.suffix.lower() != ".jsonl":
         return ""
     with path.open("rb") as file:
@@ -109,13 +109,13 @@ def _training_split(key: str, path: Path, opened: Dataset) -> Dataset:
         return opened
     names = list(opened.keys())
     if _SPLIT not in names and len(names) != 1:
-        fix = f"Save the split of your choice by itself with save_to_disk, or name it '{_SPLIT}'"
+        fix = f"Save one split alone with save_to_disk, or name it '{_SPLIT}'"
         raise InputError(key, f"{path} has the splits {', '.join(names)} and none is '{_SPLIT}'", fix)
     return opened[_SPLIT if _SPLIT in names else names[0]]
 
 
 def _first_cause(error: BaseException) -> str:
-    """The innermost message: `datasets` wraps what the reader of the format said."""
+    """The innermost message: `datasets` wraps the error of the format's reader."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).strip().splitlines()[0] if str(error).strip() else "it is empty"

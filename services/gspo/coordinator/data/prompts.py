@@ -1,7 +1,7 @@
 """The prompts of one file, ready for the engine: chat template applied, tokenised, further columns as JSON.
 
-Rows are read and tokenised when they are asked for; at the start every row is checked once, in batches, and only
-those that may be too long are tokenised.
+Rows are read and tokenised on demand. The start checks every row once, in batches, and tokenises only the rows that
+may be too long.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 LongPrompt = Literal["error", "skip", "truncate"]
 Progress = Callable[[int, int], None]
 _BATCH = 1024
-# More than any tokenizer puts around a text of its own: begin, end, a leading space.
+# More than any tokenizer adds around a text: begin, end, a leading space.
 _ADDED_TOKENS = 8
+
+
+def _no_progress(_num_done: int, _num_rows: int) -> None:
+    """The default of `progress`."""
 
 
 class PromptSet:
@@ -56,7 +60,7 @@ class PromptSet:
         prompt_length: int,
         on_long_prompt: LongPrompt,
         tools: Sequence[dict[str, Any]] = (),
-        progress: Progress = lambda _done, _total: None,
+        progress: Progress = _no_progress,
     ) -> None:
         self._tools = list(tools) or None
         self._key, self._path, self._column = key, path, column
@@ -104,7 +108,7 @@ class PromptSet:
         return Prompt(token_ids=tokens, text=text, messages_json=messages, columns_json=further)
 
     def _check(self, progress: Progress) -> array[int]:
-        """Row numbers of the usable prompts; every row is looked at once."""
+        """Row numbers of the usable prompts; every row is checked once."""
         usable, long = array("q"), array("q")
         prompts = self._rows.select_columns([self._column])
         for start in range(0, self.num_rows, _BATCH):
@@ -131,35 +135,29 @@ class PromptSet:
         return self._one_byte_one_token and len(text.encode()) + _ADDED_TOKENS <= self._prompt_length
 
     def _long_prompts(self, long: array[int]) -> InputError:
-        first = self._length(long[0])
+        values = self._rows[[long[0]]][self._column]
+        tokens = self._tokenise(self._render(values, [long[0]]), values)[0]
         rule = (
             f"{len(long)} of {self.num_rows} prompts are longer than algorithm.prompt_length: {self._prompt_length} "
-            f"tokens, the first in {self._line(long[0])} with {first} tokens"
+            f"tokens, the first in {self._line(long[0])} with {len(tokens)} tokens"
         )
         return InputError(
             self._key, rule, "Raise algorithm.prompt_length, or set data.on_long_prompt: skip or truncate"
         )
 
-    def _length(self, row: int) -> int:
-        values = self._rows[[row]][self._column]
-        return len(self._tokenise(self._render(values, [row]), values)[0])
-
     def _render(self, values: list[Any], rows: Sequence[int]) -> list[str]:
         """The text of each value, given as text or as messages."""
         for value, row in zip(values, rows, strict=True):
             self._check_form(value, row)
-        if isinstance(values[0], str):
-            self._refuse_tools()
-            return values
-        return self._apply_template([_messages(value) for value in values], rows)
-
-    def _refuse_tools(self) -> None:
+        if not isinstance(values[0], str):
+            return self._apply_template([_messages(value) for value in values], rows)
         if self._tools:
             raise InputError(
                 "environment.tools",
-                f"{self._path} holds prompts as text, and only a chat template can tell the policy of tools",
+                f"{self._path} holds prompts as text, and only a chat template describes tools to the policy",
                 "Give prompts as chat messages, or leave the tools out",
             )
+        return values
 
     def _check_form(self, value: Any, row: int) -> None:
         if isinstance(value, str):
@@ -168,7 +166,7 @@ class PromptSet:
             problem = f"the prompt is neither text nor a list of messages, but {in_yaml(value):.80}"
         else:
             problem = _message_problem(value)
-        # One way of tokenising a file: a template writes its own special tokens, plain text gets the tokenizer's.
+        # A file is tokenised in one way: a template writes its own special tokens, plain text gets the tokenizer's.
         self._is_text = isinstance(value, str) if self._is_text is None else self._is_text
         if not problem and isinstance(value, str) != self._is_text:
             here, first = ("text", "messages") if isinstance(value, str) else ("messages", "text")
@@ -193,12 +191,15 @@ class PromptSet:
                 )
             )
         except (TemplateError, TypeError, ValueError) as error:
-            if len(conversations) > 1:  # find the one at fault
-                return [self._apply_template([one], [row])[0] for one, row in zip(conversations, rows, strict=True)]
+            if len(conversations) > 1:  # find the invalid one
+                return [
+                    self._apply_template([messages], [row])[0]
+                    for messages, row in zip(conversations, rows, strict=True)
+                ]
             raise InputError(
                 self._key,
                 f"{self._path}, {self._line(rows[0])}: the model's chat template refuses the messages ({error})",
-                "Change the messages to what the template takes, or mend the template",
+                "Change the messages to a form that the template takes, or correct the template",
             ) from error
 
     def _tokenise(self, texts: list[str], values: list[Any]) -> list[list[int]]:
@@ -214,20 +215,20 @@ class PromptSet:
 
 
 def training_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress = lambda _done, _total: None
+    config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress = _no_progress
 ) -> PromptSet:
     """The prompts of data.prompts."""
     return _from_config("data.prompts", config.data.prompts, None, config, tokenizer, progress)
 
 
 def held_out_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress = lambda _done, _total: None
+    config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress = _no_progress
 ) -> dict[str, PromptSet]:
     """The prompts of each file of evaluation.prompts, by its name; empty where the run has none."""
-    wanted = config.evaluation
+    evaluation = config.evaluation
     return {
-        name: _from_config(wanted.key_of(name), path, wanted.limit, config, tokenizer, progress)
-        for name, path in wanted.files.items()
+        name: _from_config(evaluation.key_of(name), path, evaluation.limit, config, tokenizer, progress)
+        for name, path in evaluation.files.items()
     }
 
 

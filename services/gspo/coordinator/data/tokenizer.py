@@ -1,7 +1,4 @@
-"""The model's tokenizer, loaded without torch.
-
-It tokenises nothing; prompts.py does. Neighbour: services/gspo/common/model/folder.py for where the files are.
-"""
+"""Loads the model's tokenizer without torch."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise _no_tokenizer(folder, reason) from error
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
-        # Some kinds of model have a default for a folder without any file of a tokenizer.
+        # Some kinds of model have a default tokenizer for a folder without one.
         raise _no_tokenizer(folder, "it holds no vocabulary")
     return tokenizer
 

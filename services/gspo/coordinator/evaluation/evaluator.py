@@ -32,8 +32,8 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class EvaluationRecord:
-    """One evaluation that has ended.
+class FinishedEvaluation:
+    """An evaluation that has ended.
 
     Attributes:
         file: Name of the held-out file; empty where there is one without.
@@ -72,7 +72,7 @@ class Evaluator:
         tally = self._tally
         return f"{tally.label}: {len(tally)} of {tally.num_expected} answers scored" if tally else ""
 
-    async def measure(self, version: int, file: str, limit: int | None) -> EvaluationRecord:
+    async def measure(self, version: int, file: str, limit: int | None) -> FinishedEvaluation:
         """Measure `version` on the first `limit` prompts of a file (all for None) and return the figures."""
         prompts = self.files[file]
         num_prompts = min(limit or len(prompts), len(prompts))
@@ -84,7 +84,7 @@ class Evaluator:
         finally:
             self._tally, self._in_flight = None, {}
             await self._remove_leftovers(tally)
-        measured = EvaluationRecord(tally.label, version, file, tally.figures(), problem, self._score(tally, file))
+        measured = FinishedEvaluation(tally.label, version, file, tally.figures(), problem, self._score(tally, file))
         _publish(measured)
         return measured
 
@@ -164,7 +164,7 @@ class Evaluator:
             await pipe.execute()
 
 
-def _publish(measured: EvaluationRecord) -> None:
+def _publish(measured: FinishedEvaluation) -> None:
     metrics.EVALUATION_VERSION.labels(measured.file).set(measured.version)
     for name, value in measured.figures.items():
         metrics.EVALUATION_FIGURE.labels(measured.file, name).set(value)

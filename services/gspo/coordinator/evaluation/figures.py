@@ -1,7 +1,6 @@
 """The figures of an evaluation, from its answers: means with their errors, pass@k, lengths, parts of the reward.
 
-Pure arithmetic, no Redis and no protobuf. An answer without a score is in no mean. Neighbour: tally.py collects the
-answers and names those that are missing.
+Pure arithmetic, no Redis and no protobuf. An answer without a score is in no mean.
 """
 
 from __future__ import annotations
@@ -40,45 +39,46 @@ def sampled_figures(
     """Figures of the sampled answers; one without a scored answer behind it is left out.
 
     sampled_mean is the mean reward of all answers (mean@k, k being their number). pass_at_K is the chance that the
-    best of K answers has at least `pass_reward`, best_at_K (for the largest K) the expected reward of the best, both
-    over the prompts that have K scored answers. Standard errors are over prompts: answers to one are not independent.
+    best of K answers has at least `pass_reward`. best_at_K, for the largest K, is the expected reward of the best.
+    Both are over the prompts that have K scored answers. Standard errors are over prompts, for the answers to one
+    prompt are not independent.
 
     Args:
         prompts: The answers to each prompt.
     """
     rewards = [[answer.reward for answer in answers if answer.reward is not None] for answers in prompts]
-    came = [answer for answers in prompts for answer in answers if answer.num_tokens]
-    found = _mean("sampled_mean", [reward for of_prompt in rewards for reward in of_prompt])
-    found |= _error("sampled_stderr", [fmean(of_prompt) for of_prompt in rewards if of_prompt])
+    received = [answer for answers in prompts for answer in answers if answer.num_tokens]
+    figures = _mean("sampled_mean", [reward for of_prompt in rewards for reward in of_prompt])
+    figures |= _error("sampled_stderr", [fmean(of_prompt) for of_prompt in rewards if of_prompt])
     passed = [[float(reward >= pass_reward) for reward in of_prompt] for of_prompt in rewards]
     for k in pass_ks:
         chances = [best_of(values, k) for values in passed if len(values) >= k]
-        found |= _mean(f"pass_at_{k}", chances) | _error(f"pass_at_{k}_stderr", chances)
+        figures |= _mean(f"pass_at_{k}", chances) | _error(f"pass_at_{k}_stderr", chances)
     largest = max(pass_ks)
-    found |= _mean(f"best_at_{largest}", [best_of(values, largest) for values in rewards if len(values) >= largest])
-    found |= _mean("response_tokens_mean", [answer.num_tokens for answer in came])
-    found |= _mean("truncated_share", [float(answer.truncated) for answer in came])
-    found |= _conversations("", came)
-    names = dict.fromkeys(name for answer in came for name in answer.parts)
+    figures |= _mean(f"best_at_{largest}", [best_of(values, largest) for values in rewards if len(values) >= largest])
+    figures |= _mean("response_tokens_mean", [answer.num_tokens for answer in received])
+    figures |= _mean("truncated_share", [float(answer.truncated) for answer in received])
+    figures |= _conversations("", received)
+    names = dict.fromkeys(name for answer in received for name in answer.parts)
     for name in list(names)[:_MOST_PARTS]:
-        found |= _mean(f"part_{name}_mean", [answer.parts[name] for answer in came if name in answer.parts])
-    return found
+        figures |= _mean(f"part_{name}_mean", [answer.parts[name] for answer in received if name in answer.parts])
+    return figures
 
 
 def greedy_figures(answers: Sequence[HeldOutAnswer]) -> dict[str, float]:
     """Figures of the greedy answers, one a prompt."""
     rewards = [answer.reward for answer in answers if answer.reward is not None]
-    came = [answer for answer in answers if answer.num_tokens]
-    found = _mean("greedy_mean", rewards) | _error("greedy_stderr", rewards)
-    found |= _mean("greedy_response_tokens_mean", [answer.num_tokens for answer in came])
-    found |= _mean("greedy_truncated_share", [float(answer.truncated) for answer in came])
-    return found | _conversations("greedy_", came)
+    received = [answer for answer in answers if answer.num_tokens]
+    figures = _mean("greedy_mean", rewards) | _error("greedy_stderr", rewards)
+    figures |= _mean("greedy_response_tokens_mean", [answer.num_tokens for answer in received])
+    figures |= _mean("greedy_truncated_share", [float(answer.truncated) for answer in received])
+    return figures | _conversations("greedy_", received)
 
 
-def _conversations(prefix: str, came: Sequence[HeldOutAnswer]) -> dict[str, float]:
-    talked = [answer for answer in came if answer.num_turns]
-    turns = _mean(f"{prefix}turns_mean", [answer.num_turns for answer in talked])
-    return turns | _mean(f"{prefix}tool_calls_mean", [answer.num_tool_calls for answer in talked])
+def _conversations(prefix: str, answers: Sequence[HeldOutAnswer]) -> dict[str, float]:
+    conversations = [answer for answer in answers if answer.num_turns]
+    turns = _mean(f"{prefix}turns_mean", [answer.num_turns for answer in conversations])
+    return turns | _mean(f"{prefix}tool_calls_mean", [answer.num_tool_calls for answer in conversations])
 
 
 def best_of(values: Sequence[float], k: int) -> float:

@@ -1,6 +1,6 @@
-"""The answers of one evaluation: which are in, which are missing.
+"""The answers of one evaluation, the missing ones, and their figures.
 
-Pure bookkeeping, no Redis. A failed score is left out and counted, never a number.
+A failed score is counted and in no mean, never a number.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ class EvaluationResults:
     """Collects the scored answers of one evaluation; the first result of an id wins.
 
     Args:
-        label: The evaluation's label; answers of another are passed over.
-        version: The version that is measured.
-        num_prompts: Prompts asked. Group 2 * i holds the sampled answers to prompt i, group 2 * i + 1 the greedy one.
-        wanted: How many answers, greedy or not, and what passes.
+        label: The evaluation's label; answers of another are ignored.
+        version: The measured version.
+        num_prompts: Prompts of the evaluation. Group 2 * i holds the sampled answers to prompt i, group 2 * i + 1 the
+            greedy one.
+        config: The number of answers, greedy or not, and the reward that passes.
     """
 
-    def __init__(self, label: str, version: int, num_prompts: int, wanted: EvaluationConfig) -> None:
-        self.label, self.version, self.num_prompts, self._wanted = label, version, num_prompts, wanted
-        self.num_expected = num_prompts * (wanted.num_answers + int(wanted.greedy))
+    def __init__(self, label: str, version: int, num_prompts: int, config: EvaluationConfig) -> None:
+        self.label, self.version, self.num_prompts, self._config = label, version, num_prompts, config
+        self.num_expected = num_prompts * (config.num_answers + int(config.greedy))
         self._answers: dict[tuple[int, int], HeldOutAnswer] = {}
         self._newest_version = version
         self.failure = ""
@@ -36,16 +37,16 @@ class EvaluationResults:
 
     @property
     def complete(self) -> bool:
-        """Whether every answer is in, scored or failed."""
+        """Whether every answer has come, scored or failed."""
         return len(self) == self.num_expected
 
     def group_size(self, group: int) -> int:
         """Answers that a group has."""
-        return 1 if group % 2 else self._wanted.num_answers
+        return 1 if group % 2 else self._config.num_answers
 
     def expected(self) -> Iterator[tuple[int, int]]:
-        """(group, number) of every answer asked for."""
-        for group in range(0, 2 * self.num_prompts, 1 if self._wanted.greedy else 2):
+        """(group, number) of every expected answer."""
+        for group in range(0, 2 * self.num_prompts, 1 if self._config.greedy else 2):
             for number in range(self.group_size(group)):
                 yield group, number
 
@@ -72,33 +73,33 @@ class EvaluationResults:
         ]
 
     def figures(self, first: int | None = None) -> dict[str, float]:
-        """The figures of EvaluationDone, as held_out_figures.py explains them; of the `first` prompts alone if given.
+        """The figures of EvaluationDone, as figures.py explains them; of the `first` prompts alone where it is set.
 
-        num_failed counts answers without a score. newest_version is there where newer weights than those measured
-        sampled a part of the answers.
+        num_failed counts answers without a score. newest_version appears where newer weights than the measured ones
+        sampled some of the answers.
         """
         num_prompts = min(first or self.num_prompts, self.num_prompts)
         prompts = range(num_prompts)
         sampled = [self._answers_of(2 * prompt) for prompt in prompts]
         greedy = [answer for prompt in prompts for answer in self._answers_of(2 * prompt + 1)]
         scored = sum(answer.reward is not None for answers in (*sampled, greedy) for answer in answers)
-        num_expected = num_prompts * (self._wanted.num_answers + int(self._wanted.greedy))
+        num_expected = num_prompts * (self._config.num_answers + int(self._config.greedy))
         figures = {
             "num_prompts": float(num_prompts),
-            "num_answers": float(self._wanted.num_answers),
+            "num_answers": float(self._config.num_answers),
             "num_failed": float(num_expected - scored),
         }
-        figures |= sampled_figures(sampled, self._wanted.pass_ks, self._wanted.pass_reward) | greedy_figures(greedy)
+        figures |= sampled_figures(sampled, self._config.pass_ks, self._config.pass_reward) | greedy_figures(greedy)
         if self._newest_version > self.version:
             figures[NEWEST_VERSION] = float(self._newest_version)
         return figures
 
     def _answers_of(self, group: int) -> list[HeldOutAnswer]:
-        found = (self._answers.get((group, number)) for number in range(self.group_size(group)))
-        return [answer for answer in found if answer is not None]
+        answers = (self._answers.get((group, number)) for number in range(self.group_size(group)))
+        return [answer for answer in answers if answer is not None]
 
     def _expects(self, group: int, number: int) -> bool:
-        known = group < 2 * self.num_prompts and (self._wanted.greedy or group % 2 == 0)
+        known = group < 2 * self.num_prompts and (self._config.greedy or group % 2 == 0)
         return known and number < self.group_size(group)
 
     def _fail_rest_of(self, group: int) -> None:

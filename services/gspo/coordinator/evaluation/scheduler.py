@@ -16,7 +16,7 @@ from gspo.common.config.schema import Config
 from gspo.common.service.app import Service
 from gspo.common.streams.instances import wait_for_instance
 from gspo.common.streams.keys import GENERATION, Keys, evaluation_label
-from gspo.coordinator.evaluation.evaluator import EvaluationRecord, Evaluator
+from gspo.coordinator.evaluation.evaluator import Evaluator, FinishedEvaluation
 from gspo.coordinator.feed import EventFeed
 from gspo.coordinator.redis_state import RedisEpoch
 from gspo_proto.rollout_pb2 import (
@@ -50,13 +50,13 @@ class EvaluationScheduler:
 
     def __init__(self, redis: Redis, keys: Keys, config: Config, evaluator: Evaluator) -> None:
         self._redis, self._keys, self._config, self._evaluator = redis, keys, config, evaluator
-        self._task: asyncio.Task[EvaluationRecord] | None = None
+        self._task: asyncio.Task[FinishedEvaluation] | None = None
         self._requests: deque[_EvaluationRequest] = deque()
         self._due: int | None = None
         self._requested_versions: set[int] = set()
         self._requested_in_full: set[str] = set()
         self.before_training = False
-        self.records: list[EvaluationRecord] = []
+        self.records: list[FinishedEvaluation] = []
 
     @property
     def busy(self) -> bool:
@@ -135,7 +135,7 @@ class EvaluationScheduler:
         """The events of this process's evaluations whose labels the learner has not recorded."""
         return [_event(measured) for measured in self.records if measured.label not in recorded]
 
-    async def _measure(self, request: _EvaluationRequest) -> EvaluationRecord:
+    async def _measure(self, request: _EvaluationRequest) -> FinishedEvaluation:
         await wait_for_instance(self._redis, self._keys, GENERATION, self._config.run.start_timeout_s)
         return await self._evaluator.measure(request.version, request.file, request.limit)
 
@@ -168,7 +168,7 @@ async def run_standalone_evaluation(service: Service, scheduler: EvaluationSched
     await feed.send(Event(finished=finished))
 
 
-def _event(measured: EvaluationRecord) -> Event:
+def _event(measured: FinishedEvaluation) -> Event:
     # Step s makes version s, so the two are the same number.
     done = EvaluationDone(
         evaluation=measured.label,

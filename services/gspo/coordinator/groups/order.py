@@ -1,7 +1,4 @@
-"""The prompt order: which prompt each group has, without end unless epochs are bounded.
-
-It reads no prompts and knows nothing of slots.
-"""
+"""The prompt order: the prompt of each group, without end unless epochs are bounded."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ class PromptOrder:
     Args:
         num_prompts: N.
         shuffle: False keeps the file's order in every pass.
-        total_epochs: Passes after which no group is left; None is endless. Part of a pass is rounded to whole groups.
+        total_epochs: Passes after which no group is left; None is endless. A part of a pass is rounded to whole groups.
     """
 
     def __init__(self, num_prompts: int, *, seed: int, shuffle: bool, total_epochs: float | None) -> None:
         self._num_prompts, self._seed, self._shuffle = num_prompts, seed, shuffle
         self.num_groups = None if total_epochs is None else max(1, round(num_prompts * total_epochs))
-        # Two passes are in use where one ends; more are not kept, as a pass over a large set takes megabytes.
+        # Two passes are in use where one ends. A pass over a large data set takes megabytes, so no more are kept.
         self._pass = lru_cache(maxsize=2)(self._shuffled)
 
     def place(self, group: int) -> int:

@@ -1,7 +1,7 @@
-"""The staleness budget: which groups are open, which slots trained groups still hold, which group comes next.
+"""The staleness budget: the open groups, the slots that trained groups still take, the next group.
 
-A pure state machine over what the learner reports; no Redis, no clock. Every call may be repeated with the same
-arguments and changes nothing then, because events and the learner's own account overlap. Neighbour: issuer.py.
+A pure state machine without Redis or a clock. Events and the learner's own account overlap, so a call that is
+repeated with the same arguments changes nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ TRAINED = "trained"
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """One value of the `open` hash: a group issued and not settled.
+    """One value of the `open` hash: a group that is issued and not settled.
 
-    `min_version` is that of the first issue: answers of an earlier attempt count, so no token can be older.
-    `progress` is how far its rollouts were when its deadline was last looked at.
-    `rewritten`: its task was written again without another attempt, because Redis had lost it.
+    Attributes:
+        min_version: Of the first issue: answers of an earlier attempt count, so no token can be older.
+        progress: Tokens that its rollouts had when its deadline was last checked.
+        rewritten: Whether its task was written again at the same attempt, because Redis had lost it.
     """
 
     attempt: int
@@ -32,16 +33,16 @@ class OpenGroup:
 
     @property
     def has_copies(self) -> bool:
-        """Whether a task of it may be left, in a stream or in somebody's hands, when it is settled."""
+        """Whether a second task of the group may be in a stream or leased when the group is settled."""
         return self.rewritten or self.attempt > 1
 
     def to_json(self) -> str:
-        """The text in the hash."""
+        """The value in the hash."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> OpenGroup:
-        """Read the text in the hash."""
+        """Read a value of the hash."""
         return cls(**json.loads(text))
 
 
@@ -122,13 +123,13 @@ class Slots:
 
     def upcoming(self, count: int) -> list[int]:
         """The next `count` groups to issue: those missing below the newest first, fewer where the order ends."""
-        found: list[int] = []
+        groups: list[int] = []
         group = self.settled.floor
-        while len(found) < count and (self._num_groups is None or group < self._num_groups):
+        while len(groups) < count and (self._num_groups is None or group < self._num_groups):
             if group not in self.settled and group not in self.open:
-                found.append(group)
+                groups.append(group)
             group += 1
-        return found
+        return groups
 
     def issue(self, group: int, entry: OpenGroup) -> None:
         """A group was issued, or issued again."""
@@ -152,10 +153,10 @@ class Slots:
         return new
 
     def go_live(self, version: int) -> None:
-        """A generator has `version`: what was trained into it or an older one gives its slots back."""
+        """A generator has `version`: groups trained into it or an older one give their slots back."""
         self.live_version = max(self.live_version, version)
         self._trained_by_version = {
-            made: held for made, held in self._trained_by_version.items() if made > self.live_version
+            trained: count for trained, count in self._trained_by_version.items() if trained > self.live_version
         }
 
     def expired(self, now_unix_s: float) -> list[int]:
@@ -167,8 +168,9 @@ class Slots:
     ) -> list[int]:
         """Take over the learner's own account; returns the open groups that it has settled.
 
-        It does not say which groups went into the versions that are not live yet. Each such version holds a whole
-        batch here until it is live or its step is heard of: too many slots held delay, too few would break the budget.
+        It does not name the groups of the versions that are not live yet. Each such version takes the slots of a
+        whole batch until it is live or its StepDone comes. Too many taken slots only delay; too few would break the
+        budget.
         """
         for first, last in settled:
             self.settled.add(first, last)
@@ -179,8 +181,8 @@ class Slots:
             self.counts[settlement] = max(self.counts[settlement], count)
         self.version = max(self.version, version)
         self.go_live(live_version)
-        # More versions than the slots have batches cannot be waiting, whatever a learner just restarted calls live.
+        # The slots bound how many versions can wait, also where a learner just restarted reports an old live version.
         oldest = max(self.live_version, 0, self.version - self.num_slots // self._batch_size)
-        for made in range(oldest + 1, self.version + 1):
-            self._trained_by_version.setdefault(made, self._batch_size)
+        for trained in range(oldest + 1, self.version + 1):
+            self._trained_by_version.setdefault(trained, self._batch_size)
         return closed

@@ -1,4 +1,4 @@
-"""The root span of each rollout's trace, and its first station: from the issue of its group until the group has ended.
+"""The root span of each rollout's trace, from the issue of its group to its end, and the span of its prompt.
 
 Only the coordinator sees both ends.
 """
@@ -14,7 +14,7 @@ from gspo.coordinator.groups.slots import OpenGroup
 
 
 class GroupTraces:
-    """The groups that are under way; holds nothing where traces are off.
+    """Times of the issued groups; empty where traces are off.
 
     Args:
         group_size: Rollouts of a group.
@@ -27,7 +27,7 @@ class GroupTraces:
         self._live_version = -1
 
     def issued(self, groups: Mapping[int, OpenGroup]) -> None:
-        """Groups were written, again perhaps; what their prompts still needed took the time since they were begun."""
+        """Groups were written, for the first time or again; the prompt's span ends now."""
         if not self._traces.on:
             return
         now = time.time()
@@ -37,7 +37,7 @@ class GroupTraces:
                 self._traces.add("prompt", group, number, entry.issued_unix_s, now, attempt=entry.attempt)
 
     def trained(self, groups: Iterable[int], version: int) -> None:
-        """Groups are in the step that made `version`; their way ends when it is live, of which may be heard before."""
+        """Groups are in the step that made `version`. They end when it is live, and that event may come first."""
         if self._traces.on:
             self._not_live[version] += groups
             self.live(self._live_version)
@@ -45,8 +45,8 @@ class GroupTraces:
     def live(self, version: int) -> None:
         """A generator serves `version`."""
         self._live_version = version
-        for made in [made for made in self._not_live if made <= version]:
-            self.ended(self._not_live.pop(made), "trained")
+        for served in [trained for trained in self._not_live if trained <= version]:
+            self.ended(self._not_live.pop(served), "trained")
 
     def ended(self, groups: Iterable[int], settlement: str) -> None:
         """Groups have ended."""

@@ -1,7 +1,7 @@
-"""What the coordinator writes to Redis for training groups: tasks, the `open` hash, failures, and their removal.
+"""Writes the training groups to Redis: tasks, the `open` hash, failures, and their removal.
 
-Which groups and when is slots.py and loop.py. A task and its `open` entry are written in one transaction, so a group
-is in both or in neither, whenever this process is killed.
+A task and its `open` entry are written in one transaction, so a group is in both or in neither, whenever this process
+is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gspo.coordinator.redis_state import all_entries, readable
 from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Prompt, Scored
 
 log = structlog.get_logger()
-# Groups that are read, prepared and written at a time: what a tick of the loop holds follows from it, not from slots.
+# Groups that are read, prepared and written at a time: it bounds a tick of the loop, whatever the number of slots.
 MOST_AT_ONCE = 1024
 # Groups with their `open` entries and tasks. An entry is of one issue alone, so one that is there was written before.
 _ISSUE = """
@@ -44,13 +44,13 @@ end
 
 
 class TaskWriter:
-    """Writes what `slots` allows.
+    """Writes the groups that `slots` allows.
 
     Args:
         redis: Client with binary replies.
         prompts: The usable training prompts.
-        order: Which of them a group has.
-        slots: Told of everything that is issued; so are traces.
+        order: The prompt of each group.
+        slots: Takes every issued group; so do `traces`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TaskWriter:
         self._issue = redis.register_script(_ISSUE)
 
     async def read_open(self) -> None:
-        """Take over the groups that an earlier life left open."""
+        """Take over the open groups of an earlier process."""
         for group, text in (await self._redis.hgetall(self._keys.open)).items():
             self._slots.issue(int(group), OpenGroup.from_json(text))
 
@@ -89,55 +89,56 @@ class TaskWriter:
         await self._read([group for group in groups if group not in self._prepared])
 
     async def reissue_open(self) -> None:
-        """Issue every open group again at its own attempt: Redis lost them, and they did nothing wrong.
+        """Issue every open group again at its own attempt: Redis lost them, and no attempt of theirs failed.
 
-        Those that were issued after Redis came back, before anybody saw that it is empty, would be there twice: what
-        a second copy writes after its group is settled would stay for ever. The learner may have rollouts of before and
-        train them while the task is worked on again: it is taken away then.
+        Tasks issued between the wipe and its discovery are removed first. A second copy would write entries after its
+        group is settled, and they would stay for ever. The learner may still train rollouts from before the wipe; the
+        new task is removed then.
         """
         await self._remove_tasks(lambda group: group in self._slots.open)
-        left = iter(sorted(self._slots.open.items()))
-        while some := list(islice(left, MOST_AT_ONCE)):
+        groups = iter(sorted(self._slots.open.items()))
+        while part := list(islice(groups, MOST_AT_ONCE)):
             await self._write(
-                {group: replace(self._entry(entry.attempt, entry.min_version), rewritten=True) for group, entry in some}
+                {group: replace(self._entry(entry.attempt, entry.min_version), rewritten=True) for group, entry in part}
             )
-            metrics.GROUPS_REISSUED.labels("redis_wiped").inc(len(some))
+            metrics.GROUPS_REISSUED.labels("redis_wiped").inc(len(part))
 
     async def handle_expired(self) -> None:
-        """Look at groups past their deadline: those whose rollouts go on get another one, the others are issued again.
+        """Extend, issue again or give up every group past its deadline.
 
-        Those whose attempts are used up are given up. A group can go on only so often: its tokens are bounded.
+        A group whose rollouts have grown gets another deadline; it can grow only so often, for its tokens are bounded.
+        Another group is issued again, until its attempts are used up.
         """
-        going_on: dict[int, OpenGroup] = {}
-        again: dict[int, OpenGroup] = {}
+        extended: dict[int, OpenGroup] = {}
+        reissued: dict[int, OpenGroup] = {}
         given_up: dict[int, OpenGroup] = {}
         for group, progress in (await self._progress(self._slots.expired(time.time()))).items():
             entry = self._slots.open[group]
             if progress > entry.progress:
                 later = time.time() + self._config.staleness.group_deadline_s
-                going_on[group] = replace(entry, deadline_unix_s=later, progress=progress)
+                extended[group] = replace(entry, deadline_unix_s=later, progress=progress)
             elif entry.attempt < self._config.staleness.max_attempts:
-                again[group] = replace(self._entry(entry.attempt + 1, entry.min_version), progress=progress)
+                reissued[group] = replace(self._entry(entry.attempt + 1, entry.min_version), progress=progress)
             else:
                 given_up[group] = self._entry(entry.attempt, entry.min_version)
-        if going_on:
-            await self._extend(going_on)
-        if again:
-            log.warning("groups_reissued", groups=sorted(again), reason="deadline")
-            await self._write(again)
-            metrics.GROUPS_REISSUED.labels("deadline").inc(len(again))
+        if extended:
+            await self._extend(extended)
+        if reissued:
+            log.warning("groups_reissued", groups=sorted(reissued), reason="deadline")
+            await self._write(reissued)
+            metrics.GROUPS_REISSUED.labels("deadline").inc(len(reissued))
         if given_up:
             await self._give_up(given_up)
 
     async def _progress(self, groups: Sequence[int]) -> dict[int, int]:
-        """How far the rollouts of each group are: tokens saved, and more than any answer has for a finished one."""
+        """Saved tokens of each group's rollouts; a finished rollout counts more than the longest answer."""
         longest = self._config.algorithm.response_length + 1
         numbers = range(self._config.algorithm.num_return_sequences_in_group)
         progress = {}
         for group in groups:
-            marks = [rollout_id(group, number) for number in numbers]
-            found: Any = await self._redis.hmget(self._keys.partial, marks)
-            progress[group] = sum(longest if state == DONE else _num_saved(state) for state in found)
+            keys = [rollout_id(group, number) for number in numbers]
+            states: Any = await self._redis.hmget(self._keys.partial, keys)
+            progress[group] = sum(longest if state == DONE else _num_saved(state) for state in states)
         return progress
 
     async def _extend(self, entries: dict[int, OpenGroup]) -> None:
@@ -147,10 +148,10 @@ class TaskWriter:
         for group, entry in entries.items():
             self._slots.issue(group, entry)
         metrics.GROUPS_EXTENDED.inc(len(entries))
-        log.info("groups_extended", groups=sorted(entries), detail="past their deadline, and further than before")
+        log.info("groups_extended", groups=sorted(entries), detail="past their deadline, with more tokens than before")
 
     async def remove_settled(self, groups: Iterable[int]) -> None:
-        """Remove settled groups from `open`, and the marks and saved states of their rollouts."""
+        """Remove settled groups from `open`, and the keys and saved states of their rollouts."""
         groups = list(groups)
         if not groups:
             return
@@ -161,18 +162,18 @@ class TaskWriter:
             await pipe.execute()
 
     async def remove_leftover_tasks(self) -> None:
-        """Take tasks of settled groups out of their streams: repeats, and what was given up while it waited."""
+        """Remove the tasks of settled groups from their streams, also second copies."""
         await self._remove_tasks(lambda group: group in self._slots.settled)
 
-    async def _remove_tasks(self, is_meant: Callable[[int], bool]) -> None:
-        """Take tasks of some groups out of their streams; whoever holds one loses its lease."""
+    async def _remove_tasks(self, is_removed: Callable[[int], bool]) -> None:
+        """Remove the tasks of some groups from their streams; a generator that works on one loses its lease."""
         for stream in (self._keys.prompts, self._keys.paused_prompts):
             entries = await all_entries(self._redis, stream)
-            left = [entry for entry, task in readable(GroupTask, entries) if is_meant(task.group)]
-            if left:
+            removed = [entry for entry, task in readable(GroupTask, entries) if is_removed(task.group)]
+            if removed:
                 async with self._redis.pipeline(transaction=True) as pipe:
-                    pipe.xack(stream, GENERATION, *left)
-                    pipe.xdel(stream, *left)
+                    pipe.xack(stream, GENERATION, *removed)
+                    pipe.xdel(stream, *removed)
                     await pipe.execute()
 
     def _entry(self, attempt: int, min_version: int) -> OpenGroup:
@@ -180,7 +181,7 @@ class TaskWriter:
         return OpenGroup(attempt, now, now + self._config.staleness.group_deadline_s, min_version)
 
     async def _write(self, entries: dict[int, OpenGroup]) -> None:
-        """Add tasks and `open` entries in one transaction, each once however often the connection broke meanwhile."""
+        """Add tasks and `open` entries in one transaction, each once, also when the connection breaks."""
         if not entries:
             return
         await self._read([group for group in entries if group not in self._prepared])
@@ -210,7 +211,7 @@ class TaskWriter:
         log.warning("groups_given_up", groups=sorted(entries), attempts=self._config.staleness.max_attempts)
 
     async def _read(self, groups: Sequence[int]) -> None:
-        """Read prompts in a thread: a row of a file on a slow disk must not hold up the events."""
+        """Read prompts in a thread: a slow disk must not delay the events."""
         if groups:
             places = [self._order.place(group) for group in groups]
             prompts = await asyncio.to_thread(self._prompts.prompts, places)
@@ -218,6 +219,6 @@ class TaskWriter:
 
 
 def _num_saved(state: bytes | None) -> int:
-    """Tokens in what was saved of a rollout."""
+    """Tokens in the saved state of a rollout."""
     saved = saved_state(state)
     return len(saved.token_ids) if saved else 0

@@ -1,7 +1,4 @@
-"""The tasks that go to generation: one prompt, how to sample, which environment, which reward functions.
-
-It decides nothing about when.
-"""
+"""The tasks for generation: a prompt with its sampling, environment and reward functions."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, RewardUse, Sampling
 
 
 def training_task(config: Config, group: int, prompt: Prompt) -> GroupTask:
-    """A task without its attempt, times and version, which the issue fills in."""
+    """A task without its attempt, times and version, which task_writer.py fills in."""
     return GroupTask(
         schema=SCHEMA,
         group=group,
@@ -28,7 +25,7 @@ def training_task(config: Config, group: int, prompt: Prompt) -> GroupTask:
 
 
 def evaluation_tasks(config: Config, row: int, prompt: Prompt, *, label: str, version: int) -> list[GroupTask]:
-    """Group 2 * row sampled as in training, and group 2 * row + 1 greedy where that is wanted."""
+    """Group 2 * row sampled as in training, and group 2 * row + 1 greedy under evaluation.greedy."""
     kinds = [(2 * row, config.evaluation.num_answers, config.sampling.temperature)]
     if config.evaluation.greedy:
         kinds.append((2 * row + 1, 1, 0.0))
@@ -62,7 +59,7 @@ def _sampling(config: Config, temperature: float) -> Sampling:
 
 
 def _episode(config: Config) -> dict[str, Any]:
-    """The environment of a task and how it is played; nothing where there is none."""
+    """The fields of a task that name its environment and its limits; empty without an environment."""
     environment = config.environment
     if not environment.used:
         return {}

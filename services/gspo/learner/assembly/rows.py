@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from gspo.common.streams.messages import word_of
 from gspo_proto.rollout_pb2 import Outcome, Rollout, Score, ScoredRollout
 
 SCHEMA_NUMBER = b"1"
@@ -128,7 +129,7 @@ def row_from_scored(scored: ScoredRollout) -> Row:
         columns_json=rollout.prompt.columns_json,
         **arrays,
         text=rollout.text,
-        outcome=Outcome.Name(rollout.outcome).removeprefix("OUTCOME_").lower(),
+        outcome=word_of(Outcome, rollout.outcome),
         stop=rollout.stop,
         reward=reward,
         failure=failure,

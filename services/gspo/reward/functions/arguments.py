@@ -36,6 +36,7 @@ from typing import Any, Literal
 
 from gspo.common.config.reward import RewardConfig, RewardFunction
 from gspo.common.errors import InputError, nearest
+from gspo.common.streams.messages import word_of
 from gspo.reward.registry.submission import version_of
 from gspo.reward.sandbox.calls import CallError, Code, CodeKind
 from gspo.reward.sandbox.replies import SignatureReply
@@ -276,7 +277,7 @@ def _trl_value(name: str, rollout: Rollout) -> Any:
         case "completion_ids":
             return list(rollout.token_ids)
         case "outcomes":
-            return Outcome.Name(rollout.outcome).removeprefix("OUTCOME_").lower()
+            return word_of(Outcome, rollout.outcome)
         case "stops":
             return rollout.stop
         case _:
