@@ -28,8 +28,7 @@ from benchmarks.chaos.network import Network
 from benchmarks.chaos.schedule import PROCESSES
 from benchmarks.simulated.settings import Settings
 from gspo.cli.processes.child import Program
-from gspo.cli.processes.programs import free_port
-from gspo.cli.processes.redis_server import redis_command, write_password
+from gspo.cli.processes.redis_server import free_port, redis_command, write_password
 from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.common.config.loading import read_config
 from gspo.common.config.schema import Config

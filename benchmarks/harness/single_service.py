@@ -13,7 +13,8 @@ from redis.exceptions import RedisError
 from benchmarks.harness.child_process import MeasurementError
 from benchmarks.harness.sizes import GROUP_SIZE, GROUPS, MAX_TOKENS, NUM_ROLLOUTS, Dtype, Lengths
 from benchmarks.harness.workload import prompt_token_ids, write_config
-from gspo.cli.processes.programs import LOOPBACK, Job, free_port, redis_program, service_programs
+from gspo.cli.processes.programs import Job, service_programs
+from gspo.cli.processes.redis_server import LOOPBACK, free_port, redis_program
 from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.loading import write_config as write_whole_config

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from benchmarks.harness.sizes import LENGTHS, Dtype, Lengths
-from gspo.cli.processes.programs import SERVICES
 from gspo.cli.report.panels import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, STYLE
+from gspo.common.streams.keys import SERVICES
 
 _COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 _DPI = 150

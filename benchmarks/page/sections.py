@@ -22,7 +22,7 @@ from benchmarks.harness.tables import (
     value_at,
 )
 from benchmarks.system.window import COMMAND_LINE, REDIS
-from gspo.cli.processes.programs import SERVICES
+from gspo.common.streams.keys import SERVICES
 
 Results = Mapping[str, Mapping[str, Any]]
 _PUSH = ("push_s", "stall_s", "bytes")

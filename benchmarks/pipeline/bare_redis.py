@@ -15,8 +15,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import ConnectionError as NotUpYet
 
-from gspo.cli.processes.programs import LOOPBACK, free_port
-from gspo.cli.processes.redis_server import redis_command
+from gspo.cli.processes.redis_server import LOOPBACK, free_port, redis_command
 from gspo.common.streams.entries import SCHEMA
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo.cli.processes.checks import check_services
 from gspo.cli.processes.exit_codes import RunError
+from gspo.cli.processes.preflight import check_services
 from gspo.cli.rundir.plan import RunPlan, lock_run_dir, plan_run, prepare
 from gspo.common.config.loading import (
     CONFIG_NAME,

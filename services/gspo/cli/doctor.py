@@ -15,10 +15,11 @@ from rich.text import Text
 
 from gspo.cli import findings
 from gspo.cli.findings import GIB, DoctorFinding, Level
-from gspo.cli.processes.checks import check_ports, check_redis, check_services
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.processes.placement import NO_GPUS, Placement, place
-from gspo.cli.processes.programs import process_names
+from gspo.cli.processes.preflight import check_services
+from gspo.cli.processes.programs import check_ports, process_names
+from gspo.cli.processes.redis_server import check_redis
 from gspo.cli.rundir.plan import config_file_of
 from gspo.common.config.loading import read_config
 from gspo.common.config.reward import RewardConfig

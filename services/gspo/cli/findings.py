@@ -20,7 +20,7 @@ from typing import Literal, get_args
 
 from packaging.requirements import Requirement
 
-from gspo.cli.processes.redis_server import redis_program
+from gspo.cli.processes.redis_server import redis_executable
 from gspo.common.config.reward import RewardConfig
 from gspo.common.errors import InputError
 from gspo.common.host.gpus import torch_is_for_cpus, vllm_for_gpus
@@ -130,7 +130,7 @@ def numa() -> DoctorFinding:
 def redis() -> DoctorFinding:
     """The redis-server that a run would start."""
     try:
-        program = redis_program()
+        program = redis_executable()
     except InputError as error:
         return DoctorFinding("Redis", "problem", error.rule, error.fix)
     return DoctorFinding("Redis", "OK", _first_line([program, "--version"]) or program)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from gspo.cli.processes.redis_server import redis_program
+from gspo.cli.processes.redis_server import redis_executable
 from gspo.common.streams.entries import MAX_ENTRY_BYTES
 from gspo_proto import generation_pb2, learner_pb2, reward_pb2
 from gspo_proto.generation_pb2 import GenerateRequest, PushHeader, TensorFrame, WeightFrame
@@ -141,7 +141,7 @@ def commands() -> list[str]:
 def test_every_command_of_the_document_works(cluster: SecuredCluster, tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "redis-server").symlink_to(redis_program())
+    (programs / "redis-server").symlink_to(redis_executable())
     (programs / "gspo").symlink_to(Path(sys.executable).parent / "gspo")
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     fresh, there = tmp_path / "fresh", tmp_path / "there"

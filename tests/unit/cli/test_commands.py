@@ -26,8 +26,8 @@ from gspo.cli.commands import app
 from gspo.cli.doctor import _memory_gib, merge_findings
 from gspo.cli.findings import DoctorFinding
 from gspo.cli.keys_table import print_keys
-from gspo.cli.processes.checks import check_redis, check_unused
 from gspo.cli.processes.exit_codes import ServiceRefusedError
+from gspo.cli.processes.redis_server import check_redis, check_unused
 from gspo.cli.run.eval_config import EvaluationSpec, eval_config
 from gspo.cli.run.evaluation import in_order, naming_options
 from gspo.cli.rundir.plan import lock_run_dir

@@ -22,6 +22,7 @@ from rich.text import Text
 from gspo.cli.monitor.screen import STYLES
 from gspo.cli.monitor.verdict import in_one_line, verdict_of
 from gspo.cli.monitor.view import ScreenLine, ServiceProcess, View, duration, evaluation_line
+from gspo.common.streams.keys import GENERATION
 
 # Waiting longer than this is worth a look.
 LONG_WAIT_S = 5.0
@@ -146,7 +147,7 @@ def _held_out_text(view: View, file: str) -> str:
 
 def _time(view: View) -> RenderableType:
     """Where a step's time goes, and which stage bounds the run."""
-    num_generators = sum(process.name.startswith("generation") for process in view.processes.values())
+    num_generators = sum(process.service == GENERATION for process in view.processes.values())
     table = Table.grid(padding=(0, 3))
     if found := verdict_of(view, num_generators):
         table.add_row("step time", in_one_line(found))

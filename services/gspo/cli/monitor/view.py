@@ -82,6 +82,11 @@ class ServiceProcess:
     ready: bool = False
     problem: str = ""
 
+    @property
+    def service(self) -> str:
+        """The service of the process: "learner" of "learner-0"."""
+        return self.name.rpartition("-")[0]
+
     def doing(self) -> tuple[str, str, float]:
         """(busy or waiting, what, since when in unix seconds)."""
         if self.instance is None:

@@ -28,16 +28,16 @@ class Program:
     """What to start.
 
     Attributes:
-        again: Added to the command when it is started again after a death.
+        restart_options: Added to the command when it is started again after a death.
         environment: Variables that it has beside the supervisor's own, at every start.
-        first: A process that has checked the configuration and becomes its first one; None starts a new one.
+        preflight: A process that has checked the configuration and becomes its first one; None starts a new one.
     """
 
     name: str
     command: tuple[str, ...]
-    again: tuple[str, ...] = ()
+    restart_options: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    first: PreflightProcess | None = None
+    preflight: PreflightProcess | None = None
 
 
 class Child:
@@ -65,13 +65,14 @@ class Child:
         """Of the process that runs."""
         return self._process.pid if self._process and self._process.returncode is None else None
 
-    async def start(self, *, again: bool) -> int:
+    async def start(self, *, is_restart: bool) -> int:
         """Start the process; returns the number of the session that it leads."""
-        command = self.program.command + (self.program.again if again else ())
+        preflight = None if is_restart else self.program.preflight
+        command = self.program.command + (self.program.restart_options if is_restart else ())
         with self.log.open("ab") as log:
             self._log_start = log.tell()
-            first = None if again or self.program.first is None else self.program.first.begin(command, self.log)
-            self._process = first or await asyncio.create_subprocess_exec(
+            process = preflight.become_service(command, self.log) if preflight else None
+            self._process = process or await asyncio.create_subprocess_exec(
                 *command, stdin=DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True
             )
         self.started = time.monotonic()
@@ -114,13 +115,3 @@ def _logged_reason(line: str) -> str:
     except json.JSONDecodeError:
         return ""
     return str(entry["reason"]) if isinstance(entry, dict) and entry.get("reason") else ""
-
-
-def describe_exit(code: int) -> str:
-    """An exit code in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

@@ -1,9 +1,8 @@
-"""How a command ends when it does not end well, beside InputError: what could not go on, and the exit code.
-
-No message is formatted for people elsewhere than where it is raised. Neighbour: __main__.py prints and exits.
-"""
+"""Exit codes of `gspo`, the errors that lead to them beside InputError, and the exit codes of processes in words."""
 
 from __future__ import annotations
+
+import signal
 
 from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED
 
@@ -17,10 +16,20 @@ class RunError(Exception):
 
 
 class ServiceRefusedError(RunError):
-    """A service refuses what the user gave; the message is the service's own."""
+    """A service refuses the user's input; the message is the service's own."""
 
     exit_code = EXIT_BAD_INPUT
 
 
 class InterruptedRunError(Exception):
-    """The user pressed Ctrl-C before anything was started."""
+    """The user stopped the command by Ctrl-C."""
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words; a negative one is a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.gpus import DEFAULT_SHARE, GENERATORS_PER_GPU, PARALLEL_ARGUMENTS, SHARE_ARGUMENT, VISIBLE, Gpu
-from gspo.common.streams.keys import LEARNER
+from gspo.common.streams.keys import GENERATION, LEARNER
 
-_GENERATION = "generation"
 _SHARE_KEY = f"generation.engine.{SHARE_ARGUMENT}"
 _GIB = 1 << 30
 
@@ -42,7 +41,7 @@ class GpuAssignment:
     @property
     def is_generator(self) -> bool:
         """Whether vLLM runs in it."""
-        return self.process.startswith(_GENERATION)
+        return self.process.startswith(GENERATION)
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ class Placement:
         for it in self.assignments:
             if it.process == process:
                 generators = "" if it.is_generator else ",".join(str(self._num_generators(gpu)) for gpu in it.gpus)
-                told = {GENERATORS_PER_GPU: generators} if generators else {}
-                return {**_visible(it.gpus), **told}
+                shared = {GENERATORS_PER_GPU: generators} if generators else {}
+                return {**_visible(it.gpus), **shared}
         return {}
 
     def free_gpu_environment(self) -> dict[str, str]:
@@ -104,7 +103,7 @@ def gpu_demands(config: Config, processes: Sequence[str]) -> list[GpuDemand]:
     parallel = gpus_per_generator(config)
     key = f"generation.engine.{next(iter(parallel), PARALLEL_ARGUMENTS[0])}"
     generators = [
-        GpuDemand(name, math.prod(parallel.values()), key) for name in processes if name.startswith(_GENERATION)
+        GpuDemand(name, math.prod(parallel.values()), key) for name in processes if name.startswith(GENERATION)
     ]
     ranks = config.learner.ranks
     learners = [GpuDemand(name, ranks, "learner.ranks") for name in processes if name.startswith(LEARNER) and ranks]

@@ -20,38 +20,42 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from gspo.cli.processes.exit_codes import RunError
+from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describe_exit
 from gspo.cli.processes.guard import SUPERVISOR_VARIABLE
+from gspo.cli.processes.placement import NO_GPUS, Placement
+from gspo.common.errors import EXIT_BAD_INPUT, WARNING
 from gspo.common.service.options import CHECKED, StartCommand
-from gspo.common.service.tasks import end_tasks
+from gspo.common.streams.consumer import task_group
 
 CHECK_TIMEOUT_S = 180.0
-
-
-def check_command(service: str, config_file: Path) -> tuple[str, ...]:
-    """Command line of a service's own check; the first three words are the program."""
-    return (sys.executable, "-m", f"gspo.{service}", "--check", str(config_file))
 
 
 class PreflightProcess:
     """One such process. Its output goes to a file without a name until it has a log."""
 
-    def __init__(self, service: str, command: tuple[str, ...], process: Process, ours: socket.socket, said: BinaryIO):
+    def __init__(
+        self, service: str, command: tuple[str, ...], process: Process, parent_end: socket.socket, output: BinaryIO
+    ):
         self.service, self.program = service, command[:3]
-        self._process, self._socket, self._said = process, ours, said
+        self._process, self._socket, self._output = process, parent_end, output
 
     @classmethod
     async def start(cls, service: str, command: tuple[str, ...], environment: Mapping[str, str]) -> PreflightProcess:
         """Start it, as the leader of a session of its own."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
+        parent_end, child_end = socket.socketpair()
+        parent_end.setblocking(False)
         # The file is closed with this object, whose life no block encloses.
-        said = tempfile.TemporaryFile()  # noqa: SIM115
-        with theirs:
+        output = tempfile.TemporaryFile()  # noqa: SIM115
+        with child_end:
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=theirs.fileno(), stdout=said, stderr=said, env={**environment}, start_new_session=True
+                *command,
+                stdin=child_end.fileno(),
+                stdout=output,
+                stderr=output,
+                env={**environment},
+                start_new_session=True,
             )
-        return cls(service, command, process, ours, said)
+        return cls(service, command, process, parent_end, output)
 
     async def verdict(self) -> tuple[int, str]:
         """The exit code of the check, 0 where the process waits, and what it said.
@@ -65,20 +69,26 @@ class PreflightProcess:
         except TimeoutError as error:
             raise RunError(f"the check of {self.service} took longer than {CHECK_TIMEOUT_S:g} s") from error
         # Read by position: the process writes with the same offset, and may be writing.
-        said = self._said.fileno()
-        return code, os.pread(said, os.fstat(said).st_size, 0).decode(errors="replace")
+        output = self._output.fileno()
+        return code, os.pread(output, os.fstat(output).st_size, 0).decode(errors="replace")
 
     async def _passed_or_ended(self) -> int:
         """Both are waited for: what it has started may hold its end of the connection after it has ended."""
-        passing = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(self._socket, len(CHECKED)))
-        ending = asyncio.create_task(self._process.wait())
-        try:
-            await asyncio.wait({passing, ending}, return_when=asyncio.FIRST_COMPLETED)
-            return 0 if passing.done() and passing.result() else await ending
-        finally:
-            await end_tasks({passing, ending})
+        verdict = asyncio.get_running_loop().create_future()
 
-    def begin(self, command: tuple[str, ...], log: Path) -> Process | None:
+        async def await_pass() -> None:
+            if await asyncio.get_running_loop().sock_recv(self._socket, len(CHECKED)) and not verdict.done():
+                verdict.set_result(0)
+
+        async def await_end() -> None:
+            code = await self._process.wait()
+            if not verdict.done():
+                verdict.set_result(code)
+
+        async with task_group(await_pass(), await_end()):
+            return int(await verdict)
+
+    def become_service(self, command: tuple[str, ...], log: Path) -> Process | None:
         """Let it go on as the service with this command line; None where it has ended, or is another program."""
         if self._process.returncode is not None or command[: len(self.program)] != self.program:
             self.end()
@@ -98,7 +108,7 @@ class PreflightProcess:
 
     def _close(self) -> None:
         self._socket.close()
-        self._said.close()
+        self._output.close()
 
 
 class Preflight:
@@ -131,7 +141,7 @@ class Preflight:
             variables: Of its environment, beside this process's.
         """
         name = f"{service}-0"
-        command = check_command(service, config_file)
+        command = _check_command(service, config_file)
         if self._run_dir is not None:
             # It keeps this command line as the service: whoever looks for a run's processes finds name and run in it.
             command += ("--wait", "--name", name, "--run-dir", str(self._run_dir))
@@ -148,3 +158,51 @@ class Preflight:
         for process in self._processes.values():
             process.end()
         self._processes.clear()
+
+
+async def check_services(
+    services: tuple[str, ...],
+    config_file: Path,
+    placement: Placement = NO_GPUS,
+    preflight: Preflight | None = None,
+) -> list[str]:
+    """Run every service's own check, all at once; what they warn of.
+
+    Args:
+        placement: Each check sees the GPUs of the service's first process.
+        preflight: Keeps the processes of the checks; without one they end with their check.
+
+    Raises:
+        ServiceRefusedError: The first service, in the given order, that refuses the configuration.
+        RunError: A check broke or took longer than CHECK_TIMEOUT_S.
+    """
+    processes = preflight or Preflight()
+    try:
+        answers = await asyncio.gather(
+            *(processes.check(service, config_file, placement.environment(f"{service}-0")) for service in services)
+        )
+    finally:
+        if preflight is None:
+            processes.end()
+    for service, (code, words) in zip(services, answers, strict=True):
+        if code == EXIT_BAD_INPUT:
+            raise ServiceRefusedError(_last_message(words).removeprefix("error: "))
+        if code != 0:
+            raise RunError(f"the check of {service} broke ({describe_exit(code)}): {_last_message(words)}")
+    return [
+        line.removeprefix(WARNING) for _, words in answers for line in words.splitlines() if line.startswith(WARNING)
+    ]
+
+
+def _last_message(output: str) -> str:
+    """The service's message, without what libraries print before it."""
+    lines = [line for line in output.strip().splitlines() if line.strip()]
+    for number, line in enumerate(lines):
+        if line.startswith("error: "):
+            return "\n".join(lines[number:])
+    return "\n".join(lines[-8:]) or "it said nothing"
+
+
+def _check_command(service: str, config_file: Path) -> tuple[str, ...]:
+    """The command line of a service's own check; the first three words are the program."""
+    return (sys.executable, "-m", f"gspo.{service}", "--check", str(config_file))

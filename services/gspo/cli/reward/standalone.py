@@ -13,15 +13,16 @@ from pathlib import Path
 from redis.asyncio import Redis
 from rich.console import Console
 
-from gspo.cli.processes.checks import check_ports, check_redis
-from gspo.cli.processes.programs import REDIS, Job, service_programs
+from gspo.cli.processes.programs import Job, check_ports, service_programs
+from gspo.cli.processes.redis_server import REDIS, check_redis, start_redis
 from gspo.cli.processes.supervisor import ProcessSupervisor
-from gspo.cli.run.session import Interrupts, first_of, start_redis
+from gspo.cli.run.session import Interrupts
 from gspo.cli.rundir import http_client
 from gspo.cli.rundir.plan import SERVICES_DIR, RunPlan, lock_run_dir, prepare, write_supervisor_facts
 from gspo.common.config.loading import read_config
 from gspo.common.config.reward import RewardFunction
 from gspo.common.config.schema import Config
+from gspo.common.streams.consumer import task_group
 from gspo.common.streams.instances import wait_for_instance
 from gspo.common.streams.keys import Keys
 
@@ -71,21 +72,17 @@ async def _serve(config: Config, console: Console) -> int:
     logs = config.run_dir / SERVICES_DIR
     async with ProcessSupervisor(logs, config.services.max_restarts, lambda text: console.print(text)) as supervisor:
         interrupts.supervisor = supervisor
-        redis, redis_url = await start_redis(job, supervisor)
+        redis, redis_url = await start_redis(config, config.run_dir, supervisor, is_new_run=False)
         try:
             write_supervisor_facts(config.run_dir, redis_url)
             await redis.delete(Keys(config.name).instances, Keys(config.name).events)
             supervisor.start(service_programs(job, redis_url))
-            tell = _announce(config, redis, console)
-            await first_of([_until_asked(interrupts)], [supervisor.watch(), tell])
+            async with task_group(supervisor.watch(), _announce(config, redis, console)):
+                await interrupts.requested.wait()
         finally:
             await supervisor.end(0.0, last=REDIS)
             await redis.aclose()
     return 0
-
-
-async def _until_asked(interrupts: Interrupts) -> None:
-    await interrupts.asked.wait()
 
 
 async def _announce(config: Config, redis: Redis, console: Console) -> None:

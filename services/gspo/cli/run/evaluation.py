@@ -65,8 +65,8 @@ def evaluate(question: EvaluationSpec, out: Path | None, *, plain: bool, console
         _check_writable(out)
     with tempfile.TemporaryDirectory(prefix="gspo-eval-") as folder, naming_options():
         config = eval_config(question, Path(folder))
-        with Preflight(config.run_dir) as first:
-            measured = asyncio.run(_evaluate(config, first, console, plain=plain))
+        with Preflight(config.run_dir) as preflight:
+            measured = asyncio.run(_evaluate(config, preflight, console, plain=plain))
     _print(measured, console)
     if out is not None:
         out.write_text(json.dumps(_result(question, measured), indent=2) + "\n")
@@ -107,21 +107,21 @@ def _with_options(text: str) -> str:
     return text
 
 
-async def _evaluate(config: Config, first: Preflight, console: Console, *, plain: bool) -> Measured:
+async def _evaluate(config: Config, preflight: Preflight, console: Console, *, plain: bool) -> Measured:
     phases, interrupts = Phases(), Interrupts()
     interrupts.install()
     plan = RunPlan(config, config.run_dir, resume=False)
     (plan.run_dir / SERVICES_DIR).mkdir(parents=True)
     prepare(plan)
     placement = place_on_gpus(config, _SERVICES, console)
-    await until_interrupted(check_all(config, _SERVICES, plan.run_dir / CONFIG_NAME, placement, first), interrupts)
+    await until_interrupted(check_all(config, _SERVICES, plan.run_dir / CONFIG_NAME, placement, preflight), interrupts)
     job = Job(
         config,
         plan.run_dir,
         services=_SERVICES,
         coordinator_options=("--evaluate",),
         placement=placement,
-        first=first,
+        preflight=preflight,
     )
     view = new_view(job, phases)
     screen = interrupts.screen = open_screen(console, plain=plain)
@@ -129,7 +129,7 @@ async def _evaluate(config: Config, first: Preflight, console: Console, *, plain
         await run_session(job, view, screen, interrupts)
     finally:
         screen.close()
-    if interrupts.asked.is_set():
+    if interrupts.requested.is_set():
         raise InterruptedRunError("stopped; nothing was measured")
     return _figures(view)
 

@@ -10,37 +10,27 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import httpx
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from gspo.cli.monitor.disk_space import watch_disk_space
 from gspo.cli.monitor.screen import Screen
 from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, load_history
 from gspo.cli.monitor.watcher import Watcher
-from gspo.cli.processes.checks import check_unused
 from gspo.cli.processes.child import Program
 from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, RunError
-from gspo.cli.processes.programs import (
-    LOOPBACK,
-    REDIS,
-    Job,
-    external_learner_command,
-    free_port,
-    redis_program,
-    service_programs,
-)
+from gspo.cli.processes.programs import Job, external_learner_command, service_programs
+from gspo.cli.processes.redis_server import REDIS, start_redis
 from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.cli.rundir import http_client
 from gspo.cli.rundir.plan import SERVICES_DIR, write_supervisor_facts
-from gspo.common.config.schema import Config
-from gspo.common.network.credentials import redis_arguments
-from gspo.common.service.redis_client import REDIS_PATIENCE_S, connect_redis
-from gspo.common.service.tasks import end_tasks
+from gspo.common.service.redis_client import REDIS_PATIENCE_S
+from gspo.common.service.tasks import run_until_cancelled
+from gspo.common.streams.consumer import task_group
+from gspo.common.streams.keys import COORDINATOR, LEARNER
 
 # The service processes of a job that uses the Redis at an address.
 Programs: TypeAlias = Callable[[Job, str], list[Program]]
@@ -49,7 +39,6 @@ REFRESH_S = 0.25
 SELF_END_S = 10.0
 # Between SIGTERM and SIGKILL: of services that are ready, and where some are still starting.
 DRAIN_S, STARTING_END_S = 15.0, 4.0
-_REDIS_START_S = 15.0
 _STOP_CALL_S = 10.0
 
 
@@ -57,7 +46,7 @@ class Interrupts:
     """Ctrl-C and SIGTERM: the first asks the run to stop, the second ends everything at once."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.supervisor: ProcessSupervisor | None = None
         self.screen: Screen | None = None
 
@@ -67,8 +56,8 @@ class Interrupts:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
-        if not self.asked.is_set():
-            self.asked.set()
+        if not self.requested.is_set():
+            self.requested.set()
             return
         if self.screen:
             self.screen.close()
@@ -94,7 +83,7 @@ async def run_session(
     The result is in the view: `finished`, or None where the user stopped it and it did not get that far.
 
     Args:
-        programs: Other service processes than lineup.py's.
+        programs: Makes other service processes than programs.py; for tests.
 
     Raises:
         RunError: A program could not be kept alive, or the services did not become ready in time.
@@ -106,16 +95,16 @@ async def run_session(
         job.run_dir / SERVICES_DIR,
         services.max_restarts,
         lambda text: screen.say(ScreenLine(text, "warning")),
-        job.first.supervisor_id,
+        job.preflight.supervisor_id,
     ) as supervisor:
         interrupts.supervisor = supervisor
-        redis, redis_url = await start_redis(job, supervisor)
+        redis, redis_url = await start_redis(job.config, job.run_dir, supervisor, is_new_run=not job.resume)
         try:
             watcher = Watcher(redis, view, screen.say)
             await watcher.forget_last_session()
             write_supervisor_facts(job.run_dir, redis_url)
             supervisor.start((programs or service_programs)(job, redis_url))
-            job.first.end()  # those that are not of this run
+            job.preflight.end()  # those that are not of this run
             if job.has_external_learner:
                 screen.say(ScreenLine(external_learner_command(job, redis_url)))
             await _until_over(job, view, screen, interrupts, supervisor, watcher)
@@ -129,90 +118,47 @@ async def run_session(
             await redis.aclose()
 
 
-async def start_redis(job: Job, supervisor: ProcessSupervisor) -> tuple[Redis, str]:
-    """A client of the Redis that the services will use, and its address; starts one where none is given."""
-    given = job.config.services.redis_url
-    if given:
-        redis = connect_redis(given, job.config)
-        if not job.resume:
-            await check_unused(redis, job.config)
-        return redis, given
-    port = free_port()
-    supervisor.start([redis_program(job.config, job.run_dir, port)])
-    url = f"redis://{LOOPBACK}:{port}/0"
-    await _until_redis_answers(url, job.config, supervisor)
-    return connect_redis(url, job.config), url
-
-
-async def _until_redis_answers(url: str, config: Config, supervisor: ProcessSupervisor) -> None:
-    probe = Redis.from_url(url, protocol=2, socket_timeout=1, **redis_arguments(url, config))
-    deadline = time.monotonic() + _REDIS_START_S
-    try:
-        while time.monotonic() < deadline:
-            with suppress(RedisError):
-                await probe.ping()
-                return
-            await asyncio.sleep(0.03)
-    finally:
-        await probe.aclose()
-    raise RunError(
-        f"redis-server did not answer within {_REDIS_START_S:g} s. Its last words: "
-        f"{supervisor.children[REDIS].last_words()}"
-    )
-
-
 async def _until_over(
     job: Job, view: View, screen: Screen, interrupts: Interrupts, supervisor: ProcessSupervisor, watcher: Watcher
 ) -> None:
-    """Return when the run has finished or was stopped; raise what ends it otherwise."""
-    background = [
-        watcher.poll(),
-        _refresh(view, screen),
-        supervisor.watch(),
-        _start_in_time(job, watcher),
-        watch_disk_space(job.run_dir, screen.say),
-    ]
-    ends = [watcher.follow(), _stop_when_asked(job, view, screen, interrupts)]
-    await first_of(ends, background)
+    """Return when the run has finished or was stopped; raise the error of anything that ends it otherwise."""
+    over = asyncio.Event()
 
+    async def follow() -> None:
+        await watcher.follow()
+        over.set()
 
-async def first_of(ends: list[Coroutine[Any, Any, None]], background: list[Coroutine[Any, Any, None]]) -> None:
-    """Wait until one of `ends` returns, or anything raises."""
-    deciding = {asyncio.create_task(end) for end in ends}
-    tasks = deciding | {asyncio.create_task(task) for task in background}
-    pending = tasks
-    try:
+    async def stop() -> None:
+        await _stop_on_request(job, view, screen, interrupts)
+        over.set()
+
+    async def refresh() -> None:
         while True:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            if done & deciding:
-                return
-    finally:
-        await end_tasks(tasks)
+            screen.show(view)
+            await asyncio.sleep(REFRESH_S)
+
+    async def start_in_time() -> None:
+        try:
+            await watcher.until_started(job.config.run.start_timeout_s)
+        except TimeoutError as error:
+            raise RunError(f"{error}. The logs are in {job.run_dir / SERVICES_DIR}") from error
+
+    async def watch_disk() -> None:
+        await watch_disk_space(job.run_dir, screen.say)
+
+    works = (follow, stop, refresh, start_in_time, watch_disk, watcher.poll, supervisor.watch)
+    async with task_group(*(run_until_cancelled(work.__name__, work) for work in works)):
+        await over.wait()
 
 
-async def _refresh(view: View, screen: Screen) -> None:
-    while True:
-        screen.show(view)
-        await asyncio.sleep(REFRESH_S)
-
-
-async def _start_in_time(job: Job, watcher: Watcher) -> None:
-    try:
-        await watcher.until_started(job.config.run.start_timeout_s)
-    except TimeoutError as error:
-        raise RunError(f"{error}. The logs are in {job.run_dir / SERVICES_DIR}") from error
-
-
-async def _stop_when_asked(job: Job, view: View, screen: Screen, interrupts: Interrupts) -> None:
+async def _stop_on_request(job: Job, view: View, screen: Screen, interrupts: Interrupts) -> None:
     """After the first Ctrl-C: ask the coordinator to stop, and give the run its time; `follow` sees the end."""
-    await interrupts.asked.wait()
+    await interrupts.requested.wait()
     timeout_s = job.config.run.drain_timeout_s
     coordinator = next(
-        (p.instance for p in view.processes.values() if p.instance and p.instance.service == "coordinator"), None
+        (p.instance for p in view.processes.values() if p.instance and p.instance.service == COORDINATOR), None
     )
-    learner = next((p for p in view.processes.values() if p.name.startswith("learner-")), None)
+    learner = next((p for p in view.processes.values() if p.service == LEARNER), None)
     if coordinator is None or learner is None or not learner.ready:
         screen.say(ScreenLine("stopping: nothing was trained yet in this session"))
         return

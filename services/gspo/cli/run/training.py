@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import Coroutine
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,11 +14,11 @@ from rich.text import Text
 from gspo.cli.monitor.live import LiveScreen
 from gspo.cli.monitor.screen import PlainScreen, Screen
 from gspo.cli.monitor.view import Phases, ScreenLine, View, duration
-from gspo.cli.processes.checks import check_ports, check_redis, check_services
 from gspo.cli.processes.exit_codes import InterruptedRunError
 from gspo.cli.processes.placement import Placement, place
-from gspo.cli.processes.preflight import Preflight
-from gspo.cli.processes.programs import Job, process_names
+from gspo.cli.processes.preflight import Preflight, check_services
+from gspo.cli.processes.programs import Job, check_ports, process_names
+from gspo.cli.processes.redis_server import check_redis
 from gspo.cli.run.session import Interrupts, Programs, new_view, run_session
 from gspo.cli.rundir.plan import PAGE_NAME, RunPlan, lock_run_dir, plan_run, prepare
 from gspo.common.config.loading import CONFIG_NAME
@@ -28,6 +27,7 @@ from gspo.common.errors import EXIT_FAILED
 from gspo.common.host.gpus import visible_gpus
 from gspo.common.host.memory import free_memory
 from gspo.common.model.batch_memory import check_fits, redis_bytes
+from gspo.common.streams.consumer import task_group
 from gspo.common.streams.keys import SERVICES
 from gspo.common.streams.messages import word_of
 from gspo_proto.rollout_pb2 import RUN_END_FAILED, RUN_END_STOPPED, RunEnd
@@ -47,7 +47,7 @@ def run(target: Path, *, resume: bool, plain: bool, console: Console, programs: 
     """Run to the end; the exit code.
 
     Args:
-        programs: Other service processes than lineup.py's.
+        programs: Makes other service processes than programs.py; for tests.
 
     Raises:
         InputError: The input cannot work.
@@ -60,21 +60,21 @@ def run(target: Path, *, resume: bool, plain: bool, console: Console, programs: 
         return 0
     config_file = target / CONFIG_NAME if target.is_dir() else target
     with lock_run_dir(plan.run_dir):
-        with Preflight(plan.run_dir) as first:
-            view = asyncio.run(_run(plan, config_file, first, console, programs, plain=plain))
+        with Preflight(plan.run_dir) as preflight:
+            view = asyncio.run(_run(plan, config_file, preflight, console, programs, plain=plain))
         return _conclude(plan, view, console)
 
 
 async def _run(
-    plan: RunPlan, config_file: Path, first: Preflight, console: Console, programs: Programs | None, *, plain: bool
+    plan: RunPlan, config_file: Path, preflight: Preflight, console: Console, programs: Programs | None, *, plain: bool
 ) -> View:
     phases, interrupts = Phases(), Interrupts()
     interrupts.install()
     console.print("checking configuration, model, prompts and reward ...", style="dim")
     placement = place_on_gpus(plan.config, SERVICES, console)
-    warnings = await until_interrupted(check_all(plan.config, SERVICES, config_file, placement, first), interrupts)
+    warnings = await until_interrupted(check_all(plan.config, SERVICES, config_file, placement, preflight), interrupts)
     notes = prepare(plan)
-    job = Job(plan.config, plan.run_dir, plan.resume, placement=placement, first=first)
+    job = Job(plan.config, plan.run_dir, plan.resume, placement=placement, preflight=preflight)
     view = new_view(job, phases)
     screen = open_screen(console, plain=plain)
     interrupts.screen = screen
@@ -85,7 +85,7 @@ async def _run(
     finally:
         screen.show(view)
         screen.close()
-    if interrupts.asked.is_set() and (view.finished is None or _was_stopped(view)):
+    if interrupts.requested.is_set() and (view.finished is None or _was_stopped(view)):
         raise InterruptedRunError(f"stopped at step {view.step}. {_how_to_go_on(plan.run_dir)}")
     return view
 
@@ -108,7 +108,7 @@ def place_on_gpus(config: Config, services: tuple[str, ...], console: Console) -
 
 
 async def check_all(
-    config: Config, services: tuple[str, ...], config_file: Path, placement: Placement, first: Preflight
+    config: Config, services: tuple[str, ...], config_file: Path, placement: Placement, preflight: Preflight
 ) -> list[str]:
     """Everything that can be known before anything is started; what the services warn of."""
     check_ports(config)
@@ -116,7 +116,7 @@ async def check_all(
         warning = await check_redis(config.services.redis_url, config)
     else:
         warning = check_fits(config, redis_bytes(config), free_memory(), "the memory of the run's Redis")
-    return [*filter(None, [warning]), *await check_services(services, config_file, placement, first)]
+    return [*filter(None, [warning]), *await check_services(services, config_file, placement, preflight)]
 
 
 async def until_interrupted(work: Coroutine[Any, Any, T], interrupts: Interrupts) -> T:
@@ -125,15 +125,13 @@ async def until_interrupted(work: Coroutine[Any, Any, T], interrupts: Interrupts
     Raises:
         InterruptedRunError: There was one.
     """
-    task, asked = asyncio.create_task(work), asyncio.create_task(interrupts.asked.wait())
-    await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
-    asked.cancel()
-    if task.done():
-        return task.result()
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
-    raise InterruptedRunError("stopped before anything was started")
+
+    async def interrupt() -> None:
+        await interrupts.requested.wait()
+        raise InterruptedRunError("stopped before anything was started")
+
+    async with task_group(interrupt()):
+        return await work
 
 
 def _was_stopped(view: View) -> bool:

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from gspo.cli.processes.child import Child, Program, describe_exit
+from gspo.cli.processes.child import Child, Program
+from gspo.cli.processes.exit_codes import describe_exit
 from gspo.cli.processes.guard import SUPERVISOR_VARIABLE, kill_processes_of, kill_session, processes_of, start_guard
 
 
 async def ended(tmp_path: Path, code: str) -> Child:
     """A Python program that has ended."""
     child = Child(Program("small-0", (sys.executable, "-c", code)), tmp_path, dict(os.environ))
-    await child.start(again=False)
+    await child.start(is_restart=False)
     await child.wait()
     return child
 

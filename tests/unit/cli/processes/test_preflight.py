@@ -37,7 +37,7 @@ async def test_the_process_that_has_checked_becomes_the_service(tmp_path: Path) 
     log.write_text("before\n")
     first = await started(command)
     assert await first.verdict() == (0, "warning: looked\n")
-    service = first.begin((*command[:3], "--run-dir", "runs/a b"), log)
+    service = first.become_service((*command[:3], "--run-dir", "runs/a b"), log)
     assert service is not None
     assert await service.wait() == 0
     assert log.read_text() == f"before\n{service.pid} --run-dir runs/a b\n"
@@ -46,7 +46,7 @@ async def test_the_process_that_has_checked_becomes_the_service(tmp_path: Path) 
 async def test_a_refusal_is_the_verdict() -> None:
     first = await started(program("import sys; sys.exit('error: no')"))
     assert await first.verdict() == (1, "error: no\n")
-    assert first.begin(first.program, Path("unused")) is None
+    assert first.become_service(first.program, Path("unused")) is None
 
 
 async def test_a_check_has_ended_though_its_child_holds_the_connection() -> None:
@@ -60,7 +60,7 @@ async def test_a_check_has_ended_though_its_child_holds_the_connection() -> None
 async def test_another_program_is_not_taken_for_it(tmp_path: Path) -> None:
     first = await started(program(_WAITS))
     await first.verdict()
-    assert first.begin(program("print()", "--run-dir", "x"), tmp_path / "log") is None
+    assert first.become_service(program("print()", "--run-dir", "x"), tmp_path / "log") is None
     assert await first._process.wait() == -9
 
 
@@ -80,7 +80,7 @@ async def test_a_check_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_those_that_nobody_takes_end_with_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "check_command", lambda service, _: program(_WAITS, service))
+    monkeypatch.setattr(preflight, "_check_command", lambda service, _: program(_WAITS, service))
     with Preflight(tmp_path) as first:
         for service in ("coordinator", "reward"):
             assert (await first.check(service, Path("config.yaml"), {}))[0] == 0
