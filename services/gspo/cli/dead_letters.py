@@ -1,4 +1,4 @@
-"""The commands `gspo deadletter ...`: what a run gave up and why; put it back, or remove it."""
+"""The commands `gspo deadletter ...`: list the entries that a run gave up, put them back, or remove them."""
 
 from __future__ import annotations
 
@@ -11,33 +11,29 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 from rich.console import Console
 from rich.table import Table
 
 from gspo.cli.dead_letter_store import DeadLetterEntry, Retried, drop, letters, retry
-from gspo.cli.rundir.open_run import open_run
-from gspo.common.config.schema import Config
+from gspo.cli.rundir.open_run import OpenRun, connect_once, open_run
 from gspo.common.errors import InputError, nearest
-from gspo.common.network.credentials import redis_arguments, redis_refusal
 from gspo.common.streams.keys import Keys
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="What a run gave up: list it, put it back, remove it.",
-    epilog="A letter is written when an entry of a stream cannot be read, or was handed out too often and never "
-    "finished. Its group ends as failed, or is issued again past its deadline: no letter needs an answer for the run "
-    "to go on.",
+    help="Entries that a run gave up: list them, put them back, remove them.",
+    epilog="An entry becomes a dead letter if it cannot be read, or if several attempts at it never finished. Its "
+    "group fails, or is issued again after its deadline. The run continues in either case: no letter needs an action.",
 )
-Run = Annotated[Path | None, typer.Option("--run", help="Run directory; the newest under ./runs by default.")]
-Letters = Annotated[list[str] | None, typer.Argument(help="Letters, as `list` names them.", show_default=False)]
-All = Annotated[bool, typer.Option("--all", help="Every letter there is.")]
+Run = Annotated[Path | None, typer.Option("--run", help="Run directory; by default the newest under ./runs.")]
+Letters = Annotated[list[str] | None, typer.Argument(help="Letters, by the names in `list`.", show_default=False)]
+All = Annotated[bool, typer.Option("--all", help="All letters.")]
 T = TypeVar("T")
-_ANSWERS: dict[Retried, str] = {
+_RESULTS: dict[Retried, str] = {
     "sent": "back in {stream}",
     "settled": "not sent: group {group} is settled already, and a group is never settled twice. Drop the letter",
-    "gone": "not sent: it is no letter any more; somebody else has retried or dropped it",
+    "gone": "not sent: the letter does not exist any more; another call has retried or dropped it",
 }
 
 
@@ -45,29 +41,29 @@ _ANSWERS: dict[Retried, str] = {
 def list_letters(
     run: Run = None, as_json: Annotated[bool, typer.Option("--json", help="Print the whole records.")] = False
 ) -> None:
-    """List what was given up: in which stream, of which group, why, when, by whom.
+    """List the dead letters: the stream, the group, the reason, the time, and the service that gave the entry up.
 
     Example: [bold]gspo deadletter list[/]
 
     Example: [bold]gspo deadletter list --run runs/my-run --json[/]
     """
-    found = _ask(run, letters)
+    entries = _ask(run, letters)
     if as_json:
-        print(json.dumps([_record(letter) for letter in found], indent=2))
-    elif found:
-        _print(found, Console())
+        print(json.dumps([_record(entry) for entry in entries], indent=2))
+    elif entries:
+        _print(entries, Console())
     else:
         Console().print("nothing was given up")
 
 
 @app.command(name="retry")
-def retry_letters(wanted: Letters = None, run: Run = None, every: All = False) -> None:
-    """Put entries back into their streams, each exactly once, however often and from where this is called.
+def retry_letters(names: Letters = None, run: Run = None, every: All = False) -> None:
+    """Put entries back into their streams. Each entry is sent once, also if several calls retry it.
 
-    It helps where the cause has gone: a service that could not read the entry was replaced, a machine that killed
-    every worker was mended. The entry of a group that is settled is not sent: that group has ended.
+    A retry helps if the cause is gone: for example, if a service that could not read the entry was replaced. The
+    entry of a settled group is not sent, because that group has ended.
 
-    Exit code 1 where one was not sent.
+    Exit code 1 if an entry was not sent.
 
     Example: [bold]gspo deadletter retry 1763761234567-0[/]
 
@@ -75,21 +71,20 @@ def retry_letters(wanted: Letters = None, run: Run = None, every: All = False) -
     """
 
     async def put_back(redis: Redis, keys: Keys) -> list[tuple[DeadLetterEntry, Retried]]:
-        chosen = _chosen(await letters(redis, keys), wanted, every=every)
-        return [(found, await retry(redis, keys, found)) for found in chosen]
+        chosen = _chosen(await letters(redis, keys), names, every=every)
+        return [(entry, await retry(redis, keys, entry)) for entry in chosen]
 
-    told = _ask(run, put_back)
-    for found, answer in told:
-        letter = found.letter
-        facts = {"stream": letter.stream, "group": letter.group} if letter else {}
-        Console().print(f"{found.entry}: {_ANSWERS[answer].format(**facts)}", highlight=False, soft_wrap=True)
-    if any(answer != "sent" for _, answer in told):
+    results = _ask(run, put_back)
+    for entry, result in results:
+        facts = {"stream": entry.letter.stream, "group": entry.letter.group} if entry.letter else {}
+        Console().print(f"{entry.entry}: {_RESULTS[result].format(**facts)}", highlight=False, soft_wrap=True)
+    if any(result != "sent" for _, result in results):
         raise typer.Exit(1)
 
 
 @app.command(name="drop")
-def drop_letters(wanted: Letters = None, run: Run = None, every: All = False) -> None:
-    """Remove letters for good. The run does not miss them.
+def drop_letters(names: Letters = None, run: Run = None, every: All = False) -> None:
+    """Remove letters for good. The run does not need them.
 
     Example: [bold]gspo deadletter drop 1763761234567-0[/]
 
@@ -97,14 +92,14 @@ def drop_letters(wanted: Letters = None, run: Run = None, every: All = False) ->
     """
 
     async def remove(redis: Redis, keys: Keys) -> int:
-        chosen = _chosen(await letters(redis, keys), wanted, every=every)
-        return await drop(redis, keys, [found.entry for found in chosen])
+        chosen = _chosen(await letters(redis, keys), names, every=every)
+        return await drop(redis, keys, [entry.entry for entry in chosen])
 
     Console().print(f"{_ask(run, remove)} removed", highlight=False)
 
 
 def _ask(run: Path | None, question: Callable[[Redis, Keys], Awaitable[T]]) -> T:
-    """What a run's Redis answers.
+    """Ask the Redis of a run.
 
     Raises:
         InputError: There is no such run, or its Redis does not answer.
@@ -114,44 +109,36 @@ def _ask(run: Path | None, question: Callable[[Redis, Keys], Awaitable[T]]) -> T
         raise InputError(
             str(opened.run_dir), "is not running, and its dead letters are in its Redis", "Resume it, then ask again"
         )
-    return asyncio.run(_answer(opened.redis_url, opened.config, question))
+    return asyncio.run(_answer(opened, opened.redis_url, question))
 
 
-async def _answer(url: str, config: Config, question: Callable[[Redis, Keys], Awaitable[T]]) -> T:
-    given = redis_arguments(url, config)
-    redis = Redis.from_url(url, protocol=2, socket_connect_timeout=3.0, socket_timeout=10.0, **given)
-    try:
-        return await question(redis, Keys(config.name))
-    except (RedisError, OSError) as error:
-        if refusal := redis_refusal(error):
-            raise refusal from error
-        raise InputError("redis", f"does not answer ({error})", "The run may be starting or ending") from error
-    finally:
-        await redis.aclose()
+async def _answer(run: OpenRun, redis_url: str, question: Callable[[Redis, Keys], Awaitable[T]]) -> T:
+    async with connect_once(redis_url, run.config) as redis:
+        return await question(redis, Keys(run.config.name))
 
 
-def _chosen(found: list[DeadLetterEntry], wanted: list[str] | None, *, every: bool) -> list[DeadLetterEntry]:
-    """The letters that are asked for.
+def _chosen(entries: list[DeadLetterEntry], names: list[str] | None, *, every: bool) -> list[DeadLetterEntry]:
+    """The named letters, or all.
 
     Raises:
-        InputError: None is named, or one that is not there.
+        InputError: No letter is named, or a name does not exist.
     """
-    if bool(wanted) == every:
+    if bool(names) == every:
         raise InputError("LETTERS", "name letters, or say --all, and not both", "gspo deadletter list shows them")
-    by_entry = {letter.entry: letter for letter in found}
-    for name in wanted or []:
-        if name not in by_entry:
-            raise InputError("LETTERS", f"there is no letter {name}", nearest(name, by_entry))
-    return found if every else [by_entry[name] for name in wanted or []]
+    by_name = {entry.entry: entry for entry in entries}
+    for name in names or []:
+        if name not in by_name:
+            raise InputError("LETTERS", f"there is no letter {name}", nearest(name, by_name))
+    return entries if every else [by_name[name] for name in names or []]
 
 
-def _record(found: DeadLetterEntry) -> dict[str, Any]:
-    """One letter as plain values; the names here stay as they are."""
-    letter = found.letter
+def _record(entry: DeadLetterEntry) -> dict[str, Any]:
+    """A letter as plain values; scripts rely on these names."""
+    letter = entry.letter
     if letter is None:
-        return {"letter": found.entry, "reason": "these bytes are no letter of this version"}
+        return {"letter": entry.entry, "reason": "these bytes are not a letter of this version"}
     return {
-        "letter": found.entry,
+        "letter": entry.entry,
         "stream": letter.stream,
         "group": letter.group if letter.HasField("group") else None,
         "number": letter.number if letter.HasField("number") else None,
@@ -164,10 +151,10 @@ def _record(found: DeadLetterEntry) -> dict[str, Any]:
     }
 
 
-def _print(found: list[DeadLetterEntry], console: Console) -> None:
+def _print(entries: list[DeadLetterEntry], console: Console) -> None:
     table = Table("letter", "stream", "group", "when (UTC)", "attempts", "by", "why", box=None, header_style="dim")
-    for letter in found:
-        record = _record(letter)
+    for entry in entries:
+        record = _record(entry)
         group = "-" if record.get("group") is None else str(record["group"])
         if record.get("number") is not None:
             group += f"-{record['number']}"
@@ -175,5 +162,5 @@ def _print(found: list[DeadLetterEntry], console: Console) -> None:
             group += f" of {record['evaluation']}"
         when = datetime.fromtimestamp(record["unix_s"], UTC).strftime("%Y-%m-%d %H:%M:%S") if "unix_s" in record else ""
         cells = [str(record.get(name, "")) for name in ("attempts", "by", "reason")]
-        table.add_row(letter.entry, str(record.get("stream", "")), group, when, *cells)
+        table.add_row(entry.entry, str(record.get("stream", "")), group, when, *cells)
     console.print(table)

@@ -30,7 +30,7 @@ from gspo.cli.processes.exit_codes import ServiceRefusedError
 from gspo.cli.processes.redis_server import check_redis, check_unused
 from gspo.cli.run.eval_config import EvaluationSpec, eval_config
 from gspo.cli.run.evaluation import in_order, naming_options
-from gspo.cli.rundir.plan import lock_run_dir
+from gspo.cli.rundir.lock import lock_run_dir
 from gspo.common.config.algorithm import fitting_clip
 from gspo.common.config.loading import parse_config, read_config, write_config
 from gspo.common.config.reference import explain
@@ -388,7 +388,7 @@ def test_status_of_a_run_that_rests(gspo: Call, tmp_path: Path, config: Config) 
     code, output, _ = gspo("status", tmp_path)
     assert code == 0
     assert "step 4/10  reward 0.500" in output
-    go_on = f"not running. Go on with it: gspo run --resume {tmp_path}"
+    go_on = f"not running. Continue it: gspo run --resume {tmp_path}"
     assert go_on in output
     for steps, reason, end, expected in (
         (

@@ -1,7 +1,7 @@
-"""CPU and memory of the run's processes on this machine, those that they started included.
+"""CPU and memory of the run's processes on this machine, with their child processes.
 
-Only a process of this machine that was started under the instance's name: a process id of another machine, or of a
-container, may be anybody's here. Neighbour: status.py.
+A process counts only if its command line has the name of the instance: the process id of another machine or container
+may belong to a foreign process here.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gspo.common.streams.instances import Instance
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """Of one service's process and its children.
+    """The use of one service's process and its children.
 
     Attributes:
-        cpu: Cores, on average since the last look; None at the first.
-        memory_bytes: Resident; what children share with their parent counts once for each.
+        cpu: Cores, on average since the last measurement; None at the first.
+        memory_bytes: Resident; memory that children share with their parent counts once for each.
     """
 
     cpu: float | None
@@ -28,36 +28,36 @@ class ProcessUsage:
 
 
 class UsageMeter:
-    """Looks at processes again and again."""
+    """Measures processes again and again."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, psutil.Process] = {}
+        self._known: dict[int, psutil.Process] = {}
 
-    def look(self, members: Iterable[Instance]) -> dict[str, ProcessUsage]:
-        """By uid of the instance; those that are not on this machine are left out."""
-        found: dict[str, ProcessUsage] = {}
-        seen: dict[int, psutil.Process] = {}
-        for instance in members:
+    def measure(self, instances: Iterable[Instance]) -> dict[str, ProcessUsage]:
+        """The use by uid of the instance, without instances of other machines."""
+        usage: dict[str, ProcessUsage] = {}
+        measured: dict[int, psutil.Process] = {}
+        for instance in instances:
             try:
-                process = self._seen.get(instance.pid) or psutil.Process(instance.pid)
+                process = self._known.get(instance.pid) or psutil.Process(instance.pid)
                 if instance.name not in process.cmdline():
                     continue
                 family = [process, *process.children(recursive=True)]
             except psutil.Error:
                 continue
-            found[instance.uid] = self._sum(family, seen)
-        self._seen = seen
-        return found
+            usage[instance.uid] = self._sum(family, measured)
+        self._known = measured
+        return usage
 
-    def _sum(self, family: Iterable[psutil.Process], seen: dict[int, psutil.Process]) -> ProcessUsage:
+    def _sum(self, family: Iterable[psutil.Process], measured: dict[int, psutil.Process]) -> ProcessUsage:
         percent, memory, is_first = 0.0, 0, True
         for process in family:
-            known = self._seen.get(process.pid)
+            known = self._known.get(process.pid)
             try:
                 is_first = is_first and known is None
                 percent += (known or process).cpu_percent(None)
                 memory += process.memory_info().rss
             except psutil.Error:
                 continue  # it has just ended
-            seen[process.pid] = known or process
+            measured[process.pid] = known or process
         return ProcessUsage(None if is_first else percent / 100, memory)

@@ -1,6 +1,6 @@
-"""Answers that have no score: how many, and why, from the step files of a run.
+"""Answers without a score: their number and the reasons, from the step files of a run.
 
-A reward function that raises on some answers stops nothing, so this is where its user hears of it.
+A reward function that raises on some answers does not stop the run, so its user has to be warned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(\.\d+)?")
 
 
 class Unscored:
-    """Counts answers without a score by reason; reasons that differ in a number or a quoted text are one."""
+    """Counts answers without a score by reason; numbers and quoted texts in a reason do not distinguish it."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -31,7 +31,7 @@ class Unscored:
         return self._counts.total()
 
     def add(self, reasons: Iterable[str | None]) -> list[str]:
-        """Count reasons, None for an answer that has a score; the first example of each reason that is new."""
+        """Count reasons, None for an answer with a score; returns an example of each new reason."""
         new = []
         for reason in reasons:
             if reason is None:
@@ -49,14 +49,14 @@ class Unscored:
 
     def in_words(self) -> str:
         """'3 times: r: raised ValueError: ... (r.py line 5); and 2 other reasons'."""
-        found = self.most_common()
-        shown = [f"{count} times: {reason}" if count > 1 else reason for reason, count in found[:_REASONS_SHOWN]]
-        more = len(found) - len(shown)
+        reasons = self.most_common()
+        shown = [f"{count} times: {reason}" if count > 1 else reason for reason, count in reasons[:_REASONS_SHOWN]]
+        more = len(reasons) - len(shown)
         return "; ".join([*shown, f"and {more} other reasons"] if more > 0 else shown)
 
 
 def reasons_of_step(run_dir: Path, step: int) -> list[str | None]:
-    """Why each answer of a logged step has no score; empty where its file is not there any more."""
+    """For each answer of a logged step, why it has no score; empty if the file was removed."""
     try:
         return column(step_file(run_dir / LOG_FOLDER, step), "failure")
     except (OSError, ValueError):
@@ -64,7 +64,7 @@ def reasons_of_step(run_dir: Path, step: int) -> list[str | None]:
 
 
 def unscored_so_far(run_dir: Path, steps: Sequence[StepRecord]) -> str:
-    """One sentence on the answers without a score in `steps`; empty where every answer has one."""
+    """One sentence on the answers without a score in `steps`; empty if every answer has one."""
     with_some = {record.step: int(record.figures[FIGURE]) for record in steps if record.figures.get(FIGURE)}
     if not with_some:
         return ""

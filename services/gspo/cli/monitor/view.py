@@ -1,7 +1,4 @@
-"""What is known about a run while it goes: figures, versions, evaluations, who does what, and the time each phase took.
-
-It is fed events and heartbeats and draws nothing.
-"""
+"""The state of a run as far as its events, its log and its heartbeats tell it; screens.py and status.py draw it."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from gspo.cli.monitor.text import duration, evaluation_line, step_cells
 from gspo.cli.monitor.unscored import FIGURE, Unscored, reasons_of_step
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance
@@ -42,7 +40,7 @@ Kind = Literal["step", "note", "warning", "error"]
 
 @dataclass(frozen=True)
 class ScreenLine:
-    """One thing that happened, for the reader. Steps are lines only where there is no live view."""
+    """An event for the reader. Only plain screens print the lines of kind "step"."""
 
     text: str
     kind: Kind = "note"
@@ -50,7 +48,7 @@ class ScreenLine:
 
 @dataclass
 class Phases:
-    """Wall-clock seconds by phase; the phases follow each other."""
+    """Wall-clock seconds by phase, of phases one after the other."""
 
     wall_s: dict[str, float] = field(default_factory=dict)
     current: str = "checks"
@@ -68,13 +66,19 @@ class Phases:
 
     @property
     def elapsed_s(self) -> float:
-        """Of the current phase."""
+        """Seconds since the current phase began."""
         return time.monotonic() - self._since
 
 
 @dataclass
 class ServiceProcess:
-    """One expected process: since when it runs, what it says about itself, what keeps it from being ready."""
+    """One expected process.
+
+    Attributes:
+        since_unix_s: Time of its start.
+        instance: Its newest heartbeat.
+        problem: The reason why it is not ready, where one is known.
+    """
 
     name: str
     since_unix_s: float
@@ -88,7 +92,7 @@ class ServiceProcess:
         return self.name.rpartition("-")[0]
 
     def doing(self) -> tuple[str, str, float]:
-        """(busy or waiting, what, since when in unix seconds)."""
+        """(busy or waiting, its activity, since when in unix seconds)."""
         if self.instance is None:
             return "busy", "importing its libraries", self.since_unix_s
         activity = self.instance.activity
@@ -96,7 +100,7 @@ class ServiceProcess:
         return str(activity.get("kind", "busy")), what, float(activity.get("since_unix_s", self.since_unix_s))
 
     def in_words(self) -> str:
-        """'loading the model /m (for 12 s)', 'waiting for the learner ...', or what keeps it from being ready."""
+        """'loading the model /m (for 12 s)', 'waiting for the learner ...', or the reason why it is not ready."""
         kind, what, since_unix_s = self.doing()
         text = self.problem or (f"waiting for {what}" if kind == "waiting" else what)
         return f"{text} (for {duration(max(0.0, time.time() - since_unix_s))})"
@@ -104,13 +108,13 @@ class ServiceProcess:
 
 @dataclass
 class View:
-    """Everything that a screen shows.
+    """The content of a screen.
 
     Attributes:
         evaluations: In the order of recording.
-        settled: Groups by how they ended, trained ones included.
+        settled: Number of groups by settlement, trained ones included.
         failures: Failed groups by reason.
-        unscored: Answers without a score of the steps that were seen.
+        unscored: The answers without a score in the steps of this session.
     """
 
     config: Config
@@ -132,17 +136,17 @@ class View:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Of the last step."""
+        """The figures of the last step."""
         return self.steps[-1] if self.steps else {}
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run, where they are known."""
+        """Steps of the whole run; None without run.total_steps."""
         return self.config.run.total_steps
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last step, by the median time of the last STEPS_FOR_ETA."""
+        """Seconds until the last step, by the median time of the last STEPS_FOR_ETA steps."""
         if self.total_steps is None or len(self.step_unix_s) < 2:
             return None
         pace_s = median(after - before for before, after in pairwise(self.step_unix_s))
@@ -167,16 +171,16 @@ class View:
         return [process for process in self.processes.values() if not process.ready]
 
     def apply(self, event: Event) -> list[ScreenLine]:
-        """Take one event in; the lines that it is worth."""
+        """Apply one event; returns its lines for the screen."""
         match body_of(event):
             case StepDone() as done:
-                return self._take_step(done, event.unix_s)
+                return self._on_step(done, event.unix_s)
             case GroupsSettled(groups=groups):
-                return self._take_groups(groups)
+                return self._on_groups(groups)
             case VersionLive(version=version):
                 self.live_version = version
             case EvaluationDone() as done:
-                return self._take_evaluation(done, event.unix_s)
+                return self._on_evaluation(done, event.unix_s)
             case CheckpointDone(step=step, path=path):
                 return [ScreenLine(f"checkpoint of step {step}: {path}")]
             case TrainingDone(step=step, reason=reason):
@@ -187,10 +191,10 @@ class View:
             case PromptsExhausted(num_groups=num_groups):
                 return [ScreenLine(f"no more prompts after {num_groups} groups")]
             case Finished() as finished:
-                return self._take_finished(finished)
+                return self._on_finished(finished)
         return []
 
-    def _take_step(self, done: StepDone, unix_s: float) -> list[ScreenLine]:
+    def _on_step(self, done: StepDone, unix_s: float) -> list[ScreenLine]:
         figures = dict(done.figures)
         if self.phases.current in ("start", "evaluation_before"):
             self.phases.enter("training")
@@ -200,13 +204,13 @@ class View:
         self.settled["trained"] += len(done.groups)
         if "reward_mean" in figures:
             self.rewards.append(figures["reward_mean"])
-        found = advice(list(self.steps), self.config)
-        new = [ScreenLine(found[name], "warning") for name in found if name not in self.warned]
-        self.warned = set(found)
-        return [ScreenLine(step_line(self), "step"), *new, *self._take_unscored(int(figures.get(FIGURE, 0)))]
+        warnings = advice(list(self.steps), self.config)
+        new = [ScreenLine(text, "warning") for name, text in warnings.items() if name not in self.warned]
+        self.warned = set(warnings)
+        return [ScreenLine(step_line(self), "step"), *new, *self._on_unscored(int(figures.get(FIGURE, 0)))]
 
-    def _take_unscored(self, count: int) -> list[ScreenLine]:
-        """A warning for a reason that is new, and whenever there are ten times as many such answers as before."""
+    def _on_unscored(self, count: int) -> list[ScreenLine]:
+        """A warning for each new reason, and whenever the number of such answers has one more digit."""
         if not count:
             return []
         before = len(self.unscored)
@@ -217,13 +221,13 @@ class View:
         text = f"step {self.step}: {count} answers have no score{total}, and are left out: {self.unscored.in_words()}"
         return [ScreenLine(text, "warning")]
 
-    def _take_groups(self, groups: Sequence[SettledGroup]) -> list[ScreenLine]:
+    def _on_groups(self, groups: Sequence[SettledGroup]) -> list[ScreenLine]:
         self.settled.update(word_of(Settlement, group.settlement) for group in groups)
         failed = [group for group in groups if group.settlement == Settlement.SETTLEMENT_FAILED]
-        return [line for group in failed if (line := self._take_failure(group))]
+        return [line for group in failed if (line := self._failure_line(group))]
 
-    def _take_failure(self, group: SettledGroup) -> ScreenLine | None:
-        """A warning for the first failure of a reason, and for the tenth, the hundredth and so on."""
+    def _failure_line(self, group: SettledGroup) -> ScreenLine | None:
+        """A warning for the first failure with a reason, the tenth, the hundredth and so on."""
         self.failures[group.reason] += 1
         count = self.failures[group.reason]
         if str(count).strip("0") != "1":
@@ -231,21 +235,21 @@ class View:
         which = f"group {group.group} failed" if count == 1 else f"{count} groups have failed, the last {group.group}"
         return ScreenLine(f"{which}: {group.reason}", "warning")
 
-    def _take_evaluation(self, done: EvaluationDone, unix_s: float) -> list[ScreenLine]:
+    def _on_evaluation(self, done: EvaluationDone, unix_s: float) -> list[ScreenLine]:
         figures, score = dict(done.figures), done.score if done.HasField("score") else None
         self.evaluations.append(EvaluationRecord(done.file, done.version, done.step, unix_s, score, figures))
         if self.phases.current == "evaluation_before" and len(self.by_file) >= len(self.config.evaluation.files):
             self.phases.enter("training")
-        what = done.file or "held-out prompts"
+        name = done.file or "held-out prompts"
         failed = figures.get("num_failed", 0)
         more = f"; {failed:.0f} answers could not be scored" if failed else ""
         is_best = score is not None and self.best == (done.version, score)
         best = f"; the best by {self.config.evaluation.keep_best}" if is_best else ""
         return [
-            ScreenLine(f"{what} at version {done.version}: {evaluation_line(figures) or 'nothing scored'}{more}{best}")
+            ScreenLine(f"{name} at version {done.version}: {evaluation_line(figures) or 'nothing scored'}{more}{best}")
         ]
 
-    def _take_finished(self, finished: Finished) -> list[ScreenLine]:
+    def _on_finished(self, finished: Finished) -> list[ScreenLine]:
         self.finished = finished
         if finished.end == RUN_END_FAILED:
             return [ScreenLine(f"failed: {finished.reason}", "error")]
@@ -253,7 +257,7 @@ class View:
 
 
 def load_history(view: View) -> list[StepRecord]:
-    """Give a view what its run has logged so far; returns the steps."""
+    """Fill a view from the log of its run; returns the records of the steps."""
     log = RunLog(view.run_dir)
     steps = log.steps()
     for record in steps:
@@ -264,46 +268,10 @@ def load_history(view: View) -> list[StepRecord]:
     return steps
 
 
-def evaluation_line(figures: dict[str, float]) -> str:
-    """The figures of an evaluation that matter, in one line."""
-    shown = [(name, figures[f"{name}_mean"]) for name in ("sampled", "greedy") if f"{name}_mean" in figures]
-    if (largest := largest_pass(figures)) > 1:
-        shown.append((f"pass@{largest}", figures[f"pass_at_{largest}"]))
-    return ", ".join(f"{name} {value:.3f}" for name, value in shown)
-
-
-def largest_pass(figures: dict[str, float]) -> int:
-    """The largest k for which there is a pass@k; 0 where there is none."""
-    found = (name.removeprefix("pass_at_") for name in figures if name.startswith("pass_at_"))
-    return max((int(k) for k in found if k.isdecimal()), default=0)
-
-
 def step_line(view: View) -> str:
-    """One step in one line."""
-    figures, total = view.figures, view.total_steps
-    parts = [f"step {view.step}/{total}" if total else f"step {view.step}"]
-    shown = (
-        ("reward", "reward_mean", "{:.3f}"),
-        ("clipped", "clipped_sequences", "{:.0%}"),
-        ("age", "age_mean", "{:.2f}"),
-        ("max", "age_max", "{:.0f}"),
-        ("grad norm", "grad_norm", "{:.3g}"),
-        ("tokens/s", "tokens_per_s", "{:,.0f}"),
-    )
-    parts += [f"{label} {form.format(figures[name])}" for label, name, form in shown if name in figures]
-    if "step_s" in figures:
-        parts.append(f"{figures['step_s']:.1f} s")
-    parts.append(f"version {view.version}")
+    """The newest step in one line."""
+    parts = [f"step {view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"]
+    parts += [*step_cells(view.figures), f"version {view.version}"]
     if view.eta_s is not None:
         parts.append(f"{duration(view.eta_s)} to go")
     return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """'42 s', '3 min 5 s', '2 h 10 min'."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -14,12 +14,12 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from gspo.cli.monitor.view import duration
+from gspo.cli.monitor.text import duration
 from gspo.cli.report.history import SETTLEMENTS, RunHistory
+from gspo.cli.report.page_tables import evaluation_tables, stale_by_length
 from gspo.cli.report.plots import Plot
 from gspo.cli.report.samples import read_samples
 from gspo.cli.report.summary import difference, notes
-from gspo.cli.report.tables import evaluation_tables, stale_by_length
 from gspo.cli.rundir.plan import FAILED, STOPPED
 from gspo.common.config.learner import LearnerConfig, LoraConfig
 from gspo.common.config.schema import Config

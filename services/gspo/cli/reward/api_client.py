@@ -1,33 +1,26 @@
-"""Calls of a reward service's REST door, for `gspo reward`: where it is, which token to show, what it refused.
-
-It prints nothing.
-"""
+"""A client of the HTTP API of a reward service, for `gspo reward`: its address, its token, its refusals."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from gspo.cli.monitor.status import read_instances
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.rundir import http_client
-from gspo.cli.rundir.plan import check_run_dir, is_run_dir_locked, supervisor_facts
-from gspo.common.config.loading import CONFIG_NAME, read_config
-from gspo.common.config.schema import Config
+from gspo.cli.rundir.open_run import OpenRun, open_run, read_instances
 from gspo.common.config.services import TlsConfig
 from gspo.common.errors import InputError
 from gspo.common.network.credentials import check_tls, shared_token
+from gspo.common.streams.keys import REWARD
 
 URL_VARIABLE, TOKEN_VARIABLE, CA_VARIABLE = "GSPO_REWARD_URL", "GSPO_REWARD_TOKEN", "GSPO_REWARD_CA"
 # A submission is loaded and tested before it is answered.
 TIMEOUT_S = 180.0
-# A refusal by these is about what the user gave.
+# Status codes of a refusal of the user's input.
 _BAD_INPUT = (400, 401, 403, 404, 409, 413, 415, 422)
 
 
@@ -35,46 +28,45 @@ class RefusedCallError(InputError):
     """The service refused; `problems` has each reason."""
 
     def __init__(self, what: str, detail: str, problems: list[dict[str, Any]]) -> None:
-        super().__init__(what, detail, "Mend it and call again")
+        super().__init__(what, detail, "Fix it and call again")
         self.problems = problems
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.rule}"]
-        lines += [one["text"] for one in self.problems if one["text"] != self.rule]
-        for one in self.problems:
-            lines += [
-                text.rstrip() for text in (one["traceback"], one["output"] and f"it printed: {one['output']}") if text
-            ]
+        lines += [problem["text"] for problem in self.problems if problem["text"] != self.rule]
+        for problem in self.problems:
+            output = problem["output"] and f"it printed: {problem['output']}"
+            lines += [text.rstrip() for text in (problem["traceback"], output) if text]
         return printable("\n".join(lines))
 
 
 def printable(text: str) -> str:
-    """Text of a function, without the characters that a terminal obeys: they are shown by their numbers."""
-    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
+    """Text of a function with its control characters as escapes, so that they cannot change the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 class RewardClient:
-    """One service's door.
+    """A client of one service.
 
     Args:
         url: Its address, such as http://127.0.0.1:8081.
-        token: Empty where it asks for none.
-        tls: Whose certificate it must show, where the address is https.
+        token: Empty if it requires none.
+        tls: The certificates to trust, for an https address.
     """
 
     def __init__(self, url: str, token: str, tls: TlsConfig) -> None:
         self._url, self._token, self._tls = url, token, tls
 
-    def call(self, method: str, path: str = "", **given: Any) -> Any:
-        """The JSON of an answer; `path` comes behind /v1/rewards.
+    def call(self, method: str, path: str = "", **options: Any) -> Any:
+        """The JSON of a reply; `path` is appended to /v1/rewards, `options` go to httpx.
 
         Raises:
-            RefusedCallError: What was given cannot work.
+            RefusedCallError: The service refuses the input.
             RunError: The service cannot be reached, or failed.
         """
         try:
             with http_client.blocking_client(self._url, self._token, self._tls, timeout_s=TIMEOUT_S) as client:
-                reply = client.request(method, f"/v1/rewards{path}", **given)
+                reply = client.request(method, f"/v1/rewards{path}", **options)
         except httpx.HTTPError as error:
             raise RunError(f"the reward service at {self._url} does not answer ({error})") from error
         if reply.is_success:
@@ -89,7 +81,7 @@ class RewardClient:
 
 
 def find_reward_service(run: Path | None, url: str | None) -> RewardClient:
-    """The door at `url`, else of a run's reward service: the given run, or the newest one under ./runs.
+    """A client of the HTTP API at `url`, or of the reward service of a run: the named one, or the newest under ./runs.
 
     Raises:
         InputError: There is no run, or it has no reward service now.
@@ -98,44 +90,31 @@ def find_reward_service(run: Path | None, url: str | None) -> RewardClient:
     token = os.environ.get(TOKEN_VARIABLE, "")
     if url and run is None:
         return RewardClient(url, token, TlsConfig(ca=_authority()))
-    run_dir = run or _newest(Path("runs"))
-    check_run_dir(run_dir)
-    config = read_config(run_dir / CONFIG_NAME)
-    found = http_client.url(_address(run_dir, config), config)
-    return RewardClient(found, token or shared_token(config), config.services.tls)
+    opened = open_run(run, ("*", ".rewards/service/*"), "Give one with --run, or an address with --url")
+    config = opened.config
+    address = http_client.url(_address(opened), config)
+    return RewardClient(address, token or shared_token(config), config.services.tls)
 
 
 def _authority() -> Path | None:
-    """The certificates that are believed where there is only an address."""
-    given = os.environ.get(CA_VARIABLE)
-    if given:
-        check_tls(TlsConfig(ca=Path(given)), "")
-    return Path(given) if given else None
+    """The certificate authority to trust for an address, from the environment."""
+    authority = os.environ.get(CA_VARIABLE)
+    if authority:
+        check_tls(TlsConfig(ca=Path(authority)), "")
+    return Path(authority) if authority else None
 
 
-def _newest(folder: Path) -> Path:
-    """The newest run or `gspo reward serve` below a folder; one that is up before one that is not."""
-    found = [path.parent for form in ("*", ".rewards/service/*") for path in folder.glob(f"{form}/{CONFIG_NAME}")]
-    if not found:
-        raise InputError(str(folder), "holds no run directory", "Give one with --run, or an address with --url")
-    found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((path for path in found if is_run_dir_locked(path)), found[0])
-
-
-def _address(run_dir: Path, config: Config) -> str:
-    with _explained(run_dir):
-        redis_url = config.services.redis_url or str(supervisor_facts(run_dir)["redis_url"])
-        members = asyncio.run(read_instances(redis_url, config))
-        return next(instance.http for instance in members if instance.service == "reward" and instance.grpc)
-
-
-@contextmanager
-def _explained(run_dir: Path) -> Iterator[None]:
+def _address(run: OpenRun) -> str:
+    problem: InputError | None = None
     try:
-        yield
-    except (KeyError, StopIteration, InputError) as error:
-        raise InputError(
-            str(run_dir),
-            "has no reward service that runs",
-            "Start the run, or `gspo reward serve CONFIG`; or give the address: --url http://HOST:PORT",
-        ) from error
+        instances = asyncio.run(read_instances(run.redis_url, run.config)) if run.redis_url else []
+    except InputError as error:
+        instances, problem = [], error
+    for instance in instances:
+        if instance.service == REWARD and instance.grpc:
+            return instance.http
+    raise InputError(
+        str(run.run_dir),
+        "has no reward service that runs",
+        "Start the run, or `gspo reward serve CONFIG`; or give the address: --url http://HOST:PORT",
+    ) from problem

@@ -18,7 +18,8 @@ from gspo.cli.processes.redis_server import REDIS, check_redis, start_redis
 from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.cli.run.session import Interrupts
 from gspo.cli.rundir import http_client
-from gspo.cli.rundir.plan import SERVICES_DIR, RunPlan, lock_run_dir, prepare, write_supervisor_facts
+from gspo.cli.rundir.lock import SERVICES_DIR, lock_run_dir, write_supervisor_facts
+from gspo.cli.rundir.plan import RunPlan, prepare
 from gspo.common.config.loading import read_config
 from gspo.common.config.reward import RewardFunction
 from gspo.common.config.schema import Config

@@ -18,14 +18,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gspo.cli.monitor.screens import open_screen
 from gspo.cli.monitor.view import Phases, View
 from gspo.cli.processes.exit_codes import InterruptedRunError, RunError, ServiceRefusedError
 from gspo.cli.processes.preflight import Preflight
 from gspo.cli.processes.programs import Job
 from gspo.cli.run.eval_config import EvaluationSpec, eval_config, named_files
 from gspo.cli.run.session import Interrupts, new_view, run_session
-from gspo.cli.run.training import check_all, open_screen, place_on_gpus, until_interrupted
-from gspo.cli.rundir.plan import SERVICES_DIR, RunPlan, prepare
+from gspo.cli.run.training import check_all, place_on_gpus, until_interrupted
+from gspo.cli.rundir.lock import SERVICES_DIR
+from gspo.cli.rundir.plan import RunPlan, prepare
 from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError

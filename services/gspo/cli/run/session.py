@@ -16,17 +16,16 @@ from typing import TypeAlias
 import httpx
 from redis.exceptions import RedisError
 
-from gspo.cli.monitor.disk_space import watch_disk_space
-from gspo.cli.monitor.screen import Screen
+from gspo.cli.monitor.screens import Screen
 from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, load_history
-from gspo.cli.monitor.watcher import Watcher
+from gspo.cli.monitor.watcher import Watcher, watch_disk_space
 from gspo.cli.processes.child import Program
 from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, RunError
 from gspo.cli.processes.programs import Job, external_learner_command, service_programs
 from gspo.cli.processes.redis_server import REDIS, start_redis
 from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.cli.rundir import http_client
-from gspo.cli.rundir.plan import SERVICES_DIR, write_supervisor_facts
+from gspo.cli.rundir.lock import SERVICES_DIR, write_supervisor_facts
 from gspo.common.service.redis_client import REDIS_PATIENCE_S
 from gspo.common.service.tasks import run_until_cancelled
 from gspo.common.streams.consumer import task_group

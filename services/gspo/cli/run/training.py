@@ -11,16 +11,17 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from gspo.cli.monitor.live import LiveScreen
-from gspo.cli.monitor.screen import PlainScreen, Screen
-from gspo.cli.monitor.view import Phases, ScreenLine, View, duration
+from gspo.cli.monitor.screens import open_screen
+from gspo.cli.monitor.text import duration
+from gspo.cli.monitor.view import Phases, ScreenLine, View
 from gspo.cli.processes.exit_codes import InterruptedRunError
 from gspo.cli.processes.placement import Placement, place
 from gspo.cli.processes.preflight import Preflight, check_services
 from gspo.cli.processes.programs import Job, check_ports, process_names
 from gspo.cli.processes.redis_server import check_redis
 from gspo.cli.run.session import Interrupts, Programs, new_view, run_session
-from gspo.cli.rundir.plan import PAGE_NAME, RunPlan, lock_run_dir, plan_run, prepare
+from gspo.cli.rundir.lock import lock_run_dir
+from gspo.cli.rundir.plan import PAGE_NAME, RunPlan, plan_run, prepare
 from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_FAILED
@@ -90,11 +91,6 @@ async def _run(
     return view
 
 
-def open_screen(console: Console, *, plain: bool) -> Screen:
-    """Live where there is a terminal."""
-    return PlainScreen(console) if plain or not console.is_terminal else LiveScreen(console)
-
-
 def place_on_gpus(config: Config, services: tuple[str, ...], console: Console) -> Placement:
     """The GPUs of every process of a run of these services, shown where there are any.
 
@@ -139,7 +135,7 @@ def _was_stopped(view: View) -> bool:
 
 
 def _how_to_go_on(run_dir: Path) -> str:
-    return f"Go on with it:\n  gspo run --resume {shlex.quote(str(run_dir))}"
+    return f"Continue it:\n  gspo run --resume {shlex.quote(str(run_dir))}"
 
 
 def _has_finished(plan: RunPlan) -> str:

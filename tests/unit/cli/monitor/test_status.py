@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gspo.cli.monitor.generators import GeneratorAlerts, generator_problems
 from gspo.cli.monitor.process_usage import ProcessUsage
 from gspo.cli.monitor.status import StatusPage, instance_parts
+from gspo.cli.monitor.watcher import GeneratorAlerts, generator_problems
 from gspo.common.config.loading import write_config
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance
@@ -68,7 +68,7 @@ def test_answers_without_a_score_are_said_with_their_reasons(config: Config, tmp
     write_log(tmp_path, {1: [None, None], 2: [None, WHY.format(27)], 3: [WHY.format(8), "r: timed out after 10 s"]})
     write_config(config, tmp_path / "config.yaml")
     console = Console(file=io.StringIO(), width=10_000)
-    console.print(StatusPage(tmp_path, config).page([]))
+    console.print(StatusPage(tmp_path, config).draw([]))
     assert (
         "3 answers without a score, left out of training, in 2 of 3 steps, the last of them step 3. "
         f"2 times: {WHY.format(27)}; r: timed out after 10 s" in console.file.getvalue()
@@ -81,11 +81,11 @@ def test_a_page_that_is_watched_takes_a_new_configuration(config: Config, tmp_pa
     write_config(config, tmp_path / "config.yaml")
     look = StatusPage(tmp_path, config)
     console = Console(file=io.StringIO(), width=200)
-    console.print(look.page([]))
+    console.print(look.draw([]))
     longer = config.model_copy(update={"run": config.run.model_copy(update={"total_steps": 84})})
     write_config(longer, tmp_path / "config.yaml")
     os.utime(tmp_path / "config.yaml", (1, 1))
-    console.print(look.page([]))
+    console.print(look.draw([]))
     assert re.findall(r"step 11/\d+", console.file.getvalue()) == ["step 11/10", "step 11/84"]
 
 
@@ -96,9 +96,9 @@ def test_one_that_is_only_being_pushed_to_is_not_worth_a_line() -> None:
 
 def test_a_push_that_takes_long_is_worth_one() -> None:
     behind = {"name": "generation-0 (b:1)", "state": "behind", "problem": "", "since_unix_s": time.time() - 7}
-    expected = "generation-0 (b:1) is behind for 7 s, serving version 7: the push to it is "
-    assert generator_problems([learner(**behind)]) == [expected + "under way"]
-    assert generator_problems([learner(**behind, waiting=True)]) == [expected + "waiting for another push"]
+    expected = "generation-0 (b:1) is behind for 7 s, serving version 7: the push to it "
+    assert generator_problems([learner(**behind)]) == [expected + "is in flight"]
+    assert generator_problems([learner(**behind, waiting=True)]) == [expected + "waits for another push"]
 
 
 def test_departure_and_return_are_told_once_each_while_a_run_is_watched() -> None:

@@ -31,7 +31,7 @@ async def asked(config: Config, folder: Path, port: int) -> ServiceProcess:
     view = View(config, folder, {"learner-0": process}, Phases())
     watcher = Watcher(Redis(), view, lambda _: None)
     async with httpx.AsyncClient(timeout=0.1) as client:
-        await watcher._ask_ready(client, "learner-0")
+        await watcher._probe_readiness(client, "learner-0")
     return process
 
 
@@ -81,10 +81,10 @@ async def test_what_a_service_did_last_is_shown_until_it_is_ready(config: Config
     activity.set("busy", "starting vLLM")
     registration = Registration(redis, keys, Instance("generation", "generation-0"), activity, dict)
     await registration.beat()
-    await watcher._read_members()
+    await watcher._read_instances()
     await redis.flushall()
-    await watcher._read_members()
+    await watcher._read_instances()
     assert process.in_words().startswith("starting vLLM (for ")
     process.ready = True
-    await watcher._read_members()
+    await watcher._read_instances()
     assert process.instance is None

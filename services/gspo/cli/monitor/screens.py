@@ -1,7 +1,4 @@
-"""The live terminal: progress, the figures that matter, and what every process is doing or waiting for.
-
-It holds no state but the display: everything comes from view.py. Neighbour: screen.py for terminals without it.
-"""
+"""The screens of a run: a live panel in a terminal, or plain lines elsewhere. All content comes from the view."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import termios
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,17 +16,66 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gspo.cli.monitor.screen import STYLES
-from gspo.cli.monitor.verdict import in_one_line, verdict_of
-from gspo.cli.monitor.view import ScreenLine, ServiceProcess, View, duration, evaluation_line
+from gspo.cli.monitor.text import duration, evaluation_line, largest_shares
+from gspo.cli.monitor.view import ScreenLine, ServiceProcess, View
 from gspo.common.streams.keys import GENERATION
+from gspo.common.telemetry.bottleneck import verdict
 
-# Waiting longer than this is worth a look.
+_STYLES = {"step": "", "note": "cyan", "warning": "yellow", "error": "bold red"}
+# Seconds between lines about the start, without a live panel.
+_QUIET_S = 10.0
+# A longer wait is highlighted.
 LONG_WAIT_S = 5.0
-# Place of the local flags in what termios gives.
+# Index of the local flags in the list of termios.
 _LOCAL_FLAGS = 3
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 32
+
+
+class Screen(Protocol):
+    """Shows a run."""
+
+    def say(self, line: ScreenLine) -> None:
+        """Show an event."""
+
+    def show(self, view: View) -> None:
+        """Show the current state; called several times a second."""
+
+    def close(self) -> None:
+        """Restore the terminal."""
+
+
+def open_screen(console: Console, *, plain: bool) -> Screen:
+    """A live panel in a terminal; plain lines elsewhere, or with `plain`."""
+    return PlainScreen(console) if plain or not console.is_terminal else LiveScreen(console)
+
+
+class PlainScreen:
+    """A line for each step and each event, with the time of day."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last_line = time.monotonic()
+
+    def say(self, line: ScreenLine) -> None:
+        """Print the line."""
+        text = Text(f"{time.strftime('%H:%M:%S')}  {_with_label(line)}", _STYLES[line.kind])
+        self._console.print(text, soft_wrap=True, highlight=False)
+        self._last_line = time.monotonic()
+
+    def show(self, view: View) -> None:
+        """While services start, print every _QUIET_S which of them are not ready."""
+        if view.phases.current == "start" and time.monotonic() - self._last_line > _QUIET_S:
+            num_ready = len(view.processes) - len(view.waiting_to_start)
+            self.say(ScreenLine(f"{num_ready} of {len(view.processes)} services are ready. {waited_for(view)}"))
+
+    def close(self) -> None:
+        """Do nothing: plain lines need no restoring."""
+
+
+def waited_for(view: View) -> str:
+    """The processes that are not ready, with what each does and for how long."""
+    return "; ".join(f"{process.name}: {process.in_words()}" for process in view.waiting_to_start) or "nothing"
 
 
 class LiveScreen:
@@ -42,11 +88,9 @@ class LiveScreen:
         self._live.start()
 
     def say(self, line: ScreenLine) -> None:
-        """Print a line above; steps are in the panel."""
-        if line.kind == "step":
-            return
-        label = f"{line.kind}: " if line.kind in ("warning", "error") else ""
-        self._live.console.print(Text(label + line.text, STYLES[line.kind]), highlight=False)
+        """Print a line above the panel; steps are in the panel."""
+        if line.kind != "step":
+            self._live.console.print(Text(_with_label(line), _STYLES[line.kind]), highlight=False)
 
     def show(self, view: View) -> None:
         """Draw."""
@@ -54,7 +98,7 @@ class LiveScreen:
         self._live.update(draw(view), refresh=True)
 
     def close(self) -> None:
-        """Leave the progress and the figures on the terminal, without what processes did that have ended."""
+        """Leave the progress and the figures on the terminal, without the ended processes."""
         if self._view is not None:
             self._live.update(draw(self._view, ended=True), refresh=True)
         self._live.stop()
@@ -62,7 +106,7 @@ class LiveScreen:
 
 
 class _Echo:
-    """Keeps the terminal from writing ^C into the drawing, which would move it by a line."""
+    """Keeps the terminal from writing ^C into the panel, which would move it by a line."""
 
     def __init__(self) -> None:
         self._before: Any = None
@@ -75,15 +119,19 @@ class _Echo:
             termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
 
     def restore(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the flags of the terminal."""
         if self._before is not None:
             with suppress(termios.error, OSError):
                 termios.tcsetattr(sys.stdin, termios.TCSANOW, self._before)
 
 
+def _with_label(line: ScreenLine) -> str:
+    return f"{line.kind}: {line.text}" if line.kind in ("warning", "error") else line.text
+
+
 def draw(view: View, *, ended: bool = False) -> RenderableType:
-    """The whole panel; at the end of a session without its processes, and without what Ctrl-C would do."""
-    parts = [_progress(view), _figures(view), _held_out(view), _time(view)]
+    """The whole panel; at the end of a session without processes and without the hint about Ctrl-C."""
+    parts = [_progress(view), _figures(view), _evaluations(view), _step_time(view)]
     title = f"[bold]gspo[/] {view.config.name} · {view.phases.current.replace('_', ' ')} "
     title += duration(view.phases.elapsed_s)
     return Panel(
@@ -102,8 +150,8 @@ def _progress(view: View) -> RenderableType:
     row.add_column(no_wrap=True, justify="right")
     total = view.total_steps
     label = f"step [bold]{view.step}[/]" + (f" of {total}" if total else "")
-    left = f"{duration(view.eta_s)} to go" if view.eta_s is not None else ""
-    row.add_row(label, ProgressBar(total=total, completed=view.step) if total else "", left)
+    to_go = f"{duration(view.eta_s)} to go" if view.eta_s is not None else ""
+    row.add_row(label, ProgressBar(total=total, completed=view.step) if total else "", to_go)
     return row
 
 
@@ -113,50 +161,47 @@ def _figures(view: View) -> RenderableType:
     reward = f"{figures['reward_mean']:.3f}" if "reward_mean" in figures else "-"
     table.add_row("reward", f"[bold]{reward}[/]", f"[green]{sparkline(view.rewards)}[/]", "")
     age = f"{figures['age_mean']:.2f} / {figures['age_max']:.0f}" if {"age_mean", "age_max"} <= figures.keys() else "-"
-    table.add_row("token age, mean / max", age, "clipped", _share(figures.get("clipped_sequences")))
+    clipped = f"{figures['clipped_sequences']:.0%}" if "clipped_sequences" in figures else "-"
+    table.add_row("token age, mean / max", age, "clipped", clipped)
     live = f" (generators have {view.live_version})" if view.live_version not in (None, view.version) else ""
     speed = f"{figures['tokens_per_s']:,.0f}" if "tokens_per_s" in figures else "-"
     table.add_row("policy version", f"{view.version}{live}", "trained tokens/s", speed)
     return table
 
 
-def _held_out(view: View) -> RenderableType:
-    """Each held-out file in a line."""
+def _evaluations(view: View) -> RenderableType:
+    """A row for each held-out file."""
     table = Table.grid(padding=(0, 3))
     table.add_column(no_wrap=True)
     for file in view.config.evaluation.files:
-        table.add_row(f"held-out, {file}" if file else "held-out reward", _held_out_text(view, file))
+        table.add_row(f"held-out, {file}" if file else "held-out reward", _evaluation_cell(view, file))
     return table
 
 
-def _held_out_text(view: View, file: str) -> str:
-    """Its newest mean, what it was at first, the other figures, and which version is the best."""
-    sampled = [record for record in view.by_file.get(file, []) if "sampled_mean" in record.figures]
-    if not sampled:
+def _evaluation_cell(view: View, file: str) -> str:
+    """The newest mean of a held-out file, the first one, the other figures, and the best version."""
+    records = [record for record in view.by_file.get(file, []) if "sampled_mean" in record.figures]
+    if not records:
         return "[bold]-[/]"
-    first, last = sampled[0], sampled[-1]
+    first, last = records[0], records[-1]
     parts = [f"[bold]{last.figures['sampled_mean']:.3f}[/] at version {last.version}"]
-    if len(sampled) > 1:
+    if len(records) > 1:
         parts[0] += f" (was {first.figures['sampled_mean']:.3f} at {first.version})"
     parts += evaluation_line(last.figures).split(", ")[1:]
-    wanted = view.config.best_figure
-    if view.best is not None and wanted is not None and wanted.file == file:
+    compared = view.config.best_figure
+    if view.best is not None and compared is not None and compared.file == file:
         parts.append(f"best: version {view.best[0]}")
     return "  ".join(parts)
 
 
-def _time(view: View) -> RenderableType:
-    """Where a step's time goes, and which stage bounds the run."""
+def _step_time(view: View) -> RenderableType:
+    """The largest shares of a step's time, and the stage that bounds the run."""
     num_generators = sum(process.service == GENERATION for process in view.processes.values())
     table = Table.grid(padding=(0, 3))
-    if found := verdict_of(view, num_generators):
-        table.add_row("step time", in_one_line(found))
-        table.add_row("bound by", f"[bold]{found.stage}[/]" + (f": try {found.change[0]}" if found.change else ""))
+    if bound := verdict(list(view.steps), view.config, num_generators):
+        table.add_row("step time", largest_shares(bound))
+        table.add_row("bound by", f"[bold]{bound.stage}[/]" + (f": try {bound.change[0]}" if bound.change else ""))
     return table
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
 
 
 def _processes(view: View) -> RenderableType:
@@ -169,7 +214,7 @@ def _processes(view: View) -> RenderableType:
 
 
 def process_cells(process: ServiceProcess) -> tuple[Text, Text]:
-    """('for 3 s', 'waiting for rewards of 3 groups'); highlighted where it waits longer than LONG_WAIT_S."""
+    """('3 s', 'waiting for rewards of 3 groups'); highlighted if it waits longer than LONG_WAIT_S."""
     kind, what, since = process.doing()
     for_s = max(0.0, time.time() - since)
     if kind == "waiting":
@@ -180,7 +225,7 @@ def process_cells(process: ServiceProcess) -> tuple[Text, Text]:
 
 
 def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
-    """The values as a row of bars, means of equal stretches where there are more than `width`."""
+    """The values as a row of at most `width` bars, each the mean of equally many values."""
     if not values:
         return ""
     size = -(-len(values) // width)
