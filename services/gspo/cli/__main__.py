@@ -1,8 +1,4 @@
-"""The command line: `gspo`.
-
-It only turns errors into one message and an exit code: also those of the system about a path that the user gave.
-commands.py holds the commands.
-"""
+"""The program `gspo`: runs a command of commands.py and turns errors into one message and an exit code."""
 
 from __future__ import annotations
 
@@ -47,12 +43,14 @@ def _refuse_bytes(words: Sequence[str]) -> None:
 
 
 def _refusal(error: OSError, words: Sequence[str]) -> InputError:
-    """A path of the command line that cannot be read or written; any other error of the system is ours, and raised."""
+    """The message about a path of the command line that cannot be used; raises any other error of the system."""
     path = Path(str(error.filename)) if isinstance(error.filename, str | Path) else None
-    given = [Path(word.partition("=")[2] or word) for word in words]
-    if path is None or not any(path == one or one in path.parents or path in one.parents for one in given):
+    named = [Path(word.partition("=")[2] or word) for word in words]
+    if path is None or not any(path == other or other in path.parents or path in other.parents for other in named):
         raise error
-    return InputError(str(path), f"cannot be used ({error.strerror})", "Give another path, or mend what is there")
+    return InputError(
+        str(path), f"cannot be used ({error.strerror})", "Give another path, or check this one"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""`gspo certs`: the secrets and certificates of a cluster, made once and copied to every host of it.
+"""`gspo certs`: makes the secrets and the certificate of a cluster, once, for all its hosts.
 
-One certificate for all services, found by its name instead of its host's, signed by an authority whose key is thrown
-away: nothing can be signed by it later, and a new set is made instead.
+All services share one certificate under one server name. The key of the signing authority is thrown away, so nothing
+can be signed by it later; a new set replaces the old one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _BEFORE = datetime.timedelta(hours=1)
 
 
 def make_secrets(folder: Path, hosts: tuple[str, ...], days: int) -> dict[str, Path]:
-    """Write token, Redis password, certificate, key and authority; what each key of `services` is set to.
+    """Write token, Redis password, certificate, key and authority; returns their paths by name.
 
     Args:
-        hosts: Names and addresses, beside this machine's own, by which browsers and others may call the doors.
+        hosts: Names and addresses, beside this machine's own, under which clients may call the HTTP APIs.
 
     Raises:
         InputError: One of the files is there already.
@@ -51,7 +51,7 @@ def make_secrets(folder: Path, hosts: tuple[str, ...], days: int) -> dict[str, P
 
 
 def settings(paths: dict[str, Path]) -> str:
-    """The lines of config.yaml that use them."""
+    """The lines of config.yaml that use the files."""
     place = {name: path.resolve() for name, path in paths.items()}
     return "\n".join(
         (
@@ -64,7 +64,7 @@ def settings(paths: dict[str, Path]) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """A file that nobody else can read."""
+    """Write a file that only this user can read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 

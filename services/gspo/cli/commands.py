@@ -1,7 +1,4 @@
-"""The commands of `gspo`: their arguments and their help, each with an example.
-
-They do nothing themselves.
-"""
+"""The commands of `gspo`: arguments and help texts. Each one calls the module that does the work."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from gspo.cli.reward.subcommands import app as reward_app
 
 app = typer.Typer(
     name="gspo",
-    help="Reinforcement learning for language models: GSPO with vLLM, DeepSpeed and services that survive a crash.",
+    help="Train language models by reinforcement learning (GSPO), with vLLM for rollouts and DeepSpeed for training.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -41,23 +38,23 @@ def gspo(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Reinforcement learning for language models: GSPO with vLLM, DeepSpeed and services that survive a crash."""
+    """Train language models by reinforcement learning (GSPO), with vLLM for rollouts and DeepSpeed for training."""
 
 
-Plain = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Print a line for each step instead of the live panel.")]
 
 
 @app.command()
 def run(
     config: Annotated[
-        Path, typer.Argument(help="Configuration file; with --resume also a run directory.", show_default=False)
+        Path, typer.Argument(help="Configuration file, or with --resume a run directory.", show_default=False)
     ],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped or died.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was stopped or killed.")] = False,
     plain: Plain = False,
 ) -> None:
-    """Train: start Redis, the four services, watch them, report.
+    """Train a model: start Redis and the services, show the progress, write a report.
 
-    Ctrl-C finishes the step under way, writes a checkpoint and says how to resume; a second one leaves at once.
+    Ctrl-C finishes the current step, writes a checkpoint and prints how to resume. A second Ctrl-C ends at once.
 
     Example: [bold]gspo run config.yaml[/]
 
@@ -71,13 +68,13 @@ def run(
 @app.command()
 def status(
     run_dir: Annotated[
-        Path | None, typer.Argument(help="Run directory; the newest under ./runs by default.", show_default=False)
+        Path | None, typer.Argument(help="Run directory; by default the newest under ./runs.", show_default=False)
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="A live page, with CPU and memory of each process; Ctrl-C ends it.")
+        bool, typer.Option("--watch", help="Refresh the page, with CPU and memory of each process, until Ctrl-C.")
     ] = False,
 ) -> None:
-    """Show what every service of a run does or waits for, where a step's time goes, what bounds it, what to change.
+    """Show the progress of a run, the activity of its services, and what limits its speed.
 
     Example: [bold]gspo status runs/my-run[/]
 
@@ -90,10 +87,10 @@ def status(
 
 @app.command()
 def config(
-    key: Annotated[str, typer.Argument(help="A key or a section; every key by default.", show_default=False)] = "",
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for documentation.")] = False,
+    key: Annotated[str, typer.Argument(help="A key or a section; by default all keys.", show_default=False)] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
-    """Explain every key of a configuration: type, default, bounds, whether it may change on resume, meaning.
+    """Explain the keys of a configuration: type, default, bounds, meaning, and whether a resume may change them.
 
     Example: [bold]gspo config algorithm[/]
 
@@ -110,15 +107,13 @@ def config(
 @app.command()
 def export(
     run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
-    best: Annotated[
-        bool, typer.Option("--best", help="The version that measured best, under evaluation.keep_best.")
-    ] = False,
+    out: Annotated[Path, typer.Argument(help="New folder.", show_default=False)],
+    best: Annotated[bool, typer.Option("--best", help="Copy the best version (needs evaluation.keep_best).")] = False,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Only the adapters of a LoRA run, in peft's format.")
+        bool, typer.Option("--adapter", help="Copy only the adapters of a LoRA run, in peft's format.")
     ] = False,
 ) -> None:
-    """Copy the newest policy of a run out, or the best one, in the Hugging Face format.
+    """Copy the trained model out of a run, in the Hugging Face format.
 
     Example: [bold]gspo export runs/my-run my-model[/]
 
@@ -133,7 +128,7 @@ def export(
 
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]) -> None:
-    """Write summary.json, plots and report.html of a run again, from its log.
+    """Write the report of a run again from its log: summary.json, plots and report.html.
 
     Example: [bold]gspo report runs/my-run[/]
     """
@@ -151,7 +146,7 @@ def init(
     folder: Annotated[Path, typer.Argument(help="Folder for the example.", show_default=False)],
     model: Annotated[str, typer.Option(help="Model folder, or its name on a hub.")] = "Qwen/Qwen3-0.6B",
 ) -> None:
-    """Write an example that runs as it stands: config.yaml, reward.py, prompts.jsonl, eval.jsonl.
+    """Write an example that you can run: config.yaml, reward.py, prompts.jsonl, eval.jsonl.
 
     Example: [bold]gspo init my-run --model ~/models/Qwen3-0.6B[/]
     """
@@ -164,7 +159,7 @@ def init(
         *map(str, paths),
         *notes,
         "",
-        f"Look at the machine: gspo doctor {config}",
+        f"Check the machine: gspo doctor {config}",
         f"Train: gspo run {config}",
     ):
         console.print(line, highlight=False, soft_wrap=True)
@@ -175,13 +170,13 @@ def certs(
     folder: Annotated[Path, typer.Argument(help="Folder for the files.", show_default=False)],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Further name or address in the certificate.", show_default=False),
+        typer.Option(help="Further host name or address in the certificate.", show_default=False),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="How long the certificate is valid.")] = 365,
+    days: Annotated[int, typer.Option(min=1, help="Days until the certificate expires.")] = 365,
 ) -> None:
-    """Make what a cluster needs to trust itself: a token, a Redis password, a certificate for TLS.
+    """Create the credentials of a cluster: a token, a Redis password, and a certificate for TLS.
 
-    Every host of the cluster gets the same files, by a way that keeps secrets.
+    Copy the files to every host of the cluster, over an encrypted connection.
 
     Example: [bold]gspo certs /etc/gspo[/]
     """
@@ -194,10 +189,12 @@ def certs(
 @app.command()
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(help="Look at what this configuration needs.", show_default=False)
+        Path | None, typer.Argument(help="Check against the needs of this configuration too.", show_default=False)
     ] = None,
 ) -> None:
-    """Check the machine: memory, cores, disk, ports, Redis, model, compiler, GPU, engines. Exit code 1 with a problem.
+    """Check the machine: memory, cores, disk, ports, Redis, model, compiler, GPU, engines.
+
+    Exit code 1 if there is a problem.
 
     Example: [bold]gspo doctor config.yaml[/]
     """
@@ -211,34 +208,32 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="Model folder, or its name on a hub.", show_default=False)],
     prompts: Annotated[
         list[Path],
-        typer.Argument(help="One or more files of prompts, in the form of data.prompts.", show_default=False),
+        typer.Argument(help="One or more files of prompts, in a format of data.prompts.", show_default=False),
     ],
     reward: Annotated[
         Path | None, typer.Option(help="Python file with the reward function.", show_default=False)
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="Take everything else from this configuration.", show_default=False)
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Configuration for all other keys.", show_default=False)] = None,
     answers: Annotated[
-        int | None, typer.Option(help="Sampled answers to each prompt; 4 by default.", show_default=False)
+        int | None, typer.Option(help="Sampled answers for each prompt; 4 by default.", show_default=False)
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Of the sampled answers; 1.0 by default.", show_default=False)
+        float | None, typer.Option(help="Temperature of the sampled answers; 1.0 by default.", show_default=False)
     ] = None,
     prompt_length: Annotated[
         int | None,
-        typer.Option(help="Longest prompt, in tokens.", show_default=False),
+        typer.Option(help="Maximum length of a prompt, in tokens.", show_default=False),
     ] = None,
     response_length: Annotated[
         int | None,
-        typer.Option(help="Longest answer, in tokens.", show_default=False),
+        typer.Option(help="Maximum length of an answer, in tokens.", show_default=False),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling.", show_default=False)] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the figures there, as JSON.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of prompts.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the figures, as JSON.", show_default=False)] = None,
     plain: Plain = False,
 ) -> None:
-    """Measure a model on prompts: mean reward, sampled and greedy, pass@k, each with its standard error.
+    """Measure a model on prompts: mean reward (sampled and greedy) and pass@k, with standard errors.
 
     Example: [bold]gspo eval runs/my-run/export eval.jsonl --config runs/my-run/config.yaml[/]
 
@@ -247,7 +242,7 @@ def evaluate(
     from gspo.cli.run.eval_config import EvaluationSpec
     from gspo.cli.run.evaluation import evaluate as measure
 
-    question = EvaluationSpec(
+    spec = EvaluationSpec(
         model, tuple(prompts), config, reward, answers, temperature, prompt_length, response_length, limit, seed
     )
-    raise typer.Exit(measure(question, out, plain=plain, console=Console()))
+    raise typer.Exit(measure(spec, out, plain=plain, console=Console()))

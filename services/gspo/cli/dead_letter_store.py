@@ -1,7 +1,7 @@
-"""What was given up, for people to look at: who gave what up, when and why, and the entry as it was.
+"""Reads, retries and drops the dead letters of a run: entries that a service gave up, with time and reason.
 
-A letter is written in the transaction that takes the entry from its stream. `retry` puts the entry back exactly once,
-and only where its group is still open: a settled group is never trained again.
+A letter is written in the transaction that removes the entry from its stream. `retry` puts the entry back exactly once,
+and only while its group is open: a settled group is never trained again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gspo_proto.rollout_pb2 import DeadLetter
 
 Retried: TypeAlias = Literal["sent", "settled", "gone"]
 
-# KEYS: dead, the stream it goes back to, open. ARGV: letter, payload, group or '' where none is known or needed.
-# Whoever removes the letter writes the entry, so two that retry it at once write one.
+# KEYS: dead, the stream of the entry, open. ARGV: letter, payload, group or '' if it has no group to check.
+# The call that removes the letter writes the entry, so two concurrent retries write it once.
 _RETRY = """
 if ARGV[3] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[3]) == 0 then return 'settled' end
 if redis.call('XDEL', KEYS[1], ARGV[1]) == 0 then return 'gone' end
@@ -32,7 +32,7 @@ return 'sent'
 
 @dataclass(frozen=True)
 class DeadLetterEntry:
-    """A letter and its place in the stream `dead`; `letter` is None where the bytes there are no letter."""
+    """An entry of the stream `dead`; `letter` is None if its bytes are not a letter."""
 
     entry: str
     letter: DeadLetter | None
@@ -52,21 +52,21 @@ def _read(payload: bytes) -> DeadLetter | None:
     return letter if letter.schema == SCHEMA and letter.stream else None
 
 
-async def retry(redis: Redis, keys: Keys, found: DeadLetterEntry) -> Retried:
-    """Put an entry back into its stream: `sent`, or why not (its group is `settled`, the letter is `gone`)."""
-    letter = found.letter
+async def retry(redis: Redis, keys: Keys, dead: DeadLetterEntry) -> Retried:
+    """Put an entry back into its stream: `sent`, or the reason why not (its group is `settled`, the letter `gone`)."""
+    letter = dead.letter
     if letter is None:
         return "gone"
-    # An evaluation has no slots and no settlement: whether it still goes on is its coordinator's to know.
+    # Only the coordinator knows whether an evaluation is still in flight: it has no slots and no settlement.
     group = str(letter.group) if letter.HasField("group") and not letter.evaluation else ""
     answer: Any = await redis.register_script(_RETRY)(
-        keys=[keys.dead, keys.stream(letter.stream), keys.open], args=[found.entry, letter.payload, group]
+        keys=[keys.dead, keys.stream(letter.stream), keys.open], args=[dead.entry, letter.payload, group]
     )
     retried: Retried = answer.decode()
     return retried
 
 
 async def drop(redis: Redis, keys: Keys, entries: Iterable[str]) -> int:
-    """Remove letters for good; how many were there."""
-    wanted = list(entries)
-    return int(await redis.xdel(keys.dead, *wanted)) if wanted else 0
+    """Remove letters for good; returns how many existed."""
+    names = list(entries)
+    return int(await redis.xdel(keys.dead, *names)) if names else 0

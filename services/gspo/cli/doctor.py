@@ -1,6 +1,6 @@
-"""`gspo doctor`: looks at the machine, and at a configuration where one is given, and says what to do.
+"""`gspo doctor`: checks the machine, and optionally a configuration, and advises what to change.
 
-The single looks are in findings.py, the services' own checks in checks.py.
+findings.py has the single checks of the machine.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from gspo.common.model.training_memory import host_bytes, num_trained, snapshot_
 from gspo.common.streams.keys import GENERATION, LEARNER, SERVICES
 
 _STYLES = {"OK": "green", "warning": "yellow", "problem": "bold red"}
-# Policies that the learner keeps to push: the newest, and the one before for changes to it.
+# Policies that the learner keeps for pushes: the newest, and the previous one for changes.
 _PUBLISHED = 2
-# And those in a generator's own memory where its engine is on a GPU: the one that serves and the next one.
+# Policies in the memory of a generator with a GPU: the served one and the next one.
 _STAGED = 2
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def doctor(config_file: Path | None, console: Console) -> int:
-    """Print what was found; 1 where there is a problem, else 0.
+    """Print the findings; the exit code is 1 with a problem, else 0.
 
     Raises:
         InputError: The configuration itself is wrong.
     """
     if config_file is not None:
         config_file = config_file_of(config_file)
-    found = list(_machine() if config_file is None else _run(read_config(config_file), config_file))
+    results = list(_machine() if config_file is None else _run(read_config(config_file), config_file))
     table = Table(box=None, show_header=False, padding=(0, 1))
-    for finding in found:
+    for finding in results:
         advice = f"\n{finding.advice}" if finding.advice else ""
         table.add_row(Text(finding.level, _STYLES[finding.level]), finding.name, Text(finding.text + advice))
     console.print(table)
-    problems = sum(finding.level == "problem" for finding in found)
+    problems = sum(finding.level == "problem" for finding in results)
     console.print(f"{problems} problem(s)" if problems else "no problems", style="bold")
     return 1 if problems else 0
 
@@ -72,7 +72,7 @@ def _machine() -> Iterator[DoctorFinding]:
 
 
 def _run(config: Config, config_file: Path) -> Iterator[DoctorFinding]:
-    """The same, measured against what this run needs, and the run's own checks."""
+    """The findings of the machine against the needs of this run, and the checks of the run."""
     model, files = _model(config)
     yield findings.python()
     yield from findings.packages()
@@ -91,11 +91,13 @@ def _run(config: Config, config_file: Path) -> Iterator[DoctorFinding]:
 
 
 def _model(config: Config) -> tuple[DoctorFinding, ModelFiles | None]:
-    """The model folder, and what its files say where that can be told."""
+    """The model folder, and its files where they can be read."""
     folder = Path(config.model.path)
     if not folder.is_dir():
-        text = f"{config.model.path} is no folder here"
-        return DoctorFinding("model", "warning", text, "It is taken for a name on a hub and fetched at the start"), None
+        text = f"{config.model.path} is not a folder here"
+        return DoctorFinding(
+            "model", "warning", text, "It is used as a name on a hub and downloaded at the start"
+        ), None
     try:
         files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
     except InputError as error:
@@ -104,7 +106,7 @@ def _model(config: Config) -> tuple[DoctorFinding, ModelFiles | None]:
 
 
 def _gpus() -> list[Gpu]:
-    """Those of this machine; none where their choice is wrong, which is said of their placement."""
+    """The GPUs of this machine; none if their choice is wrong, which the finding of the placement reports."""
     try:
         return visible_gpus()
     except InputError:
@@ -112,9 +114,9 @@ def _gpus() -> list[Gpu]:
 
 
 def _memory_gib(config: Config, files: ModelFiles | None, *, on_gpus: bool = False) -> float | None:
-    """Every rank of the learner that is started here, what it keeps to push, and every generator's weights and cache.
+    """Host memory of all local ranks, the policies kept for pushes, and the weights and caches of all generators.
 
-    What GPUs hold is not needed here, but each generator keeps two copies of the policy for it.
+    With GPUs, weights and cache of an engine are there, and each generator keeps two copies of the policy on the host.
     """
     if files is None:
         return None
@@ -135,8 +137,10 @@ def _staged_gib(config: Config, files: ModelFiles | None) -> float | None:
 
 
 def _disk_gib(config: Config, files: ModelFiles | None) -> float | None:
-    """Checkpoints (two moments in fp32 of what is trained, and all weights without LoRA), one more while it is
-    written, exports, and room for the log."""
+    """Disk space of checkpoints, one more while it is written, exports, and the log.
+
+    A checkpoint has two moments in fp32 of each trained weight, and without LoRA all weights.
+    """
     if files is None:
         return None
     trained = num_trained(config.learner.lora, files)
@@ -152,7 +156,7 @@ def _redis(config: Config) -> DoctorFinding:
         asyncio.run(check_redis(config.services.redis_url, config))
     except InputError as error:
         return DoctorFinding("Redis", "problem", f"{error.where}: {error.rule}", error.fix)
-    return DoctorFinding("Redis", "OK", "the one of services.redis_url answers")
+    return DoctorFinding("Redis", "OK", "the Redis of services.redis_url answers")
 
 
 def _ports(config: Config) -> DoctorFinding:
@@ -164,7 +168,7 @@ def _ports(config: Config) -> DoctorFinding:
 
 
 def _checks(config: Config, config_file: Path) -> Iterator[DoctorFinding]:
-    """Who gets which GPUs, and each service's own check with those that it gets."""
+    """The placement of the GPUs, and each service's own check with its GPUs."""
     try:
         placement = place(config, process_names(config, SERVICES), visible_gpus())
     except InputError as error:
@@ -173,7 +177,7 @@ def _checks(config: Config, config_file: Path) -> Iterator[DoctorFinding]:
     if placement and placement.assignments:
         idle = "More generators (generation.replicas) or ranks (learner.ranks) would use the rest"
         yield DoctorFinding("GPU placement", "OK", placement.table(), idle if placement.free else "")
-    # An engine without its place would be checked against GPUs that it does not get.
+    # Without a placement an engine would be checked against GPUs that it does not get.
     checked = [service for service in SERVICES if placement or service not in (GENERATION, LEARNER)]
     yield from merge_findings([_check(service, config_file, placement or NO_GPUS) for service in checked])
 
@@ -187,7 +191,7 @@ def _check(service: str, config_file: Path, placement: Placement) -> DoctorFindi
 
 
 def merge_findings(checks: list[DoctorFinding]) -> Iterator[DoctorFinding]:
-    """The services' checks; those that say the same are one finding: several services read the same model folder."""
+    """The services' checks; equal texts become one finding, because several services read the same model folder."""
     services: dict[tuple[Level, str], list[str]] = {}
     for check in checks:
         services.setdefault((check.level, check.text), []).append(check.name)

@@ -1,6 +1,6 @@
-"""`gspo export`: copies the newest exported policy, or the one that measured best, out of a run directory.
+"""`gspo export`: copies the newest exported policy, or the best version, out of a run directory.
 
-It converts nothing: the learner writes `export/` and `best/` in the Hugging Face format. Neighbour: rundir.py.
+The learner wrote `export/` and `best/` in the Hugging Face format, so nothing is converted.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _EXPORT, _BEST, _ADAPTER = "export", "best", "adapter"
 def export(run_dir: Path, out: Path, *, best: bool = False, adapter: bool = False) -> Path:
     """Copy RUN_DIR/export, or RUN_DIR/best, to `out`, which appears whole or not at all.
 
-    With `adapter` only what LoRA trained, in peft's format.
+    With `adapter` only the adapters of LoRA, in peft's format.
 
     Raises:
         InputError: There is no such policy, or `out` is taken.
     """
     if not run_dir.is_dir():
-        raise InputError(str(run_dir), "is no folder here", "Give a run directory")
+        raise InputError(str(run_dir), "is not a folder here", "Give a run directory")
     source = run_dir / (_BEST if best else _EXPORT)
     if not (source / "config.json").is_file():
         raise _no_best(run_dir) if best else _no_export(run_dir)
@@ -44,7 +44,7 @@ def _no_export(run_dir: Path) -> InputError:
     return InputError(
         str(run_dir),
         f"has no {_EXPORT}/config.json: no policy was exported yet",
-        "A run exports when it ends or is stopped; give a run directory that has come so far",
+        "A run exports when it ends or is stopped; give a run directory after that",
     )
 
 
@@ -52,7 +52,7 @@ def _no_best(run_dir: Path) -> InputError:
     return InputError(
         str(run_dir),
         f"has no {_BEST}/config.json: no version was kept as the best",
-        "Set evaluation.keep_best before the run, sampled_mean for one; without --best you get the newest policy",
+        "Set evaluation.keep_best before the run, for example sampled_mean. Without --best you get the newest policy",
     )
 
 

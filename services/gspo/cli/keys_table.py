@@ -1,7 +1,4 @@
-"""`gspo config`: every key of a configuration with type, default, bounds and meaning.
-
-The facts come from configfile.py; this only lays them out, as a table or as Markdown for the documentation.
-"""
+"""`gspo config`: prints the keys of a configuration with type, default, bounds and meaning, as a list or Markdown."""
 
 from __future__ import annotations
 
@@ -17,21 +14,21 @@ from gspo.common.errors import InputError, nearest
 
 
 def select_keys(prefix: str) -> list[Key]:
-    """The keys of that name, or under it; all for an empty one.
+    """The key of that name, or the keys of that section; all for an empty name.
 
     Raises:
-        InputError: There is none.
+        InputError: There is no such key.
     """
     known = list(_all_keys())
-    found = [key for key in known if not prefix or key.name == prefix or key.name.startswith(f"{prefix}.")]
-    if not found:
+    selected = [key for key in known if not prefix or key.name == prefix or key.name.startswith(f"{prefix}.")]
+    if not selected:
         names = {key.name for key in known} | {key.name.split(".")[0] for key in known}
         raise InputError(prefix, "is not a key", nearest(prefix, names))
-    return found
+    return selected
 
 
 def _all_keys() -> Iterator[Key]:
-    """Every key, and behind each section the keys of one item of its lists."""
+    """Every key; each section is followed by the keys of one item of its lists."""
     for _, section in groupby(explain(), key=_section):
         keys = list(section)
         yield from keys
@@ -44,7 +41,7 @@ def _section(key: Key) -> str:
 
 
 def print_keys(prefix: str, console: Console) -> None:
-    """For a terminal each key with its meaning below; for a pipe a line each, so that `grep` finds all of it."""
+    """Print each key with its meaning below; into a pipe a line each, so that `grep` shows all of it."""
     for key in select_keys(prefix):
         resume = "may change on resume" if key.on_resume else "fixed"
         facts = f"{_kind(key)}; default {key.default}; {resume}"
@@ -60,7 +57,7 @@ def _kind(key: Key) -> str:
 
 
 def markdown(prefix: str) -> str:
-    """The same as Markdown, a table for each section."""
+    """The keys as Markdown, a table for each section."""
     parts = []
     for section, keys in groupby(select_keys(prefix), key=_section):
         parts.append(

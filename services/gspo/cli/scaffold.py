@@ -1,7 +1,4 @@
-"""`gspo init`: writes an example of configuration, prompts and reward that runs as it stands.
-
-The texts are in templates/; the problems are made here: sums of two numbers, some of them held out.
-"""
+"""`gspo init`: writes an example that runs: configuration, reward function, and prompts with sums of two numbers."""
 
 from __future__ import annotations
 
@@ -17,18 +14,18 @@ from gspo.common.config.algorithm import fitting_clip
 from gspo.common.errors import InputError
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# Of an answer to such a sum, by a model that does not explain itself.
+# Length of an answer to such a sum without an explanation.
 _TYPICAL_TOKENS = 8
 _NUM_PROMPTS, _NUM_HELD_OUT, _LIMIT = 1000, 100, 100
 _FILES = ("config.yaml", "reward.py", "prompts.jsonl", "eval.jsonl")
 
 
 def write_example(folder: Path, model: str) -> tuple[list[Path], list[str]]:
-    """Write the four files of an example; they appear in `folder`, which may exist. Their paths, and what to note.
+    """Write the four files of an example; returns their paths and notes for the user.
 
     Raises:
-        InputError: One of them is there already.
-        OSError: `folder` cannot be made, or written.
+        InputError: One of the files exists already.
+        OSError: `folder` cannot be created or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in _FILES]
@@ -45,13 +42,13 @@ def write_example(folder: Path, model: str) -> tuple[list[Path], list[str]]:
 
 
 def _notes(model: str) -> list[str]:
-    """A path that leads nowhere yet is no error: the model may be made later."""
+    """A note about a model path that does not exist yet: the user may create the model later."""
     is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
     return [f"\nNote: there is no model at {model} yet"] if is_path and not Path(model).exists() else []
 
 
 def _config_text(folder: Path, model: str) -> str:
-    """The template with name and model; a model folder is written as an absolute path, so that it stays found."""
+    """The template with name and model; the path of a model folder becomes absolute, valid in any directory."""
     local = Path(model)
     path = str(local.resolve()) if local.exists() else model
     text = (_TEMPLATES / "example_config.yaml").read_text()

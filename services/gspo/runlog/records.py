@@ -1,6 +1,6 @@
 """Reads a JSONL file of the log, from its beginning or from the byte where an earlier read ended.
 
-A last line without a line feed is no record: its writer was killed, or has not finished it.
+A last line without a line feed does not count: its writer was killed, or has not finished it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _NAME = re.compile(r"step-(\d{6,})\.parquet")
 
 
 def step_file(log_folder: Path, step: int) -> Path:
-    """Where the file of a step is, or will be."""
+    """The path of the file of a step, existing or not."""
     return log_folder / f"step-{step:06d}.parquet"
 
 
@@ -31,7 +31,7 @@ def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no Parquet file, or lacks a column.
+        ValueError: It is not a Parquet file, or lacks a column.
     """
     import pyarrow as pa  # a third of a second, which processes that only read records do not spend
     import pyarrow.parquet as pq
@@ -42,7 +42,7 @@ def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
                 raise ValueError(f"{path.name} has no column {', '.join(sorted(missing))}")
             return file.read(columns=list(names))
     except pa.ArrowException as error:
-        raise ValueError(f"{path.name} is no step file: {error}") from error
+        raise ValueError(f"{path.name} is not a step file: {error}") from error
 
 
 def column(path: Path, name: str) -> list[Any]:
@@ -50,6 +50,6 @@ def column(path: Path, name: str) -> list[Any]:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no Parquet file, or lacks the column.
+        ValueError: It is not a Parquet file, or lacks the column.
     """
     return list(read_columns(path, [name]).column(name).to_pylist())

@@ -1,8 +1,8 @@
-"""Send a run's figures to a tracker: `python -m gspo.tracking RUN_DIR tensorboard|wandb`.
+"""Sends the figures of a run to a tracker: `python -m gspo.tracking RUN_DIR tensorboard|wandb`.
 
-A process of its own for each tracker: one that is slow, hangs or crashes holds up neither the training nor the other.
-The learner starts it and closes its standard input at the end; what is recorded by then is still sent. It may be killed
-at any time, for everything it sends is in the run directory.
+Each tracker has its own process, so a slow, hanging or crashed one delays neither the training nor the other tracker.
+The learner starts the process and closes its standard input at the end of the run; all records until then are sent.
+The process may be killed at any time, because everything it sends is in the run directory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_FAILED, InputError, exit_bad_input
 from gspo.common.service.logs import set_up_logs
-from gspo.tracking.follower import Follower, Tracker
-from gspo.tracking.position import TrackerPosition
+from gspo.tracking.follower import Follower, Tracker, TrackerPosition
 
 POLL_S = 1.0
 log = structlog.get_logger()
@@ -30,23 +29,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m gspo.tracking", description="Send a run's figures to a tracker.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("tracker", choices=("tensorboard", "wandb"))
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        config = read_config(given.run_dir / CONFIG_NAME)
+        config = read_config(options.run_dir / CONFIG_NAME)
     except InputError as error:
         exit_bad_input(error)
-    set_up_logs(config.services.log_level, service="tracking", name=given.tracker, run=config.name)
+    set_up_logs(config.services.log_level, service="tracking", name=options.tracker, run=config.name)
     ended = threading.Event()
     threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
     try:
-        follow(given.run_dir, given.tracker, config, ended)
+        follow(options.run_dir, options.tracker, config, ended)
     except Exception as error:
         log.exception("tracker_failed", reason=f"{type(error).__name__}: {error}")
         sys.exit(EXIT_FAILED)
 
 
 def follow(run_dir: Path, name: str, config: Config, ended: threading.Event) -> None:
-    """Send what is recorded, now and as it comes, until `ended`; then the rest."""
+    """Send all records, and new ones as they come, until `ended`; then the rest."""
     position = TrackerPosition.read(run_dir, name)
     tracker = open_tracker(run_dir, name, config, position)
     try:

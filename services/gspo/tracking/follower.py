@@ -1,33 +1,66 @@
-"""What a tracker is sent: every record of log/metrics.jsonl and log/evaluations.jsonl, once, under the names they have.
+"""Sends every record of log/metrics.jsonl and log/evaluations.jsonl to a tracker, once.
 
-The files are the truth, so nothing is queued and nothing is lost: a tracker that was away goes on where it was. Step
-figures become `train/NAME`, those of an evaluation `eval/NAME`, or `eval/FILE/NAME` where the files have names.
+The files are the only queue: a tracker that was away continues after its last record. Figures of steps become
+`train/NAME`, figures of evaluations `eval/NAME`, or `eval/FILE/NAME` if the files have names.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from gspo.common.config.schema import Config
 from gspo.runlog.records import read_own_records
 from gspo.runlog.run_log import EVALUATIONS, LOG_FOLDER, METRICS, EvaluationRecord, StepRecord
-from gspo.tracking.position import TrackerPosition
 
 _PARSERS: dict[str, Callable[[Mapping[str, Any]], StepRecord | EvaluationRecord]] = {
     METRICS: StepRecord.parse,
     EVALUATIONS: EvaluationRecord.parse,
 }
-# Addresses and files of this machine: a Redis address may hold a password.
+_FOLDER = "tracking"
+# Sections with addresses and files of this machine: a Redis address may hold a password.
 _NOT_SENT = {"services", "tracking"}
+
+
+@dataclass
+class TrackerPosition:
+    """The records that a tracker has: `tracking/NAME.json` in the run directory.
+
+    Attributes:
+        run_id: The tracker's id of the run, the same over all sessions.
+        offsets: Sent bytes of each log file.
+        num_sent: Number of sent records.
+        last_step: Highest step among them.
+    """
+
+    path: Path
+    run_id: str = field(default_factory=lambda: secrets.token_hex(4))
+    offsets: dict[str, int] = field(default_factory=dict)
+    num_sent: int = 0
+    last_step: int = -1
+
+    @classmethod
+    def read(cls, run_dir: Path, name: str) -> TrackerPosition:
+        """The position of an earlier session of this tracker, or the beginning."""
+        path = run_dir / _FOLDER / f"{name}.json"
+        return cls(path, **json.loads(path.read_text())) if path.exists() else cls(path)
+
+    def write(self) -> None:
+        """Store the position; a reader sees the old content or the new one."""
+        self.path.parent.mkdir(exist_ok=True)
+        unfinished = self.path.with_name(self.path.name + ".tmp")
+        facts = {name: value for name, value in asdict(self).items() if name != "path"}
+        unfinished.write_text(json.dumps(facts) + "\n")
+        unfinished.replace(self.path)
 
 
 @dataclass(frozen=True)
 class TrackedRecord:
-    """The figures of one step or evaluation, with the names that a tracker shows."""
+    """The figures of one step or evaluation, by their names in a tracker."""
 
     step: int
     unix_s: float
@@ -35,26 +68,26 @@ class TrackedRecord:
 
 
 class Tracker(Protocol):
-    """Where figures are sent."""
+    """A service or file format for figures."""
 
     def send(self, record: TrackedRecord) -> None:
-        """Take a record."""
+        """Send a record."""
 
     def flush(self) -> None:
-        """Return when all that was sent is safe."""
+        """Return when all sent records are safe."""
 
     def close(self) -> None:
         """End the session."""
 
 
 class Follower:
-    """Sends a tracker what is recorded and was not sent yet."""
+    """Sends a tracker the records that it does not have yet."""
 
     def __init__(self, run_dir: Path, tracker: Tracker, position: TrackerPosition) -> None:
         self._log, self._tracker, self._position = run_dir / LOG_FOLDER, tracker, position
 
     def send_new(self) -> int:
-        """Send what came since the last call, steps before evaluations; returns how many records."""
+        """Send the records since the last call, steps before evaluations; returns their number."""
         offsets, records = dict(self._position.offsets), list[TrackedRecord]()
         for name, parse in _PARSERS.items():
             new = read_own_records(self._log / name, parse, offset=offsets.get(name, 0))
@@ -79,7 +112,7 @@ def _tracked(record: StepRecord | EvaluationRecord) -> TrackedRecord:
 
 
 def hyperparameters(config: Config) -> dict[str, str | int | float | bool]:
-    """Every key that decides what is trained, as `section.key`."""
+    """Every key that affects the training, as `section.key`."""
     return dict(_flat(config.model_dump(mode="json", exclude=_NOT_SENT), ""))
 
 

@@ -1,7 +1,7 @@
-"""TensorBoard: event files in `tensorboard/` of the run directory, x axis the step.
+"""TensorBoard: writes event files to `tensorboard/` of the run directory; the x axis is the step.
 
-Not a server: `tensorboard --logdir runs` shows them. tensorboardX writes them, which needs neither torch nor the rest
-of TensorBoard; not by its SummaryWriter, whose flush returns before its queue is written. Neighbour: follower.py.
+`tensorboard --logdir runs` shows them. tensorboardX writes them without torch and the rest of TensorBoard; its
+SummaryWriter is not used, because its flush returns before its queue is written.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import hparams, scalar, text
 
 from gspo.common.config.schema import Config
-from gspo.tracking.follower import TrackedRecord, hyperparameters
-from gspo.tracking.position import TrackerPosition
+from gspo.tracking.follower import TrackedRecord, TrackerPosition, hyperparameters
 
 FOLDER = "tensorboard"
 # The hyperparameter view shows these beside the keys.
@@ -25,15 +24,15 @@ _SHOWN = ("train/reward_mean", "eval/sampled_mean", "eval/greedy_mean")
 
 
 class TensorBoard:
-    """One session; each writes a file of its own."""
+    """One session, with its own event file."""
 
     def __init__(self, run_dir: Path, config: Config, position: TrackerPosition) -> None:
         (run_dir / FOLDER).mkdir(exist_ok=True)
-        # The name that the writer makes holds seconds: two sessions in one would share a file.
+        # The writer names files by the second: two sessions in one second would share a file.
         own = f".{time.time_ns()}"
         self._writer = EventsWriter(str(run_dir / FOLDER / "events"), own)
         if position.num_sent:
-            # Steps from here on that a killed session wrote and did not remember are dropped by the reader.
+            # The reader drops later steps, which a killed session wrote and did not record as sent.
             self._write(position.last_step + 1, time.time(), session_log=SessionLog(status=SessionLog.START))
         else:
             self._describe(config)
@@ -44,7 +43,7 @@ class TensorBoard:
             self._write(record.step, record.unix_s, summary=scalar(name, value))
 
     def flush(self) -> None:
-        """Bring everything to the disk."""
+        """Write everything to the disk."""
         self._writer.flush()
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
-"""Weights & Biases: one run there for a run here, over all its sessions; offline it writes `wandb/`, without network.
+"""Weights & Biases: one run there for all sessions of a run; offline it writes to `wandb/` without a network.
 
 The x axis is the figure `step`: an evaluation arrives later than its step, and the service's own counter only grows.
-Neighbour: follower.py says what to send.
 """
 
 from __future__ import annotations
@@ -11,26 +10,25 @@ from pathlib import Path
 import wandb
 
 from gspo.common.config.schema import Config
-from gspo.tracking.follower import TrackedRecord, hyperparameters
-from gspo.tracking.position import TrackerPosition
+from gspo.tracking.follower import TrackedRecord, TrackerPosition, hyperparameters
 
 
 class WeightsAndBiases:
     """One session of the run."""
 
     def __init__(self, run_dir: Path, config: Config, position: TrackerPosition) -> None:
-        wanted = config.tracking.wandb
-        position.write()  # the id first: a session that is killed is gone on with
+        settings = config.tracking.wandb
+        position.write()  # the id first: the session after a kill continues the same run
         self._num_sent = position.num_sent
         self._run = wandb.init(
-            project=wanted.project,
-            entity=wanted.entity,
-            group=wanted.group,
-            tags=wanted.tags,
+            project=settings.project,
+            entity=settings.entity,
+            group=settings.group,
+            tags=settings.tags,
             name=config.name,
             id=position.run_id,
-            resume="allow" if wanted.mode == "online" else None,
-            mode=wanted.mode,
+            resume="allow" if settings.mode == "online" else None,
+            mode=settings.mode,
             dir=run_dir,
             config=hyperparameters(config),
             allow_val_change=True,  # some keys may change on resume
@@ -45,8 +43,8 @@ class WeightsAndBiases:
         self._num_sent += 1
 
     def flush(self) -> None:
-        """Nothing: the service's own process has what was logged."""
+        """Do nothing: the service's own process has all logged records."""
 
     def close(self) -> None:
-        """Wait until everything is on the disk, and online there."""
+        """Wait until everything is on the disk, and online at the service."""
         self._run.finish()

@@ -86,14 +86,14 @@ def _use(folder: Path, url: str) -> None:
     bad.write_text("import requests\n" + SOURCE.format(1.0))
     (folder / "tests.json").write_text(json.dumps([{"input": {"completion": "4", "answer": "4"}, "expected": 1.0}]))
     (folder / "rows.jsonl").write_text('{"completion": "4", "answer": "4"}\n{"completion": "5", "answer": "4"}\n')
-    assert "scores now" in gspo("submit", good, "--tests", folder / "tests.json", url=url)
+    assert "active: scores from now on" in gspo("submit", good, "--tests", folder / "tests.json", url=url)
     assert "known before" in gspo("submit", good, url=url)
     assert "line 1, column 1: imports 'requests'" in gspo("submit", bad, url=url, code=2)
     assert "gave 2, and 1 is expected" in gspo(
         "submit", better, "--name", "exact", "--tests", folder / "tests.json", url=url, code=2
     )
     waits = gspo("submit", better, "--name", "exact", url=url)
-    version = re.search(r"exact ([0-9a-f]{64})\nwaits: gspo reward activate exact", waits)[1]  # type: ignore[index]
+    version = re.search(r"exact ([0-9a-f]{64})\nnot active: gspo reward activate exact", waits)[1]  # type: ignore[index]
     listed = gspo("list", url=url)
     assert "exact_match" in listed and "submitted" in listed
     tried = gspo("try", "exact", folder / "rows.jsonl", "--version", version[:8], url=url)

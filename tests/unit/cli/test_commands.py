@@ -110,7 +110,7 @@ def test_an_init_over_a_file_names_it(gspo: Call, tmp_path: Path) -> None:
     code, _, errors = gspo("init", tmp_path / "file")
     assert (code, errors) == (
         2,
-        f"error: {tmp_path / 'file'}: cannot be used (File exists). Give another path, or mend what is there\n",
+        f"error: {tmp_path / 'file'}: cannot be used (File exists). Give another path, or check this one\n",
     )
 
 

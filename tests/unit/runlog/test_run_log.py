@@ -126,7 +126,7 @@ def test_columns_are_read_by_name_and_a_missing_one_is_named(log: RunLog) -> Non
 
 def test_a_cut_step_file_is_a_value_error(log: RunLog) -> None:
     step_file(log.folder, 1).write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"step-000001.parquet is no step file"):
+    with pytest.raises(ValueError, match=r"step-000001.parquet is not a step file"):
         column(step_file(log.folder, 1), "group")
 
 

@@ -22,8 +22,7 @@ from gspo.common.errors import InputError
 from gspo.learner.telemetry import trackers
 from gspo.learner.telemetry.trackers import Trackers, check_trackers
 from gspo.tracking.__main__ import follow
-from gspo.tracking.follower import Follower, hyperparameters
-from gspo.tracking.position import TrackerPosition
+from gspo.tracking.follower import Follower, TrackerPosition, hyperparameters
 from gspo.tracking.tensorboard import TensorBoard
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ class PlainScreen:
 
 
 def waited_for(view: View) -> str:
-    """The processes that are not ready, with what each does and for how long."""
+    """The processes that are not ready, each with its activity and its duration."""
     return "; ".join(f"{process.name}: {process.in_words()}" for process in view.waiting_to_start) or "nothing"
 
 

@@ -1,7 +1,7 @@
-"""One child process: its command, its log file, its signals, its last words.
+"""One child process: its command, its log file, its signals, its last words. supervisor.py decides about restarts.
 
-It decides nothing about restarts: supervisor.py does. Every child leads a session of its own, so that Ctrl-C in the
-terminal reaches the command line alone, and a signal to the child reaches its own children too.
+Every child leads a session of its own: Ctrl-C in the terminal reaches only the command line, and a signal to the child
+reaches its own children too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _TAIL_LINES = 8
 
 @dataclass(frozen=True)
 class Program:
-    """What to start.
+    """A program of a run.
 
     Attributes:
         restart_options: Added to the command when it is started again after a death.
-        environment: Variables that it has beside the supervisor's own, at every start.
+        environment: Variables beside those of the supervisor, at every start.
         preflight: A process that has checked the configuration and becomes its first one; None starts a new one.
     """
 
@@ -41,7 +41,7 @@ class Program:
 
 
 class Child:
-    """A program, started as often as asked, one process at a time.
+    """A program with at most one process at a time.
 
     Args:
         log_dir: Its standard output and error are appended to NAME.log there.
@@ -62,11 +62,11 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs."""
+        """The id of the running process; None if there is none."""
         return self._process.pid if self._process and self._process.returncode is None else None
 
     async def start(self, *, is_restart: bool) -> int:
-        """Start the process; returns the number of the session that it leads."""
+        """Start the process; returns the id of its session."""
         preflight = None if is_restart else self.program.preflight
         command = self.program.command + (self.program.restart_options if is_restart else ())
         with self.log.open("ab") as log:
@@ -79,23 +79,23 @@ class Child:
         return self._process.pid
 
     async def wait(self) -> int:
-        """Wait for its end; the exit code, negative for a signal."""
+        """Wait for its end; returns the exit code, negative for a signal."""
         return await self._process.wait() if self._process else 0
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Signal the process and its children; nothing where it has ended."""
+        """Signal the process and its children, unless it has ended."""
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask the process alone to drain: it ends its own children."""
+        """Ask the process to drain; it ends its own children."""
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
 
     def last_words(self) -> str:
-        """Why it ended, from its log since its start: the last reason it logged, else its last lines."""
+        """The reason of its end, from its log since its start: the last logged reason, else the last lines."""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, size - _TAIL_BYTES))

@@ -1,4 +1,4 @@
-"""Which GPUs every process of a run on one machine gets: pure functions; nothing is started and no GPU is asked.
+"""Places the processes of a run on the GPUs of one machine, by pure functions.
 
 Generators come first, then the learner's ranks. A GPU is shared only where there are too few of them.
 """
@@ -20,7 +20,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class GpuDemand:
-    """GPUs that one process wants, all of them different.
+    """The number of different GPUs that one process needs.
 
     Attributes:
         key: The configuration key that says how many.
@@ -33,7 +33,7 @@ class GpuDemand:
 
 @dataclass(frozen=True)
 class GpuAssignment:
-    """The GPUs that one process gets."""
+    """The GPUs of one process."""
 
     process: str
     gpus: tuple[Gpu, ...]
@@ -46,17 +46,17 @@ class GpuAssignment:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who gets which GPUs; without any on a machine where everything runs on the CPU.
+    """The GPUs of every process; empty on a machine without GPUs.
 
     Attributes:
-        free: GPUs that nobody gets.
+        free: GPUs without a process.
     """
 
     assignments: tuple[GpuAssignment, ...] = ()
     free: tuple[Gpu, ...] = ()
 
     def environment(self, process: str) -> dict[str, str]:
-        """Variables for a process, such as "learner-0"; none for one without GPUs of its own."""
+        """Environment variables for a process, such as "learner-0"; none for a process without GPUs."""
         for it in self.assignments:
             if it.process == process:
                 generators = "" if it.is_generator else ",".join(str(self._num_generators(gpu)) for gpu in it.gpus)
@@ -65,7 +65,7 @@ class Placement:
         return {}
 
     def free_gpu_environment(self) -> dict[str, str]:
-        """Variables for a learner that the user starts beside the generators: the GPUs that are left, if any."""
+        """Environment variables for a learner that the user starts, with the free GPUs, if any."""
         return _visible(self.free) if self.free else {}
 
     def others_on(self, gpus: Iterable[Gpu], process: str) -> list[str]:
@@ -76,7 +76,7 @@ class Placement:
         ]
 
     def table(self) -> str:
-        """A line a process: its GPUs, and who shares them."""
+        """A line for each process: its GPUs, and the processes that share them."""
         rows = [("process", "GPU", "shared with")]
         for it in self.assignments:
             names = ", ".join(gpu.name for gpu in it.gpus)
@@ -93,13 +93,13 @@ NO_GPUS = Placement()
 
 
 def gpus_per_generator(config: Config) -> dict[str, int]:
-    """vLLM's arguments that multiply the GPUs of one generator, as far as they are given and whole numbers."""
+    """The configured arguments of vLLM that multiply the GPUs of one generator, if they are whole numbers."""
     engine = config.generation.engine
     return {name: engine[name] for name in PARALLEL_ARGUMENTS if type(engine.get(name)) is int}
 
 
 def gpu_demands(config: Config, processes: Sequence[str]) -> list[GpuDemand]:
-    """What each of these processes wants, generators first. A learner of no ranks is started by the user."""
+    """The demand of each process, generators first. A learner of 0 ranks has none: the user starts it."""
     parallel = gpus_per_generator(config)
     key = f"generation.engine.{next(iter(parallel), PARALLEL_ARGUMENTS[0])}"
     generators = [
@@ -111,15 +111,15 @@ def gpu_demands(config: Config, processes: Sequence[str]) -> list[GpuDemand]:
 
 
 def place(config: Config, processes: Sequence[str], gpus: Sequence[Gpu]) -> Placement:
-    """Give every process its GPUs: those that the fewest processes have, in order.
+    """Assign GPUs to every process: each time the GPUs with the fewest processes, in order.
 
     Args:
         processes: Names of the run's processes, such as "generation-0".
-        gpus: All that the run may use; none means that everything runs on the CPU.
+        gpus: All GPUs that the run may use; empty if everything runs on the CPU.
 
     Raises:
-        InputError: A process wants more GPUs than there are, or generators do not fit on a GPU together. The message
-            ends with the table of who wants what.
+        InputError: A process needs more GPUs than there are, or generators do not fit on a GPU together. The message
+            ends with a table of the demands.
     """
     needs = gpu_demands(config, processes)
     if not gpus or not needs:
@@ -129,7 +129,7 @@ def place(config: Config, processes: Sequence[str], gpus: Sequence[Gpu]) -> Plac
     for need in needs:
         if need.num_gpus > len(gpus):
             raise _too_few(need, needs, gpus)
-        # A stable sort: of equally many users the first comes first.
+        # The sort is stable: of GPUs with equally many processes the first one is chosen.
         chosen = sorted(sorted(gpus, key=lambda gpu: num_users[gpu])[: need.num_gpus], key=list(gpus).index)
         for gpu in chosen:
             num_users[gpu] += 1

@@ -1,7 +1,7 @@
 """The first process of each service: it checks the configuration, and may then wait to become the service itself.
 
-All of them check at the same time, and import what they need while others still check. Started again after a check,
-each would import everything twice.
+All services check at the same time, and then import their libraries while others still check. A new process after the
+check would import everything twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHECK_TIMEOUT_S = 180.0
 
 
 class PreflightProcess:
-    """One such process. Its output goes to a file without a name until it has a log."""
+    """The first process of one service. Until it becomes the service, its output goes to a temporary file."""
 
     def __init__(
         self, service: str, command: tuple[str, ...], process: Process, parent_end: socket.socket, output: BinaryIO
@@ -44,7 +44,7 @@ class PreflightProcess:
         """Start it, as the leader of a session of its own."""
         parent_end, child_end = socket.socketpair()
         parent_end.setblocking(False)
-        # The file is closed with this object, whose life no block encloses.
+        # `_close` closes the file: it stays open across several calls.
         output = tempfile.TemporaryFile()  # noqa: SIM115
         with child_end:
             process = await asyncio.create_subprocess_exec(
@@ -58,7 +58,7 @@ class PreflightProcess:
         return cls(service, command, process, parent_end, output)
 
     async def verdict(self) -> tuple[int, str]:
-        """The exit code of the check, 0 where the process waits, and what it said.
+        """The exit code of the check, 0 if the process waits, and its output.
 
         Raises:
             RunError: It took longer than CHECK_TIMEOUT_S.
@@ -73,7 +73,7 @@ class PreflightProcess:
         return code, os.pread(output, os.fstat(output).st_size, 0).decode(errors="replace")
 
     async def _passed_or_ended(self) -> int:
-        """Both are waited for: what it has started may hold its end of the connection after it has ended."""
+        """Wait for either: after the process has ended, its children may still keep the connection open."""
         verdict = asyncio.get_running_loop().create_future()
 
         async def await_pass() -> None:
@@ -89,18 +89,18 @@ class PreflightProcess:
             return int(await verdict)
 
     def become_service(self, command: tuple[str, ...], log: Path) -> Process | None:
-        """Let it go on as the service with this command line; None where it has ended, or is another program."""
+        """Continue as the service with this command line; None if the process has ended, or is another program."""
         if self._process.returncode is not None or command[: len(self.program)] != self.program:
             self.end()
             return None
         line = StartCommand(command[len(self.program) :], str(log.resolve())).line()
-        with contextlib.suppress(OSError):  # it has just died: whoever waits for it sees that
+        with contextlib.suppress(OSError):  # it has just died, which the caller sees when it waits
             self._socket.send(line)
         self._close()
         return self._process
 
     def end(self) -> None:
-        """Kill it, and what it has started."""
+        """Kill the process and its children."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -112,13 +112,13 @@ class PreflightProcess:
 
 
 class Preflight:
-    """The first processes of all services; those that nobody has taken end with the block.
+    """The first processes of all services; the block ends those that were not taken.
 
     Args:
-        run_dir: Of the run for whose start they wait after a check that has found nothing; None for a check alone.
+        run_dir: Run directory of the services that they become; None for checks alone.
 
     Attributes:
-        supervisor_id: The supervisor's supervisor_id, which they carry from the beginning.
+        supervisor_id: The id of the later supervisor, which is in the environment of the processes.
     """
 
     def __init__(self, run_dir: Path | None = None) -> None:
@@ -135,26 +135,26 @@ class Preflight:
         self.end()
 
     async def check(self, service: str, config_file: Path, variables: Mapping[str, str]) -> tuple[int, str]:
-        """Let the service's first process check a configuration: exit code, and what it said.
+        """Let the service's first process check a configuration; returns exit code and output.
 
         Args:
-            variables: Of its environment, beside this process's.
+            variables: Environment variables beside those of this process.
         """
         name = f"{service}-0"
         command = _check_command(service, config_file)
         if self._run_dir is not None:
-            # It keeps this command line as the service: whoever looks for a run's processes finds name and run in it.
+            # The process keeps this command line as the service, so name and run directory identify it.
             command += ("--wait", "--name", name, "--run-dir", str(self._run_dir))
         environment = {**os.environ, **variables, SUPERVISOR_VARIABLE: self.supervisor_id}
         process = self._processes[name] = await PreflightProcess.start(service, command, environment)
         return await process.verdict()
 
     def take(self, name: str) -> PreflightProcess | None:
-        """The one of this name, for whoever starts the service; it is his to end."""
+        """The process of this name, which the caller then has to end; None if there is none."""
         return self._processes.pop(name, None) if self._run_dir is not None else None
 
     def end(self) -> None:
-        """End all that have not been taken."""
+        """End all processes that were not taken."""
         for process in self._processes.values():
             process.end()
         self._processes.clear()
@@ -166,15 +166,15 @@ async def check_services(
     placement: Placement = NO_GPUS,
     preflight: Preflight | None = None,
 ) -> list[str]:
-    """Run every service's own check, all at once; what they warn of.
+    """Run the checks of all services at the same time; returns their warnings.
 
     Args:
         placement: Each check sees the GPUs of the service's first process.
         preflight: Keeps the processes of the checks; without one they end with their check.
 
     Raises:
-        ServiceRefusedError: The first service, in the given order, that refuses the configuration.
-        RunError: A check broke or took longer than CHECK_TIMEOUT_S.
+        ServiceRefusedError: A service refuses the configuration; the first one in the order of `services`.
+        RunError: A check failed or took longer than CHECK_TIMEOUT_S.
     """
     processes = preflight or Preflight()
     try:
@@ -188,14 +188,14 @@ async def check_services(
         if code == EXIT_BAD_INPUT:
             raise ServiceRefusedError(_last_message(words).removeprefix("error: "))
         if code != 0:
-            raise RunError(f"the check of {service} broke ({describe_exit(code)}): {_last_message(words)}")
+            raise RunError(f"the check of {service} failed ({describe_exit(code)}): {_last_message(words)}")
     return [
         line.removeprefix(WARNING) for _, words in answers for line in words.splitlines() if line.startswith(WARNING)
     ]
 
 
 def _last_message(output: str) -> str:
-    """The service's message, without what libraries print before it."""
+    """The message of the service, without the output of its libraries."""
     lines = [line for line in output.strip().splitlines() if line.strip()]
     for number, line in enumerate(lines):
         if line.startswith("error: "):

@@ -1,7 +1,4 @@
-"""Which programs a run on one machine consists of, with their command lines.
-
-It starts nothing: supervisor.py does. A test may hand another lineup to a session.
-"""
+"""The programs of a run on one machine, with their command lines and ports; supervisor.py starts them."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ from gspo.common.streams.keys import COORDINATOR, GENERATION, LEARNER, REWARD, S
 
 @dataclass(frozen=True)
 class Job:
-    """What one supervisor runs.
+    """The services of one supervisor.
 
     Attributes:
-        services: Those that take part, in order.
-        coordinator_options: Further words on the coordinator's command line.
+        services: Their names, in the order of their start.
+        coordinator_options: Further options of the coordinator.
         placement: The GPUs of its processes.
         preflight: Processes that wait to become the services' first ones.
     """
@@ -41,7 +38,7 @@ class Job:
 
     @property
     def has_external_learner(self) -> bool:
-        """Whether a learner takes part that the user starts."""
+        """Whether the user starts the learner."""
         return LEARNER in self.services and self.config.learner.ranks == 0
 
     @property
@@ -57,7 +54,7 @@ def process_names(config: Config, services: Iterable[str]) -> list[str]:
 
 
 def check_ports(config: Config) -> None:
-    """Refuse ports that are in use, or asked for twice, and secrets and certificates that cannot work.
+    """Refuse ports that are in use or configured twice, and credentials that cannot work.
 
     Raises:
         InputError: Names the key.
@@ -83,7 +80,7 @@ def _check_port(key: str, host: str, port: int) -> None:
 
 
 def service_programs(job: Job, redis_url: str) -> list[Program]:
-    """Every service process of the run, but for a learner that the user starts."""
+    """The program of every service process of the run, except a learner that the user starts."""
     return [
         _service_program(job, service, name, redis_url)
         for service in job.services
@@ -93,17 +90,17 @@ def service_programs(job: Job, redis_url: str) -> list[Program]:
 
 
 def external_learner_command(job: Job, redis_url: str) -> str:
-    """How to start the learner on several hosts, for a user to complete."""
+    """The command by which the user starts the learner on several hosts, with placeholders."""
     variables = "".join(f"{name}={value} " for name, value in job.placement.free_gpu_environment().items())
     return (
-        "learner.ranks is 0, so start the learner, on every host of it with its own --node-rank, on this one 0: "
+        "learner.ranks is 0, so start the learner on each of its hosts (--node-rank 0 on this one): "
         f"{variables}torchrun --nnodes HOSTS --node-rank N --nproc-per-node RANKS --master-addr THIS_HOST "
         f"--master-port 29500 -m gspo.learner --run-dir {job.run_dir.resolve()} --redis-url {redis_url}"
     )
 
 
 def _service_program(job: Job, service: str, name: str, redis_url: str) -> Program:
-    # A port that was chosen is the first replica's.
+    # The first replica gets the configured port.
     ports = {"coordinator-0": job.config.services.coordinator_port, "reward-0": job.config.services.reward_port}
     command = [sys.executable, "-m", f"gspo.{service}", "--run-dir", str(job.run_dir), "--redis-url", redis_url]
     command += ["--name", name, "--http-port", str(ports.get(name, 0)), "--grpc-port", "0"]

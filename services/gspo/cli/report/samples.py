@@ -1,7 +1,4 @@
-"""A few rollouts of the first and the last step to read: the best, the worst, and some without a score.
-
-Only those two step files are opened, first with the columns that choose.
-"""
+"""Some rollouts of the first and the last step, for people: the best, the worst, and some without a score."""
 
 from __future__ import annotations
 
@@ -65,14 +62,14 @@ class StepSamples:
 
 
 def read_samples(log: RunHistory) -> list[StepSamples]:
-    """Samples of the first and the last logged step; what cannot be read is left out (read_history has said so)."""
-    found = []
+    """Samples of the first and the last logged step, without unreadable files, which read_history reports."""
+    samples = []
     for step in sorted({*list(log.step_files)[:1], *list(log.step_files)[-1:]}):
         try:
-            found.append(StepSamples(step, _read_step(log.step_files[step])))
+            samples.append(StepSamples(step, _read_step(log.step_files[step])))
         except (OSError, ValueError):
             continue
-    return found
+    return samples
 
 
 def _read_step(path: Path) -> tuple[Sample, ...]:
@@ -82,7 +79,7 @@ def _read_step(path: Path) -> tuple[Sample, ...]:
 
 
 def _choose(rows: list[dict[str, Any]]) -> dict[int, str]:
-    """Place in the step -> why it is shown: the highest and lowest rewards, of a group each where there are enough."""
+    """Row of the step -> reason for its choice: the highest and lowest rewards, from different groups if possible."""
     scored = [place for place, row in enumerate(rows) if row["reward"] is not None]
     falling = sorted(scored, key=lambda place: -rows[place]["reward"])
     if scored and rows[falling[0]]["reward"] == rows[falling[-1]]["reward"]:
@@ -98,7 +95,7 @@ def _choose(rows: list[dict[str, Any]]) -> dict[int, str]:
 
 
 def _of_other_groups(places: list[int], rows: list[dict[str, Any]]) -> list[int]:
-    """Up to _EACH of `places` in their order, a second one of a group only where other groups do not suffice."""
+    """Up to _EACH of `places` in their order; a second one of a group only if there are too few groups."""
     first_of: dict[int, int] = {}
     for place in places:
         first_of.setdefault(rows[place]["group"], place)
@@ -124,7 +121,7 @@ def _conversation(turns: list[dict[str, Any]]) -> str:
 
 
 def _short(text: str) -> str:
-    """Its beginning and its end, where it is long: an answer ends with what it is scored by."""
+    """The beginning and the end of a long text: the end of an answer often decides its score."""
     if len(text) <= _LONGEST_TEXT:
         return text
     half = _LONGEST_TEXT // 2

@@ -1,7 +1,4 @@
-"""The run in numbers: what summary.json holds, and what its reader has to know to take them for what they are.
-
-It measures nothing again: every number is in the log.
-"""
+"""The content of summary.json, all from the log, and notes for readers of its numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def summarise(log: RunHistory, wall_s: dict[str, float] | None, finished: dict[s
     """The content of summary.json.
 
     Args:
-        wall_s: Wall-clock seconds of the last session by phase; None where they are not known.
+        wall_s: Wall-clock seconds of the last session by phase; None if unknown.
         finished: `end` (the word of a RunEnd) and `reason`; empty or None where the run has not come to an end.
     """
     end = finished or {"end": None, "reason": None}
@@ -55,17 +52,17 @@ def summarise(log: RunHistory, wall_s: dict[str, float] | None, finished: dict[s
 
 
 def _bound(log: RunHistory) -> dict[str, Any] | None:
-    """Which stage bounded the last steps, the numbers that say so, and what to change; None where nothing is known."""
+    """The stage that bounded the last steps, the numbers behind that, and advice; None without a configuration."""
     if log.config is None:
         return None
-    found = verdict(log.figures, log.config, log.config.generation.replicas)
-    return None if found is None else {"stage": found.stage, "because": found.because, "change": list(found.change)}
+    bound = verdict(log.figures, log.config, log.config.generation.replicas)
+    return None if bound is None else {"stage": bound.stage, "because": bound.because, "change": list(bound.change)}
 
 
 def _accuracies(log: RunHistory) -> dict[str, Any]:
-    """Of the first and the last evaluation of the first held-out file; one alone is the first."""
+    """Means of the first and the last evaluation of the first held-out file; a single evaluation is the first."""
     first, last = first_and_last(log.headline)
-    found: dict[str, Any] = {}
+    means: dict[str, Any] = {}
     for when, record in (("before", first), ("after", last)):
         figures = record.figures if record else {}
         for name, figure in (
@@ -75,30 +72,30 @@ def _accuracies(log: RunHistory) -> dict[str, Any]:
             (f"greedy_{when}_stderr", "greedy_stderr"),
             (f"pass_at_k_{when}", f"pass_at_{largest_pass(figures)}"),
         ):
-            found[name] = figures.get(figure)
-        found[f"accuracy_{when}_version"] = record.version if record else None
-    return found
+            means[name] = figures.get(figure)
+        means[f"accuracy_{when}_version"] = record.version if record else None
+    return means
 
 
 def first_and_last(records: list[EvaluationRecord]) -> tuple[EvaluationRecord | None, EvaluationRecord | None]:
-    """The first and the last evaluation of a held-out file; one alone is the first."""
+    """The first and the last evaluation of a held-out file; a single evaluation is the first."""
     return (records[0] if records else None), (records[-1] if len(records) > 1 else None)
 
 
 def _held_out(log: RunHistory) -> dict[str, Any]:
     """All figures of the first and the last evaluation of every held-out file."""
-    found: dict[str, Any] = {}
+    by_file: dict[str, Any] = {}
     for name, records in log.by_file.items():
         first, last = first_and_last(records)
-        found[name] = {
+        by_file[name] = {
             when: {"version": record.version, **record.figures} if record else None
             for when, record in (("before", first), ("after", last))
         }
-    return found
+    return by_file
 
 
 def _best(log: RunHistory) -> dict[str, Any] | None:
-    """The version in `best/`, and by what it is the best; None where none is kept."""
+    """The version in `best/`, with the compared figure; None if none is kept."""
     if log.best is None:
         return None
     figure = log.config.evaluation.keep_best if log.config else None
@@ -111,7 +108,7 @@ def _groups(log: RunHistory) -> dict[str, int]:
 
 
 def _rollouts(log: RunHistory) -> dict[str, int]:
-    """Trained and skipped: from the step files, and from the figures where a step's file was removed."""
+    """Trained and skipped rollouts, from the step files, or from the figures of steps whose files were removed."""
     total: Counter[str] = Counter()
     for counts in log.rollouts.values():
         total.update(counts)
@@ -123,11 +120,11 @@ def _rollouts(log: RunHistory) -> dict[str, int]:
 
 
 def notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
-    """Sentences without which the numbers say more than is known; problems of reading included."""
+    """Sentences that limit the meaning of the numbers; unreadable files included."""
     unscored = unscored_so_far(log.run_dir, log.metrics)
     unscored_notes = [f"{unscored}."] if unscored else []
-    found = [*_accuracy_notes(log, summary), *_group_notes(log, summary), *unscored_notes, *_log_notes(log)]
-    return [*found, *log.problems]
+    sentences = [*_accuracy_notes(log, summary), *_group_notes(log, summary), *unscored_notes, *_log_notes(log)]
+    return [*sentences, *log.problems]
 
 
 def _accuracy_notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
@@ -135,31 +132,36 @@ def _accuracy_notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
         return ["No held-out evaluation: the training reward is of other prompts at every step, and no measurement."]
     if len(log.headline) == 1:
         return [f"There is one evaluation, of version {summary['accuracy_before_version']}: no before and after."]
-    found = []
+    sentences = []
     first, last = (record.figures for record in (log.headline[0], log.headline[-1]))
     if summary["accuracy_after_version"] != log.version:
-        found.append(
+        sentences.append(
             f"The last evaluation is of version {summary['accuracy_after_version']}; the newest policy is version "
             f"{log.version} and was not measured."
         )
     if first.get("num_prompts") != last.get("num_prompts"):
-        found.append(
+        sentences.append(
             f"The first evaluation asked {first.get('num_prompts', 0):g} prompts and the last "
             f"{last.get('num_prompts', 0):g}: they differ in more than the policy."
         )
     if failed := first.get("num_failed", 0) + last.get("num_failed", 0):
-        found.append(f"{failed:g} answers of the first and last evaluation have no score and are in no mean.")
+        sentences.append(f"{failed:g} answers of the first and last evaluation have no score and are in no mean.")
     if mixed := [record.version for record in log.evaluations if "newest_version" in record.figures]:
         shown = ", ".join(map(str, dict.fromkeys(mixed)))
-        found.append(f"While version {shown} was measured newer weights came in: a part of the answers is of those.")
+        sentences.append(
+            f"While version {shown} was measured newer weights came in: a part of the answers is of those."
+        )
     change = difference(summary, "accuracy")
     if change is not None and change[1] is not None and abs(change[0]) < 2 * change[1]:
-        found.append("The change of the held-out reward is less than two standard errors: it may be chance.")
-    return found
+        sentences.append("The change of the held-out reward is less than two standard errors: it may be chance.")
+    return sentences
 
 
 def difference(summary: dict[str, Any], name: str) -> tuple[float, float | None] | None:
-    """After minus before, and its standard error as if both had asked other prompts, which is no smaller."""
+    """After minus before, and its standard error.
+
+    The standard error is that of independent prompts, an upper bound for the same prompts.
+    """
     before, after = summary[f"{name}_before"], summary[f"{name}_after"]
     if before is None or after is None:
         return None
@@ -168,25 +170,27 @@ def difference(summary: dict[str, Any], name: str) -> tuple[float, float | None]
 
 
 def _group_notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
-    groups, found = summary["groups"], []
+    groups, sentences = summary["groups"], []
     if log.groups.twice:
         shown = ", ".join(map(str, log.groups.twice[:5]))
-        found.append(
+        sentences.append(
             f"{len(log.groups.twice)} groups ended more than once ({shown}): the log breaks its own rule, so the five "
             "counts do not add up to the groups issued."
         )
     if groups["open"]:
-        found.append(
-            f"{groups['open']} groups were issued and have not ended; a resume goes on with them. More may have been "
+        sentences.append(
+            f"{groups['open']} groups were issued and have not ended; a resume continues them. More may have been "
             "issued after them: only Redis knows of those."
         )
-    return found
+    return sentences
 
 
 def _log_notes(log: RunHistory) -> list[str]:
-    found = []
+    sentences = []
     if waiting := [step for step in log.step_files if step > log.step]:
-        found.append(f"Step {waiting[-1]} is logged and not trained yet: `gspo run --resume` trains it first.")
+        sentences.append(f"Step {waiting[-1]} is logged and not trained yet: `gspo run --resume` trains it first.")
     if missing := log.step - len(log.metrics):
-        found.append(f"{missing} of {log.step} trained steps have no figures: a kill came between step and figures.")
-    return found
+        sentences.append(
+            f"{missing} of {log.step} trained steps have no figures: a kill came between step and figures."
+        )
+    return sentences

@@ -1,6 +1,6 @@
-"""The report of a run: summary.json, plots/*.png and report.html, from its run directory alone.
+"""Writes the report of a run: summary.json, plots/*.png and report.html, from its run directory alone.
 
-It can be written again at any time, of a run in any state.
+A report can be written again at any time, for a run in any state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLOTS_NAME = "plots"
 def write_report(
     run_dir: Path, *, wall_s: dict[str, float] | None = None, finished: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write the report of what there is and return the summary.
+    """Write the report and return the summary.
 
     Args:
         wall_s: Wall-clock seconds of this session by phase.

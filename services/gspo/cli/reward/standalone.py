@@ -1,7 +1,6 @@
-"""`gspo reward serve`: the reward service of a configuration without its run, with a Redis of its own where none is
-given.
+"""`gspo reward serve`: runs the reward service without a training run.
 
-It is the same service as in a run, for a run that has no rollouts; what is submitted lands in the folder of
+It is the same service as in a run, but gets no rollouts. Submitted functions are stored in the folder of
 reward.registry.
 """
 
@@ -28,7 +27,7 @@ from gspo.common.streams.instances import wait_for_instance
 from gspo.common.streams.keys import Keys
 
 START_TIMEOUT_S = 60.0
-# No run has its name: it would take the rollouts of one.
+# A reserved name: with the name of a run the service would take its rollouts.
 _NAME = "gspo-reward-serve"
 
 
@@ -36,7 +35,7 @@ def serve(config_file: Path, port: int, console: Console) -> int:
     """Serve until Ctrl-C or SIGTERM; the exit code.
 
     Raises:
-        InputError: The configuration cannot work, or its folder is served already.
+        InputError: The configuration cannot work, or another process serves its folder.
         RunError: The service could not be kept alive.
     """
     config = serving_config(read_config(config_file), port)
@@ -46,8 +45,8 @@ def serve(config_file: Path, port: int, console: Console) -> int:
 
 
 def serving_config(config: Config, port: int) -> Config:
-    """The configuration without the registered names: they are what is to be submitted first."""
-    functions = tuple(one for one in config.reward.functions if not one.registered)
+    """The configuration without registered functions, because the user submits those first."""
+    functions = tuple(function for function in config.reward.functions if not function.registered)
     update = {
         "name": _NAME,
         "reward": config.reward.model_copy(
@@ -68,7 +67,7 @@ async def _serve(config: Config, console: Console) -> int:
     if config.services.redis_url:
         await check_redis(config.services.redis_url, config)
     prepare(RunPlan(config, config.run_dir, resume=True))
-    # As on resume: the keys of an earlier time are ours.
+    # As on resume, keys of an earlier service are its own.
     job = Job(config, config.run_dir, resume=True, services=("reward",))
     logs = config.run_dir / SERVICES_DIR
     async with ProcessSupervisor(logs, config.services.max_restarts, lambda text: console.print(text)) as supervisor:
@@ -87,8 +86,8 @@ async def _serve(config: Config, console: Console) -> int:
 
 
 async def _announce(config: Config, redis: Redis, console: Console) -> None:
-    """Say where it is, once it is there."""
+    """Print the address of the service as soon as it is registered."""
     instance = await wait_for_instance(redis, Keys(config.name), "reward", START_TIMEOUT_S)
     url = http_client.url(instance.http, config)
-    console.print(f"reward functions at {url}, described at {url}/docs; Ctrl-C ends it", highlight=False)
-    console.print(f"what is submitted stays in {config.registry_dir}", highlight=False)
+    console.print(f"reward functions at {url}, documented at {url}/docs; Ctrl-C ends the service", highlight=False)
+    console.print(f"submitted functions stay in {config.registry_dir}", highlight=False)

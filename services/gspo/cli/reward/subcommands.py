@@ -1,8 +1,9 @@
-"""The commands `gspo reward ...`: hand in a function, look at it, try it, make it active, retire it, remove it."""
+"""The commands `gspo reward ...`: submit, list, show, try, activate, retire and remove reward functions."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,30 +12,34 @@ from rich.console import Console
 
 from gspo.common.errors import InputError
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Reward functions: submit, try, activate, look.")
-Run = Annotated[Path | None, typer.Option("--run", help="Run directory; the newest under ./runs by default.")]
-Url = Annotated[str | None, typer.Option("--url", help="Address of a reward service; also GSPO_REWARD_URL.")]
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Reward functions of a running service: submit, try, activate, inspect.",
+)
+Run = Annotated[Path | None, typer.Option("--run", help="Run directory; by default the newest under ./runs.")]
+Url = Annotated[str | None, typer.Option("--url", help="Address of a reward service; or set GSPO_REWARD_URL.")]
 Name = Annotated[str, typer.Argument(help="Name of the function.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print what the service answered.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the reply of the service.")]
 
 
 @app.command()
 def submit(
     file: Annotated[Path, typer.Argument(help="Python file.", show_default=False)],
-    name: Annotated[str | None, typer.Option(help="What runs call it by; the file's name by default.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name for configurations; by default the name of the file.")] = None,
     kind: Annotated[str, typer.Option(help="reward or environment.")] = "reward",
-    entry: Annotated[str | None, typer.Option(help="The function, where the file holds more than one.")] = None,
+    entry: Annotated[str | None, typer.Option(help="Name of the function, if the file has several.")] = None,
     tests: Annotated[Path | None, typer.Option(help="JSON file: a list of {input, expected}.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Longest a call may take.")] = None,
-    memory_mb: Annotated[int | None, typer.Option(help="Address space of its process, MiB.")] = None,
-    cpu_s: Annotated[float | None, typer.Option(help="Processor time of a call.")] = None,
-    activate: Annotated[bool, typer.Option("--activate", help="Let it score at once.")] = False,
+    timeout_s: Annotated[float | None, typer.Option(help="Time limit of a call, in seconds.")] = None,
+    memory_mb: Annotated[int | None, typer.Option(help="Limit of its address space, in MiB.")] = None,
+    cpu_s: Annotated[float | None, typer.Option(help="Processor time of a call, in seconds.")] = None,
+    activate: Annotated[bool, typer.Option("--activate", help="Use it for scoring at once.")] = False,
     run: Run = None,
     url: Url = None,
 ) -> None:
-    """Hand in a file; it is checked, loaded and tested before it is kept. Prints name and version.
+    """Submit a file. The service checks, loads and tests it, then stores it; prints name and version.
 
-    The first version of a name scores at once, a later one with --activate or `gspo reward activate`.
+    The first version of a name is active at once. A later one needs --activate or `gspo reward activate`.
 
     Example: [bold]gspo reward submit reward.py --name exact --tests cases.json[/]
     """
@@ -49,15 +54,18 @@ def submit(
     }
     if entry is not None:
         body["entry"] = entry
-    told = _client(run, url).call("POST", json=body)
-    state = "scores now" if told["active"] else f"waits: gspo reward activate {told['name']} {told['version'][:12]}"
-    again = "" if told["new"] else " (known before)"
-    Console().print(f"{told['name']} {told['version']}{again}\n{state}", highlight=False, soft_wrap=True)
+    reply = _client(run, url).call("POST", json=body)
+    name, version = reply["name"], reply["version"]
+    state = (
+        "active: scores from now on" if reply["active"] else f"not active: gspo reward activate {name} {version[:12]}"
+    )
+    again = "" if reply["new"] else " (known before)"
+    Console().print(f"{name} {version}{again}\n{state}", highlight=False, soft_wrap=True)
 
 
 @app.command(name="list")
 def list_rewards(run: Run = None, url: Url = None, as_json: AsJson = False) -> None:
-    """List every function: of the run's configuration, and submitted.
+    """List all functions: those of the configuration, and the submitted ones.
 
     Example: [bold]gspo reward list[/]
     """
@@ -75,98 +83,101 @@ def show(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a function's versions, and how its calls went; or its source.
+    """Show the versions of a function with the outcomes of their calls, or its source.
 
     Example: [bold]gspo reward show exact --source[/]
     """
-    from gspo.cli.reward.tables import print_one
+    from gspo.cli.reward.tables import print_function
 
     client = _client(run, url)
     if source or version:
         query = {"version": version} if version else {}
         typer.echo(client.call("GET", f"/{name}/source", params=query)["source"], nl=False)
         return
-    found = {"reward": client.call("GET", f"/{name}"), **client.call("GET", f"/{name}/usage")}
-    if found["reward"]["origin"] == "registered":
-        found |= client.call("GET", f"/{name}/versions")
-    _print(found, print_one, as_json=as_json)
+    facts = {"reward": client.call("GET", f"/{name}"), **client.call("GET", f"/{name}/usage")}
+    if facts["reward"]["origin"] == "registered":
+        facts |= client.call("GET", f"/{name}/versions")
+    _print(facts, print_function, as_json=as_json)
 
 
 @app.command(name="try")
 def try_rows(
     name: Name,
     rows: Annotated[
-        Path, typer.Argument(help="JSON lines or a JSON list: prompt, completion, columns; or one with task, actions.")
+        Path,
+        typer.Argument(
+            help="JSON lines or a JSON list of prompt, completion and columns; or one row of task and actions."
+        ),
     ],
-    version: Annotated[str | None, typer.Option(help="The active one by default.")] = None,
+    version: Annotated[str | None, typer.Option(help="By default the active version.")] = None,
     run: Run = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score rows of a file with it, and show what it printed; nothing of it reaches a run.
+    """Score the rows of a file and show the output of the function. No run is affected.
 
     Example: [bold]gspo reward try exact rows.jsonl[/]
     """
     from gspo.cli.reward.tables import print_trial
 
-    given = _read_rows(rows)
-    episode = len(given) == 1 and "actions" in given[0]
-    body = {"task": given[0].get("task"), "actions": given[0]["actions"]} if episode else {"rows": given}
-    told = _client(run, url).call("POST", f"/{name}/try", json=body | ({"version": version} if version else {}))
-    _print(told, print_trial, as_json=as_json)
+    content = _read_rows(rows)
+    is_episode = len(content) == 1 and "actions" in content[0]
+    body = {"task": content[0].get("task"), "actions": content[0]["actions"]} if is_episode else {"rows": content}
+    reply = _client(run, url).call("POST", f"/{name}/try", json=body | ({"version": version} if version else {}))
+    _print(reply, print_trial, as_json=as_json)
 
 
 @app.command()
 def activate(
     name: Name,
-    version: Annotated[str, typer.Argument(help="The version, or its first 8 or more characters.")],
+    version: Annotated[str, typer.Argument(help="The version, or at least its first 8 characters.")],
     if_active: Annotated[str | None, typer.Option(help="Only while this version is active.")] = None,
     run: Run = None,
     url: Url = None,
 ) -> None:
-    """Let a version score, newer or older; calls under way finish on theirs.
+    """Make a version the active one. Calls in flight finish with the version they began with.
 
     Example: [bold]gspo reward activate exact 9f86d081[/]
     """
     body = {"version": version} | ({"if_active": if_active} if if_active is not None else {})
-    told = _client(run, url).call("POST", f"/{name}/activate", json=body)
-    Console().print(f"{name}: {_short(told['was'])} -> {_short(told['active'])}", highlight=False)
+    reply = _client(run, url).call("POST", f"/{name}/activate", json=body)
+    Console().print(f"{name}: {_short(reply['was'])} -> {_short(reply['active'])}", highlight=False)
 
 
 @app.command()
 def retire(name: Name, run: Run = None, url: Url = None) -> None:
-    """Leave a name without an active version; a run that pins a version still gets it.
+    """Deactivate a name. A configuration that pins a version can still use it.
 
     Example: [bold]gspo reward retire exact[/]
     """
-    told = _client(run, url).call("DELETE", f"/{name}")
-    Console().print(f"{name}: {_short(told['was'])} -> retired", highlight=False)
+    reply = _client(run, url).call("DELETE", f"/{name}")
+    Console().print(f"{name}: {_short(reply['was'])} -> retired", highlight=False)
 
 
 @app.command()
 def remove(
     name: Name,
-    version: Annotated[str, typer.Argument(help="The version, or its first 8 or more characters.")],
+    version: Annotated[str, typer.Argument(help="The version, or at least its first 8 characters.")],
     run: Run = None,
     url: Url = None,
 ) -> None:
-    """Remove a version for good, to make room; the active one is refused.
+    """Remove a version for good. The active version cannot be removed.
 
     Example: [bold]gspo reward remove exact 9f86d081[/]
     """
-    told = _client(run, url).call("DELETE", f"/{name}/versions/{version}")
-    Console().print(f"{name}: {told['removed'][:12]} removed", highlight=False)
+    reply = _client(run, url).call("DELETE", f"/{name}/versions/{version}")
+    Console().print(f"{name}: {reply['removed'][:12]} removed", highlight=False)
 
 
 @app.command()
 def logs(
     name: Name,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Lines, the newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of lines, the newest first.")] = 20,
     run: Run = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show who changed it and when, and the last failure of each version with its traceback and output.
+    """Show the changes of a function, and the last failure of each version with traceback and output.
 
     Example: [bold]gspo reward logs exact[/]
     """
@@ -179,12 +190,14 @@ def logs(
 
 @app.command()
 def serve(
-    config: Annotated[Path, typer.Argument(help="Configuration file of the runs to come.", show_default=False)],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes services.reward_port, or a free one.")] = 0,
+    config: Annotated[Path, typer.Argument(help="Configuration file of later runs.", show_default=False)],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0 takes services.reward_port, or a free port.")
+    ] = 0,
 ) -> None:
-    """Serve reward functions without a run, until Ctrl-C: to submit what a configuration will name.
+    """Run the reward service without a training run, until Ctrl-C, to submit functions for later runs.
 
-    What is submitted stays in the folder of reward.registry, where the runs find it.
+    Submitted functions stay in the folder of reward.registry, where the runs read them.
 
     Example: [bold]gspo reward serve config.yaml[/]
     """
@@ -199,11 +212,11 @@ def _client(run: Path | None, url: str | None) -> Any:
     return find_reward_service(run, url)
 
 
-def _print(told: Any, show_it: Any, *, as_json: bool) -> None:
+def _print(reply: dict[str, Any], print_table: Callable[[dict[str, Any], Console], None], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(reply, indent=2))
     else:
-        show_it(told, Console())
+        print_table(reply, Console())
 
 
 def _short(version: str | None) -> str:
@@ -218,7 +231,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file: one a line, or a list of them."""
+    """The objects of a file: one a line, or a JSON list."""
     text = _read_text(path)
     is_list = text.lstrip().startswith("[")
     rows = _parse(text, path) if is_list else [_parse(line, path) for line in text.split("\n") if line.strip()]
@@ -235,4 +248,4 @@ def _parse(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise InputError(str(path), f"is not JSON ({error})", "Mend that line") from error
+        raise InputError(str(path), f"is not JSON ({error})", "Fix that line") from error

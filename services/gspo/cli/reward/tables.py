@@ -1,7 +1,4 @@
-"""What `gspo reward` prints: tables of functions, versions, calls and trials.
-
-Neighbour: reward_commands.py.
-"""
+"""The tables that `gspo reward` prints: functions, versions, calls and trials."""
 
 from __future__ import annotations
 
@@ -15,64 +12,62 @@ from rich.text import Text
 from gspo.cli.reward.api_client import printable
 
 
-def print_list(told: dict[str, Any], console: Console) -> None:
-    """Every function, a line each."""
+def print_list(reply: dict[str, Any], console: Console) -> None:
+    """Print a line for each function."""
     table = _table("name", "kind", "active", "versions", "convention", "from")
-    for one in told["rewards"]:
-        active = one["active"][:12] if one["active"] else "retired"
-        origin = one["source"] if one["origin"] == "configured" else "submitted"
-        origin = one["unreadable"] or origin
-        table.add_row(*map(_text, (one["name"], one["kind"], active, one["versions"], one["convention"], origin)))
-    console.print(table if told["rewards"] else "no function is there yet: gspo reward submit FILE")
+    for function in reply["rewards"]:
+        active = function["active"][:12] if function["active"] else "retired"
+        origin = function["source"] if function["origin"] == "configured" else "submitted"
+        cells = (function["name"], function["kind"], active, function["versions"], function["convention"])
+        table.add_row(*map(_text, (*cells, function["unreadable"] or origin)))
+    console.print(table if reply["rewards"] else "no function yet: gspo reward submit FILE")
 
 
-def print_one(told: dict[str, Any], console: Console) -> None:
-    """One function: its versions, and how their calls went."""
-    usage = {one["version"]: one for one in told["usage"]}
-    found = told.get("versions") or [
-        {"version": told["reward"]["active"], "active": True, "entry": told["reward"]["entry"]}
-    ]
+def print_function(reply: dict[str, Any], console: Console) -> None:
+    """Print the versions of one function, and the outcomes of their calls."""
+    usage = {calls["version"]: calls for calls in reply["usage"]}
+    configured = {"version": reply["reward"]["active"], "active": True, "entry": reply["reward"]["entry"]}
     table = _table("version", "active", "function", "submitted", "calls", "failures", "p50", "p99")
-    for one in found:
-        calls = usage.get(one["version"], {"calls": 0, "errors": {}, "latency_s": {}})
+    for version in reply.get("versions") or [configured]:
+        calls = usage.get(version["version"], {"calls": 0, "errors": {}, "latency_s": {}})
         failures = ", ".join(f"{count} {kind}" for kind, count in calls["errors"].items())
-        submitted = (
-            f"{_when(one['submitted_unix_s'])} by {one['submitted_by']}" if "submitted_by" in one else "configured"
-        )
+        submitted = "configured"
+        if "submitted_by" in version:
+            submitted = f"{_when(version['submitted_unix_s'])} by {version['submitted_by']}"
         latency = [_seconds(calls["latency_s"].get(name)) for name in ("p50", "p99")]
-        mark = "yes" if one["active"] else ""
-        entry = one.get("unreadable") or one["entry"]
-        cells = (one["version"][:12], mark, entry, submitted, calls["calls"], failures, *latency)
+        active = "yes" if version["active"] else ""
+        entry = version.get("unreadable") or version["entry"]
+        cells = (version["version"][:12], active, entry, submitted, calls["calls"], failures, *latency)
         table.add_row(*map(_text, cells))
     console.print(table)
 
 
-def print_trial(told: dict[str, Any], console: Console) -> None:
-    """Scores or failures, a line a row, and what was printed."""
+def print_trial(reply: dict[str, Any], console: Console) -> None:
+    """Print a line for each row, with its reward or failure, and the output of the function."""
     table = _table("row", "reward", "parts", "")
-    for number, one in enumerate(told["results"]):
-        failure, parts = one["failure"], {**one["parts"], **one["extras"]}
-        shown = ", ".join(f"{name} {value:g}" for name, value in parts.items())
-        more = f"{failure['kind']}: {failure['text']}" if failure else str(one["observation"] or "")
-        table.add_row(*map(_text, (number, "failed" if failure else f"{one['reward']:g}", shown, more)))
+    for number, result in enumerate(reply["results"]):
+        failure, parts = result["failure"], {**result["parts"], **result["extras"]}
+        values = ", ".join(f"{name} {value:g}" for name, value in parts.items())
+        more = f"{failure['kind']}: {failure['text']}" if failure else str(result["observation"] or "")
+        table.add_row(*map(_text, (number, "failed" if failure else f"{result['reward']:g}", values, more)))
     console.print(table)
-    if told["output"]:
-        console.print(_text(f"it printed:\n{told['output'].rstrip()}"))
-    traceback = next((one["failure"]["traceback"] for one in told["results"] if one["failure"]), "")
+    if reply["output"]:
+        console.print(_text(f"it printed:\n{reply['output'].rstrip()}"))
+    traceback = next((result["failure"]["traceback"] for result in reply["results"] if result["failure"]), "")
     if traceback:
         console.print(_text(traceback.rstrip()))
-    console.print(f"version {told['version'][:12]}, {_seconds(told['seconds'])}", highlight=False)
+    console.print(f"version {reply['version'][:12]}, {_seconds(reply['seconds'])}", highlight=False)
 
 
-def print_logs(told: dict[str, Any], console: Console) -> None:
-    """Changes, and the last failure of each version."""
-    for line in told["lines"]:
-        what = f"{line['action']} {line['version'][:12]}".rstrip()
+def print_logs(reply: dict[str, Any], console: Console) -> None:
+    """Print the changes, and the last failure of each version."""
+    for line in reply["lines"]:
+        action = f"{line['action']} {line['version'][:12]}".rstrip()
         was = f" (was {line['was'][:12]})" if line["was"] else ""
-        console.print(_text(f"{_when(line['unix_s'])}  {line['who']}: {what}{was}"))
-    for one in told["usage"]:
-        if failure := one["last_failure"]:
-            head = f"\n{one['version'][:12]} failed last {_when(failure['unix_s'])}: {failure['kind']}"
+        console.print(_text(f"{_when(line['unix_s'])}  {line['who']}: {action}{was}"))
+    for calls in reply["usage"]:
+        if failure := calls["last_failure"]:
+            head = f"\n{calls['version'][:12]} failed last {_when(failure['unix_s'])}: {failure['kind']}"
             console.print(_text(f"{head}: {failure['text']}"))
             for text in (failure["traceback"], failure["output"]):
                 if text:
@@ -80,7 +75,7 @@ def print_logs(told: dict[str, Any], console: Console) -> None:
 
 
 def _text(value: object) -> Text:
-    """A value that others wrote, as it is: no markup in it, and no character that a terminal would obey."""
+    """Foreign text without rich's markup and without control characters."""
     return Text(printable(str(value)))
 
 

@@ -1,7 +1,4 @@
-"""What `gspo eval` measures, and the configuration that follows from it.
-
-It reads files and starts nothing. Neighbour: evaluate.py, which runs the services with it.
-"""
+"""The configuration of `gspo eval`, from its options, the model and an optional base configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from gspo.common.model.folder import max_positions
 
 @dataclass(frozen=True)
 class EvaluationSpec:
-    """What to measure; None leaves the base configuration's value, or the default."""
+    """The options of `gspo eval`; None keeps the value of the base configuration, or the default."""
 
     model: str
     prompts: tuple[Path, ...]
@@ -33,63 +30,63 @@ class EvaluationSpec:
     seed: int | None = None
 
 
-def eval_config(question: EvaluationSpec, folder: Path) -> Config:
+def eval_config(spec: EvaluationSpec, folder: Path) -> Config:
     """The configuration of an evaluation whose run directory is in `folder`.
 
     Raises:
-        InputError: Neither a reward file nor a base configuration was given, or a value is out of bounds.
+        InputError: There is neither a reward file nor a base configuration, or a value is out of bounds.
     """
-    base = read_config(config_file_of(question.base)) if question.base else None
-    given: dict[str, Any] = base.model_dump(mode="json") if base else {}
-    if not given and question.reward is None:
+    base = read_config(config_file_of(spec.base)) if spec.base else None
+    config: dict[str, Any] = base.model_dump(mode="json") if base else {}
+    if not config and spec.reward is None:
         raise InputError(
             "--reward", "is missing", "Give the reward file: --reward reward.py, or a --config that has one"
         )
-    given["name"], given["run"] = "eval", {"directory": str(folder), "total_steps": 1}
-    given.setdefault("learner", {})["schedule"] = "constant"
-    given["model"] = {**given.get("model", {}), "path": question.model}
-    files = {name: str(path.resolve()) for name, path in named_files(question.prompts).items()}
-    given["data"] = {**given.get("data", {}), "prompts": next(iter(files.values()))}
-    # Of a single version there is no best.
-    asked = {"prompts": files.get("", files), "keep_best": None}
-    given["evaluation"] = {**given.get("evaluation", {}), **asked}
+    config["name"], config["run"] = "eval", {"directory": str(folder), "total_steps": 1}
+    config.setdefault("learner", {})["schedule"] = "constant"
+    config["model"] = {**config.get("model", {}), "path": spec.model}
+    files = {name: str(path.resolve()) for name, path in named_files(spec.prompts).items()}
+    config["data"] = {**config.get("data", {}), "prompts": next(iter(files.values()))}
+    # A single version has no best.
+    evaluation = {"prompts": files.get("", files), "keep_best": None}
+    config["evaluation"] = {**config.get("evaluation", {}), **evaluation}
     if base is not None:  # the run directory is a temporary one, and holds no registered functions
-        given["reward"]["registry"] = str(base.registry_dir)
-    if question.reward is not None:
-        given["reward"] = {**given.get("reward", {}), "functions": [{"path": str(question.reward.resolve())}]}
+        config["reward"]["registry"] = str(base.registry_dir)
+    if spec.reward is not None:
+        config["reward"] = {**config.get("reward", {}), "functions": [{"path": str(spec.reward.resolve())}]}
     for section, key, value in (
-        ("evaluation", "num_answers", question.num_answers),
-        ("evaluation", "limit", question.limit),
-        ("sampling", "temperature", question.temperature),
-        ("algorithm", "prompt_length", question.prompt_length),
-        ("algorithm", "response_length", question.response_length),
+        ("evaluation", "num_answers", spec.num_answers),
+        ("evaluation", "limit", spec.limit),
+        ("sampling", "temperature", spec.temperature),
+        ("algorithm", "prompt_length", spec.prompt_length),
+        ("algorithm", "response_length", spec.response_length),
     ):
         if value is not None:
-            given.setdefault(section, {})[key] = value
-    if question.seed is not None:
-        given["seed"] = question.seed
+            config.setdefault(section, {})[key] = value
+    if spec.seed is not None:
+        config["seed"] = spec.seed
     if base is None:
-        _fit_lengths(given, question)
-    return parse_config(given, base=Path.cwd())
+        _fit_lengths(config, spec)
+    return parse_config(config, base=Path.cwd())
 
 
-def _fit_lengths(given: dict[str, Any], question: EvaluationSpec) -> None:
-    """Take what the options leave open from the model, where it reads fewer tokens than the defaults ask for."""
-    places = max_positions(Path(question.model))
+def _fit_lengths(config: dict[str, Any], spec: EvaluationSpec) -> None:
+    """Fit lengths without an option to the model, if it has fewer positions than the defaults need."""
+    places = max_positions(Path(spec.model))
     if places is None:
         return
     fields = AlgorithmConfig.model_fields
-    prompt, response = question.prompt_length, question.response_length
+    prompt, response = spec.prompt_length, spec.response_length
     if prompt is None:
         prompt = min(fields["prompt_length"].default, places // 2 if response is None else places - response)
     if response is None:
         response = min(fields["response_length"].default, places - prompt)
     if prompt > 0 and response > 0:
-        given.setdefault("algorithm", {}).update(prompt_length=prompt, response_length=response)
+        config.setdefault("algorithm", {}).update(prompt_length=prompt, response_length=response)
 
 
 def named_files(paths: tuple[Path, ...]) -> dict[str, Path]:
-    """Several files by their names without ending; a single one has an empty name.
+    """Several files by their names without suffix; a single file has an empty name.
 
     Raises:
         InputError: Two of them have the same name.
@@ -99,7 +96,7 @@ def named_files(paths: tuple[Path, ...]) -> dict[str, Path]:
     named: dict[str, Path] = {}
     for path in paths:
         if path.stem in named:
-            fix = "Rename one; the figures are told apart by the files' names"
+            fix = "Rename one; the figures are listed by file name"
             raise InputError(str(path), f"has the name of {named[path.stem]}", fix)
         named[path.stem] = path
     return named

@@ -1,6 +1,6 @@
-"""`gspo eval`: measures a model folder on a prompts file, with the services that training uses and no learner.
+"""`gspo eval`: measures a model on prompts with the services of training, without a learner.
 
-Its run directory is gone afterwards.
+Its run directory is temporary.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from gspo.common.errors import InputError
 from gspo_proto.rollout_pb2 import RUN_END_FAILED, RUN_END_STOPPED
 
 _SERVICES = ("coordinator", "generation", "reward")
-# How the names of figures begin, in the order in which they are shown; those of no such name go before the last two.
+# Beginnings of the names of figures, in the order of the table; all other names go before the last two.
 _ORDER = (
     *("sampled_mean", "sampled_stderr", "greedy_mean", "greedy_stderr"),
     *("pass_at_", "best_at_", "part_", "greedy_", "num_"),
 )
 _OTHERS = len(_ORDER) - 2.5
 Measured = dict[str, dict[str, float]]
-# Keys of a configuration -> what a user of this command gives in their place.
+# Keys of a configuration -> the options of this command in their place.
 _OPTIONS = (
     ("algorithm.prompt_length", "--prompt-length"),
     ("algorithm.response_length", "--response-length"),
@@ -56,8 +56,8 @@ _OPTIONS = (
 )
 
 
-def evaluate(question: EvaluationSpec, out: Path | None, *, plain: bool, console: Console) -> int:
-    """Measure, print, and write `out` as JSON; 0.
+def evaluate(spec: EvaluationSpec, out: Path | None, *, plain: bool, console: Console) -> int:
+    """Measure, print, and write `out` as JSON; returns the exit code 0.
 
     Raises:
         InputError: The input cannot work.
@@ -66,35 +66,39 @@ def evaluate(question: EvaluationSpec, out: Path | None, *, plain: bool, console
     if out is not None:
         _check_writable(out)
     with tempfile.TemporaryDirectory(prefix="gspo-eval-") as folder, naming_options():
-        config = eval_config(question, Path(folder))
+        config = eval_config(spec, Path(folder))
         with Preflight(config.run_dir) as preflight:
             measured = asyncio.run(_evaluate(config, preflight, console, plain=plain))
     _print(measured, console)
     if out is not None:
-        out.write_text(json.dumps(_result(question, measured), indent=2) + "\n")
+        out.write_text(json.dumps(_result(spec, measured), indent=2) + "\n")
         console.print(f"written to {out}", highlight=False)
     return 0
 
 
 def _check_writable(out: Path) -> None:
-    """Find out before the measuring whether its figures can be written; OSError: they cannot."""
+    """Try before the evaluation whether the file can be written.
+
+    Raises:
+        OSError: It cannot.
+    """
     is_new = not out.exists()
     out.open("a").close()
     if is_new:
         out.unlink()
 
 
-def _result(question: EvaluationSpec, measured: Measured) -> dict[str, Any]:
-    """What `--out` holds: the figures of a single file, or of each by its name."""
-    if len(question.prompts) == 1:
-        return {"model": question.model, "prompts": str(question.prompts[0]), **measured[""]}
-    files = {name: {"prompts": str(path), **measured[name]} for name, path in named_files(question.prompts).items()}
-    return {"model": question.model, "files": files}
+def _result(spec: EvaluationSpec, measured: Measured) -> dict[str, Any]:
+    """The content of `--out`: the figures of a single file, or of each file by its name."""
+    if len(spec.prompts) == 1:
+        return {"model": spec.model, "prompts": str(spec.prompts[0]), **measured[""]}
+    files = {name: {"prompts": str(path), **measured[name]} for name, path in named_files(spec.prompts).items()}
+    return {"model": spec.model, "files": files}
 
 
 @contextmanager
 def naming_options() -> Iterator[None]:
-    """Name the options of `gspo eval` where a check names configuration keys: the user may have no such file."""
+    """Name the options of `gspo eval` in errors that name keys: the user may have no configuration."""
     try:
         yield
     except InputError as error:
@@ -148,7 +152,7 @@ def _figures(view: View) -> Measured:
 
 
 def in_order(figures: dict[str, float]) -> dict[str, float]:
-    """As a reader looks for them: rewards, pass@k and best@k by k, parts of the reward, lengths and shares, counts."""
+    """Sort figures: rewards, pass@k and best@k by k, parts of the reward, lengths and shares, counts."""
 
     def place(name: str) -> tuple[float, list[str | int]]:
         rank = next((rank for rank, head in enumerate(_ORDER) if name.startswith(head)), _OTHERS)
@@ -158,7 +162,7 @@ def in_order(figures: dict[str, float]) -> dict[str, float]:
 
 
 def _print(measured: Measured, console: Console) -> None:
-    """A column for each file; the file's name above it where there are several."""
+    """Print a column for each file, with the file's name above it if there are several."""
     table = Table.grid(padding=(0, 2))
     if len(measured) > 1:
         table.add_row("", *(Text(name, "bold") for name in measured))

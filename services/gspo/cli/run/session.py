@@ -1,7 +1,6 @@
-"""One session of a run under a supervisor: start Redis and the services, watch, end everything.
+"""One session of a run under a supervisor: start Redis and the services, watch them, end everything.
 
-Waits for: the run's Finished event, a program that cannot be kept alive, the user's Ctrl-C, the start-up deadline.
-Not the commands themselves: run.py and evaluate.py call it.
+Waits for: the run's Finished event, a program that cannot be kept alive, Ctrl-C, the deadline of the start.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from gspo.common.service.tasks import run_until_cancelled
 from gspo.common.streams.consumer import task_group
 from gspo.common.streams.keys import COORDINATOR, LEARNER
 
-# The service processes of a job that uses the Redis at an address.
+# Makes the service processes of a job that uses the Redis at an address.
 Programs: TypeAlias = Callable[[Job, str], list[Program]]
 REFRESH_S = 0.25
 # Services end by themselves on Finished; an engine takes some seconds to leave.
@@ -77,16 +76,16 @@ def new_view(job: Job, phases: Phases) -> View:
 async def run_session(
     job: Job, view: View, screen: Screen, interrupts: Interrupts, programs: Programs | None = None
 ) -> None:
-    """Run the job's services until the run has finished or the user stops it; everything is ended afterwards.
+    """Run the job's services until the run has finished or the user stops it, then end everything.
 
-    The result is in the view: `finished`, or None where the user stopped it and it did not get that far.
+    The result is in the view: `finished`, or None if the user stopped the run before it could finish.
 
     Args:
         programs: Makes other service processes than programs.py; for tests.
 
     Raises:
         RunError: A program could not be kept alive, or the services did not become ready in time.
-        InputError: The name is in use in the given Redis.
+        InputError: The name of the run is in use in the user's Redis.
     """
     view.phases.enter("start")
     services = job.config.services
@@ -103,7 +102,7 @@ async def run_session(
             await watcher.forget_last_session()
             write_supervisor_facts(job.run_dir, redis_url)
             supervisor.start((programs or service_programs)(job, redis_url))
-            job.preflight.end()  # those that are not of this run
+            job.preflight.end()  # processes that are not part of this run
             if job.has_external_learner:
                 screen.say(ScreenLine(external_learner_command(job, redis_url)))
             await _until_over(job, view, screen, interrupts, supervisor, watcher)
@@ -111,7 +110,7 @@ async def run_session(
             raise RunError(f"Redis did not answer for {REDIS_PATIENCE_S} s ({error})") from error
         finally:
             view.phases.enter("stop")
-            # What is still starting has nothing to drain, and many seconds of loading before it would look up.
+            # A starting service has nothing to drain, and would notice SIGTERM only after seconds of loading.
             terminate_s = STARTING_END_S if view.waiting_to_start else DRAIN_S
             await supervisor.end(SELF_END_S if view.finished else 0.0, terminate_s=terminate_s, last=REDIS)
             await redis.aclose()
@@ -151,7 +150,7 @@ async def _until_over(
 
 
 async def _stop_on_request(job: Job, view: View, screen: Screen, interrupts: Interrupts) -> None:
-    """After the first Ctrl-C: ask the coordinator to stop, and give the run its time; `follow` sees the end."""
+    """After the first Ctrl-C: ask the coordinator to stop, and wait as long as the run may take to drain."""
     await interrupts.requested.wait()
     timeout_s = job.config.run.drain_timeout_s
     coordinator = next(
@@ -159,19 +158,17 @@ async def _stop_on_request(job: Job, view: View, screen: Screen, interrupts: Int
     )
     learner = next((p for p in view.processes.values() if p.service == LEARNER), None)
     if coordinator is None or learner is None or not learner.ready:
-        screen.say(ScreenLine("stopping: nothing was trained yet in this session"))
+        screen.say(ScreenLine("stopping: this session has trained nothing yet"))
         return
     screen.say(
-        ScreenLine(
-            f"stopping: up to {timeout_s:g} s for the step under way and a checkpoint; Ctrl-C again ends at once"
-        )
+        ScreenLine(f"stopping: up to {timeout_s:g} s for the current step and a checkpoint; Ctrl-C again ends at once")
     )
     try:
         await _call_stop(coordinator.http, job)
     except httpx.HTTPError as error:
         screen.say(
             ScreenLine(
-                f"the coordinator did not take the stop ({type(error).__name__}: {error}); ending now", "warning"
+                f"the coordinator did not accept the stop ({type(error).__name__}: {error}); ending now", "warning"
             )
         )
         return

@@ -34,7 +34,7 @@ from gspo.common.streams.messages import word_of
 from gspo_proto.rollout_pb2 import RUN_END_FAILED, RUN_END_STOPPED, RunEnd
 
 T = TypeVar("T")
-# What a run leaves in its directory, for the last lines.
+# Results in the run directory, for the last lines.
 _RESULTS = (
     ("report", PAGE_NAME),
     ("model", "export"),
@@ -87,12 +87,12 @@ async def _run(
         screen.show(view)
         screen.close()
     if interrupts.requested.is_set() and (view.finished is None or _was_stopped(view)):
-        raise InterruptedRunError(f"stopped at step {view.step}. {_how_to_go_on(plan.run_dir)}")
+        raise InterruptedRunError(f"stopped at step {view.step}. {_how_to_continue(plan.run_dir)}")
     return view
 
 
 def place_on_gpus(config: Config, services: tuple[str, ...], console: Console) -> Placement:
-    """The GPUs of every process of a run of these services, shown where there are any.
+    """Place a run of these services on the GPUs of this machine, and show the placement.
 
     Raises:
         InputError: They do not fit.
@@ -106,7 +106,7 @@ def place_on_gpus(config: Config, services: tuple[str, ...], console: Console) -
 async def check_all(
     config: Config, services: tuple[str, ...], config_file: Path, placement: Placement, preflight: Preflight
 ) -> list[str]:
-    """Everything that can be known before anything is started; what the services warn of."""
+    """Check ports, Redis, memory and every service before anything starts; returns the warnings."""
     check_ports(config)
     if config.services.redis_url:
         warning = await check_redis(config.services.redis_url, config)
@@ -116,10 +116,10 @@ async def check_all(
 
 
 async def until_interrupted(work: Coroutine[Any, Any, T], interrupts: Interrupts) -> T:
-    """The result of `work`; give it up on Ctrl-C.
+    """The result of `work`, which Ctrl-C cancels.
 
     Raises:
-        InterruptedRunError: There was one.
+        InterruptedRunError: The user pressed Ctrl-C.
     """
 
     async def interrupt() -> None:
@@ -134,19 +134,19 @@ def _was_stopped(view: View) -> bool:
     return view.finished is not None and view.finished.end == RUN_END_STOPPED
 
 
-def _how_to_go_on(run_dir: Path) -> str:
+def _how_to_continue(run_dir: Path) -> str:
     return f"Continue it:\n  gspo run --resume {shlex.quote(str(run_dir))}"
 
 
 def _has_finished(plan: RunPlan) -> str:
     return (
         f"{plan.run_dir} has finished: {plan.finished}. Report: {plan.run_dir / PAGE_NAME}\n"
-        "To train on, raise run.total_steps in your configuration and go on with it: gspo run CONFIG.yaml --resume"
+        "To train on, raise run.total_steps in your configuration, then: gspo run CONFIG.yaml --resume"
     )
 
 
 def _conclude(plan: RunPlan, view: View, console: Console) -> int:
-    """Write the report of what there is, say how it went; the exit code."""
+    """Write the report and print the summary; returns the exit code."""
     from gspo.cli.report.writer import write_report  # here: plotting takes a second to import
 
     view.phases.enter("report")
@@ -154,7 +154,7 @@ def _conclude(plan: RunPlan, view: View, console: Console) -> int:
     view.phases.close()
     print_summary(summary, plan.run_dir, view, console)
     if _was_stopped(view):
-        console.print(_how_to_go_on(plan.run_dir), highlight=False, soft_wrap=True)
+        console.print(_how_to_continue(plan.run_dir), highlight=False, soft_wrap=True)
     return EXIT_FAILED if view.finished is not None and view.finished.end == RUN_END_FAILED else 0
 
 
@@ -164,7 +164,7 @@ def _finished_facts(view: View) -> dict[str, Any]:
 
 
 def print_summary(summary: dict[str, Any], run_dir: Path, view: View, console: Console) -> None:
-    """Held-out reward before and after, what was done, and where everything is; paths are never wrapped."""
+    """Print the held-out reward, the counts, and the paths of the results, which are never wrapped."""
     lines: list[tuple[str, str]] = []
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     if before is not None and after is not None:

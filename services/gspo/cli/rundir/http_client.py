@@ -1,7 +1,4 @@
-"""HTTP calls of the services' doors: http or https, the token to show, the certificates to believe.
-
-It knows no path of any door.
-"""
+"""Clients of the services' HTTP APIs: http or https, the shared token, the trusted certificates."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ def url(address: str, config: Config) -> str:
 
 
 def client(config: Config, *, timeout_s: float) -> httpx.AsyncClient:
-    """A client of one run's services that shows its token."""
+    """A client of the services of one run, with the token of that run."""
     tls, token = config.services.tls, shared_token(config)
 
     async def ask_by_name(request: httpx.Request) -> None:
@@ -31,7 +28,7 @@ def client(config: Config, *, timeout_s: float) -> httpx.AsyncClient:
 
 
 def blocking_client(base_url: str, token: str, tls: TlsConfig, *, timeout_s: float) -> httpx.Client:
-    """A client of one door."""
+    """A blocking client of one HTTP API."""
     hooks = {"request": [lambda request: _ask_by_name(request, tls)]}
     return httpx.Client(
         base_url=base_url, timeout=timeout_s, headers=bearer(token), event_hooks=hooks, **_settings(tls)
@@ -39,16 +36,16 @@ def blocking_client(base_url: str, token: str, tls: TlsConfig, *, timeout_s: flo
 
 
 def bearer(token: str) -> dict[str, str]:
-    """The header that shows a token; none where there is none."""
+    """The header with the token; none without a token."""
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
 def _settings(tls: TlsConfig) -> dict[str, Any]:
-    # A proxy of the environment leads away from services on this machine or cluster.
+    # A proxy of the environment would not reach services of this machine or cluster.
     return {"trust_env": False, "verify": client_context(tls)}
 
 
 def _ask_by_name(request: httpx.Request, tls: TlsConfig) -> None:
-    """Look for services.tls.server_name in the certificate, where it is set."""
+    """Expect services.tls.server_name in the certificate, if it is set."""
     if tls.server_name:
         request.extensions = {**request.extensions, "sni_hostname": tls.server_name}
