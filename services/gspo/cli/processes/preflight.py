@@ -141,7 +141,7 @@ class Preflight:
             variables: Environment variables beside those of this process.
         """
         name = f"{service}-0"
-        command = _check_command(service, config_file)
+        command = check_command(service, config_file)
         if self._run_dir is not None:
             # The process keeps this command line as the service, so name and run directory identify it.
             command += ("--wait", "--name", name, "--run-dir", str(self._run_dir))
@@ -203,6 +203,6 @@ def _last_message(output: str) -> str:
     return "\n".join(lines[-8:]) or "it said nothing"
 
 
-def _check_command(service: str, config_file: Path) -> tuple[str, ...]:
+def check_command(service: str, config_file: Path) -> tuple[str, ...]:
     """The command line of a service's own check; the first three words are the program."""
     return (sys.executable, "-m", f"gspo.{service}", "--check", str(config_file))

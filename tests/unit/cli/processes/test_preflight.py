@@ -80,7 +80,7 @@ async def test_a_check_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_those_that_nobody_takes_end_with_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_check_command", lambda service, _: program(_WAITS, service))
+    monkeypatch.setattr(preflight, "check_command", lambda service, _: program(_WAITS, service))
     with Preflight(tmp_path) as first:
         for service in ("coordinator", "reward"):
             assert (await first.check(service, Path("config.yaml"), {}))[0] == 0
