@@ -48,9 +48,7 @@ def _refusal(error: OSError, words: Sequence[str]) -> InputError:
     named = [Path(word.partition("=")[2] or word) for word in words]
     if path is None or not any(path == other or other in path.parents or path in other.parents for other in named):
         raise error
-    return InputError(
-        str(path), f"cannot be used ({error.strerror})", "Give another path, or check this one"
-    )
+    return InputError(str(path), f"cannot be used ({error.strerror})", "Give another path, or check this one")
 
 
 if __name__ == "__main__":
