@@ -27,10 +27,10 @@ test: setup lint ## Everything that CI runs on any machine: lint, types, all tes
 test-quick: setup lint ## Lint, types and unit tests: two minutes, before every commit
 	$(PYTEST) tests/unit
 
-test-long: setup ## What takes long: chaos with real engines, property tests with many examples
+test-long: setup ## The slow tests: chaos with real engines, property tests with many examples
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile many
 
-gpu-test: $(if $(GSPO_PYTHON),,setup) ## What only a GPU can show: rows of docs/gpu.md (Error 3: no GPU, not run; GSPO_PYTHON, GPU_TEST)
+gpu-test: $(if $(GSPO_PYTHON),,setup) ## The tests on a GPU: rows of docs/gpu.md (Error 3: no GPU, not run; GSPO_PYTHON, GPU_TEST)
 	$(or $(GSPO_PYTHON),$(BIN)/python) -m tests.gpu $(GPU_TEST)
 
 test-promises: setup ## Break what the project promises, one by one, and see that the tests notice (WORDS)

@@ -1,9 +1,9 @@
 #!/bin/sh
 # Makes the virtual environment: ./.venv by default, $VENV where set. A second call with nothing changed does nothing.
 #
-# Needs Python 3.11 or newer, a C++ compiler with Python's headers for vLLM's compiled graphs, libnuma for vLLM, bubblewrap
-# and libseccomp for the sandbox of reward functions; on Debian and as root it installs what is missing, and for the tests
-# iproute2 (hosts of namespaces), prometheus (rules and dashboards) and kubectl (8 MB: it renders deploy/kubernetes).
+# It needs Python 3.11 or newer, a C++ compiler with Python's headers for vLLM's compiled graphs, libnuma for vLLM, and
+# bubblewrap and libseccomp for the sandbox. On Debian and as root it installs missing ones. For the tests it adds
+# iproute2 (network namespaces), prometheus (rules and dashboards) and kubectl (8 MB: it renders deploy/kubernetes).
 # deploy/requirements-cpu.lock pins everything.
 set -eu
 cd "$(dirname "$0")/.."
@@ -65,7 +65,7 @@ pip() { "$VENV/bin/python" -m pip --disable-pip-version-check -q "$@"; }
 pip install "uv==$UV"
 
 # torch's CPU build: from where pip looks by itself, else from PyTorch's own index. Plain `torch` on PyPI brings
-# several GB of CUDA. uv then accepts what is there.
+# several GB of CUDA. uv then accepts the installed one.
 "$VENV/bin/python" -c "import torch; assert torch.__version__ == '$TORCH+cpu'" 2>/dev/null || {
   say "installing torch $TORCH, CPU build"
   pip install "torch==$TORCH+cpu" 2>/dev/null ||

@@ -23,7 +23,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parents[2]
 RULES = tomllib.loads(Path(__file__).with_name("prose.toml").read_text())
 MESSAGES = ("services/", "gspo_core/", "deploy/")  # their string literals are messages to people
-CHECKED = re.compile(r"\.(md|md\.j2)$")
+CHECKED = re.compile(r"\.(md|md\.j2|ya?ml|toml|sh)$|(^|/)(Makefile|Dockerfile)$")
 STANDS_FOR = {"code_inline": "`x`", "softbreak": "\n", "hardbreak": " "}
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 CODE = re.compile(r"`[^`]*`|\{\{.*?\}\}|https?://\S+")
@@ -34,6 +34,7 @@ SENTENCE_END = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)[\"')*]*\s+(?=[\W_]*
 DOCSTRING_BREAK = re.compile(r"(\n\s*\n|\n(?=\s*(?:(?:[-*]|\d\.) |[\w*]+(?:, [\w*]+)*: |[A-Z]\w+:\n)))")
 FIVE_WORDS = re.compile(r"(?s)^(?!.*(?:redis\.|\w\(\)|</|=\n))(?:.*?[A-Za-z]{2,} ){4}")
 DIRECTIVE = re.compile(r"(type: |noqa|fmt: |pragma|ruff|!/)")
+PREFORMATTED = re.compile(r"(#|//) {3}")
 
 Text = tuple[int, str]  # the first line, and a paragraph, heading, item, cell, comment or message
 
@@ -68,22 +69,29 @@ def python_texts(source: str, messages: bool) -> Iterator[Text]:
         elif messages and FIVE_WORDS.match(text):
             yield node.lineno, text
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    yield from joined((*token.start, token.string) for token in tokens if token.type == tokenize.COMMENT)
+    yield from joined(
+        (*token.start, token.line[: token.start[1]].isspace() or not token.start[1], token.string)
+        for token in tokens
+        if token.type == tokenize.COMMENT
+    )
 
 
 def comment_texts(source: str) -> Iterator[Text]:
     """Yield comments and alert texts of YAML, TOML, shell, protobuf, Dockerfiles, and the Makefile's helps."""
+    comments: list[tuple[int, int, bool, str]] = []
     pattern = re.compile(r"(?<!\S)((?:#+|//) .*)$|^\s*(?:summary|description): (.*)$")
-    hits = ((number, hit) for number, line in enumerate(source.splitlines(), 1) if (hit := pattern.search(line)))
-    yield from joined((number, hit.start(), hit[1] or hit[2]) for number, hit in hits)
+    for number, line in enumerate(source.splitlines(), 1):
+        if hit := pattern.search(line):
+            comments.append((number, hit.start(), not line[: hit.start()].strip(), hit[1] or hit[2]))
+    yield from joined(comments)
 
 
-def joined(comments: Iterable[tuple[int, int, str]]) -> Iterator[Text]:
-    """Join the comments of successive lines in one column."""
+def joined(comments: Iterable[tuple[int, int, bool, str]]) -> Iterator[Text]:
+    """Join the comments of successive lines in one column that are alone on their lines."""
     texts: list[tuple[int, int, int, str]] = []
-    for line, column, comment in comments:
-        content = comment.lstrip("#/ ")
-        if texts and texts[-1][1:3] == (line - 1, column) and not DIRECTIVE.match(content):
+    for line, column, is_alone, comment in comments:
+        content = "" if PREFORMATTED.match(comment) else comment.lstrip("#/ ")
+        if is_alone and texts and texts[-1][1:3] == (line - 1, column) and not DIRECTIVE.match(content):
             start, _, _, text = texts.pop()
             texts.append((start, line, column, f"{text} {content}" if content else text + ".\n"))
         elif content and not DIRECTIVE.match(content):
