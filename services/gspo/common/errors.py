@@ -1,7 +1,4 @@
-"""The one error that a user's input can cause.
-
-It is not for our own faults: those are tracebacks.
-"""
+"""The error of a user's input. Our own faults are tracebacks."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from pydantic import BaseModel
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-# How a line of a check begins that says what stops nothing.
+# Beginning of a line of a check that does not end the run.
 WARNING = "warning: "
 MAX_LISTED = 50
 _LONGEST_VALUE = 300
@@ -25,12 +22,12 @@ _LIKE_ENOUGH = 0.6
 
 
 class InputError(Exception):
-    """What the user gave cannot work: names the key or file, the value, the rule and the fix.
+    """The user's input cannot work: names the key or file, the value, the rule and the fix.
 
     Args:
         where: The key, file or field, as the user wrote it.
-        rule: What must hold, with the value that breaks it.
-        fix: What to change.
+        rule: The broken rule, with the value that breaks it.
+        fix: The change that helps.
     """
 
     def __init__(self, where: str, rule: str, fix: str) -> None:
@@ -47,8 +44,8 @@ class ConfigError(ValueError):
     Args:
         key: The key, relative to the section whose validator raises; empty for the validated value itself.
         value: The value, shown as YAML in front of the rule; NO_VALUE where it would say nothing.
-        rule: What must hold.
-        fix: What to change.
+        rule: The broken rule.
+        fix: The change that helps.
     """
 
     def __init__(self, key: str, value: Any, rule: str, fix: str) -> None:
@@ -69,7 +66,7 @@ def exit_bad_input(error: InputError) -> NoReturn:
 
 
 def warn(text: str) -> None:
-    """Say on standard error, as a check says what stops nothing; `gspo run` and `gspo doctor` show it."""
+    """Write a warning of a check to standard error; `gspo run` and `gspo doctor` show it."""
     sys.stderr.write(f"{WARNING}{text}\n")
 
 
@@ -99,7 +96,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_defaults=True)
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(one) for key, one in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value

@@ -6,7 +6,7 @@ from gspo.common.host.process_tuning import importing
 from gspo.common.service.options import await_start, parse_options
 from gspo.coordinator.check import check
 
-MEANING = "Decides what is generated and when, measures the policy, and shows the run."
+MEANING = "Issues groups, measures the policy, and shows the run."
 
 
 def main() -> None:

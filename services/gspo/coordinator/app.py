@@ -46,7 +46,7 @@ async def startup(service: Service) -> AsyncIterator[App]:
 
 
 class _RunViews:
-    """What the HTTP API shows: the startup at first, then the run or the evaluation.
+    """The state that the HTTP API shows: the startup at first, then the run or the evaluation.
 
     Attributes:
         state: The answer to /v1/state.

@@ -40,7 +40,7 @@ async def run_generation(service: Service, start_engine: StartEngine) -> None:
 async def startup(service: Service, start_engine: StartEngine) -> AsyncIterator[App]:
     """Read the weights and start the engine; both end after the block."""
     config, activity = service.config, service.activity
-    if service.options.stay:  # nobody has checked before
+    if service.options.stay:  # there was no check before
         await asyncio.to_thread(check, config)
     folder = model_folder(config.model)
     activity.set("busy", "reading the weights")

@@ -161,7 +161,7 @@ class Receiver:
                 if not self.broken.done():
                     self.broken.set_result(str(error))
                 raise
-        self._load_limit.took(header.num_bytes, times.load_s)
+        self._load_limit.record(header.num_bytes, times.load_s)
         self.digest = digest
         metrics.GENERATOR_VERSION.set(header.version)
         metrics.PUSH_PAUSE_SECONDS.observe(times.pause_s + times.load_s + times.resume_s)

@@ -33,10 +33,10 @@ def main() -> None:
         from gspo.learner.ranks.launcher import launch
 
         options = await_start(options)
-        # A rank that stayed would keep the others waiting for it.
+        # The other ranks would wait for a rank that stays.
         code = launch(options.config, [word for word in sys.argv[1:] if word != "--stay"])
         if code == EXIT_BAD_INPUT and options.stay:
-            refusal = InputError("learner.ranks", "a rank was refused its start", "Its line in this log says why")
+            refusal = InputError("learner.ranks", "a rank had bad input", "Its line in this log has the reason")
             stay(refusal, options.host, options.http_port)
         sys.exit(code)
     # After the options: importing torch and DeepSpeed takes seconds.
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _check_as_launched(config: Config) -> None:
-    """What was checked before the launch may not hold for the ranks that a user's own launcher started."""
+    """Check again: a user's own launcher may have started ranks for which the first check does not hold."""
     try:
         check(config)
     except InputError as error:

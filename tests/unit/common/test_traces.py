@@ -86,5 +86,5 @@ def test_a_collector_that_is_not_there_holds_up_nobody(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("text", ["half", "1.5", "-0.1", "nan"])
 def test_a_share_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARE_VARIABLE, text)
-    with pytest.raises(InputError, match=rf"OTEL_TRACES_SAMPLER_ARG: '{text}' is no share"):
+    with pytest.raises(InputError, match=rf"OTEL_TRACES_SAMPLER_ARG: '{text}' is not a share"):
         traces("http://127.0.0.1:4317")

@@ -1,7 +1,4 @@
-"""The GPUs that a process may use: NVIDIA's tool is asked, and CUDA_VISIBLE_DEVICES is obeyed.
-
-It imports no torch and opens no GPU.
-"""
+"""The GPUs that a process may use, from nvidia-smi and CUDA_VISIBLE_DEVICES; it imports no torch and opens no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from gspo.common.errors import InputError, warn
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # How many generators run on each of the GPUs that a process sees, in their order, such as "1,0". `gspo run` sets it for
-# the learner. Where it is not set, as in a container, a process has its GPUs to itself.
+# the learner. If it is not set, as in a container, a process has its GPUs to itself.
 GENERATORS_PER_GPU = "GSPO_GENERATORS_PER_GPU"
 # vLLM's engine argument for its share of a GPU's memory, and its default.
 SHARE_ARGUMENT, DEFAULT_SHARE = "gpu_memory_utilization", 0.92
@@ -49,7 +46,7 @@ def visible_gpus() -> list[Gpu]:
     """The GPUs that a process started here would see, in its order; empty where there is none.
 
     Raises:
-        InputError: CUDA_VISIBLE_DEVICES names a GPU that is not there, or one twice.
+        InputError: CUDA_VISIBLE_DEVICES names a GPU that is not there, or names one twice.
     """
     if torch_is_for_cpus():
         return []
@@ -68,19 +65,19 @@ def choose_gpus(installed: Sequence[Gpu], chosen: str | None) -> list[Gpu]:
         chosen: The variable's value; None where it is not set.
 
     Raises:
-        InputError: It names a GPU that is not there, or one twice.
+        InputError: It names a GPU that is not there, or names one twice.
     """
     if chosen is None or not installed:
         return list(installed)
-    found: list[Gpu] = []
+    gpus: list[Gpu] = []
     for entry in (part.strip() for part in chosen.split(",")):
         if entry in ("", _NONE):
             break
         gpu = _named(entry, installed)
-        if any(gpu.name == other.name or (gpu.uuid and gpu.uuid == other.uuid) for other in found):
+        if any(gpu.name == other.name or (gpu.uuid and gpu.uuid == other.uuid) for other in gpus):
             raise InputError(VISIBLE, f"{chosen!r} names {entry} twice", "Name every GPU once")
-        found.append(gpu)
-    return found
+        gpus.append(gpu)
+    return gpus
 
 
 def _named(entry: str, installed: Sequence[Gpu]) -> Gpu:
@@ -116,15 +113,15 @@ def _installed_gpus() -> list[Gpu]:
 
 
 def generators_per_gpu(gpus: Sequence[Gpu]) -> list[int]:
-    """How many generators run on each of this process's GPUs, as `gspo run` said; none where it said nothing."""
-    told = [int(word) for word in os.environ.get(GENERATORS_PER_GPU, "").split(",") if word.strip()]
-    return [told[place] if place < len(told) else 0 for place in range(len(gpus))]
+    """How many generators run on each of this process's GPUs, as `gspo run` has set it; 0 if it has set nothing."""
+    counts = [int(word) for word in os.environ.get(GENERATORS_PER_GPU, "").split(",") if word.strip()]
+    return [counts[place] if place < len(counts) else 0 for place in range(len(gpus))]
 
 
 def vllm_for_gpus() -> str:
     """Version of the vLLM that is installed, where it runs on NVIDIA's GPUs alone; else empty.
 
-    The CPU build is a package of another name; builds for other devices say so behind a plus sign.
+    The CPU build is a package of another name; builds for other devices have a suffix behind a plus sign.
     """
     version = _installed_version("vllm")
     device = version.partition("+")[2]
@@ -142,12 +139,12 @@ def check_gpus_are_seen(key: str, gpus: Sequence[Gpu]) -> None:
             key,
             f"this environment is made for GPUs (vllm {version}), and nvidia-smi sees none",
             "Give the container GPUs (NVIDIA's driver and container toolkit on the host; docker-compose.gpu.yml), "
-            f"mend {VISIBLE} where it is set, or install gspo[cpu]",
+            f"correct {VISIBLE} if it is set, or install gspo[cpu]",
         )
 
 
 def warn_of_float32(key: str, dtype: str, gpus: Sequence[Gpu]) -> None:
-    """Say on standard error, as a check says what stops nothing, that a GPU is slow in float32."""
+    """Warn on standard error, as a check does, that a GPU is slow in float32."""
     if gpus and dtype == "float32":
         warn(
             f"{key} is float32: on GPUs bfloat16 is several times as fast, and FlashAttention takes no "
@@ -156,7 +153,7 @@ def warn_of_float32(key: str, dtype: str, gpus: Sequence[Gpu]) -> None:
 
 
 def torch_is_for_cpus() -> bool:
-    """Whether the engines of this environment leave every GPU alone: torch says so behind a plus sign."""
+    """Whether the engines of this environment leave every GPU alone: torch has a suffix behind a plus sign then."""
     return _installed_version("torch").endswith("+cpu")
 
 

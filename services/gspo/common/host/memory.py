@@ -1,7 +1,4 @@
-"""How much memory this machine, or this container's share of it, has left.
-
-It starts no engine.
-"""
+"""The free memory of this machine, or of this container's share of it."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ from pathlib import Path
 
 import psutil
 
+GIB = 1 << 30
 _SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written
-# A container's limit, what is used of it, and what of that is file cache that gives way: cgroup v2, then v1.
+# A container's limit, the memory in use, and the file cache in it that can be dropped: cgroup v2, then v1.
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
     (
@@ -24,12 +22,12 @@ _CGROUPS = (
 
 
 def free_memory() -> float:
-    """Bytes that can still be had here: the machine's, or less under a container's limit."""
+    """Free bytes of the machine, or of a container's limit where that is less."""
     return min(float(psutil.virtual_memory().available), _cgroup_free())
 
 
 def shared_memory() -> int:
-    """Bytes that /dev/shm may hold; a container has 64 MiB unless it is given more. 0 where it is not there."""
+    """Bytes that /dev/shm may hold; a container has 64 MiB by default. 0 if there is none."""
     return shutil.disk_usage(_SHM).total if _SHM.is_dir() else 0
 
 

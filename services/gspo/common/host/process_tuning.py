@@ -1,4 +1,4 @@
-"""Settings of a process before it imports an engine: how threads wait, which memory stays, what is collected.
+"""Settings of a process before it imports an engine: waiting threads, freed memory, garbage collection.
 
 It imports neither torch nor vLLM: both read these settings when they are loaded.
 """

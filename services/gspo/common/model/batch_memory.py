@@ -1,9 +1,9 @@
-"""What the groups of a run take in memory while they are open, by service, from the configuration alone.
+"""The memory of a run's open groups, by service, from the configuration alone.
 
-Each service's check refuses what cannot fit however short the answers are, and warns of what cannot fit when all of
-them are as long as they may be. Neighbour: training_memory.py counts the model.
+Each service's check refuses a batch that does not fit with the shortest answers, and warns of one that does not fit
+with the longest. The model's memory is in training_memory.py.
 
-The bytes are the least that was measured over real entries on Python 3.11 and Redis 6.2;
+The bytes are the least that was measured over real entries on Python 3.11 and Redis 6.2.
 tests/integration/common/test_batch_memory.py measures them again.
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo.common.host.memory import GIB
 
 # The coordinator: one open group in its tables, and one answer of an evaluation.
 OPEN_GROUP, ANSWER = 230, 100
-# Redis: a task with its entry in `open`; a scored answer; a token of one: id, log-prob, version and mask.
+# Redis: a task with its entry in `open`, a scored answer, and a token of one (id, log-prob, version, mask).
 REDIS_GROUP, REDIS_ROLLOUT, REDIS_TOKEN = 250, 250, 9
-# The learner: a scored answer with the entry that it stands for; a token of one.
+# The learner: a scored answer with its entry, and a token of one.
 LEARNER_ROLLOUT, LEARNER_TOKEN = 900, 12
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _open_rollouts(config: Config) -> int:
 
 
 def check_fits(config: Config, needed: MemoryNeed, available: float, whose: str) -> str:
-    """A warning where the longest answers would not fit; empty where they do.
+    """A warning if the longest answers would not fit; empty if they do.
 
     Args:
         available: Bytes.
@@ -80,14 +80,14 @@ def check_fits(config: Config, needed: MemoryNeed, available: float, whose: str)
             "algorithm.rollout_batch_size",
             f"{algorithm.rollout_batch_size} groups of {algorithm.num_return_sequences_in_group} answers, with "
             f"{slots} open at a time (staleness.max_lag {config.staleness.max_lag}), take at least "
-            f"{needed.least / _GIB:,.1f} GiB of {whose}, and {available / _GIB:.1f} GiB are free",
+            f"{needed.least / GIB:,.1f} GiB of {whose}, and {available / GIB:.1f} GiB are free",
             f"Lower it below {largest}, or lower num_return_sequences_in_group or staleness.max_lag",
         )
     if needed.most <= available:
         return ""
     return (
         f"algorithm.response_length: if every answer took all {algorithm.response_length} tokens, the {slots} open "
-        f"groups would take {needed.most / _GIB:,.1f} GiB of {whose}, and {available / _GIB:.1f} GiB are free"
+        f"groups would take {needed.most / GIB:,.1f} GiB of {whose}, and {available / GIB:.1f} GiB are free"
     )
 
 
@@ -106,7 +106,7 @@ def check_answers_fit(config: Config, num_prompts: int, available: float, whose:
     if needed > available:
         raise InputError(
             "evaluation.num_answers",
-            f"{num_answers} answers to each of {num_prompts} held-out prompts take at least {needed / _GIB:,.1f} GiB "
-            f"of {whose}, and {available / _GIB:.1f} GiB are free",
+            f"{num_answers} answers to each of {num_prompts} held-out prompts take at least {needed / GIB:,.1f} GiB "
+            f"of {whose}, and {available / GIB:.1f} GiB are free",
             "Lower it, or evaluation.limit",
         )

@@ -1,6 +1,6 @@
-"""What the files of a model folder say about it, read without loading the model: config, parameters, vocabulary.
+"""The facts of a model folder: config, parameters, vocabulary, read from its files without loading the model.
 
-Not a loader: a folder may pass here and still be refused by the engine.
+An engine may still refuse a folder that passes here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIX = "Give a folder that transformers' save_pretrained wrote"
 _PICKLED_BYTES = 2
 _EMBEDDING, _WEIGHT = "embed_tokens.weight", ".weight"
 _LONGEST_HEADER = 100 << 20
-# peft's own word for every linear layer but the output.
+# peft's word for every linear layer but the output.
 ALL_LINEAR = "all-linear"
 # Embeddings and the output layer.
 _NOT_ADAPTED = re.compile(r"(^|\.)(embed_tokens|wte|wpe|lm_head)$")

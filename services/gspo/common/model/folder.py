@@ -1,7 +1,4 @@
-"""Where the model's files are: the given folder, or a hub's copy on this machine.
-
-It reads no weights.
-"""
+"""The folder of the model's files: the configured one, or a hub's copy on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def model_folder(model: ModelConfig) -> Path:
         _check_config(folder / "config.json")
         return folder
     if folder.is_absolute() or model.path.startswith(".") or model.path.count("/") > 1:
-        raise InputError("model.path", f"{model.path} is not a folder", "Mend the path, or give a hub model's name")
+        raise InputError("model.path", f"{model.path} is not a folder", "Correct the path, or give a hub model's name")
     return _from_hub(model)
 
 

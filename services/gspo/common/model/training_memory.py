@@ -1,6 +1,6 @@
-"""What training holds in memory, from the configuration and the model's files: no model is loaded.
+"""The memory of training, from the configuration and the model's files; no model is loaded.
 
-Activations are not in it: they depend on learner.micro_batch_tokens and on the model's inside.
+It counts no activations: they depend on learner.micro_batch_tokens and on the model's code.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def training_bytes(config: Config, files: ModelFiles, ranks: int) -> tuple[float
     """
     learner, stage = config.learner, config.learner.zero_stage
     trained = num_trained(learner.lora, files)
-    held = files.num_parameters + (trained if learner.lora.rank else 0)
-    weights = FLOAT32_BYTES * held / (ranks if stage == 3 else 1)
+    num_weights = files.num_parameters + (trained if learner.lora.rank else 0)
+    weights = FLOAT32_BYTES * num_weights / (ranks if stage == 3 else 1)
     gradients = FLOAT32_BYTES * trained / (ranks if stage >= 2 else 1)
     # AdamW's two moments; under ZeRO also a copy of its own of the weights that a rank updates.
     states = FLOAT32_BYTES * trained * (3 / ranks if stage else 2)
@@ -33,16 +33,16 @@ def training_bytes(config: Config, files: ModelFiles, ranks: int) -> tuple[float
 
 
 def host_bytes(files: ModelFiles, training: tuple[float, float], *, on_gpu: bool) -> float:
-    """Bytes of the machine's own memory that a rank takes for what `training_bytes` says of it.
+    """Bytes of the machine's own memory for a rank, from the result of `training_bytes`.
 
-    On a GPU that is what is offloaded, and at the start the whole policy: it is loaded there before it moves.
+    On a GPU these are the offloaded bytes, and at the start the whole policy, which is loaded there before it moves.
     """
     on_device, on_host = training
     return max(on_host, FLOAT32_BYTES * files.num_parameters) if on_gpu else on_device + on_host
 
 
 def snapshot_bytes(config: Config, files: ModelFiles) -> int:
-    """What the first rank keeps in host memory with a lag: one earlier version of what is trained."""
+    """Bytes of the first rank's snapshot in host memory: with a lag, one earlier version of the trained weights."""
     return FLOAT32_BYTES * num_trained(config.learner.lora, files) if config.staleness.max_lag else 0
 
 

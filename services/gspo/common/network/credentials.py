@@ -1,6 +1,6 @@
-"""Whom a process believes and what it shows: the shared token, Redis's password, certificates.
+"""The credentials of a process: the shared token, Redis's password, certificates.
 
-It opens no door and calls nobody. Every file is checked here before anything starts, down to a handshake in memory.
+Every file is checked here before anything starts, down to a TLS handshake in memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gspo.common.config.services import TlsConfig
 from gspo.common.errors import InputError
 
 log = structlog.get_logger()
-EVERY_INTERFACE = ("0.0.0.0", "::")  # noqa: S104 - recognised here, bound by who asks for it
+EVERY_INTERFACE = ("0.0.0.0", "::")  # noqa: S104 - recognised here, not bound
 MIN_SECRET_CHARS = 16
 _MAKE_SECRETS = "`gspo certs DIR` makes secrets and certificates"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address; a name other than localhost is taken for another machine's."""
+    """Whether only this machine reaches an address; every name but localhost counts as another machine's."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -34,22 +34,22 @@ def is_loopback(host: str) -> bool:
 
 
 def reachable_host(host: str) -> str:
-    """The name that others call a bound address by: this machine's own, where every interface is bound."""
+    """The host under which others reach a bound address: this machine's name if every interface is bound."""
     return socket.gethostname() if host in EVERY_INTERFACE else host
 
 
 def shared_token(config: Config) -> str:
-    """The token that the services show each other; empty where there is none."""
+    """The token of calls between services; empty if there is none."""
     return _secret("services.token_file", config.services.token_file)
 
 
 def redis_password(config: Config) -> str:
-    """Redis's password; empty where there is none."""
+    """Redis's password; empty if there is none."""
     return _secret("services.redis_password_file", config.services.redis_password_file)
 
 
 def check_credentials(config: Config, host: str, redis_url: str | None) -> None:
-    """Refuse secrets and certificates that cannot work, and doors beyond loopback without them.
+    """Refuse secrets and certificates that cannot work, and servers beyond loopback without them.
 
     Args:
         host: The address that the services bind.
@@ -73,12 +73,12 @@ def check_credentials(config: Config, host: str, redis_url: str | None) -> None:
 
 
 def warn_of_plain_text(config: Config, host: str) -> None:
-    """Say so where a door beyond loopback speaks no TLS: that is allowed, for a network that is the user's alone."""
+    """Warn of a server beyond loopback without TLS, which is allowed in a network that the user alone controls."""
     if not is_loopback(host) and not config.services.tls.is_on:
         log.warning(
             "plain_text",
             host=host,
-            detail="whoever can listen on this network reads token, prompts, rollouts and weights; services.tls.cert "
+            detail="everybody on this network can read token, prompts, rollouts and weights; services.tls.cert "
             "and services.tls.key encrypt them (`gspo certs DIR` makes both)",
         )
 
@@ -135,7 +135,7 @@ def _secret(key: str, file: Path | None) -> str:
     except UnicodeDecodeError as error:
         raise InputError(key, f"{file} is not text", f"Write one word into it; {_MAKE_SECRETS}") from error
     except OSError as error:
-        raise InputError(key, f"{file} cannot be read ({error.strerror})", f"Mend the path; {_MAKE_SECRETS}") from error
+        raise InputError(key, f"{file} cannot be read ({error.strerror})", f"Fix the path; {_MAKE_SECRETS}") from error
     if len(words) != 1 or not words[0].isascii():
         raise InputError(
             key, f"{file} holds {len(words)} words, and a secret is one, in ASCII", f"Write it anew; {_MAKE_SECRETS}"
@@ -159,20 +159,20 @@ def without_password(url: str) -> str:
 
 
 def redis_arguments(url: str, config: Config) -> dict[str, Any]:
-    """What a Redis client is given beside the address: the password, and certificates for rediss://.
+    """Arguments of a Redis client besides the address: the password, and certificates for rediss://.
 
-    A Redis that asks for a certificate is shown the services' one.
+    A Redis that asks for a certificate gets that of the services.
     """
     password, tls = redis_password(config), config.services.tls
-    given: dict[str, Any] = {"password": password} if password else {}
+    arguments: dict[str, Any] = {"password": password} if password else {}
     if url.startswith("rediss:"):
         files = {"ssl_ca_certs": tls.ca, "ssl_certfile": tls.cert, "ssl_keyfile": tls.key}
-        given |= {name: str(file) for name, file in files.items() if file is not None}
-    return given
+        arguments |= {name: str(file) for name, file in files.items() if file is not None}
+    return arguments
 
 
 def redis_refusal(error: BaseException | None) -> InputError | None:
-    """What is wrong with password or certificates, where that is why Redis cannot be used; else None."""
+    """The bad input if Redis refuses the password or the certificates; None for any other error."""
     while error is not None:
         if isinstance(error, AuthenticationError):
             return InputError(
@@ -198,8 +198,8 @@ def check_tls(tls: TlsConfig, host: str) -> None:
     """Refuse certificates with which no call to `host` would succeed.
 
     Raises:
-        InputError: A file is missing or broken, key and certificate do not belong together, or the certificate is not
-            one that the others would take: of another authority, of another name, out of its time.
+        InputError: A file is missing or broken, or key and certificate do not belong together. Or other services would
+            refuse the certificate: its authority, its name or its dates are wrong.
     """
     for key, file in (("cert", tls.cert), ("key", tls.key), ("ca", tls.ca)):
         if file is not None:
@@ -227,7 +227,7 @@ def check_tls(tls: TlsConfig, host: str) -> None:
     except ssl.SSLCertVerificationError as error:
         raise InputError(
             "services.tls.cert",
-            f"nobody who trusts {authority} would take {tls.cert} for {name} ({error.verify_message.rstrip('.')})",
+            f"a service that trusts {authority} refuses {tls.cert} for {name} ({error.verify_message.rstrip('.')})",
             "Have it made for that name by that authority, or set services.tls.server_name to the name in it",
         ) from error
 
@@ -236,7 +236,7 @@ def _check_readable(key: str, file: Path) -> None:
     try:
         file.open("rb").close()
     except OSError as error:
-        raise InputError(key, f"{file} cannot be read ({error.strerror})", f"Mend the path; {_MAKE_SECRETS}") from error
+        raise InputError(key, f"{file} cannot be read ({error.strerror})", f"Fix the path; {_MAKE_SECRETS}") from error
 
 
 def client_context(tls: TlsConfig) -> ssl.SSLContext:
@@ -253,7 +253,7 @@ def _server_context(tls: TlsConfig) -> ssl.SSLContext:
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> None:
-    """A whole handshake in memory: what refuses here refuses on the wire."""
+    """A whole TLS handshake in memory, with the result that it would have on the wire."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         client.wrap_bio(to_client, to_server, server_hostname=name),
@@ -268,5 +268,5 @@ def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> Non
 
 
 def pem(file: Path | None) -> bytes | None:
-    """A certificate's or key's bytes, as gRPC wants them."""
+    """A certificate's or key's bytes, as gRPC takes them."""
     return None if file is None else file.read_bytes()

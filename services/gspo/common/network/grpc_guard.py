@@ -1,7 +1,7 @@
 """The checks of every gRPC call before its servicer: the shared token, and messages that can be decoded.
 
-A message that is too large, not protobuf, or of too many fields is refused and counted. gRPC alone would answer
-UNKNOWN with a traceback to the second, and report nothing of the others.
+A message that is too large, not protobuf, or has too many fields is refused and counted. Without
+these checks gRPC answers bytes that are not protobuf with UNKNOWN and a traceback, and reports the others nowhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""gRPC as every service uses it: a server with health, reflection, the shared token and TLS, and channels to others."""
+"""The gRPC server of every service (health, reflection, the shared token, TLS), and channels to other services."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gspo.common.network.grpc_guard import TOKEN_HEADER, GrpcGuard
 
 # A frame of weights is about 1 MiB; a group of long rollouts stays well below this.
 MAX_MESSAGE_BYTES = 64 * 2**20
-# Initial metadata of a push whose header is admitted: its frames may come.
+# Initial metadata of a push whose header is admitted: the learner may send the frames.
 ADMITTED = ("gspo-admitted", "1")
 _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -31,9 +31,9 @@ class GrpcServer:
     Args:
         add_servicers: Called with the server before it starts.
         service_names: Full names of the services added, for health and reflection.
-        token: The one that callers must show; empty asks for none.
-        may_call: Whether a caller with another token is heard too.
-        tls: Plain text where it is None or not on.
+        token: The token that callers must send; empty if none is required.
+        may_call: Whether a caller with another token is served too.
+        tls: Plain text if None or not on.
 
     Raises:
         InputError: The address cannot be bound.
@@ -70,13 +70,13 @@ class GrpcServer:
         return self._server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
 
     async def start(self) -> None:
-        """Serve, and say so on the health service."""
+        """Serve, and set the health service to SERVING."""
         await self._server.start()
         for name in self._names:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, give those under way `grace_s`, end."""
+        """Refuse new calls, give those in flight `grace_s`, end."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -98,5 +98,5 @@ def open_channel(address: str, tls: TlsConfig | None = None) -> grpc.aio.Channel
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """What a caller shows; nothing where there is no token."""
+    """The metadata of a caller; empty without a token."""
     return ((TOKEN_HEADER, f"Bearer {token}"),) if token else ()

@@ -1,9 +1,9 @@
-"""What every HTTP request passes before an app sees it: the host that it names, the site it comes from, its type.
+"""The checks of every HTTP request before the app: its host, the site that sent it, its type.
 
 A browser sends requests to this machine on behalf of any page that it shows, and a page can give its own name this
 machine's address (DNS rebinding). So a request must name a host that is ours, and a page of another origin is refused.
-Starlette's TrustedHostMiddleware knows no IP addresses and no pages, hence this. Who calls is not asked here: that is
-probes.py, or the app. Bodies are bounded behind that, by `BoundedBodies`.
+Starlette's TrustedHostMiddleware knows neither IP addresses nor pages. The token is checked in health.py or in the
+app, and `BoundedBodies` bounds the bodies.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class HttpGuard:
 
     Args:
         hosts: Names that the service may be called by besides localhost and this machine's own; `*.example.org`
-            stands for every name below it. IP addresses need no mention: nobody can give them another meaning.
-        takes_forms: Whether a change may be a multipart form, too.
+            stands for every name below it. IP addresses are always accepted: no name server can redirect them.
+        takes_forms: Whether a change may come as a multipart form, too.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] = (), *, takes_forms: bool = False) -> None:
@@ -72,15 +72,15 @@ class HttpGuard:
             return _Refusal(400, "websocket", "this service has no websocket; send a plain request")
         kind = header(scope, b"content-type").partition(";")[0].strip().lower()
         if scope["method"] in _CHANGING and kind not in self._types:
-            wanted = " or ".join(self._types)
-            return _Refusal(415, "content_type", f"send content-type: {wanted}; this is {kind[:100] or 'none'}")
+            types = " or ".join(self._types)
+            return _Refusal(415, "content_type", f"send content-type: {types}; this is {kind[:100] or 'none'}")
         return None
 
     def _is_ours(self, host: str) -> bool:
-        found = _HOST.fullmatch(host)
-        if found is None:
+        match = _HOST.fullmatch(host)
+        if match is None:
             return False
-        name = found[1].strip("[]").lower().removesuffix(".")
+        name = match[1].strip("[]").lower().removesuffix(".")
         parents = (f"*.{name[at + 1 :]}" for at, char in enumerate(name) if char == ".")
         return name in self._names or _is_address(name) or any(parent in self._names for parent in parents)
 
@@ -94,7 +94,7 @@ def _is_address(name: str) -> bool:
 
 
 def _is_cross_site(scope: Scope, host: str) -> bool:
-    """Whether a browser sends this for a page of another origin; to follow a link from there is no call."""
+    """Whether a browser sends this for a page of another origin; following a link from there is allowed."""
     site, origin = header(scope, b"sec-fetch-site"), header(scope, b"origin").lower()
     follows_link = (
         scope["method"] in ("GET", "HEAD")
@@ -107,7 +107,7 @@ def _is_cross_site(scope: Scope, host: str) -> bool:
 
 
 class BoundedBodies:
-    """Reads each body before the app sees the request, and refuses what is too large, or too much at a time.
+    """Reads each body before the app sees the request. Refuses one that is too large, and too many at a time.
 
     Args:
         max_bytes: Of one body.
@@ -146,7 +146,7 @@ class BoundedBodies:
 
 
 def _too_nested(body: bytearray) -> _Refusal | None:
-    """Few bytes can be many lists, and reading those as JSON holds every other request up."""
+    """Few bytes can be many lists, and parsing those as JSON would delay every other request."""
     if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
         return _Refusal(413, "body", f"the body has more than {MAX_BRACKETS} opening brackets")
     return None
@@ -162,12 +162,12 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def header(scope: Scope, name: bytes) -> str:
-    """The first header of a name, which is in lower case; empty where there is none."""
+    """The first header of a name in lower case; empty if there is none."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
 def caller_of(scope: Scope) -> str:
-    """Address and port of who calls."""
+    """Address and port of the caller."""
     host, port = scope.get("client") or ("unknown", 0)
     return f"{host}:{port}"
 

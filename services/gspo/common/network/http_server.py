@@ -59,7 +59,7 @@ class HttpServer:
             ws="none",
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             log_config=None,
-            # Each message that is no HTTP would be a warning.
+            # Each message that is not HTTP would be a warning.
             log_level="error",
             access_log=False,
             lifespan="off",

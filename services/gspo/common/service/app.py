@@ -39,7 +39,7 @@ Work: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Service:
-    """What a running service process has: its connections, its activity, its readiness.
+    """A running service process: its connections, its activity, its readiness.
 
     Attributes:
         stopping: Set when the process has been asked to drain.
@@ -90,7 +90,7 @@ class GrpcApi:
 
 @dataclass(frozen=True)
 class App:
-    """What a service runs once its startup is done.
+    """The main loop of a service, the work beside it, and its gRPC API.
 
     Attributes:
         main: The main loop; its end is the end of the process.
@@ -123,9 +123,9 @@ async def run_app(
     """Start, run the main loop to its end, shut down in the reverse order, and close the service.
 
     Args:
-        claim: Entered before the heartbeat begins: what only one process of the run may have.
-        http_port: Where neither a command line nor the system chooses the port.
-        authorizes_itself: The HTTP API decides who may call it; the shared token is not asked for.
+        claim: Entered before the heartbeat begins: it takes a resource that one process of the run may own.
+        http_port: The port, unless the command line names one; 0 picks a free one.
+        authorizes_itself: The HTTP API checks its callers; the shared token is not required.
         takes_forms: A change may come as a multipart form.
         ends_with_run: The end of the run, read from the events, drains the service.
 

@@ -1,6 +1,6 @@
-"""A service that was refused its start and stays, so that whoever looks learns why: alive, not ready, with the reason.
+"""A service with bad input that stays: alive, not ready, with the reason at /readyz, until SIGTERM.
 
-For containers (`--stay`): to end would only be started again, and end again. It does nothing else until SIGTERM.
+For containers (`--stay`): an orchestrator would start a process that ends again and again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 def serve_rejection(error: InputError, host: str, port: int) -> NoReturn:
     """Serve the reason at /readyz until SIGTERM or SIGINT, and exit with code 2.
 
-    Where the port is what was refused there is nothing to serve it on, and it exits at once.
+    It exits at once if the port cannot be bound.
     """
     log.error("bad_input", reason=str(error), detail="staying, not ready; SIGTERM ends it")
     asyncio.run(_stay(str(error), host, port))
@@ -32,14 +32,14 @@ def serve_rejection(error: InputError, host: str, port: int) -> NoReturn:
 async def _stay(reason: str, host: str, port: int) -> None:
     try:
         http = HttpServer(_rejection_app(reason), host, port)
-    except InputError as taken:
-        log.error("bad_input", reason=str(taken))
+    except InputError as bind_error:
+        log.error("bad_input", reason=str(bind_error))
         return
-    asked = asyncio.Event()
+    stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, asked.set)
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     serving = asyncio.create_task(http.run())
-    await asked.wait()
+    await stopping.wait()
     serving.cancel()
 
 

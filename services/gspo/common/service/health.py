@@ -31,7 +31,7 @@ class HealthProbes:
     """Answers the probes itself and hands every other path to the service's own API.
 
     Args:
-        authorizes_itself: The API decides who may call it; the shared token is not asked for.
+        authorizes_itself: The API checks its callers; the shared token is not required.
     """
 
     def __init__(self, service: ProbedService, *, authorizes_itself: bool = False) -> None:

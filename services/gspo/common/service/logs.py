@@ -29,18 +29,18 @@ def set_up_logs(level: str, **bound: str) -> None:
 
 
 class _LossyStream(io.TextIOBase):
-    """A stream whose full disk, or closed pipe, costs the lines and not the process that says them."""
+    """A stream that drops lines if its disk is full or its pipe is closed; the process continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, as far as there is room."""
+        """Write, if possible."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush, as far as there is room."""
+        """Flush, if possible."""
         with contextlib.suppress(OSError):
             self._stream.flush()

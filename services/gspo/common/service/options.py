@@ -29,7 +29,7 @@ _REDIS_ON_LOOPBACK = "redis://127.0.0.1:6379/0"
 
 @dataclass(frozen=True)
 class Options:
-    """What a service is told at its start; everything else is in the run's configuration."""
+    """The command line of a service; everything else is in the run's configuration."""
 
     service: str
     run_dir: Path
@@ -57,55 +57,57 @@ def parse_options(
 
     With `--wait` it does not exit: the options then hold the configuration alone, for `await_start`.
 
-    Exits with code 2 and one message where the input cannot work; under `--stay`, where nobody has checked before the
-    start, the check is run here, and the process stays, not ready, with that message.
+    Exits with code 2 and one message if the input cannot work. Under `--stay` no other process has checked before, so
+    the check runs here, and the process stays, not ready, with that message.
 
     Args:
-        checks_at_startup: The service's life begins with the same check, which takes long.
+        checks_at_startup: The service's startup makes the same check, which takes long; it is not made here then.
     """
     parser = _parser(service, meaning)
-    given = parser.parse_args()
-    name = given.name.replace("{host}", socket.gethostname())
+    arguments = parser.parse_args()
+    name = arguments.name.replace("{host}", socket.gethostname())
     try:
-        if given.check:
-            config = read_config(given.check)
+        if arguments.check:
+            config = read_config(arguments.check)
             check(config)
-            if not given.wait:
+            if not arguments.wait:
                 sys.exit(0)
             report_checked()
             return Options(service, Path(), "", name, "", 0, 0, resume=False, config=config, waits=True)
-        if not given.run_dir:
+        if not arguments.run_dir:
             parser.error("--run-dir or --check is needed")
-        config = read_config(given.run_dir / CONFIG_NAME)
-        host = given.host or config.services.host
-        redis_url = given.redis_url or os.environ.get(REDIS_VARIABLE) or config.services.redis_url or _REDIS_ON_LOOPBACK
+        config = read_config(arguments.run_dir / CONFIG_NAME)
+        host = arguments.host or config.services.host
+        redis_url = (
+            arguments.redis_url or os.environ.get(REDIS_VARIABLE) or config.services.redis_url or _REDIS_ON_LOOPBACK
+        )
         check_credentials(config, host, redis_url)
         set_up_logs(config.services.log_level, service=service, name=name, run=config.name)
         warn_of_plain_text(config, host)
-        if given.stay and not checks_at_startup:
+        if arguments.stay and not checks_at_startup:
             check(config)
     except InputError as error:
-        if not given.stay:
+        if not arguments.stay:
             exit_bad_input(error)
         set_up_logs("info", service=service, name=name)
-        stay(error, given.host or "127.0.0.1", given.http_port)
+        stay(error, arguments.host or "127.0.0.1", arguments.http_port)
     return Options(
         service,
-        given.run_dir,
+        arguments.run_dir,
         redis_url,
         name,
         host,
-        given.http_port,
-        given.grpc_port,
-        given.resume,
+        arguments.http_port,
+        arguments.grpc_port,
+        arguments.resume,
         config,
-        given.evaluate,
-        given.stay,
+        arguments.evaluate,
+        arguments.stay,
     )
 
 
 def await_start(options: Options) -> Options:
-    """The options of a process that waits, once it is told to start; of any other, the same."""
+    """The options of the StartCommand that a waiting process receives; any other process keeps its own."""
     if not options.waits:
         return options
     receive_start_command()
@@ -116,7 +118,7 @@ def _parser(service: str, meaning: str) -> argparse.ArgumentParser:
     """The options that every service has."""
     parser = argparse.ArgumentParser(prog=f"python -m gspo.{service}", description=meaning)
     parser.add_argument("--check", type=Path, metavar="FILE", help="check a configuration for this service, and exit")
-    parser.add_argument("--wait", action="store_true", help="after --check, wait on standard input for a start")
+    parser.add_argument("--wait", action="store_true", help="after --check, wait for a start command on stdin")
     parser.add_argument("--run-dir", type=Path, help="the run directory; its config.yaml is the configuration")
     parser.add_argument(
         "--redis-url",
@@ -129,17 +131,17 @@ def _parser(service: str, meaning: str) -> argparse.ArgumentParser:
     parser.add_argument("--host", help="address to bind; services.host by default")
     parser.add_argument("--http-port", type=int, default=0, help="0 picks a free port")
     parser.add_argument("--grpc-port", type=int, default=0, help="0 picks a free port")
-    parser.add_argument("--resume", action="store_true", help="go on from what the run directory holds")
+    parser.add_argument("--resume", action="store_true", help="continue the run of the run directory")
     parser.add_argument("--evaluate", action="store_true", help="measure the given model once: a run without a learner")
     parser.add_argument(
-        "--stay", action="store_true", help="refused, stay alive and not ready with the reason, for containers"
+        "--stay", action="store_true", help="on bad input stay alive, not ready, with the reason: for containers"
     )
     return parser
 
 
 def stay(error: InputError, host: str, http_port: int) -> NoReturn:
-    """Say what is wrong with the input, and stay until SIGTERM with that at /readyz; then exit with code 2."""
-    from gspo.common.service.degraded_start import serve_rejection  # here: its face is built on this module
+    """Serve the error at /readyz until SIGTERM, then exit with code 2."""
+    from gspo.common.service.degraded_start import serve_rejection  # here: a check needs no HTTP server
 
     serve_rejection(error, host, http_port)
 
@@ -159,7 +161,7 @@ CHECKED = b"checked\n"
 
 @dataclass(frozen=True)
 class StartCommand:
-    """What a waiting process is told.
+    """The start of a waiting process.
 
     Attributes:
         arguments: Its command line from now on, without the program.
@@ -170,18 +172,18 @@ class StartCommand:
     log: str
 
     def line(self) -> bytes:
-        """As it is sent."""
+        """One line of JSON, as it is sent."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def report_checked() -> None:
-    """Say that the check has found nothing."""
+    """Report that the check has passed."""
     with _other_end() as connection:
         connection.sendall(CHECKED)
 
 
 def receive_start_command() -> None:
-    """Wait to be told to start, and become that program: its command line, its log. Exits where nobody is left."""
+    """Wait for the StartCommand, and take over its command line and log; exit if the sender has ended."""
     with _other_end() as connection, connection.makefile("rb") as lines:
         line = lines.readline()
     if not line.endswith(b"\n"):

@@ -30,19 +30,19 @@ REDIS_PATIENCE_S = 60
 # Hundreds of rollouts may end at once, each with a write: they wait for a connection instead of failing.
 MAX_CONNECTIONS = 50
 # MISCONF: the append-only file or the snapshot cannot be written. OOM: maxmemory is reached, and nothing is evicted.
-# A script that meets either says so within its own error, before it has written anything.
+# A script that meets either has it in its own error, before it has written anything.
 _REFUSALS = ("MISCONF", "OOM command not allowed")
-_AGAIN_S, _SAY_EVERY_S = 0.5, 10.0
+_AGAIN_S, _LOG_EVERY_S = 0.5, 10.0
 log = structlog.get_logger()
 
 
 class PatientRedis(Redis):
-    """Tries a refused command again until Redis takes it."""
+    """Tries a refused command again until Redis accepts it."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """As Redis.execute_command."""
         command: Any = super().execute_command
-        return await _until_taken(lambda: command(*args, **options))
+        return await _until_accepted(lambda: command(*args, **options))
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
         """As Redis.pipeline."""
@@ -50,7 +50,7 @@ class PatientRedis(Redis):
 
 
 class _PatientPipeline(Pipeline):
-    """A transaction is refused whole. Without one, what was taken is sent again: every writer here allows that."""
+    """A transaction is refused whole. Other pipelines are sent again whole, which every writer here allows."""
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
         stack, scripts = list(self.command_stack), set(self.scripts)
@@ -60,7 +60,7 @@ class _PatientPipeline(Pipeline):
             self.command_stack, self.scripts = list(stack), set(scripts)
             return await execute(raise_on_error)
 
-        return await _until_taken(again)
+        return await _until_accepted(again)
 
 
 def _is_refusal(error: ResponseError) -> bool:
@@ -68,26 +68,26 @@ def _is_refusal(error: ResponseError) -> bool:
     return isinstance(error, OutOfMemoryError) or any(refusal in str(error) for refusal in _REFUSALS)
 
 
-async def _until_taken(send: Callable[[], Awaitable[T]]) -> T:
-    said_at: float | None = None
+async def _until_accepted(send: Callable[[], Awaitable[T]]) -> T:
+    logged_at: float | None = None
     while True:
         try:
-            taken = await send()
+            reply = await send()
         except ResponseError as error:
             if not _is_refusal(error):
                 raise
-            if said_at is None or time.monotonic() - said_at > _SAY_EVERY_S:
-                said_at = time.monotonic()
-                log.error("redis_refuses_writes", reason=str(error), waits_for="room on its disk or in its memory")
+            if logged_at is None or time.monotonic() - logged_at > _LOG_EVERY_S:
+                logged_at = time.monotonic()
+                log.error("redis_refuses_writes", reason=str(error), waits_for="free disk space or memory")
             await asyncio.sleep(_AGAIN_S)
             continue
-        if said_at is not None:
+        if logged_at is not None:
             log.warning("redis_writes_again")
-        return taken
+        return reply
 
 
 class _Patience(Retry):
-    """Tries again while Redis restarts, but not where it refuses us: that does not pass."""
+    """Tries again while Redis restarts, but not if Redis refuses our credentials."""
 
     async def call_with_retry(
         self, do: Any, fail: Any, is_retryable: Any = None, with_failure_count: bool = False
@@ -103,10 +103,10 @@ def _may_pass(error: Exception) -> bool:
 def connect_redis(url: str, config: Config | None = None) -> Redis:
     """A client with binary replies that tries again while Redis restarts, REDIS_PATIENCE_S long.
 
-    While Redis answers and refuses writes, for lack of room, it waits without an end.
+    While Redis answers and refuses writes, since its disk or memory is full, it waits without an end.
 
     Args:
-        config: Where its password and certificates are; None where it needs none.
+        config: Names its password and certificates; None if it needs none.
     """
     pool = BlockingConnectionPool.from_url(
         url,
@@ -129,7 +129,7 @@ class _Cancellable(AbstractConnection):
     """Raises the cancellation that sending has forgotten.
 
     The client sends with `asyncio.wait_for`. In Python 3.11 that forgets a cancellation that arrives just after the
-    bytes are sent (python/cpython#86296), and the cancelled task goes on for ever.
+    bytes are sent (python/cpython#86296), and the cancelled task never ends.
     """
 
     async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
@@ -137,7 +137,7 @@ class _Cancellable(AbstractConnection):
         before = _num_cancellations()
         await super().send_packed_command(command, check_health)
         if _num_cancellations() > before:
-            # The reply, which nobody reads, must not be taken for the next command's.
+            # The unread reply must not be taken for the next command's.
             await self.disconnect(nowait=True)
             raise asyncio.CancelledError
 

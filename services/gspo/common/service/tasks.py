@@ -31,7 +31,7 @@ async def run_until_cancelled(name: str, work: Callable[[], Coroutine[Any, Any, 
     A TaskGroup cancels its tasks once, waits for them without a deadline, and ignores one that cancels itself.
 
     Raises:
-        RuntimeError: The work was cancelled, and nobody has cancelled this.
+        RuntimeError: The work was cancelled, and this was not.
     """
     task = asyncio.create_task(work(), name=name)
     try:

@@ -1,8 +1,7 @@
-"""A rollout's way through the services as a trace: a span for each station, exported by OTLP.
+"""Traces of rollouts through the services: a span for each stage, exported by OTLP.
 
-Off unless an endpoint is set, and then nothing of OpenTelemetry is imported. A trace's id and its root span's follow
-from run, group and number, so that every service adds its own spans and none has to carry a context along.
-Not a metric (metrics.py) and not a log.
+Off unless an endpoint is set; OpenTelemetry is then not imported. The ids of a trace and its root span follow from
+run, group and number, so that every service adds its own spans without a context from the others.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class Traces:
     """The spans that one service adds.
 
     Attributes:
-        on: Whether spans go anywhere; what would only be computed for a span may be left out otherwise.
+        on: Whether spans are exported; else values for spans alone need not be computed.
 
     Args:
         endpoint: Of a collector, as http://host:4317; the standard variable where it is None.
 
     Raises:
-        InputError: OTEL_TRACES_SAMPLER_ARG is no share.
+        InputError: OTEL_TRACES_SAMPLER_ARG is not a number from 0 to 1.
     """
 
     def __init__(self, service: str, *, name: str, run: str, endpoint: str | None) -> None:
@@ -71,12 +70,12 @@ class Traces:
     def add(
         self, name: str, group: int, number: int, start_unix_s: float, end_unix_s: float, **attributes: Any
     ) -> None:
-        """One station of a rollout: a span below the rollout's."""
+        """One stage of a rollout: a span below the rollout's."""
         if self.on:
             self._add(name, group, number, start_unix_s, end_unix_s, attributes, is_root=False)
 
     def add_root(self, group: int, number: int, start_unix_s: float, end_unix_s: float, **attributes: Any) -> None:
-        """The whole way of a rollout: from its issue until its end."""
+        """The root span of a rollout: from its issue to its end."""
         if self.on:
             self._add("rollout", group, number, start_unix_s, end_unix_s, attributes, is_root=True)
 
@@ -104,7 +103,7 @@ class Traces:
         span.end(round(max(start, end) * _NANO))
 
     def close(self) -> None:
-        """Export what is left; a collector that does not answer is given up."""
+        """Export the remaining spans; a collector that does not answer is given up."""
         if self.on:
             self.on = False
             # A thread that may be left behind: shutting an exporter down waits for its last attempt.
@@ -120,18 +119,18 @@ def _share() -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise InputError(SHARE_VARIABLE, f"{text!r} is no share of the rollouts", "Set it to a number from 0 to 1")
+        raise InputError(SHARE_VARIABLE, f"{text!r} is not a share of the rollouts", "Set it to a number from 0 to 1")
     return share
 
 
 def ids_of(run: str, rollout: str) -> tuple[int, int]:
-    """(trace id, root span id) of a rollout: 128 and 64 bits that follow from its name, never 0."""
+    """(trace id, root span id) of a rollout: 128 and 64 bits that follow from its name and are never 0."""
     digest = blake2b(f"{run}/{rollout}".encode(), digest_size=24).digest()
     return int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:]) or 1
 
 
 class _SpanIds:
-    """Random ids, as the SDK asks for them, but for a root span those that it is given."""
+    """Random ids for the SDK, except the ids of a root span, which follow from the rollout."""
 
     next: tuple[int, int] | None = None
 
@@ -139,8 +138,8 @@ class _SpanIds:
         return self.next[0] if self.next else int.from_bytes(os.urandom(16)) or 1
 
     def generate_span_id(self) -> int:
-        given, self.next = self.next, None
-        return given[1] if given else int.from_bytes(os.urandom(8)) or 1
+        root, self.next = self.next, None
+        return root[1] if root else int.from_bytes(os.urandom(8)) or 1
 
     def is_trace_id_random(self) -> bool:
         return False

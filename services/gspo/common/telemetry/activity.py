@@ -1,4 +1,4 @@
-"""What a service is doing or waiting for, and for how long: shown live, counted for the idle share."""
+"""The current activity of a service and its duration: shown while it lasts, and counted for the idle share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Activity:
         self._since = time.monotonic()
 
     def set(self, kind: Kind, what: str, detail: str = "") -> None:
-        """Enter an activity; the time of the one before is counted."""
+        """Enter an activity; the time of the previous one is counted."""
         now = time.monotonic()
         metrics.ACTIVITY_SECONDS.labels(self.service, self.kind, self.what).inc(now - self._since)
         self._since = now
@@ -38,12 +38,12 @@ class Activity:
 
     @contextmanager
     def doing(self, what: str, detail: str = "") -> Iterator[None]:
-        """Busy for the length of a block, and back to what was before."""
+        """Busy for the length of a block; then the earlier activity again."""
         yield from self._during("busy", what, detail)
 
     @contextmanager
     def waiting(self, what: str, detail: str = "") -> Iterator[None]:
-        """Waiting for the length of a block, and back to what was before."""
+        """Waiting for the length of a block; then the earlier activity again."""
         yield from self._during("waiting", what, detail)
 
     def _during(self, kind: Kind, what: str, detail: str) -> Iterator[None]:

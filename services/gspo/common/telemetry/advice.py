@@ -1,7 +1,4 @@
-"""What the figures of the last steps call for, in sentences a user can act on.
-
-It changes nothing: no width of a clip is refused or mended.
-"""
+"""Advice for the user from the figures of the last steps. It changes nothing, neither a clip nor a batch."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from gspo.common.config.schema import Config
 
-# A share above this means that most of what the reward teaches is thrown away; a toy run with lag 1 went from 0.16 to
-# 0.48 and gained half as much.
+# Above this share most of the signal of the reward is lost. A toy run with lag 1 went from 0.16 to 0.48 and gained half
+# as much.
 CLIPPED_TOO_MUCH = 0.4
 CLIPPED_STEPS = 10
 NEVER_CLIPPED_STEPS = 20
@@ -22,13 +19,13 @@ _FIXED = "Keys of algorithm are fixed for a run: change them in a new one, with 
 
 def advice(figures: Sequence[Mapping[str, float]], config: Config) -> dict[str, str]:
     """Sentences by name for the newest step, given the figures of the steps up to it, oldest first."""
-    found = {
+    sentences = {
         "clipped_too_much": _clipped(figures, config),
         "clip_is_silent": _never(figures, config),
         "clip_is_noise": _noise(figures, config),
         "batch_is_small": _small(figures, config),
     }
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in sentences.items() if text}
 
 
 def _clipped(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
@@ -43,7 +40,7 @@ def _clipped(figures: Sequence[Mapping[str, float]], config: Config) -> str | No
         remedies.append(f"staleness.max_lag below {config.staleness.max_lag}")
     return (
         f"clip: {shares[-1]:.0%} of {unit} are clipped, over {CLIPPED_TOO_MUCH:.0%} for {CLIPPED_STEPS} steps; "
-        f"most of the signal is thrown away. Try {' or '.join(remedies)}. {_FIXED}"
+        f"most of the signal is lost. Try {' or '.join(remedies)}. {_FIXED}"
     )
 
 
@@ -86,11 +83,11 @@ def _small(figures: Sequence[Mapping[str, float]], config: Config) -> str | None
 
 
 def _unit(config: Config) -> str:
-    """What the clip looks at: the ratio is a token's under `token`, a sequence's otherwise."""
+    """The unit of the clip: the ratio is a token's under `token`, a sequence's otherwise."""
     return "tokens" if config.algorithm.importance_sampling == "token" else "sequences"
 
 
 def _last(figures: Sequence[Mapping[str, float]], name: str, num: int) -> list[float]:
     """The last `num` values of a figure, empty where a step lacks it."""
-    found = [step[name] for step in figures[-num:] if name in step]
-    return found if len(found) == num else []
+    values = [step[name] for step in figures[-num:] if name in step]
+    return values if len(values) == num else []

@@ -1,6 +1,6 @@
-"""Which stage bounds a run, and what to change: drawn from the figures of its last steps, with the numbers behind it.
+"""The stage that bounds a run and the changes that would help, with the numbers, from the figures of the last steps.
 
-It changes nothing, and it predicts only what follows from the measured times alone.
+It changes nothing, and its predictions follow from the measured times alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gspo.common.telemetry.step_time import Share, seconds_by_function, shares
 
 # A step may be odd; older ones may be of another configuration.
 STEPS_LOOKED_AT = 5
-# Where generation and training overlap, a learner that waits longer than this share of its time is held up.
+# If generation and training overlap, a learner that waits longer than this share of its time is bound by others.
 WAITS = 0.1
 # A saving below this share of a step is not worth a sentence.
 WORTH_IT = 0.05
@@ -21,15 +21,15 @@ WORTH_IT = 0.05
 
 @dataclass(frozen=True)
 class Verdict:
-    """What bounds the run.
+    """The stage that bounds the run.
 
     Attributes:
         steps: Number of steps looked at, up to the newest.
         seconds: Mean time of one of them.
         shares: Of that time by cause, the largest first.
         stage: generation, reward, training, push, evaluation, checkpoint, log, issue or intake.
-        because: The numbers that say so, in a sentence.
-        change: What to change, the most promising first; empty where nothing is known to help.
+        because: The numbers behind it, in a sentence.
+        change: Changes that would help, the most promising first; may be empty.
     """
 
     steps: int
@@ -43,15 +43,15 @@ class Verdict:
 def verdict(figures: Sequence[Mapping[str, float]], config: Config, num_generators: int) -> Verdict | None:
     """The verdict on the last STEPS_LOOKED_AT steps, given their figures, oldest first; None before the first step."""
     steps = figures[-STEPS_LOOKED_AT:]
-    found = shares(*steps)
-    if not found:
+    step_shares = shares(*steps)
+    if not step_shares:
         return None
-    times = Times(steps, found, config, num_generators)
+    times = Times(steps, step_shares, config, num_generators)
     stage = _stage(times)
     return Verdict(
         steps=len(steps),
         seconds=times.step_s,
-        shares=tuple(Share(s.cause, s.seconds / len(steps), s.share) for s in found),
+        shares=tuple(Share(s.cause, s.seconds / len(steps), s.share) for s in step_shares),
         stage=stage,
         because=_because(stage, times),
         change=tuple(_CHANGES[stage](times)),
@@ -62,26 +62,26 @@ class Times:
     """Mean seconds of a step, and what they are compared with."""
 
     def __init__(
-        self, steps: Sequence[Mapping[str, float]], found: Sequence[Share], config: Config, num_generators: int
+        self, steps: Sequence[Mapping[str, float]], step_shares: Sequence[Share], config: Config, num_generators: int
     ) -> None:
         self.steps, self.config, self.num_generators = steps, config, max(1, num_generators)
-        self.by_cause = {share.cause: share.seconds / len(steps) for share in found}
+        self.by_cause = {share.cause: share.seconds / len(steps) for share in step_shares}
         self.step_s = sum(self.by_cause.values())
         self.overlaps = config.staleness.max_lag > 0
 
-    def of(self, *causes: str) -> float:
+    def seconds_of(self, *causes: str) -> float:
         """Seconds of a step by some causes."""
         return sum(self.by_cause.get(cause, 0.0) for cause in causes)
 
     @property
     def generation_s(self) -> float:
-        """Waited for rollouts: for a generator to be free, and for answers to end."""
-        return self.of("queue", "generation")
+        """Time the learner waits for rollouts: for a generator to be free, and for answers to end."""
+        return self.seconds_of("queue", "generation")
 
     @property
     def busy_s(self) -> float:
-        """In which the learner waits for no other service."""
-        return self.of("training", "log", "checkpoint", "push")
+        """Time in which the learner waits for no other service."""
+        return self.seconds_of("training", "log", "checkpoint", "push")
 
     def saves(self, seconds: float) -> str:
         """'about 1.5 s of 4.0 s a step'."""
@@ -91,11 +91,15 @@ class Times:
 def _stage(times: Times) -> str:
     """The stage that a step lasts as long as.
 
-    Without a lag the stages take turns, and the longest one bounds. With one they overlap: whoever is waited for is
-    the slowest, however long training takes beside it.
+    Without a lag the stages follow one another, and the longest one bounds. With a lag they overlap: the stage that
+    the learner waits for is the slowest, even if training takes longer.
     """
-    waited = {"generation": times.generation_s, "reward": times.of("reward"), "evaluation": times.of("evaluation")}
-    others = {stage: times.of(stage) for stage in ("training", "push", "checkpoint", "log", "issue", "intake")}
+    waited = {
+        "generation": times.generation_s,
+        "reward": times.seconds_of("reward"),
+        "evaluation": times.seconds_of("evaluation"),
+    }
+    others = {stage: times.seconds_of(stage) for stage in ("training", "push", "checkpoint", "log", "issue", "intake")}
     if times.overlaps and max(waited.values()) > WAITS * times.step_s:
         return max(waited, key=lambda stage: waited[stage])
     if times.overlaps:
@@ -105,22 +109,23 @@ def _stage(times: Times) -> str:
 
 
 def _because(stage: str, times: Times) -> str:
-    seconds = times.generation_s if stage == "generation" else times.of(stage)
+    seconds = times.generation_s if stage == "generation" else times.seconds_of(stage)
     share = f"{seconds:.2g} s of {times.step_s:.2g} s ({seconds / times.step_s:.0%})"
-    told = {
-        "generation": f"the learner waits {share} of a step for rollouts, {times.of('queue'):.2g} s of it until a "
+    queue_s = times.seconds_of("queue")
+    sentences = {
+        "generation": f"the learner waits {share} of a step for rollouts, {queue_s:.2g} s of it until a "
         f"generator is free, with {times.num_generators} of them",
         "reward": f"the learner waits {share} of a step for rewards{_slowest(times)}",
         "training": f"training takes {share} of a step, and the learner waits "
-        f"{times.generation_s + times.of('reward'):.2g} s for rollouts and rewards",
+        f"{times.generation_s + times.seconds_of('reward'):.2g} s for rollouts and rewards",
         "push": f"publishing and pushing the weights takes {share} of a step",
         "evaluation": f"the learner waits {share} of a step for evaluations",
         "checkpoint": f"checkpoints take {share} of a step",
         "log": f"writing the log takes {share} of a step",
-        "issue": f"the learner waits {share} of a step for groups that nobody has issued yet",
-        "intake": f"the learner waits {share} of a step for what is scored already",
+        "issue": f"the learner waits {share} of a step for groups that are not issued yet",
+        "intake": f"the learner waits {share} of a step for scored rollouts to come in",
     }
-    return told[stage]
+    return sentences[stage]
 
 
 def _slowest(times: Times) -> str:
@@ -132,8 +137,8 @@ def _slowest(times: Times) -> str:
 
 
 def _lag(times: Times) -> list[str]:
-    """What an overlap of generation and reward with training would save, where there is none."""
-    waited_s = times.generation_s + times.of("reward")
+    """The time that an overlap of generation and reward with training would save, if they do not overlap."""
+    waited_s = times.generation_s + times.seconds_of("reward")
     saved_s = min(waited_s, times.busy_s)
     if times.overlaps or saved_s < WORTH_IT * times.step_s:
         return []
@@ -142,25 +147,25 @@ def _lag(times: Times) -> list[str]:
 
 def _generation(times: Times) -> list[str]:
     num, waited_s = times.num_generators, times.generation_s
-    queue_s = times.of("queue")
+    queue_s = times.seconds_of("queue")
     saved_s = min(waited_s, times.step_s / (num + 1)) if times.overlaps else waited_s / (num + 1)
-    one_more = (
+    more_generators = (
         f"one more generator (generation.replicas: {num + 1}), with cores or a GPU of its own: up to "
         f"{times.saves(saved_s)} less"
     )
     lag = times.config.staleness.max_lag
     tail = (
         f"a shorter algorithm.response_length, a faster engine, or staleness.max_lag above {lag}: the learner waits "
-        f"{times.of('generation'):.2g} s of a step for the last answer alone"
+        f"{times.seconds_of('generation'):.2g} s of a step for the last answer alone"
     )
-    found = [one_more, tail] if queue_s >= times.of("generation") / 2 else [tail, one_more]
-    return [*_lag(times), *found]
+    changes = [more_generators, tail] if queue_s >= times.seconds_of("generation") / 2 else [tail, more_generators]
+    return [*_lag(times), *changes]
 
 
 def _reward(times: Times) -> list[str]:
     name = next(iter(seconds_by_function(*times.steps)), "")
     workers = times.config.reward.workers
-    faster = f"a faster {name or 'reward function'}: up to {times.saves(times.of('reward'))} less"
+    faster = f"a faster {name or 'reward function'}: up to {times.saves(times.seconds_of('reward'))} less"
     more = (
         f"more calls at a time (reward.workers above {workers}, or another reward service), where cores are free, "
         f"and batches below reward.batch_size {times.config.reward.batch_size}"
@@ -187,7 +192,9 @@ def _evaluation(times: Times) -> list[str]:
 
 def _checkpoint(times: Times) -> list[str]:
     every = times.config.run.checkpoint_every
-    return [f"run.checkpoint_every: {2 * every} instead of {every}: {times.saves(times.of('checkpoint') / 2)} less"]
+    return [
+        f"run.checkpoint_every: {2 * every} instead of {every}: {times.saves(times.seconds_of('checkpoint') / 2)} less"
+    ]
 
 
 _CHANGES: dict[str, Callable[[Times], list[str]]] = {

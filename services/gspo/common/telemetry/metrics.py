@@ -149,7 +149,7 @@ TRACKER_UP = _learner.gauge("gspo_tracker_up", "1 while the tracker's process ru
 
 
 def served_by(service: str) -> CollectorRegistry:
-    """What a process of a service serves: the service's metrics, those of every service, and the process's own."""
+    """The metrics of a process of a service: the service's, those of every service, and the process's own."""
     served = CollectorRegistry()
     for registry in (SHARED, BY_SERVICE[service], REGISTRY):
         served.register(registry)

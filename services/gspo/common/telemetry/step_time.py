@@ -1,14 +1,11 @@
-"""What a step's time went into: the causes, and which of a step's figures each is made of.
-
-It measures nothing: the learner does, and writes the figures down.
-"""
+"""The time of a step by cause, from the step's figures, which the learner measures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Cause -> figures of a step that add up to it. What the learner waited for is told by the rollout that came last.
+# Cause -> figures of a step that add up to it. The rollout that came last decides the cause of the learner's wait.
 CAUSES: dict[str, tuple[str, ...]] = {
     "issue": ("wait_issue_s",),
     "queue": ("wait_queue_s",),
@@ -33,7 +30,6 @@ IN_WORDS = {
     "checkpoint": "writing a checkpoint",
     "log": "writing the log",
 }
-_WAITED = tuple(name for names in CAUSES.values() for name in names if name.startswith("wait_"))
 # Before the name of a function: the part of wait_reward_s in which it was the slowest.
 REWARD_PREFIX = "wait_reward_by_"
 
@@ -48,38 +44,32 @@ class Share:
 
     @property
     def in_words(self) -> str:
-        """What the learner did or waited for."""
+        """The learner's work or wait, in words."""
         return IN_WORDS[self.cause]
 
 
 def seconds_by_cause(figures: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of one step by cause, in the order of CAUSES, those that took none too.
-
-    A step of an older log does not say what it waited for: all of its wait counts as generation.
-    """
-    found = {cause: sum(figures.get(name, 0.0) for name in names) for cause, names in CAUSES.items()}
-    if not any(name in figures for name in _WAITED):
-        found["generation"] += figures.get("wait_s", 0.0)
-    return found
+    """Seconds of one step by cause, in the order of CAUSES, also causes without time."""
+    return {cause: sum(figures.get(name, 0.0) for name in names) for cause, names in CAUSES.items()}
 
 
 def shares(*steps: Mapping[str, float]) -> list[Share]:
-    """The causes of the given steps' time, the largest first; those that took no time are left out."""
+    """The causes of the steps' time, the largest first, without those that took no time."""
     totals = dict.fromkeys(CAUSES, 0.0)
     for figures in steps:
         for cause, seconds in seconds_by_cause(figures).items():
             totals[cause] += seconds
     all_s = sum(totals.values())
-    found = [Share(cause, seconds, seconds / all_s) for cause, seconds in totals.items() if seconds > 0]
-    return sorted(found, key=lambda share: -share.seconds)
+    step_shares = [Share(cause, seconds, seconds / all_s) for cause, seconds in totals.items() if seconds > 0]
+    return sorted(step_shares, key=lambda share: -share.seconds)
 
 
 def seconds_by_function(*steps: Mapping[str, float]) -> dict[str, float]:
     """Seconds of waiting for rewards by the function that was waited for, the longest first."""
-    found: dict[str, float] = {}
+    by_function: dict[str, float] = {}
     for figures in steps:
         for name, seconds in figures.items():
             if name.startswith(REWARD_PREFIX):
                 function = name.removeprefix(REWARD_PREFIX).removesuffix("_s")
-                found[function] = found.get(function, 0.0) + seconds
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+                by_function[function] = by_function.get(function, 0.0) + seconds
+    return dict(sorted(by_function.items(), key=lambda item: -item[1]))

@@ -1,9 +1,9 @@
-"""What one version of a run of weights changes of another, packed: lossless, and a percent or two of all bytes.
+"""The changes from one version of a run of weights to another, packed: lossless, and a percent or two of all bytes.
 
-A small step of an optimizer moves few bfloat16 values, and those by one unit in the last place. So what is packed is,
-for each changed element, the gap from the one before (one byte) and the difference of the bits as an unsigned number
-(zigzag: 0, -1, 1, -2 ... as 0, 1, 2, 3 ...), all gaps first, then the differences byte plane by byte plane, the whole
-compressed with zstd. What it is not: a message or a transfer.
+A small step of an optimizer moves few bfloat16 values, and those by one unit in the last place. Each changed element
+is packed as the gap from the previous one (one byte) and the difference of the bits. The difference is an unsigned
+number (zigzag: 0, -1, 1, -2 ... as 0, 1, 2, 3 ...). All gaps come first, then the differences byte
+plane by byte plane, the whole compressed with zstd.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Bits = NDArray[np.unsignedinteger[Any]]
 
 
 class Packed(NamedTuple):
-    """Changes to a run of elements: how many are listed, and their gaps and differences."""
+    """Changes to a run of elements: the number of listed ones, and their gaps and differences."""
 
     num_listed: int
     data: bytes
@@ -61,7 +61,7 @@ def apply_changes(bits: Bits, packed: Packed) -> None:
 
 
 def _with_fillers(changed: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Positions to list and the gap before each: where a gap is longer than a byte holds, unchanged ones fill it."""
+    """Positions to list and the gap before each; unchanged positions divide a gap that is too long for a byte."""
     gaps = np.diff(changed, prepend=-1)
     num_fillers = (gaps - 1) // _LONGEST_GAP
     if not num_fillers.any():
@@ -80,5 +80,5 @@ def _zigzag(difference: Bits) -> Bits:
 
 
 def _undo_zigzag(coded: Bits) -> Bits:
-    one = coded.dtype.type(1)
-    return (coded >> one) ^ (~(coded & one) + one)
+    unit = coded.dtype.type(1)
+    return (coded >> unit) ^ (~(coded & unit) + unit)

@@ -1,6 +1,6 @@
-"""The digest of a policy: the name by which learner and generators agree that they hold the same weights.
+"""The digest of a policy, by which learner and generators know that they have the same weights.
 
-What it is not: a digest of files; two folders with the same tensors in other files have the same digest.
+It is a digest of tensors: two folders with the same tensors in different files have the same digest.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ def policy_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], TensorBytes
     """SHA-256 over the sorted lines `name dtype shape tensor_digest` of a whole policy, in hex.
 
     Each tensor is (Hugging Face name, dtype as in `bfloat16`, shape, raw bytes). Their order does not matter; a
-    tied `lm_head.weight` is left out by both sides, so that one policy has one digest. ValueError for a name that
-    comes twice.
+    tied `lm_head.weight` is omitted by both sides, so that one policy has one digest.
+
+    Raises:
+        ValueError: A name comes twice.
     """
-    given = list(tensors)
-    (name, times), *_ = Counter(name for name, *_ in given).most_common(1) or [("", 0)]
+    policy = list(tensors)
+    (name, times), *_ = Counter(name for name, *_ in policy).most_common(1) or [("", 0)]
     if times > 1:
-        raise ValueError(f"policy_digest: tensor {name!r} was given twice")
+        raise ValueError(f"policy_digest: tensor {name!r} comes twice")
     # The largest first, so that no thread begins the longest tensor when the others are done.
-    given.sort(key=lambda tensor: -memoryview(cast("bytes", tensor[3])).nbytes)
+    policy.sort(key=lambda tensor: -memoryview(cast("bytes", tensor[3])).nbytes)
     with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
-        digests = list(threads.map(tensor_digest, (data for *_, data in given)))
+        digests = list(threads.map(tensor_digest, (data for *_, data in policy)))
     lines = sorted(
         (name, f"{name} {dtype} {','.join(map(str, shape))} {digest}\n")
-        for (name, dtype, shape, _), digest in zip(given, digests, strict=True)
+        for (name, dtype, shape, _), digest in zip(policy, digests, strict=True)
     )
     return hashlib.sha256("".join(line for _, line in lines).encode()).hexdigest()

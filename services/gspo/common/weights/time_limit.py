@@ -1,4 +1,4 @@
-"""How long work on so many bytes may take: a multiple of what it took lately, and never less than a least time.
+"""The time limit of work on a number of bytes: a multiple of its recent duration, and never below a least time.
 
 A fixed number of seconds is too short for a large policy and too long for a small one.
 """
@@ -18,7 +18,7 @@ class TimeLimit:
 
     Args:
         least_s: The limit is never below it.
-        first_bytes_s: Bytes a second that are assumed at first. Choose a rate below what is expected.
+        first_bytes_s: Bytes a second that are assumed at first. Choose a rate below the expected one.
     """
 
     def __init__(self, least_s: float, first_bytes_s: float) -> None:
@@ -29,7 +29,7 @@ class TimeLimit:
         """The limit for work on `num_bytes`."""
         return max(self._least_s, _MARGIN * num_bytes / min(self._bytes_s))
 
-    def took(self, num_bytes: int, seconds: float) -> None:
-        """Note that such work succeeded in `seconds`."""
+    def record(self, num_bytes: int, seconds: float) -> None:
+        """Record that work on `num_bytes` succeeded in `seconds`."""
         if num_bytes and seconds > 0:
             self._bytes_s.append(num_bytes / seconds)

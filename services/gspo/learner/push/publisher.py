@@ -183,7 +183,7 @@ class Publisher:
                 await self._note_failure(replica, policy, base, failure)
                 return
         push_s = time.monotonic() - began_s
-        self._queue.took(kind, policy.num_bytes, push_s)
+        self._queue.record(kind, policy.num_bytes, push_s)
         token_accepted_by(self._service, replica.name)
         metrics.PUSH_SECONDS.labels(kind).observe(push_s)
         metrics.PUSH_BYTES.labels(kind).inc(num_bytes)

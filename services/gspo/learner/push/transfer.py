@@ -81,9 +81,9 @@ class SendQueue:
         """
         return self._limits[kind].seconds(num_bytes) * 2.0 ** min(num_failures, _MOST_DOUBLINGS)
 
-    def took(self, kind: Kind, num_bytes: int, seconds: float) -> None:
+    def record(self, kind: Kind, num_bytes: int, seconds: float) -> None:
         """Note how long a push took that succeeded."""
-        self._limits[kind].took(num_bytes, seconds)
+        self._limits[kind].record(num_bytes, seconds)
 
 
 async def send_push(

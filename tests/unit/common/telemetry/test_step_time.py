@@ -23,20 +23,16 @@ def test_every_second_has_one_cause() -> None:
 
 
 def test_shares_are_of_the_whole_time_and_the_largest_is_first() -> None:
-    found = shares(STEP, STEP)
-    assert (found[0].cause, found[0].seconds, found[0].share) == ("training", 6.0, 0.3)
-    assert sum(share.share for share in found) == pytest.approx(1)
-    assert "issue" not in {share.cause for share in found}
+    step_shares = shares(STEP, STEP)
+    assert (step_shares[0].cause, step_shares[0].seconds, step_shares[0].share) == ("training", 6.0, 0.3)
+    assert sum(share.share for share in step_shares) == pytest.approx(1)
+    assert "issue" not in {share.cause for share in step_shares}
     assert shares() == []
 
 
 def test_a_function_is_known_by_the_wait_for_it() -> None:
     assert seconds_by_function(STEP, STEP, {"wait_reward_by_other_s": 4.0}) == {"other": 4.0, "slow": 3.0}
     assert list(seconds_by_function(STEP, {"wait_reward_by_other_s": 4.0})) == ["other", "slow"]
-
-
-def test_the_wait_of_an_older_log_is_for_rollouts() -> None:
-    assert seconds_by_cause({"wait_s": 2.0, "train_s": 1.0})["generation"] == 2.0
 
 
 def test_every_cause_has_words() -> None:

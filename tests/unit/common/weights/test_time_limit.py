@@ -16,18 +16,18 @@ def test_the_limit_grows_with_the_bytes_and_is_never_below_the_least() -> None:
 def test_the_limit_follows_the_slowest_of_the_last_eight_times() -> None:
     limit = TimeLimit(1.0, 100e6)
     for _ in range(7):
-        limit.took(1_000_000_000, 1.0)
+        limit.record(1_000_000_000, 1.0)
         assert limit.seconds(10_000_000_000) == 400.0, "the first assumption holds until enough was seen"
-    limit.took(1_000_000_000, 1.0)
+    limit.record(1_000_000_000, 1.0)
     assert limit.seconds(10_000_000_000) == 40.0
-    limit.took(1_000_000_000, 20.0)
+    limit.record(1_000_000_000, 20.0)
     assert limit.seconds(10_000_000_000) == 800.0
     for _ in range(8):
-        limit.took(1_000_000_000, 2.0)
+        limit.record(1_000_000_000, 2.0)
     assert limit.seconds(10_000_000_000) == 80.0
 
 
 def test_work_without_bytes_says_nothing_of_a_rate() -> None:
     limit = TimeLimit(1.0, 100.0)
-    limit.took(0, 5.0)
+    limit.record(0, 5.0)
     assert limit.seconds(100) == 4.0

@@ -71,7 +71,7 @@ async def test_changes_never_wait_behind_whole_policies() -> None:
 async def test_limits_are_learned_by_kind_and_doubled_by_failures() -> None:
     queue = SendQueue(60.0)
     for _ in range(8):
-        queue.took("delta", 1_000_000_000, 0.25)
+        queue.record("delta", 1_000_000_000, 0.25)
     assert queue.limit_s("delta", 15_000_000_000) == 60.0
     assert queue.limit_s("full", 15_000_000_000) == 600.0
     assert [queue.limit_s("delta", 1, failures) for failures in (1, 3, 9)] == [120.0, 480.0, 480.0]
