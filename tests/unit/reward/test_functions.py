@@ -15,7 +15,6 @@ from gspo.common.errors import InputError
 from gspo.reward.functions.arguments import (
     FunctionSource,
     MissingColumnError,
-    Signature,
     arguments_for,
     check_columns,
     check_names,
@@ -23,7 +22,7 @@ from gspo.reward.functions.arguments import (
     read_sources,
 )
 from gspo.reward.functions.configured_environment import open_environment
-from gspo.reward.sandbox.calls import CallLimits, Code
+from gspo.reward.sandbox.calls import CallLimits, Code, Signature
 from gspo.reward.sandbox.inside.recognise import UnfitError, find_function
 from gspo.reward.sandbox.inside.worker import load_module
 from gspo.reward.sandbox.replies import SignatureReply
@@ -35,7 +34,7 @@ def find(source: str, entry: str | None = None) -> dict[str, Any]:
 
 
 def signature(source: str, entry: str | None = None) -> Signature:
-    return Signature.from_reply(msgspec.convert(find(source, entry), SignatureReply))
+    return msgspec.convert(find(source, entry), SignatureReply).to_signature()
 
 
 def rollout(text: str = "4", *, messages: list[dict[str, str]] | None = None, **columns: Any) -> Rollout:

@@ -12,11 +12,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gspo.reward.functions import environment
-from gspo.reward.functions.arguments import Signature
 from gspo.reward.sandbox.calls import Answer, CallError, values_of
-from gspo.reward.sandbox.execution import _failure, _values
 from gspo.reward.sandbox.inside.frames import HEAD_BYTES, FrameError, body_size, frame, read
-from gspo.reward.sandbox.replies import MAX_VALUES_BYTES, Reply, SignatureReply, TooLargeError, read_reply
+from gspo.reward.sandbox.replies import (
+    MAX_VALUES_BYTES,
+    Reply,
+    SignatureReply,
+    TooLargeError,
+    read_reply,
+    reply_error,
+    values_in,
+)
 from gspo.reward.sandbox.values import MAX_JSON_MEMBERS, Failure, plain_json, read_value
 from gspo_proto.rollout_pb2 import Score, ScorePart
 
@@ -35,7 +41,7 @@ def use(reply: Reply) -> None:
     """All that the service does with a reply, up to the messages that leave it."""
     for question in ({"arguments": {}}, {"function": "step"}):
         try:
-            values = _values(reply, question)
+            values = values_in(reply, question)
         except CallError:
             continue
         json.dumps(values, allow_nan=True, default=str)
@@ -43,10 +49,10 @@ def use(reply: Reply) -> None:
             for value in values if isinstance(values, list) else []:
                 check_value(read_value(value, convention))
     if reply.error is not None:
-        failure = _failure(reply)
+        failure = reply_error(reply.error, reply.output)
         Score(failure=str(failure), failure_kind=failure.kind)
     if reply.signature is not None:
-        Signature.from_reply(reply.signature)
+        reply.signature.to_signature()
 
 
 def check_value(found: Any) -> None:

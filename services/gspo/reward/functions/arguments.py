@@ -32,14 +32,13 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gspo.common.config.reward import RewardConfig, RewardFunction
 from gspo.common.errors import InputError, nearest
 from gspo.common.streams.messages import word_of
 from gspo.reward.registry.submission import version_of
-from gspo.reward.sandbox.calls import CallError, Code, CodeKind
-from gspo.reward.sandbox.replies import SignatureReply
+from gspo.reward.sandbox.calls import CallError, Code, CodeKind, Signature
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout
 
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "outcomes", "stops", "truncated")
@@ -94,25 +93,10 @@ class FunctionSource:
         return Code(self.name, self.text, self.version, str(self.path), self.entry, self.kind, self.reads)
 
 
-@dataclass(frozen=True)
-class Signature:
-    """What a loaded function takes, as its process told."""
-
-    entry: str
-    convention: Literal["trl", "verl", "openrlhf", "environment"]
-    takes: frozenset[str]
-    required: tuple[str, ...]
-    takes_any: bool
-
-    @classmethod
-    def from_reply(cls, told: SignatureReply) -> Signature:
-        """What a worker told, in the form that was checked."""
-        return cls(told.entry, told.convention, frozenset(told.takes), tuple(told.required), told.takes_any)
-
-    def missing(self, columns: Collection[str]) -> list[str]:
-        """Columns that the function cannot do without and that `columns` lacks."""
-        given = {*columns, *CONVENTION_ARGUMENTS[self.convention]}
-        return [name for name in self.required if name not in given]
+def missing_columns(signature: Signature, columns: Collection[str]) -> list[str]:
+    """Columns that the function cannot do without and that `columns` lacks."""
+    known = {*columns, *CONVENTION_ARGUMENTS[signature.convention]}
+    return [name for name in signature.required if name not in known]
 
 
 def read_sources(config: RewardConfig) -> list[FunctionSource]:
@@ -257,7 +241,7 @@ def _trl_arguments(
     signature: Signature, rollouts: Sequence[Rollout], columns: list[dict[str, Any]], args: dict[str, Any]
 ) -> dict[str, Any]:
     names = {name for row in columns for name in row}
-    if missing := signature.missing({*names, *args}):
+    if missing := missing_columns(signature, {*names, *args}):
         raise MissingColumnError(missing[0], names)
     wanted = names if signature.takes_any else names & signature.takes
     arguments: dict[str, Any] = {name: [row.get(name) for row in columns] for name in wanted}
@@ -293,7 +277,7 @@ def _completion(rollout: Rollout) -> list[dict[str, Any]]:
 
 
 def _verl_row(signature: Signature, rollout: Rollout, columns: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
-    if missing := signature.missing({*columns, *args}):
+    if missing := missing_columns(signature, {*columns, *args}):
         raise MissingColumnError(missing[0], columns)
     given = {
         "data_source": columns.get("data_source", ""),
@@ -327,7 +311,7 @@ def check_columns(source: FunctionSource, signature: Signature, row: dict[str, A
     Raises:
         InputError: Names the column and the nearest one there is.
     """
-    missing = signature.missing({*row, *source.args})
+    missing = missing_columns(signature, {*row, *source.args})
     if signature.convention == "verl" and not missing:
         try:
             ground_truth(row)

@@ -20,9 +20,9 @@ from pydantic import PositiveInt, ValidationError
 from gspo.common.config.fields import Section
 from gspo.common.config.reward import RewardFunction
 from gspo.common.errors import InputError, nearest
-from gspo.reward.functions.arguments import BUILTINS, FunctionSource, Signature
+from gspo.reward.functions.arguments import BUILTINS, FunctionSource
 from gspo.reward.registry.submission import version_of
-from gspo.reward.sandbox.calls import Answer, CallError, Question
+from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
 
 PROGRAM = BUILTINS / "reward_model.py"
 LOAD_TIMEOUT_S, END_TIMEOUT_S = 300.0, 10.0

@@ -21,9 +21,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from gspo.reward.functions.arguments import Signature
 from gspo.reward.functions.judge import text_of
-from gspo.reward.sandbox.calls import Answer, CallError, Question
+from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
 from gspo.reward.sandbox.execution import Sandbox
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)

@@ -19,9 +19,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 from gspo.common.config.fields import Section
 from gspo.common.config.reward import RewardFunction
 from gspo.common.errors import InputError, nearest
-from gspo.reward.functions.arguments import FunctionSource, Signature, ground_truth
+from gspo.reward.functions.arguments import FunctionSource, ground_truth
 from gspo.reward.functions.remote import TEXT_CHARS, HttpCaller
-from gspo.reward.sandbox.calls import Answer, CallError, Question
+from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
 
 PROMPT = """Judge the answer to a task.
 

@@ -22,8 +22,8 @@ import httpx
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 from gspo.common.config.reward import RewardFunction
-from gspo.reward.functions.arguments import OPENRLHF_ARGUMENTS, FunctionSource, Signature
-from gspo.reward.sandbox.calls import Answer, CallError, Question
+from gspo.reward.functions.arguments import OPENRLHF_ARGUMENTS, FunctionSource
+from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
 from gspo.reward.sandbox.values import whole_text
 
 MAX_ATTEMPTS = 6

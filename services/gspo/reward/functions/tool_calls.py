@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from gspo.reward.functions.arguments import Signature
-from gspo.reward.sandbox.calls import Answer, CallError, Question
+from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
 from gspo.reward.sandbox.execution import Sandbox
 
 # A tool whose calls run what the policy wrote.

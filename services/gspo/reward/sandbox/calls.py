@@ -14,12 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import structlog
-
-if TYPE_CHECKING:
-    from gspo.reward.functions.arguments import Signature
 
 CodeKind = Literal["reward", "environment"]
 Question = dict[str, Any]
@@ -73,6 +70,23 @@ class Code:
 
 
 @dataclass(frozen=True)
+class Signature:
+    """The parameters of a loaded function.
+
+    Attributes:
+        takes: Names of all parameters.
+        required: Names of those without a default.
+        takes_any: Whether it has `**columns` or the like.
+    """
+
+    entry: str
+    convention: Literal["trl", "verl", "openrlhf", "environment"]
+    takes: frozenset[str]
+    required: tuple[str, ...]
+    takes_any: bool
+
+
+@dataclass(frozen=True)
 class Answer:
     """What a call gave.
 
@@ -114,6 +128,11 @@ class CallError(Exception):
         super().__init__(text)
         self.kind, self.error_type, self.traceback, self.output = kind, error_type, traceback, output
         self.loading, self.line = loading, line
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether the worker is as good as before: after other failures it may be full, short of something, or gone."""
+        return self.kind in ("exception", "invalid_return") and bool(self.error_type)
 
 
 def values_of(answer: Answer, num_completions: int) -> list[Any]:

@@ -33,28 +33,22 @@ Not covered:
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import time
+from contextlib import suppress
 from typing import Any
 
-import msgspec
 import structlog
 
-from gspo.reward.functions.arguments import Signature
-from gspo.reward.sandbox.calls import Answer, CallError, CallLimits, Code, FailureKind, Question
+from gspo.reward.sandbox.calls import Answer, CallError, CallLimits, Code, Question, Signature
 from gspo.reward.sandbox.imports import Importable, packages_to_share
 from gspo.reward.sandbox.launch import ConfinementLevel
 from gspo.reward.sandbox.pool import WorkerPool, excess
-from gspo.reward.sandbox.replies import Reply
-from gspo.reward.sandbox.supervisor_link import SupervisorStartError
-from gspo.reward.sandbox.values import MAX_NAME_CHARS, failure_of, plain_json
+from gspo.reward.sandbox.replies import Reply, end_error, reply_error, values_in
 from gspo.reward.sandbox.worker_link import WorkerGoneError, WorkerLink, WorkerTaintedError
 
 # Packages are imported before by the supervisor: this is the user's own code at the top of its file.
 LOAD_TIMEOUT_S = 30.0
 _END_S = 1.0
-_MAX_LINE = 10**6
 log = structlog.get_logger()
 
 
@@ -82,8 +76,9 @@ class Sandbox:
         self._importable = Importable(code.reads)
         packages = packages_to_share(code.text, self._importable)
         memory_mb = limits.memory_mb
-        self._pool = WorkerPool(code.name, level, code.reads, packages, memory_mb=memory_mb, num_workers=num_workers)
-        self._looking: dict[int, asyncio.Task[None]] = {}
+        self._pool = WorkerPool(
+            code.name, level, code.reads, packages, self._load, memory_mb=memory_mb, num_workers=num_workers
+        )
 
     @property
     def signature(self) -> Signature:
@@ -93,9 +88,9 @@ class Sandbox:
         return self._signature
 
     @property
-    def told(self) -> dict[str, Any]:
-        """How the supervisor could confine itself; empty before `load`."""
-        return self._pool.told
+    def supervisor_report(self) -> dict[str, Any]:
+        """The supervisor's own confinement; empty before `load`."""
+        return self._pool.supervisor_report
 
     async def load(self) -> Signature:
         """Start the supervisor and a first worker, and load the code.
@@ -103,8 +98,7 @@ class Sandbox:
         Raises:
             CallError: The file raises, takes too long, or holds no function that can be called; `loading` is set.
         """
-        async with self._pool.free:
-            self._pool.keep(await self._new_worker())
+        await self._pool.start_first()
         return self.signature
 
     async def call(self, question: Question, *, session: str | None = "") -> Answer:
@@ -116,62 +110,33 @@ class Sandbox:
         Raises:
             CallError: There are no values; the next call finds a fresh worker where this one cannot be trusted.
         """
-        async with self._pool.free:
-            worker = await self._pool.take(session) or await self._new_worker()
-            try:
-                return await self._call_in(worker, question, session)
-            except WorkerTaintedError:  # by an earlier call
-                worker = await self._new_worker()
-            try:
-                return await self._call_in(worker, question, session)
-            except WorkerTaintedError as error:  # by its own code, before it was asked anything
-                raise CallError("forbidden", "its process wrote into the channel of results") from error
+        for fresh in (False, True):
+            with suppress(WorkerTaintedError):
+                async with self._pool.worker(session, fresh=fresh) as worker:
+                    return await self._answer(worker, question)
+        # No earlier call tainted the new worker: its own code did, before it was asked anything.
+        raise CallError("forbidden", "its process wrote into the channel of results")
 
     async def close(self) -> None:
-        """Wait for the calls under way, then end every process."""
+        """Wait for the current calls, then end every process."""
         await self._pool.close()
-
-    async def _call_in(self, worker: WorkerLink, question: Question, session: str | None) -> Answer:
-        """A call in a worker, which is kept for the session afterwards, or ended.
-
-        Raises:
-            WorkerTaintedError: An earlier call made the worker useless.
-        """
-        keep = False
-        try:
-            answer = await self._answer(worker, question)
-            keep = True
-            return answer
-        except CallError as error:
-            keep = _is_harmless(error)
-            raise
-        finally:
-            worker.session = session
-            if keep and session is not None and not worker.tainted:
-                self._pool.keep(worker)
-            else:
-                await asyncio.shield(self._pool.end(worker))
 
     async def _answer(self, worker: WorkerLink, question: Question) -> Answer:
         started = time.perf_counter()
         try:
             reply = await self._ask(worker, question, self.limits.timeout_s)
-            return Answer(_values(reply, question), reply.output, time.perf_counter() - started)
+            return Answer(values_in(reply, question), reply.output, time.perf_counter() - started)
         except CallError as error:
             seen = {"traceback": error.traceback, "output": error.output}
             log.warning("reward_call_failed", function=self.code.name, kind=error.kind, reason=str(error), **seen)
             raise
 
-    async def _new_worker(self) -> WorkerLink:
-        """A worker with the code loaded.
+    async def _load(self, worker: WorkerLink) -> None:
+        """Load the code into a new worker.
 
         Raises:
             CallError: It cannot be loaded.
         """
-        try:
-            worker = await self._pool.start()
-        except (SupervisorStartError, ConnectionError) as error:
-            raise CallError("crash", f"the sandbox cannot be started: {error}", loading=True) from error
         question = {
             "source": self.code.text,
             "path": self.code.filename,
@@ -184,90 +149,31 @@ class Sandbox:
             reply = await self._ask(worker, question, self._load_timeout_s)
             if reply.signature is None:
                 raise CallError("forbidden", "its process answered something else than a signature")
-        except BaseException as error:
-            await asyncio.shield(self._pool.end(worker))
-            if isinstance(error, CallError):
-                error.loading, error.args = True, (f"cannot be loaded: {error}",)
+        except CallError as error:
+            error.loading, error.args = True, (f"cannot be loaded: {error}",)
             raise
-        self._signature = self._signature or Signature.from_reply(reply.signature)
-        return worker
+        self._signature = self._signature or reply.signature.to_signature()
 
     async def _ask(self, worker: WorkerLink, question: dict[str, Any], timeout_s: float) -> Reply:
-        """One question to a worker, which is looked at while it takes long."""
-        if self.limits.cpu_s is not None and (look := await self._pool.look(worker)):
-            worker.used_s = look.cpu_s
+        """One question to a worker, which is inspected while it takes long."""
+        used_s = 0.0
+        if self.limits.cpu_s is not None and (usage := await self._pool.measure(worker)):
+            used_s = usage.cpu_s
         try:
-            reply = await worker.ask(question, timeout_s, lambda: self._look_at(worker))
+            reply = await worker.ask(question, timeout_s, lambda: self._enforce_limits(worker, used_s))
         except WorkerGoneError:
-            raise await self._why_gone(worker) from None
+            code = await self._pool.wait_end(worker, _END_S)
+            raise end_error(code, worker.output) from None
         if reply.error is not None:
-            raise _failure(reply)
+            raise reply_error(reply.error, reply.output)
         return reply
 
-    def _look_at(self, worker: WorkerLink) -> None:
-        if worker.number in self._looking:  # the supervisor is busy
+    async def _enforce_limits(self, worker: WorkerLink, used_s: float) -> None:
+        """Fail the current call of a worker that uses too much; `used_s` is its processor time before the call."""
+        usage, cpu_s = await self._pool.measure(worker), self.limits.cpu_s
+        if usage is None:
             return
-        task = asyncio.create_task(self._judge(worker, worker.asked), name=f"look-{self.code.name}")
-        self._looking[worker.number] = task
-        task.add_done_callback(lambda _: self._looking.pop(worker.number))
-
-    async def _judge(self, worker: WorkerLink, asked: str) -> None:
-        """Hold a call that takes long to what it may use."""
-        look, cpu_s = await self._pool.look(worker), self.limits.cpu_s
-        if look is None or worker.asked != asked:
-            return
-        if cpu_s is not None and look.cpu_s - worker.used_s > cpu_s:
+        if cpu_s is not None and usage.cpu_s - used_s > cpu_s:
             worker.fail("timeout", f"used more than {cpu_s:g} s of processor time and was killed")
-        elif much := excess(look):  # what earlier calls left counts too: whichever is under way fails
-            worker.fail(*much)
-
-    async def _why_gone(self, worker: WorkerLink) -> CallError:
-        code = await self._pool.wait_end(worker, _END_S)
-        output = worker.output
-        kind: FailureKind = "forbidden" if code == -signal.SIGSYS else "crash"
-        return CallError(kind, f"its process died ({_cause(code)}){_last(output)}", output=output)
-
-
-def _is_harmless(error: CallError) -> bool:
-    """Whether the worker is as good as before: after other failures it may be full, short of something, or gone."""
-    return error.kind in ("exception", "invalid_return") and bool(error.error_type)
-
-
-def _values(reply: Reply, question: Question) -> Any:
-    """The values of a batch, or the JSON value of an environment's function."""
-    if "function" not in question:
-        if reply.values is None:
-            raise CallError("forbidden", "its process answered something else than values")
-        return reply.values
-    if reply.values_json is None:
-        raise CallError("forbidden", "its process answered something else than a JSON value")
-    try:
-        return plain_json(reply.values_json)
-    except (ValueError, RecursionError) as error:
-        raise CallError("invalid_return", f"returned something that is not JSON: {error}") from error
-
-
-def _failure(reply: Reply) -> CallError:
-    """What a worker says of an exception."""
-    told = reply.error
-    assert told is not None  # noqa: S101 - the caller looked
-    failure = failure_of(msgspec.structs.asdict(told))
-    return CallError(
-        failure.kind,
-        failure.reason,
-        error_type=told.type[:MAX_NAME_CHARS] or "unknown",
-        traceback=failure.traceback,
-        output=reply.output,
-        line=told.line if type(told.line) is int and 0 < told.line < _MAX_LINE else None,
-    )
-
-
-def _cause(code: int | None) -> str:
-    if code is None:
-        return "it closed the channel"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _last(output: str) -> str:
-    lines = output.strip().splitlines()
-    return f"; it last wrote: {lines[-1][:200]}" if lines else ""
+        elif failure := excess(usage):  # also if earlier calls left it behind
+            worker.fail(*failure)

@@ -13,13 +13,12 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Literal
 
 from gspo.reward.sandbox import inside
-from gspo.reward.sandbox.inside import scratch as scratch_folders
 
 LevelName = Literal["bubblewrap", "landlock", "rlimits"]
 # Weakest first.
@@ -71,17 +70,11 @@ class ConfinementLevel:
 
 @dataclass
 class SupervisorProcess:
-    """A supervisor that is being started: its process, and the socket that it takes orders on."""
+    """A supervisor that is being started: its process, the socket of its commands, its scratch if that is on disk."""
 
     process: asyncio.subprocess.Process
     control: socket.socket
     scratch: Path | None = None
-    errors: Path | None = field(default=None)
-
-    def remove(self) -> None:
-        """Remove what lies on disk for it."""
-        if self.scratch is not None:
-            scratch_folders.remove(self.scratch)
 
 
 async def start_supervisor(

@@ -132,7 +132,7 @@ async def _probe(level: ConfinementLevel) -> tuple[dict[str, Any], dict[str, Any
         await sandbox.load()
         task = {"file": str(outside), "pid": os.getpid()}
         answer = await sandbox.call({"function": "reset", "arguments": {"task": task}})
-        return answer.values, sandbox.told
+        return answer.values, sandbox.supervisor_report
     finally:
         await sandbox.close()
         outside.unlink()

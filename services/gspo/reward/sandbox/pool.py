@@ -1,26 +1,26 @@
-"""The workers of one sandbox: forked as they are needed, kept for their session between calls, ended.
+"""The workers of one sandbox: forked on demand, kept for their session between calls, ended.
 
-A worker answers one call at a time. Calls wait in a queue, first come first served, for one of `num_workers`. A worker
-that waits for a call is stopped (SIGSTOP) and then looked at, so nothing of an earlier call goes on in it: no thread,
-no timer, no handler. One that gets call after call is stopped and looked at between two of them every INSPECT_EVERY_S.
-It asks workers nothing.
+A worker answers one call at a time. Calls wait in a queue, first come first served, for one of `num_workers`. An idle
+worker is stopped (SIGSTOP) and then inspected, so nothing of an earlier call runs in it: no thread, no timer, no
+handler. A worker that gets call after call is stopped and inspected between two of them every INSPECT_EVERY_S.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from gspo.reward.sandbox.calls import FailureKind
+from gspo.reward.sandbox.calls import CallError, FailureKind
 from gspo.reward.sandbox.launch import MAX_THREADS, SCRATCH_BYTES, ConfinementLevel
-from gspo.reward.sandbox.supervisor_link import SupervisorLink, WorkerUsage
+from gspo.reward.sandbox.supervisor_link import SupervisorLink, SupervisorStartError, WorkerUsage
 from gspo.reward.sandbox.worker_link import WorkerLink
 
-# Long enough that calls which follow each other do not wait for stops, short enough that nothing is gained in it.
+# Long enough that calls in quick succession do not wait for stops, short enough that user code gains nothing in it.
 STOP_AFTER_S = 0.02
 INSPECT_EVERY_S = 0.25
 log = structlog.get_logger()
@@ -29,12 +29,10 @@ log = structlog.get_logger()
 class WorkerPool:
     """At most `num_workers` workers.
 
-    Attributes:
-        free: Held by each call from before it takes a worker until it has given it back.
-
     Args:
-        reads: What user code may read beside Python and the installed packages.
-        packages: What the supervisor imports for all workers.
+        reads: Paths that user code may read beside Python and the installed packages.
+        packages: Packages that the supervisor imports for all workers.
+        load: Loads the code into a new worker; it raises CallError.
         memory_mb: Address space of each worker, MiB.
     """
 
@@ -44,63 +42,106 @@ class WorkerPool:
         level: ConfinementLevel,
         reads: Sequence[Path],
         packages: Sequence[str],
+        load: Callable[[WorkerLink], Awaitable[None]],
         *,
         memory_mb: int,
         num_workers: int,
     ) -> None:
-        self.free = asyncio.Semaphore(num_workers)
-        self._name, self._level, self._reads, self._packages = name, level, reads, packages
+        self._slots = asyncio.Semaphore(num_workers)
+        self._name, self._level, self._reads, self._packages, self._load = name, level, reads, packages, load
         self._memory_mb, self._num_workers = memory_mb, num_workers
         self._supervisor: SupervisorLink | None = None
         self._starting, self._closing = asyncio.Lock(), asyncio.Lock()
         self._idle: list[WorkerLink] = []
         self._num_alive = 0
-        self._given_back = asyncio.Event()
+        self._idle_changed = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
 
     @property
-    def told(self) -> dict[str, Any]:
-        """How the supervisor could confine itself; empty before there is one."""
-        return self._supervisor.told if self._supervisor else {}
+    def supervisor_report(self) -> dict[str, Any]:
+        """The supervisor's own confinement; empty before it runs."""
+        return self._supervisor.report if self._supervisor else {}
 
-    async def take(self, session: str | None) -> WorkerLink | None:
-        """A worker that has loaded the code and served this session alone, or nobody; None where there is none."""
-        for wanted in dict.fromkeys((session, None)):
-            while worker := next((one for one in self._idle if one.session == wanted), None):
+    async def start_first(self) -> None:
+        """Start the supervisor and an idle worker, which has served no session.
+
+        Raises:
+            CallError: The code cannot be loaded.
+        """
+        async with self._slots:
+            self._keep(await self._start())
+
+    @asynccontextmanager
+    async def worker(self, session: str | None, *, fresh: bool = False) -> AsyncIterator[WorkerLink]:
+        """A worker that has loaded the code and served no other session, as soon as one is free.
+
+        It is kept for its session if the block ends, or raises an error that leaves the worker as good as before.
+        Otherwise it is ended.
+
+        Args:
+            session: None: no other call is to use the worker afterwards.
+            fresh: Start a new one in any case.
+
+        Raises:
+            CallError: The code cannot be loaded.
+        """
+        async with self._slots:
+            worker = (None if fresh else await self._take(session)) or await self._start()
+            keep = False
+            try:
+                yield worker
+                keep = True
+            except CallError as error:
+                keep = error.is_harmless
+                raise
+            finally:
+                worker.session = session
+                if keep and session is not None and not worker.tainted:
+                    self._keep(worker)
+                else:
+                    await asyncio.shield(self._end(worker))
+
+    async def _take(self, session: str | None) -> WorkerLink | None:
+        """An idle worker that has served this session alone, or none yet; None if there is no such worker."""
+        for served in dict.fromkeys((session, None)):
+            while worker := next((idle for idle in self._idle if idle.session == served), None):
                 self._idle.remove(worker)
                 ready = False
                 try:
                     ready = await self._make_ready(worker)
-                finally:  # also where the call is cancelled meanwhile
+                finally:  # also if the call is cancelled meanwhile
                     if not ready:
-                        await asyncio.shield(self.end(worker))
+                        await asyncio.shield(self._end(worker))
                 if ready:
                     worker.session = session
                     return worker
         return None
 
-    async def start(self) -> WorkerLink:
-        """A new worker without code; the one that waited longest makes room for it.
-
-        Raises:
-            SupervisorStartError: The supervisor does not come up.
-            ConnectionError: The supervisor is gone.
-        """
+    async def _start(self) -> WorkerLink:
+        """A new worker with the code loaded; the longest idle one is ended for it if there are enough."""
         while self._idle and self._num_alive >= self._num_workers:
-            await self.end(self._idle.pop(0))
-        worker = await (await self._running()).start_worker(self._memory_mb)
+            await self._end(self._idle.pop(0))
+        try:
+            worker = await (await self._running()).start_worker(self._memory_mb)
+        except (SupervisorStartError, ConnectionError) as error:
+            raise CallError("crash", f"the sandbox cannot be started: {error}", loading=True) from error
         self._num_alive += 1
+        try:
+            await self._load(worker)
+        except BaseException:
+            await asyncio.shield(self._end(worker))
+            raise
         return worker
 
-    def keep(self, worker: WorkerLink) -> None:
-        """Hold a worker for the next call of its session."""
+    def _keep(self, worker: WorkerLink) -> None:
+        """Make a worker idle, for the next call of its session."""
         worker.idle_since = asyncio.get_running_loop().time()
         self._idle.append(worker)
-        self._given_back.set()
+        self._idle_changed.set()
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop_idle(), name=f"idle-{self._name}")
 
-    async def end(self, worker: WorkerLink) -> None:
+    async def _end(self, worker: WorkerLink) -> None:
         """End a worker, and wait until it is gone."""
         self._num_alive -= 1
         worker.close()
@@ -108,24 +149,24 @@ class WorkerPool:
             await self._supervisor.kill(worker.number)
 
     async def close(self) -> None:
-        """Wait for the calls under way, then end every process."""
+        """Wait for the current calls, then end every process."""
         async with self._closing:
             for _ in range(self._num_workers):
-                await self.free.acquire()
+                await self._slots.acquire()
             await self._end_all()
             for _ in range(self._num_workers):
-                self.free.release()
+                self._slots.release()
 
-    async def look(self, worker: WorkerLink) -> WorkerUsage | None:
-        """What a worker has used; None where it is gone."""
-        return await self._supervisor.look(worker.number) if self._supervisor else None
+    async def measure(self, worker: WorkerLink) -> WorkerUsage | None:
+        """The resources that a worker has used; None if it is gone."""
+        return await self._supervisor.measure(worker.number) if self._supervisor else None
 
     async def wait_end(self, worker: WorkerLink, timeout_s: float) -> int | None:
-        """Exit code of a worker that is ending, negative for a signal; None where nobody can tell."""
+        """Exit code of a worker that is ending, negative for a signal; None if it is unknown."""
         return await self._supervisor.wait_end(worker.number, timeout_s) if self._supervisor else None
 
     async def _make_ready(self, worker: WorkerLink) -> bool:
-        """Let a worker go on, unless an earlier call left something in it."""
+        """Resume a worker; False if an earlier call left something in it."""
         if not worker.alive or worker.tainted or self._supervisor is None:
             return False
         now = asyncio.get_running_loop().time()
@@ -137,27 +178,27 @@ class WorkerPool:
         return True
 
     async def _stop(self, worker: WorkerLink) -> bool:
-        """Stop a worker and look at it: whether it is as clean as a new one."""
+        """Stop a worker and inspect it; True if it is as clean as a new one."""
         worker.stopped = True
-        look = await self._supervisor.look(worker.number, stop=True) if self._supervisor else None
+        usage = await self._supervisor.measure(worker.number, stop=True) if self._supervisor else None
         worker.inspected = asyncio.get_running_loop().time()
-        return look is not None and look.num_threads == 1 and not excess(look) and not worker.tainted
+        return usage is not None and usage.num_threads == 1 and not excess(usage) and not worker.tainted
 
     async def _stop_idle(self) -> None:
-        """Stop workers that no call has taken for a moment; end those in which a call left something."""
+        """Stop workers that are idle for STOP_AFTER_S; end those in which a call left something."""
         loop = asyncio.get_running_loop()
         while True:
-            await self._given_back.wait()
-            self._given_back.clear()
+            await self._idle_changed.wait()
+            self._idle_changed.clear()
             await asyncio.sleep(STOP_AFTER_S)
             for worker in list(self._idle):
-                if worker.stopped or worker not in self._idle:  # a call took it while another one was looked at
+                if worker.stopped or worker not in self._idle:  # a call took it during the inspection of another
                     continue
                 if loop.time() - worker.idle_since < STOP_AFTER_S:
-                    self._given_back.set()  # it is looked at in the next round
+                    self._idle_changed.set()  # it is inspected in the next pass
                 elif not await self._stop(worker) and worker in self._idle:
                     self._idle.remove(worker)
-                    await self.end(worker)
+                    await self._end(worker)
 
     async def _running(self) -> SupervisorLink:
         async with self._starting:
@@ -184,10 +225,10 @@ class WorkerPool:
             self._supervisor = None
 
 
-def excess(look: WorkerUsage) -> tuple[FailureKind, str] | None:
-    """What a worker has too much of."""
-    if look.num_threads > MAX_THREADS:
-        return "forbidden", f"has {look.num_threads} threads, at most {MAX_THREADS} are allowed, and was killed"
-    if look.scratch_bytes > SCRATCH_BYTES:
+def excess(usage: WorkerUsage) -> tuple[FailureKind, str] | None:
+    """The failure of a worker with too many threads or files; None for any other."""
+    if usage.num_threads > MAX_THREADS:
+        return "forbidden", f"has {usage.num_threads} threads, at most {MAX_THREADS} are allowed, and was killed"
+    if usage.scratch_bytes > SCRATCH_BYTES:
         return "output_too_large", f"wrote more than {SCRATCH_BYTES} bytes of files, or hid some, and was killed"
     return None

@@ -1,18 +1,22 @@
-"""What a worker says, by strict types: its word is the user's, so nothing of it is used that is not checked here."""
+"""Replies of a worker, by strict types: user code can forge them, so everything in them is checked here."""
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from gspo.reward.sandbox.calls import CallError, FailureKind, Question, Signature
 from gspo.reward.sandbox.inside.frames import FrameError, is_msgpack, read
 from gspo.reward.sandbox.inside.recognise import MAX_NAME_CHARS, MAX_PARAMETERS
-from gspo.reward.sandbox.values import whole_text
+from gspo.reward.sandbox.values import MAX_NAME_CHARS as MAX_ERROR_TYPE_CHARS
+from gspo.reward.sandbox.values import failure_of, plain_json, whole_text
 
 # A megabyte of empty lists is a million objects, which hold up the event loop for 0.3 s. A batch of 64 answers that all
 # failed, each with the longest traceback, has 0.4 MiB.
 MAX_VALUES_BYTES = 2**19
+_MAX_LINE = 10**6
 
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 _Names = Annotated[list[_Name], msgspec.Meta(max_length=MAX_PARAMETERS)]
@@ -30,7 +34,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 
 class SignatureReply(msgspec.Struct, frozen=True):
-    """What a loaded function takes, as inside/recognise.py describes it."""
+    """The parameters of a loaded function, as inside/recognise.py describes it."""
 
     entry: _Name
     convention: Literal["trl", "verl", "openrlhf", "environment"]
@@ -43,6 +47,10 @@ class SignatureReply(msgspec.Struct, frozen=True):
             raise ValueError("a parameter's name is no identifier")
         if self.entry and not self.entry.isidentifier():
             raise ValueError("the function's name is no identifier")
+
+    def to_signature(self) -> Signature:
+        """The checked signature."""
+        return Signature(self.entry, self.convention, frozenset(self.takes), tuple(self.required), self.takes_any)
 
 
 class Reply(msgspec.Struct):
@@ -93,3 +101,46 @@ def read_reply(head: bytes | bytearray, body: bytes) -> Reply:
 def _check_size(num_bytes: int) -> None:
     if num_bytes > MAX_VALUES_BYTES:
         raise TooLargeError(f"its answer has {num_bytes} bytes of values, and at most {MAX_VALUES_BYTES} are read")
+
+
+def values_in(reply: Reply, question: Question) -> Any:
+    """The values of a batch, or the JSON value of an environment's function.
+
+    Raises:
+        CallError: There are none.
+    """
+    if "function" not in question:
+        if reply.values is None:
+            raise CallError("forbidden", "its process answered something else than values")
+        return reply.values
+    if reply.values_json is None:
+        raise CallError("forbidden", "its process answered something else than a JSON value")
+    try:
+        return plain_json(reply.values_json)
+    except (ValueError, RecursionError) as error:
+        raise CallError("invalid_return", f"returned something that is not JSON: {error}") from error
+
+
+def reply_error(error: ErrorReply, output: str) -> CallError:
+    """The failure of a call whose user code raised."""
+    failure = failure_of(msgspec.structs.asdict(error))
+    return CallError(
+        failure.kind,
+        failure.reason,
+        error_type=error.type[:MAX_ERROR_TYPE_CHARS] or "unknown",
+        traceback=failure.traceback,
+        output=output,
+        line=error.line if type(error.line) is int and 0 < error.line < _MAX_LINE else None,
+    )
+
+
+def end_error(code: int | None, output: str) -> CallError:
+    """The failure of a call whose process ended, with exit code `code` (negative for a signal, None if unknown)."""
+    kind: FailureKind = "forbidden" if code == -signal.SIGSYS else "crash"
+    if code is None:
+        cause = "it closed the channel"
+    else:
+        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    lines = output.strip().splitlines()
+    last = f"; it last wrote: {lines[-1][:200]}" if lines else ""
+    return CallError(kind, f"its process died ({cause}){last}", output=output)

@@ -1,7 +1,4 @@
-"""The service's end of a supervisor: orders go out, what became of workers comes back.
-
-It judges nothing.
-"""
+"""The service's end of a supervisor: it sends commands, and receives the usage and the end of workers."""
 
 from __future__ import annotations
 
@@ -20,11 +17,12 @@ from typing import Any
 
 import structlog
 
+from gspo.reward.sandbox.inside import scratch as scratch_folders
 from gspo.reward.sandbox.inside.supervisor import PACKET_BYTES
 from gspo.reward.sandbox.launch import ConfinementLevel, SupervisorProcess, start_supervisor
 from gspo.reward.sandbox.worker_link import WorkerLink
 
-# It imports what the user's code asks for, and torch takes its time on a busy machine.
+# It imports the packages of the user's code, and torch takes its time on a busy machine.
 START_TIMEOUT_S = 120.0
 # A kill takes effect at once unless the process sits in the kernel.
 END_TIMEOUT_S = 5.0
@@ -34,12 +32,12 @@ log = structlog.get_logger()
 
 
 class SupervisorStartError(Exception):
-    """The supervisor did not come up; the text is the last that was said."""
+    """The supervisor did not start; the text is the last line that it wrote."""
 
 
 @dataclass(frozen=True)
 class WorkerUsage:
-    """What a worker has used."""
+    """The resources that a worker has used."""
 
     cpu_s: float
     num_threads: int
@@ -47,35 +45,35 @@ class WorkerUsage:
 
 
 class SupervisorLink:
-    """One supervisor, ready for orders.
+    """One supervisor, ready for commands.
 
     Attributes:
-        told: What it could do to confine itself: landlock (version), own_user, user_namespace; and failed_imports,
-            by package why it could not be imported.
+        report: Its own confinement: landlock (version), own_user, user_namespace; and failed_imports, the reason by
+            package.
     """
 
     def __init__(self, started: SupervisorProcess) -> None:
-        self.told: dict[str, Any] = {}
+        self.report: dict[str, Any] = {}
         self._started, self._control = started, started.control
         self._ends: dict[int, asyncio.Future[int | None]] = {}
-        self._looks: dict[int, asyncio.Future[WorkerUsage | None]] = {}
+        self._measurements: dict[int, asyncio.Future[WorkerUsage | None]] = {}
         self._tickets = count(1)
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().add_reader(self._control.fileno(), self._hear)
+        asyncio.get_running_loop().add_reader(self._control.fileno(), self._receive)
 
     @classmethod
     async def start(
         cls, level: ConfinementLevel, reads: Sequence[Path], packages: Sequence[str], *, num_workers: int
     ) -> SupervisorLink:
-        """Start a supervisor and wait until it takes orders; packages whose import fails there are left to the workers.
+        """Start a supervisor and wait until it takes commands; workers import the packages that it cannot.
 
         Raises:
-            SupervisorStartError: It did not come up.
+            SupervisorStartError: It did not start.
         """
         link = await cls._start(level, reads, packages, num_workers)
-        while failed := link.told["failed_imports"]:
-            # A failed import leaves half-made modules behind, which the user's own import would meet.
+        while failed := link.report["failed_imports"]:
+            # A failed import leaves half-made modules behind, which the user's own import would find.
             log.warning("preload_failed", reasons=failed, detail="the function's own processes import these themselves")
             await link.close()
             packages = [name for name in packages if name not in failed]
@@ -94,9 +92,9 @@ class SupervisorLink:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await link._ready
         except (ConnectionError, TimeoutError) as error:
-            said = await link._last_words()
+            last_line = await link._last_line()
             await link.close()
-            raise SupervisorStartError(said or f"it was not ready within {START_TIMEOUT_S:g} s") from error
+            raise SupervisorStartError(last_line or f"it was not ready within {START_TIMEOUT_S:g} s") from error
         except BaseException:
             await link.close()
             raise
@@ -104,7 +102,7 @@ class SupervisorLink:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes orders."""
+        """Whether it takes commands."""
         return self._control.fileno() >= 0
 
     async def start_worker(self, memory_mb: int) -> WorkerLink:
@@ -116,10 +114,10 @@ class SupervisorLink:
         number = next(_numbers)
         here, there = socket.socketpair()
         read_end, write_end = os.pipe()
-        order = {"op": "start", "id": number, "memory": memory_mb * 2**20}
+        command = {"op": "start", "id": number, "memory": memory_mb * 2**20}
         try:
             self._ends[number] = asyncio.get_running_loop().create_future()
-            self._send(order, there.fileno(), write_end)
+            self._send(command, there.fileno(), write_end)
         except BaseException:
             here.close()
             os.close(read_end)
@@ -129,26 +127,26 @@ class SupervisorLink:
             os.close(write_end)
         return await WorkerLink.open(number, here, read_end)
 
-    async def look(self, number: int, *, stop: bool = False) -> WorkerUsage | None:
-        """What a worker has used so far, after stopping it where asked; None where it is gone."""
+    async def measure(self, number: int, *, stop: bool = False) -> WorkerUsage | None:
+        """The resources that a worker has used, after stopping it if `stop`; None if it is gone."""
         ticket, future = next(self._tickets), asyncio.get_running_loop().create_future()
-        self._looks[ticket] = future
+        self._measurements[ticket] = future
         try:
-            self._send({"op": "stop" if stop else "look", "id": number, "ticket": ticket})
+            self._send({"op": "stop" if stop else "measure", "id": number, "ticket": ticket})
             done, _ = await asyncio.wait({future}, timeout=END_TIMEOUT_S)
             return future.result() if done else None
         except ConnectionError:
             return None
         finally:
-            self._looks.pop(ticket, None)
+            self._measurements.pop(ticket, None)
 
     def resume(self, number: int) -> None:
-        """Let a stopped worker go on."""
+        """Resume a stopped worker."""
         with contextlib.suppress(ConnectionError):
             self._send({"op": "resume", "id": number})
 
     async def wait_end(self, number: int, timeout_s: float) -> int | None:
-        """Exit code of a worker, negative for a signal; None where it lives on, or nobody can tell."""
+        """Exit code of a worker, negative for a signal; None if it has not ended, or the code is unknown."""
         future = self._ends.get(number)
         if future is None:
             return None
@@ -167,7 +165,7 @@ class SupervisorLink:
 
     async def close(self) -> None:
         """End the supervisor and everything in it."""
-        self._hang_up()
+        self._disconnect()
         process = self._started.process
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
@@ -176,13 +174,14 @@ class SupervisorLink:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-        self._started.remove()
+        if self._started.scratch is not None:
+            scratch_folders.remove(self._started.scratch)
 
-    def _send(self, order: dict[str, Any], *descriptors: int) -> None:
-        """Send an order, or keep it until the supervisor has read those before it."""
+    def _send(self, command: dict[str, Any], *descriptors: int) -> None:
+        """Send a command, or keep it until the supervisor has read the earlier ones."""
         if not self.alive:
             raise ConnectionResetError("the supervisor is gone")
-        data = json.dumps(order).encode()
+        data = json.dumps(command).encode()
         if not self._unsent and self._was_sent(data, descriptors):
             return
         self._unsent.append((data, [os.dup(fd) for fd in descriptors]))  # the caller closes its own
@@ -201,12 +200,12 @@ class SupervisorLink:
                 for fd in self._unsent.popleft()[1]:
                     os.close(fd)
         except ConnectionError:
-            self._hang_up()
+            self._disconnect()
             return
         if not self._unsent:
             asyncio.get_running_loop().remove_writer(self._control.fileno())
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             data = self._control.recv(PACKET_BYTES)
         except BlockingIOError:
@@ -214,21 +213,21 @@ class SupervisorLink:
         except ConnectionError:
             data = b""
         if not data:
-            self._hang_up()
+            self._disconnect()
             return
-        told = json.loads(data)
-        if "ready" in told:
-            self.told = told
+        message = json.loads(data)
+        if "ready" in message:
+            self.report = message
             if not self._ready.done():
                 self._ready.set_result(None)
-        elif "look" in told:
-            future = self._looks.get(told["ticket"])
+        elif "ticket" in message:
+            future = self._measurements.get(message["ticket"])
             if future and not future.done():
-                future.set_result(WorkerUsage(**told["look"]) if told["look"] else None)
-        elif (ended := self._ends.get(told["id"])) and not ended.done():
-            ended.set_result(os.waitstatus_to_exitcode(told["ended"]))
+                future.set_result(WorkerUsage(**message["usage"]) if message["usage"] else None)
+        elif (ended := self._ends.get(message["id"])) and not ended.done():
+            ended.set_result(os.waitstatus_to_exitcode(message["ended"]))
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if not self.alive:
             return
         asyncio.get_running_loop().remove_reader(self._control.fileno())
@@ -237,20 +236,20 @@ class SupervisorLink:
         for fd in [fd for _, descriptors in self._unsent for fd in descriptors]:
             os.close(fd)
         self._unsent.clear()
-        unanswered: list[asyncio.Future[Any]] = [*self._ends.values(), *self._looks.values()]
+        unanswered: list[asyncio.Future[Any]] = [*self._ends.values(), *self._measurements.values()]
         for future in unanswered:
             if not future.done():
                 future.set_result(None)
-        self._looks.clear()
+        self._measurements.clear()
         if not self._ready.done():
             self._ready.set_exception(ConnectionResetError("the supervisor ended"))
 
-    async def _last_words(self) -> str:
+    async def _last_line(self) -> str:
         stderr = self._started.process.stderr
         if stderr is None:
             return ""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
-                said = await stderr.read()
-            return said.decode(errors="replace").strip().rpartition("\n")[2]
+                text = await stderr.read()
+            return text.decode(errors="replace").strip().rpartition("\n")[2]
         return ""

@@ -1,7 +1,6 @@
-"""The service's end of one worker: a question goes out, its answer comes back, and so does what was printed.
+"""The service's end of one worker: it sends a question, and receives the reply and the printed output.
 
-What comes from a worker is checked for its form alone: a frame in time, of a bearable size, a reply, under the
-question's id. sandbox.py judges the rest.
+It checks the form of a reply alone: a frame in time, of a bounded size, under the question's id. replies.py reads it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from gspo.reward.sandbox.calls import CallError, FailureKind
@@ -23,17 +22,17 @@ MAX_OUTPUT_BYTES = 4 * 2**20
 OUTPUT_KEPT_BYTES = 16384
 _CHUNK = 65536
 _ID_BYTES = 8
-# A call that takes longer is looked at, first after this time and then again and again.
-FIRST_LOOK_S, LOOK_S = 0.05, 0.1
-_WROTE = "its process wrote into the channel of results"
+# When a worker is inspected during a call: first after the one time, then after the other again and again.
+FIRST_INSPECTION_S, INSPECTION_S = 0.05, 0.1
+_FORGED_REPLY = "its process wrote into the channel of results"
 
 
 class WorkerGoneError(Exception):
-    """The worker closed its channel without an answer."""
+    """The worker closed its channel without a reply."""
 
 
 class WorkerTaintedError(Exception):
-    """An earlier call made this worker useless: it wrote into the channel. Ask another one."""
+    """An earlier call made this worker unusable: it wrote into the channel. Ask another one."""
 
 
 class WorkerLink(asyncio.Protocol):
@@ -41,16 +40,15 @@ class WorkerLink(asyncio.Protocol):
 
     Attributes:
         number: Its number with the supervisor.
-        tainted: Whether it is to answer no further call.
-        used_s: Processor time it had used before the call under way, where the caller asked.
-        session: Whom it has served; None: nobody.
-        stopped: Whether the supervisor was told to stop it.
-        inspected: Loop time at which it was last looked at while stopped.
-        idle_since: Loop time at which it was last given back.
+        tainted: Whether it must answer no further call.
+        session: The session that it has served; None before the first call.
+        stopped: Whether the supervisor has stopped it, or is about to.
+        inspected: Loop time of its last inspection while stopped.
+        idle_since: Loop time of the end of its last call.
     """
 
     def __init__(self, number: int, output: int) -> None:
-        self.number, self.tainted, self.used_s = number, False, 0.0
+        self.number, self.tainted = number, False
         self.session: str | None = None
         self.stopped, self.idle_since = False, 0.0
         self.inspected = asyncio.get_running_loop().time()
@@ -59,7 +57,6 @@ class WorkerLink(asyncio.Protocol):
         self._buffer = bytearray()
         self._id, self._last_id = "", ""
         self._reply: asyncio.Future[Reply] | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._tail, self._num_printed = b"", 0
 
     @classmethod
@@ -73,47 +70,51 @@ class WorkerLink(asyncio.Protocol):
         loop.add_reader(output, link._read_output)
         return link
 
-    async def ask(self, question: dict[str, Any], timeout_s: float, on_slow: Callable[[], None] | None = None) -> Reply:
-        """Send a question and wait for its answer.
+    async def ask(
+        self, question: dict[str, Any], timeout_s: float, inspect: Callable[[], Coroutine[Any, Any, None]]
+    ) -> Reply:
+        """Send a question and wait for its reply.
 
         Args:
-            on_slow: Called again and again while the answer takes long.
+            inspect: Called again and again while the reply takes long; it may `fail` the call. The time limit does
+                not wait for it.
 
         Raises:
-            CallError: timeout, output_too_large, forbidden (a frame that is no answer), or what `fail` was given.
+            CallError: timeout, output_too_large, forbidden (a frame that is no reply), or as `fail` was called.
             WorkerGoneError: The process ended.
-            WorkerTaintedError: The worker cannot be used any more, and not because of this question.
+            WorkerTaintedError: An earlier call made the worker unusable.
         """
-        if self._transport is None or self._buffer:  # what is there was said before it was asked
+        if self._transport is None or self._buffer:  # the bytes came before the question
             raise WorkerTaintedError
         loop = asyncio.get_running_loop()
         question_id = secrets.token_hex(_ID_BYTES)
-        asked = frame(question | {"id": question_id})
-        self._id, self._reply = question_id, loop.create_future()
+        data = frame(question | {"id": question_id})
+        self._last_id, self._id = self._id, question_id
+        reply: asyncio.Future[Reply] = loop.create_future()
+        self._reply = reply
         self._tail, self._num_printed = b"", 0
-        self._transport.write(asked)
-        deadline = loop.time() + timeout_s
-        self._timer = loop.call_at(min(loop.time() + FIRST_LOOK_S, deadline), self._tick, deadline, timeout_s, on_slow)
+        self._transport.write(data)
+        inspection: asyncio.Task[None] | None = None
+        deadline, next_inspection = loop.time() + timeout_s, loop.time() + FIRST_INSPECTION_S
         try:
-            return await self._reply
-        except BaseException:  # its answer could still come, and would be taken for the next one's
+            while not reply.done():
+                await asyncio.wait({reply}, timeout=min(next_inspection, deadline) - loop.time())
+                if reply.done():
+                    break
+                if loop.time() >= deadline:
+                    self.fail("timeout", f"took longer than {timeout_s:g} s and was killed")
+                elif loop.time() >= next_inspection:
+                    next_inspection = loop.time() + INSPECTION_S
+                    if inspection is None or inspection.done():  # else the supervisor is busy
+                        inspection = asyncio.create_task(inspect(), name=f"inspect worker {self.number}")
+            return reply.result()
+        except BaseException:  # its reply could still come, and would be taken for the next one's
             self.tainted = True
             raise
         finally:
-            if self._timer:
-                self._timer.cancel()
-            self._last_id, self._reply = self._id, None
-
-    def _tick(self, deadline: float, timeout_s: float, on_slow: Callable[[], None] | None) -> None:
-        """The call under way is slow, or late."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        if now >= deadline:
-            self.fail("timeout", f"took longer than {timeout_s:g} s and was killed")
-            return
-        if on_slow:
-            on_slow()
-        self._timer = loop.call_at(min(now + LOOK_S, deadline), self._tick, deadline, timeout_s, on_slow)
+            self._reply = None
+            if inspection:
+                inspection.cancel()
 
     @property
     def alive(self) -> bool:
@@ -121,18 +122,13 @@ class WorkerLink(asyncio.Protocol):
         return self._transport is not None
 
     @property
-    def asked(self) -> str:
-        """The question that it is answering; empty where there is none."""
-        return self._id if self._reply else ""
-
-    @property
     def output(self) -> str:
-        """The end of what was printed since the call under way, or the last one, began."""
+        """The end of the output since the current call, or the last one, began."""
         self._read_output()
         return self._tail.decode(errors="replace")
 
     def fail(self, kind: FailureKind, text: str) -> None:
-        """End the call under way with a failure."""
+        """End the current call with a failure."""
         self._end(CallError(kind, text, output=self._tail.decode(errors="replace")))
 
     def close(self) -> None:
@@ -170,12 +166,12 @@ class WorkerLink(asyncio.Protocol):
     def _read_frame(self) -> None:
         size = body_size(self._buffer)
         if size > MAX_ANSWER_BYTES:
-            # A size beyond any memory is no answer that grew too large but something else in the channel.
+            # No reply grows beyond any memory: such a size is something else in the channel.
             if size < 2**40:
                 text = f"its answer has {size} bytes, and at most {MAX_ANSWER_BYTES} are read"
                 self.fail("output_too_large", text)
             else:
-                self.fail("forbidden", _WROTE)
+                self.fail("forbidden", _FORGED_REPLY)
             return
         end = HEAD_BYTES + size
         if len(self._buffer) < end:
@@ -185,7 +181,7 @@ class WorkerLink(asyncio.Protocol):
         try:
             reply = read_reply(head, body)
         except FrameError:
-            self.fail("forbidden", _WROTE)
+            self.fail("forbidden", _FORGED_REPLY)
             return
         except TooLargeError as error:
             self.fail("output_too_large", str(error))
@@ -195,7 +191,7 @@ class WorkerLink(asyncio.Protocol):
         elif reply.id == self._last_id:
             self._end(WorkerTaintedError())
         else:
-            self.fail("forbidden", _WROTE)
+            self.fail("forbidden", _FORGED_REPLY)
 
     def _take(self, reply: Reply) -> None:
         reply.output = self.output

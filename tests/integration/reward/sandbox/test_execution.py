@@ -127,9 +127,9 @@ async def test_a_worker_between_calls_does_nothing_and_keeps_nothing_that_goes_o
             while len(sandbox._pool._idle) > 1:  # the one with a thread is ended
                 await asyncio.sleep(0.01)
         (worker,) = sandbox._pool._idle
-        looks = [await sandbox._pool.look(worker)]
+        looks = [await sandbox._pool.measure(worker)]
         await asyncio.sleep(0.3)  # the timer would have fired, and its handler never ends
-        looks.append(await sandbox._pool.look(worker))
+        looks.append(await sandbox._pool.measure(worker))
         assert looks[0] is not None and looks[0] == looks[1]
         assert (await ask(sandbox, "x", session="thread")).values != [thread]
 
@@ -138,21 +138,21 @@ SLOW = "import time\ndef reward(completions):\n    time.sleep(float(completions[
 
 
 class DelayedInspection:
-    """Holds the answer to the next look that stops a worker until `go` is set."""
+    """Delays the reply to the next inspection of a stopped worker until `go` is set."""
 
     def __init__(self, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
         supervisor = sandbox._pool._supervisor
         assert supervisor is not None
-        self.asked, self.go, look = asyncio.Event(), asyncio.Event(), supervisor.look
+        self.asked, self.go, measure = asyncio.Event(), asyncio.Event(), supervisor.measure
 
-        async def held(number: int, *, stop: bool = False) -> Any:
-            found = await look(number, stop=stop)
+        async def delayed(number: int, *, stop: bool = False) -> Any:
+            usage = await measure(number, stop=stop)
             if stop and not self.asked.is_set():
                 self.asked.set()
                 await self.go.wait()
-            return found
+            return usage
 
-        monkeypatch.setattr(supervisor, "look", held)
+        monkeypatch.setattr(supervisor, "measure", delayed)
 
 
 async def test_a_worker_that_a_call_takes_while_another_is_stopped_is_not(
@@ -163,12 +163,12 @@ async def test_a_worker_that_a_call_takes_while_another_is_stopped_is_not(
             await asyncio.gather(ask(sandbox, "0.05"), ask(sandbox, "0.05"))
         for worker in sandbox._pool._idle:
             worker.idle_since = 0.0
-        held = DelayedInspection(sandbox, monkeypatch)
-        await held.asked.wait()  # one of the two is being stopped, and the other comes next
+        inspection = DelayedInspection(sandbox, monkeypatch)
+        await inspection.asked.wait()  # one of the two is being stopped, and the other comes next
         calls = [asyncio.create_task(ask(sandbox, "0.3")) for _ in range(2)]
         while sandbox._pool._idle:
             await asyncio.sleep(0)
-        held.go.set()
+        inspection.go.set()
         assert [(await call).values for call in calls] == [[1.0], [1.0]]
 
 
@@ -184,11 +184,11 @@ async def test_a_call_that_is_cancelled_while_its_worker_is_looked_at_leaves_no_
     level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with sandbox_of(SLOW, level) as sandbox, asyncio.timeout(20):
-        held = DelayedInspection(sandbox, monkeypatch)
+        inspection = DelayedInspection(sandbox, monkeypatch)
         (worker,) = sandbox._pool._idle
         worker.stopped, worker.inspected = False, 0.0
         call = asyncio.create_task(ask(sandbox, "0"))
-        await held.asked.wait()
+        await inspection.asked.wait()
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         assert (sandbox._pool._num_alive, worker.alive) == (0, False)
@@ -301,7 +301,7 @@ async def test_torch_and_other_packages_are_imported_by_the_first_lines_of_a_fil
         "    return [float(F.relu(torch.tensor(2.0))) + float(numpy.ones(1)[0]) + float(sympy.Integer(3))]\n"
     )
     async with sandbox_of(text, level, memory_mb=4096, timeout_s=30.0) as sandbox:
-        assert sandbox.told["failed_imports"] == {}
+        assert sandbox.supervisor_report["failed_imports"] == {}
         assert (await ask(sandbox, "x")).values == [6.0]
 
 

@@ -1,12 +1,12 @@
-"""The trusted process of a sandbox: it runs no user code, starts and ends the workers that do, and looks at them.
+"""The trusted process of a sandbox: it starts, measures and ends the workers that run user code, and runs none itself.
 
-It takes orders on a socket of packets, one JSON object each, from the reward service alone, and decides nothing:
+It takes commands on a socket of packets, one JSON object each, from the reward service alone, and decides nothing:
   {"op": "start", "id": N, "memory": BYTES} with two descriptors, the worker's channel and its output
-  {"op": "look", "id": N, "ticket": T}    answered by {"ticket": T, "look": {"cpu_s", "num_threads", "scratch_bytes"}}
-  {"op": "stop", "id": N, "ticket": T}    stops the worker, then as `look`
+  {"op": "measure", "id": N, "ticket": T} answered by {"ticket": T, "usage": {"cpu_s", "num_threads", "scratch_bytes"}}
+  {"op": "stop", "id": N, "ticket": T}    stops the worker, then as `measure`
   {"op": "resume", "id": N}
   {"op": "kill", "id": N}
-A worker's end is told by {"id": N, "ended": WAIT STATUS}. When the socket closes, everything ends.
+It reports the end of a worker by {"id": N, "ended": WAIT STATUS}. When the socket closes, everything ends.
 Started as a program by services/gspo/reward/sandbox/launch.py with its task as JSON in the first packet.
 """
 
@@ -14,24 +14,26 @@ from __future__ import annotations
 
 import errno
 import gc
+import importlib
 import json
 import os
 import select
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from . import confine, scratch, worker
-from .preload import preload, use_as_temporary
 
 PACKET_BYTES = 65536
 # A worker's descriptors: standard input, output, error, and its channel.
 _CHANNEL_FD = 3
 _NICE, _MAX_REMOVERS = 10, 4
+_REASON_CHARS = 500
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -46,9 +48,9 @@ class SandboxSupervisor:
     """Holds the workers of one sandbox.
 
     Args:
-        task: What start.py asks for: scratch, reads, devices, uid, user_namespace, num_files, num_tasks, file_bytes,
+        task: The task from launch.py: scratch, reads, devices, uid, user_namespace, num_files, num_tasks, file_bytes,
             packages, num_slots (file systems of limited size in scratch, one for each worker; 0: there are none), and
-            whether there is a filter, whose bytes are the next packet.
+            filter: whether the bytes of one are the next packet.
     """
 
     def __init__(self, control: socket.socket, task: dict[str, Any]) -> None:
@@ -66,9 +68,9 @@ class SandboxSupervisor:
         self._rules = confine.FileRules(readable, [Path(path) for path in task["devices"]])
 
     def run(self) -> None:
-        """Take orders until the socket closes, then end every worker."""
-        told = self._confine()
-        told["failed_imports"] = preload(self._task["packages"], self._preload_folder)
+        """Take commands until the socket closes, then end every worker."""
+        report = self._confine()
+        report["failed_imports"] = _preload(self._task["packages"], self._preload_folder)
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, what workers share with this process
         wake, waker = socket.socketpair()
@@ -76,13 +78,13 @@ class SandboxSupervisor:
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._own = (wake, waker)
-        self._tell(told | {"ready": True})
+        self._send(report | {"ready": True})
         while True:
             ready, _, _ = select.select([self._control, wake], [], [])
             if wake in ready:
                 wake.recv(4096)
                 self._reap()
-            if self._control in ready and not self._take_order():
+            if self._control in ready and not self._take_command():
                 break
         for number in list(self._pids):
             self._kill(number)
@@ -92,66 +94,66 @@ class SandboxSupervisor:
         scratch.remove(self._scratch)
 
     def _confine(self) -> dict[str, Any]:
-        """Become the sandbox's user; what could be had is told."""
-        uid, told = self._task["uid"], {"landlock": self._rules.abi, "own_user": False, "user_namespace": False}
+        """Become the sandbox's user, and give up all privileges; a report of the means that the machine has."""
+        uid, report = self._task["uid"], {"landlock": self._rules.abi, "own_user": False, "user_namespace": False}
         if uid and os.geteuid() == 0 and _readable_by(uid, self._reads):
             with suppress(OSError):  # no such user may exist in a container's user namespace
                 confine.become(uid)
-                told["own_user"] = True
-        if self._task["user_namespace"] and told["own_user"]:  # root cannot be mapped into one without privileges
+                report["own_user"] = True
+        if self._task["user_namespace"] and report["own_user"]:  # root cannot be mapped into one without privileges
             confine.enter_user_namespace()
-            told["user_namespace"] = True
+            report["user_namespace"] = True
         confine.drop_capabilities()
         confine.no_new_privileges()
         confine.hide()
-        return told
+        return report
 
-    def _take_order(self) -> bool:
-        data, given, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 2)
+    def _take_command(self) -> bool:
+        data, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 2)
         if not data:
             return False
-        order = json.loads(data)
-        number = order["id"]
-        match order["op"]:
+        command = json.loads(data)
+        number = command["id"]
+        match command["op"]:
             case "start":
-                self._start(number, order["memory"], given)
+                self._start(number, command["memory"], descriptors)
             case "kill":
                 self._kill(number)
-            case "look" | "stop" as op:
+            case "measure" | "stop" as op:
                 if op == "stop":
                     self._signal(number, signal.SIGSTOP)
-                self._tell({"ticket": order["ticket"], "look": self._look(number)})
+                self._send({"ticket": command["ticket"], "usage": self._measure(number)})
             case "resume":
                 self._signal(number, signal.SIGCONT)
         return True
 
-    def _start(self, number: int, memory: int, given: list[int]) -> None:
+    def _start(self, number: int, memory: int, descriptors: list[int]) -> None:
         parent = os.getpid()
         try:
             folder = self._folders[number] = self._new_folder()
             pid = os.fork()
         except OSError as error:
             self._remove_folder(number)
-            self._tell({"id": number, "ended": 0, "why": f"no process can be made: {error.strerror}"})
+            self._send({"id": number, "ended": 0, "why": f"no process can be made: {error.strerror}"})
             return
         finally:
             if os.getpid() == parent:
-                for fd in given:
+                for fd in descriptors:
                     os.close(fd)
         if pid == 0:
-            self._become_worker(parent, folder, memory, given)
+            self._become_worker(parent, folder, memory, descriptors)
         self._pids[number] = pid
 
-    def _become_worker(self, parent: int, folder: Path, memory: int, given: list[int]) -> None:
+    def _become_worker(self, parent: int, folder: Path, memory: int, descriptors: list[int]) -> None:
         """In the copy: give up everything, then serve; never returns."""
         try:
             os.setsid()
             confine.die_with_parent(parent)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            channel = _take_descriptors(*given)
+            channel = _take_descriptors(*descriptors)
             os.chdir(folder)
-            use_as_temporary(folder)
+            _use_as_temporary(folder)
             confine.show()
             confine.be_first_to_go()
             self._rules.apply(folder)
@@ -178,7 +180,7 @@ class SandboxSupervisor:
         return folder
 
     def _remove_folder(self, number: int) -> None:
-        """Remove a worker's scratch; where there is much in it, beside the orders that come meanwhile."""
+        """Remove a worker's scratch; in a process of its own unless it is empty, so that commands need not wait."""
         folder = self._folders.pop(number, None)
         if folder is None:
             return
@@ -206,7 +208,7 @@ class SandboxSupervisor:
             self._signal(number, signal.SIGKILL)
 
     def _signal(self, number: int, which: signal.Signals) -> None:
-        """All threads of a worker; only this process reaps it, so its id is nobody else's."""
+        """All threads of a worker; only this process reaps it, so no other process has its id."""
         if number in self._pids:
             os.kill(self._pids[number], which)
 
@@ -215,32 +217,56 @@ class SandboxSupervisor:
             if os.waitpid(pid, os.WNOHANG)[0]:
                 self._end_remover(pid)
         for number, pid in list(self._pids.items()):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            ended_pid, status = os.waitpid(pid, os.WNOHANG)
+            if ended_pid:
                 del self._pids[number]
-                self._tell({"id": number, "ended": status})  # the next order waits here, its caller need not
+                self._send({"id": number, "ended": status})  # the next command waits for this, its caller does not
                 self._remove_folder(number)
 
-    def _look(self, number: int) -> dict[str, Any] | None:
-        """What a worker has used; None where it is gone. It may be named by any bytes, and may hide its files."""
+    def _measure(self, number: int) -> dict[str, Any] | None:
+        """The usage of a worker; None if it is gone. Its name may be any bytes, and it may hide its files."""
         try:
             pid = self._pids[number]
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             # The fields of stat after the name: 11 and 12 are the ticks in user and kernel mode, 17 the threads.
             cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
             folder = self._folders[number]
-            held = scratch.size(folder) + scratch.nameless_size(pid, folder)
-            return {"cpu_s": cpu_s, "num_threads": int(fields[17]), "scratch_bytes": held}
+            scratch_bytes = scratch.size(folder) + scratch.nameless_size(pid, folder)
+            return {"cpu_s": cpu_s, "num_threads": int(fields[17]), "scratch_bytes": scratch_bytes}
         except (KeyError, OSError, ValueError, IndexError):
             return None
 
-    def _tell(self, what: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._control.send(json.dumps(what).encode())
+            self._control.send(json.dumps(message).encode())
+
+
+def _preload(packages: Iterable[str], folder: Path) -> dict[str, str]:
+    """Import what the user's code will ask for, once for all its workers; `folder` is made, for what they write.
+
+    Returns:
+        Package -> why its import failed. What such an import left behind (half a module, a C extension that cannot be
+        loaded twice) stays in this process: where there is one, start another without that package.
+    """
+    folder.mkdir(mode=0o700)
+    _use_as_temporary(folder)
+    failed = {}
+    for name in packages:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - whatever a package's import raises; the service logs it
+            failed[name] = f"{type(error).__name__}: {error}"[:_REASON_CHARS]
+    return failed
+
+
+def _use_as_temporary(folder: Path) -> None:
+    """Make a folder this process's temporary one, and its home."""
+    os.environ.update(HOME=str(folder), TMPDIR=str(folder))
+    tempfile.tempdir = None  # what it found before
 
 
 def _fork_remover(control: socket.socket, folder: Path) -> int:
-    """A process that removes a folder and ends; 0 where there can be none, and it is removed already."""
+    """A process that removes a folder and ends; 0 if there can be none, and the folder is removed already."""
     parent = os.getpid()
     try:
         pid = os.fork()
