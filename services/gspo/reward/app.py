@@ -45,14 +45,13 @@ async def startup(service: Service) -> AsyncIterator[App]:
         registry=registry,
         usage=usage,
     )
-    async with opened as scorer:
+    async with opened as scorer, Admission(scorer.library, config.reward.allowed_packages) as admission:
         _show_confinement(service, scorer)
         callers = Callers(service.options.token, config.reward.tokens)
         access = AccessControl(callers, RateLimit(config.reward.calls_per_minute))
-        admission = Admission(scorer.library, config.reward.allowed_packages)
         service.http_api = rest_app(ApiDependencies(scorer.library, registry, admission, usage, access))
         servicer = RewardServicer(scorer, session=config.name)
-        versions = {name: function.source.version for name, function in scorer.functions.items()}
+        versions = {name: function.code.version for name, function in scorer.functions.items()}
         yield App(
             ScoringConsumer(service, scorer).run,
             background={"registry": registry.run, "usage": usage.run},

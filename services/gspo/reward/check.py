@@ -1,16 +1,17 @@
-"""What `--check` finds in reward functions before anything starts: files, signatures, columns, one trial call.
-An environment is tried by environment_check.py.
+"""The check of reward functions before a run: files, signatures, columns, and trial calls with made-up answers.
 
-It starts the functions' own processes and nothing else.
+It starts only the functions' own processes. A run does not load its prompts here: the coordinator does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import math
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
@@ -20,14 +21,13 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest, warn
 from gspo.common.network.credentials import redis_arguments
 from gspo.common.streams.environment_task import task_json
-from gspo.reward.environment_check import try_environment
-from gspo.reward.first_rows import prompt_of, read_first_rows
 from gspo.reward.functions.arguments import arguments_for, check_columns
+from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function
 from gspo.reward.registry.disk import OfflineRegistry
 from gspo.reward.registry.store import Registry
 from gspo.reward.sandbox.calls import CallError, values_of
-from gspo.reward.sandbox.values import describe
+from gspo.reward.sandbox.values import NO_VALUE, NOT_A_NUMBER, NOT_FINITE, Failure, Value, read_value
 from gspo.reward.scoring.scorer import open_scorer
 from gspo.reward.submissions.callers import read_tokens
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
@@ -35,8 +35,12 @@ from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 NUM_TRIALS = 2
 TRIAL_TEXT = "42"
 REDIS_TIMEOUT_S = 5.0
-# A function that raises one of these cannot work with any answer; others may come from the made-up one.
-NEVER_THE_ANSWER = ("ImportError", "ModuleNotFoundError", "NameError", "UnfitError", "InvalidReturnError")
+# Errors that the function raises for any answer or action; others may come from the made-up one.
+ALWAYS_WRONG = ("ImportError", "ModuleNotFoundError", "NameError", "UnfitError", "InvalidReturnError")
+_BUILDERS = {".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_FORMS = (".jsonl", *_BUILDERS)
+# `datasets` reads as many bytes to learn a JSON file's columns.
+_HEAD_BYTES = 10 * 2**20
 
 
 def check(config: Config) -> None:
@@ -52,32 +56,32 @@ async def _check(config: Config) -> None:
     if config.reward.tokens is not None:
         read_tokens(config.reward.tokens)
     async with (
-        _registered(config) as registry,
+        _open_registry(config) as registry,
         open_scorer(config.reward, name="check", environment=config.environment, registry=registry) as scorer,
     ):
         prompts = await asyncio.to_thread(_first_prompts, config)
         training = prompts["data.prompts"]
-        trials = [_made_up(training[i % len(training)]) for i in range(NUM_TRIALS)]
-        for index, wanted in enumerate(config.reward.functions):
-            function = await scorer.library.find(wanted.label, wanted.version or "")
-            for key, found in prompts.items():
-                row = json.loads(found[0].columns_json)
-                check_columns(function.source, function.callee.signature, row, key)
-            await _try(function, wanted, f"reward.functions.{index}", trials)
+        trials = [_made_up_rollout(training[i % len(training)]) for i in range(NUM_TRIALS)]
+        for index, spec in enumerate(config.reward.functions):
+            function = await scorer.library.find(spec.label, spec.version or "")
+            for key, rows in prompts.items():
+                columns = {**json.loads(rows[0].columns_json), **function.args}
+                check_columns(function.callee.signature, columns, key, _shown(function))
+            await _try_function(function, spec, f"reward.functions.{index}", trials)
         if config.environment.used:
             environment = config.environment
             function = await scorer.library.find(environment.label, environment.version or "")
-            await try_environment(function, [task_json(prompt) for prompt in training], bool(environment.tools))
+            await _try_environment(function, [task_json(prompt) for prompt in training], bool(environment.tools))
 
 
 @asynccontextmanager
-async def _registered(config: Config) -> AsyncIterator[Registry | OfflineRegistry]:
-    """What a run would find registered: in the Redis that it is given, else in this machine's copy alone."""
+async def _open_registry(config: Config) -> AsyncIterator[Registry | OfflineRegistry]:
+    """The registry that a run would use: that of its Redis, else this machine's copy alone."""
     if config.services.redis_url is None:
         yield OfflineRegistry(config.registry_dir)
         return
-    given = redis_arguments(config.services.redis_url, config)
-    redis = Redis.from_url(config.services.redis_url, protocol=2, socket_connect_timeout=REDIS_TIMEOUT_S, **given)
+    options = redis_arguments(config.services.redis_url, config)
+    redis = Redis.from_url(config.services.redis_url, protocol=2, socket_connect_timeout=REDIS_TIMEOUT_S, **options)
     try:
         yield Registry(redis, config.registry_dir, replica="check")
     finally:
@@ -85,78 +89,180 @@ async def _registered(config: Config) -> AsyncIterator[Registry | OfflineRegistr
 
 
 def _first_prompts(config: Config) -> dict[str, list[Prompt]]:
-    found = {}
+    """The first prompts of each data set, by its key in the configuration."""
     held_out = {config.evaluation.key_of(name): path for name, path in config.evaluation.files.items()}
+    prompts = {}
     for key, path in {"data.prompts": config.data.prompts, **held_out}.items():
-        rows = read_first_rows(path, NUM_TRIALS, key)
-        found[key] = [prompt_of(row, config.data.prompt_column, str(path)) for row in rows]
-    return found
+        rows = _read_first_rows(path, NUM_TRIALS, key)
+        prompts[key] = [_prompt_of(row, config.data.prompt_column, str(path)) for row in rows]
+    return prompts
 
 
-def _made_up(prompt: Prompt) -> Rollout:
+def _made_up_rollout(prompt: Prompt) -> Rollout:
     return Rollout(prompt=prompt, text=TRIAL_TEXT, token_ids=[0], outcome=OUTCOME_EOS)
 
 
-async def _try(function: Function, wanted: RewardFunction, where: str, trials: list[Rollout]) -> None:
-    callee = function.callee
-    name = f"{callee.signature.entry} of {function.source.path}"
+def _shown(function: Function) -> str:
+    return f"{function.callee.signature.entry} of {function.code.filename}"
+
+
+async def _try_function(function: Function, spec: RewardFunction, where: str, trials: list[Rollout]) -> None:
+    """Score the made-up answers.
+
+    Raises:
+        InputError: The function cannot work with any answer.
+    """
+    signature, name = function.callee.signature, _shown(function)
     try:
-        answer = await callee.call(arguments_for(callee.signature, trials, function.source.args))
-        raw = values_of(answer, len(trials))
+        answer = await function.callee.call(arguments_for(signature, trials, function.args))
+        values = [read_value(raw, signature.convention) for raw in values_of(answer, len(trials))]
     except CallError as error:
-        if error.error_type in NEVER_THE_ANSWER:
+        if error.error_type in ALWAYS_WRONG:
             wrong_return = error.error_type == "InvalidReturnError"
-            fix = "Return a list with one number for each completion" if wrong_return else "Mend the function"
+            fix = "Return a list with one number for each completion" if wrong_return else "Correct the function"
             raise InputError(where, f"{name} {error}", fix) from error
         warn(f"{where}: {name}, tried on a made-up answer, {error}")
         return
-    _check_finite(raw, where, name)
-    for value in raw:
-        _check_value(value, where, name)
-        _check_parts(value, wanted, where, name)
-
-
-def _check_finite(raw: list[Any], where: str, name: str) -> None:
-    """Refuse NaN or infinity for every made-up answer: it comes for any answer. For one, that answer may be why."""
-    found = [shown for value in raw if (shown := _not_finite(value))]
-    if len(found) == len(raw):
+    failures = [value for value in values if isinstance(value, Failure)]
+    if len(failures) == len(values) and all(failure.error_type == NOT_FINITE for failure in failures):
         raise InputError(
             where,
-            f"{name}, tried on {len(raw)} made-up answers ('{TRIAL_TEXT}'), returned {found[0]} for each",
+            f"{name}, tried on {len(values)} made-up answers ('{TRIAL_TEXT}'), {failures[0].reason} for each",
             "Return finite numbers, and raise an exception where an answer cannot be judged",
         )
-    for shown in found:
-        warn(f"{where}: {name}, tried on a made-up answer, returned {shown}")
+    for value in values:
+        if isinstance(value, Failure):
+            _judge_failure(value, where, name)
+        else:
+            _check_part_weights(value, spec, where, name)
 
 
-def _not_finite(value: Any) -> str:
-    """NaN or infinity as shown to people, with the name of its part; empty for anything else."""
-    if isinstance(value, dict) and isinstance(value.get("parts"), dict):
-        named = ((part, _not_finite(number)) for part, number in value["parts"].items())
-        return next((f"{shown} as '{part}'" for part, shown in named if shown), "")
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else ""
+def _judge_failure(failure: Failure, where: str, name: str) -> None:
+    """Refuse a failure that comes for any answer, and warn of one that the made-up answer may have caused."""
+    if failure.error_type == NOT_A_NUMBER:
+        raise InputError(where, f"{name} {failure.reason}", "Return numbers")
+    if failure.error_type in ALWAYS_WRONG:
+        raise InputError(where, f"{name} {failure.reason}", "Correct the function")
+    if failure.error_type != NO_VALUE:  # None says by TRL's convention that the function does not apply
+        warn(f"{where}: {name}, tried on a made-up answer, {failure.reason}")
 
 
-def _check_value(value: Any, where: str, name: str) -> None:
-    """A number, None, or a dict of them; an exception of one row is only reported."""
-    if not isinstance(value, dict):
-        return
-    if isinstance(error := value.get("error"), dict):
-        said = describe(error)
-        if error.get("type") in NEVER_THE_ANSWER:
-            raise InputError(where, f"{name} {said}", "Mend the function")
-        warn(f"{where}: {name}, tried on a made-up answer, {said}")
-    elif isinstance(parts := value.get("parts"), dict):
-        for part in parts.values():
-            _check_value(part, where, name)
-    else:
-        raise InputError(where, f"{name} returned {value.get('type')} where a number belongs", "Return numbers")
+def _check_part_weights(value: Value, spec: RewardFunction, where: str, name: str) -> None:
+    """Refuse a weight of a part that the function does not return."""
+    for part in spec.part_weights:
+        if part not in value.parts:
+            rule = f"{name} returned no such part"
+            fix = nearest(part, value.parts) if value.parts else "Leave it out"
+            raise InputError(f"{where}.part_weights.{part}", rule, fix)
 
 
-def _check_parts(value: Any, wanted: RewardFunction, where: str, name: str) -> None:
-    """Every part that has a weight is there; a value that failed tells nothing."""
-    parts = value.get("parts") if isinstance(value, dict) else {}
-    for part in wanted.part_weights:
-        if isinstance(parts, dict) and part not in parts:
-            rule = f"is no part of what {name} returned"
-            raise InputError(f"{where}.part_weights.{part}", rule, nearest(part, parts) if parts else "Leave it out")
+async def _try_environment(function: Function, tasks_json: Sequence[str], has_tools: bool) -> None:
+    """Begin with each task, and take one step.
+
+    Raises:
+        InputError: The environment cannot work: a reset failed, a reset's second result differs from its first, or a
+            step failed in a way that no action explains.
+    """
+    steps, where, name = EnvironmentSteps(None, session=None), "environment", f"of {function.code.filename}"
+    calls_json = "[]" if has_tools else ""
+    for task in tasks_json:
+        try:
+            turn = await steps.reset(function, task)
+            again = await steps.reset(function, task)
+        except CallError as error:
+            may_be_the_task = error.error_type not in ALWAYS_WRONG
+            fix = ", or give the data set the columns that it reads: they are in the task, beside `prompt`"
+            rule = f"reset {name}, given {task[:200]}: {error}"
+            raise InputError(where, rule, f"Correct it{fix if may_be_the_task else ''}") from error
+        if turn != again:
+            raise InputError(
+                where,
+                f"reset {name} gave another state or observation the second time, for {task[:200]}",
+                "Draw what is random from a seed in the task: the rollouts of a group begin alike",
+            )
+        try:
+            await steps.step(function, turn.state_json, TRIAL_TEXT, calls_json)
+        except CallError as error:
+            if error.error_type in ALWAYS_WRONG:
+                raise InputError(where, f"step {name}: {error}", "Correct it") from error
+            warn(f"{where}: step {name}, tried on the action '{TRIAL_TEXT}', {error}")
+
+
+def _read_first_rows(path: Path, count: int, key: str) -> list[dict[str, Any]]:
+    """The first `count` rows of a file or folder, or fewer where there are not so many; `key` is named in errors.
+
+    Raises:
+        InputError: There is nothing that can be read.
+    """
+    if not path.exists():
+        raise InputError(key, f"{path} does not exist", "Give the path of a file of prompts")
+    if path.is_file() and path.suffix.lower() not in _FORMS:
+        fix = "Convert it, or give a folder that `datasets` opens"
+        raise InputError(key, f"{path} is none of {', '.join(_FORMS)}", fix)
+    try:
+        # JSON lines are read here: the import of `datasets` would be half of the check's time.
+        lines = path.is_file() and path.suffix.lower() == ".jsonl"
+        rows = _read_lines(path, count) if lines else _read_with_datasets(path, count)
+    except (ValueError, OSError, StopIteration) as error:
+        reason = (str(error.__cause__ or error) or "it is empty").splitlines()[0]
+        raise InputError(key, f"{path} cannot be read ({reason})", "Correct the file") from error
+    if not rows:
+        raise InputError(key, f"{path} has no rows", "Give a file with at least one prompt")
+    return rows
+
+
+def _read_lines(path: Path, count: int) -> list[dict[str, Any]]:
+    """Rows of a JSON Lines file; a column that a row leaves out is None in it."""
+    rows: list[dict[str, Any]] = []
+    names: dict[str, None] = {}
+    num_bytes = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"line {number} is not an object")
+                names |= dict.fromkeys(row)
+                rows += [row] if len(rows) < count else []
+            num_bytes += len(line)
+            if num_bytes > _HEAD_BYTES:
+                break
+    return [{name: row.get(name) for name in names} for row in rows]
+
+
+def _read_with_datasets(path: Path, count: int) -> list[dict[str, Any]]:
+    """Rows of whatever `datasets` opens; of several splits, those of the training split."""
+    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read at import: files here need no hub
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        if path.is_file():
+            given = {"path": _BUILDERS[path.suffix.lower()], "data_files": str(path)}
+            opened = datasets.load_dataset(**given, split="train", streaming=True)
+        elif any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+            opened = datasets.load_from_disk(str(path))
+        else:
+            opened = datasets.load_dataset(str(path), streaming=True)
+        if isinstance(opened, dict):
+            opened = opened["train"] if "train" in opened else next(iter(opened.values()))
+        rows: Iterable[dict[str, Any]] = itertools.islice(opened, count)
+        return list(rows)
+    except datasets.exceptions.DatasetsError as error:
+        raise ValueError(str(error)) from error
+
+
+def _prompt_of(row: dict[str, Any], prompt_column: str, where: str) -> Prompt:
+    """A row as a prompt without token ids: its other columns are what reward functions see.
+
+    Raises:
+        InputError: There is no such column.
+    """
+    if prompt_column not in row:
+        fix = f"Set data.prompt_column. {nearest(prompt_column, row)}"
+        raise InputError("data.prompt_column", f"{where} has no column '{prompt_column}'", fix)
+    prompt = row[prompt_column]
+    columns = {name: value for name, value in row.items() if name != prompt_column}
+    text = prompt if isinstance(prompt, str) else ""
+    messages = "" if isinstance(prompt, str) else json.dumps(prompt, default=str)
+    return Prompt(text=text, messages_json=messages, columns_json=json.dumps(columns, default=str))

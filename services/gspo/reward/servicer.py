@@ -13,8 +13,7 @@ import grpc
 
 from gspo.common.network.grpc_guard import refuse_message
 from gspo.common.streams.entries import MalformedEntryError, check_message
-from gspo.reward.functions.environment import Turn
-from gspo.reward.functions.environments import EnvironmentSteps
+from gspo.reward.functions.environment_steps import EnvironmentSteps, Turn
 from gspo.reward.functions.library import Function, UnknownFunctionError
 from gspo.reward.sandbox.calls import CallError
 from gspo.reward.scoring.scorer import Scorer
@@ -64,7 +63,7 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
             function = await self._scorer.library.find(name, version)
         except UnknownFunctionError as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
-        if function.source.kind != "environment":
+        if function.code.kind != "environment":
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{name} is a reward function, no environment")
         return function
 
@@ -97,7 +96,7 @@ async def _check_json(text: str, field: str, context: Context) -> None:
 
 
 async def _reply(function: Function, asked: Awaitable[Turn]) -> reward_pb2.EnvironmentReply:
-    version = function.source.version
+    version = function.code.version
     try:
         turn = await asked
     except CallError as error:

@@ -58,9 +58,9 @@ def test_a_good_function_passes(tmp_path: Path, capfd: pytest.CaptureFixture[str
         ("def reward(completions): return [{'a': '1'}] * 2", "returned str where a number belongs"),
         (
             "def reward(completions): return [float('nan')] * 2",
-            r"2 made-up answers \('42'\), returned nan for each. Return",
+            r"2 made-up answers \('42'\), returned NaN for each. Return",
         ),
-        ("def reward(completions): return [{'a': 1e400}] * 2", "returned inf as 'a' for each"),
+        ("def reward(completions): return [{'a': 1e400}] * 2", "part 'a': returned infinity for each"),
         ("def reward(completions): return scores", "raised NameError: name 'scores' is not defined"),
         ("def reward(completions): import no_such_module", "raised ModuleNotFoundError"),
         ("def compute_score(solution_str, ground_truth): return truth", "raised NameError"),
@@ -83,7 +83,7 @@ def test_a_file_that_hangs_at_its_import_is_ended_soon(tmp_path: Path, monkeypat
     ("source", "why"),
     [
         ("def reward(completions): raise ValueError('no boxed answer')", "raised ValueError: no boxed answer"),
-        ("def reward(completions): return [1.0, float('nan')]", "returned nan"),
+        ("def reward(completions): return [1.0, float('nan')]", "returned NaN"),
         ("import time\ndef reward(completions): time.sleep(60)", "took longer than 2 s"),
         ("def compute_score(solution_str, ground_truth): raise KeyError('x')", "raised KeyError: 'x'"),
     ],

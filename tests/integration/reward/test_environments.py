@@ -14,7 +14,7 @@ from gspo.common.config.environment import EnvironmentConfig
 from gspo.common.config.reward import RewardConfig
 from gspo.common.errors import InputError
 from gspo.reward.check import check
-from gspo.reward.functions.environments import EnvironmentSteps
+from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function
 from gspo.reward.scoring.scorer import Scorer, open_scorer
 from gspo_proto.rollout_pb2 import Episode, RewardUse

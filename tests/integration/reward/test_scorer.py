@@ -157,7 +157,7 @@ async def test_weighted_functions_are_summed_and_one_failure_is_enough(tmp_path:
     config = reward_config(tmp_path, "def reward(completions): return map(float, completions)", functions=functions)
     async with open_scorer(config, name="reward-0") as scorer:
         scores = await scorer.score([make_rollout("10"), make_rollout("bad")])
-        versions = [function.source.version for function in scorer.functions.values()]
+        versions = [function.code.version for function in scorer.functions.values()]
     assert reward_or_failure(scores[0]) == 0.5 * 10 - 1.0 * (2 + 1)
     assert [(part.name, part.value, part.weight) for part in scores[0].parts] == [
         ("r", 10.0, 0.5),

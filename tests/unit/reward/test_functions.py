@@ -12,16 +12,9 @@ import pytest
 from gspo.common.config.environment import EnvironmentConfig
 from gspo.common.config.reward import RewardConfig, RewardFunction
 from gspo.common.errors import InputError
-from gspo.reward.functions.arguments import (
-    FunctionSource,
-    MissingColumnError,
-    arguments_for,
-    check_columns,
-    check_names,
-    read_source,
-    read_sources,
-)
-from gspo.reward.functions.configured_environment import open_environment
+from gspo.reward.functions.arguments import MissingColumnError, arguments_for, check_columns
+from gspo.reward.functions.library import open_environment
+from gspo.reward.functions.sources import check_names, read_function
 from gspo.reward.sandbox.calls import CallLimits, Code, Signature
 from gspo.reward.sandbox.inside.recognise import UnfitError, find_function
 from gspo.reward.sandbox.inside.worker import load_module
@@ -172,9 +165,9 @@ def test_verl_gets_its_columns_and_others_by_name() -> None:
 def test_the_version_is_the_hash_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("")
-    source = read_source(RewardFunction(path=file), "reward.functions.0")
-    assert source.version == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    assert (source.name, source.weight) == ("r", 1.0)
+    code = read_function(RewardFunction(path=file), "reward.functions.0")
+    assert code.version == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert code.name == "r"
 
 
 def test_a_file_that_cannot_be_used_is_an_input_error(tmp_path: Path) -> None:
@@ -182,11 +175,11 @@ def test_a_file_that_cannot_be_used_is_an_input_error(tmp_path: Path) -> None:
     broken.write_text("def reward(completions):\n    return [1.0\n")
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match=r"broken.py, line 2, column 12: '\[' was never closed"):
-        read_source(RewardFunction(path=broken), "reward.functions.0")
+        read_function(RewardFunction(path=broken), "reward.functions.0")
     with pytest.raises(InputError, match=r"binary.py: invalid or missing encoding"):
-        read_source(RewardFunction(path=binary), "reward.functions.0")
+        read_function(RewardFunction(path=binary), "reward.functions.0")
     with pytest.raises(InputError, match="No such file"):
-        read_source(RewardFunction(path=tmp_path / "none.py"), "reward.functions.0")
+        read_function(RewardFunction(path=tmp_path / "none.py"), "reward.functions.0")
 
 
 def test_two_functions_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -198,16 +191,17 @@ def test_two_functions_of_one_name_are_refused(tmp_path: Path) -> None:
     named = RewardConfig(
         functions=(RewardFunction(path=file, entry="a"), RewardFunction(path=file, entry="b", name="b"))
     )
-    assert [source.name for source in read_sources(named)] == ["r", "b"]
+    check_names(named)
 
 
 def test_a_column_that_is_not_there_names_the_nearest() -> None:
-    source = FunctionSource("r", Path("r.py"), "", "0", None, 1.0)
     trl = signature("def reward(completions, anwser): ...")
     with pytest.raises(InputError, match=r"no column 'anwser'.*Did you mean 'answer'"):
-        check_columns(source, trl, {"answer": "4", "level": 1}, "data.prompts")
-    check_columns(source, signature("def reward(completions, answer): ..."), {"answer": "4"}, "data.prompts")
+        check_columns(trl, {"answer": "4", "level": 1}, "data.prompts", "compute_score of r.py")
+    check_columns(
+        signature("def reward(completions, answer): ..."), {"answer": "4"}, "data.prompts", "compute_score of r.py"
+    )
     verl = signature("def compute_score(data_source, solution_str, ground_truth): ...")
     with pytest.raises(InputError, match=r"no right answer for compute_score.*column answer"):
-        check_columns(source, verl, {"level": 1}, "data.prompts")
-    check_columns(source, verl, {"reward_model": {"ground_truth": "4"}}, "data.prompts")
+        check_columns(verl, {"level": 1}, "data.prompts", "compute_score of r.py")
+    check_columns(verl, {"reward_model": {"ground_truth": "4"}}, "data.prompts", "compute_score of r.py")

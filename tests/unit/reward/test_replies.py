@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gspo.reward.functions import environment
+from gspo.reward.functions import environment_steps
 from gspo.reward.sandbox.calls import Answer, CallError, values_of
 from gspo.reward.sandbox.inside.frames import HEAD_BYTES, FrameError, body_size, frame, read
 from gspo.reward.sandbox.replies import (
@@ -168,7 +168,7 @@ class ScriptedCallee:
 )
 def test_a_step_of_other_values_fails_by_name(values: Any) -> None:
     with pytest.raises(CallError) as failed:
-        asyncio.run(environment.step(ScriptedCallee(values), "{}", "a", session=None))  # type: ignore[arg-type]
+        asyncio.run(environment_steps.step(ScriptedCallee(values), "{}", "a", session=None))  # type: ignore[arg-type]
     assert failed.value.kind == "invalid_return"
     with pytest.raises(CallError):
         values_of(Answer(values, "", 0.0), 3)

@@ -72,7 +72,7 @@ def test_an_error_of_a_row_keeps_its_kind_if_there_is_such_a_kind() -> None:
     told = {"kind": "memory", "type": "MemoryError", "text": "MemoryError", "place": "r.py line 3"}
     assert read_value({"error": told}, "verl") == Failure("raised MemoryError (r.py line 3)", "memory")
     assert read_value({"error": told | {"kind": "fine", "text": 5}}, "verl") == Failure(
-        "failed without a word", "exception"
+        "failed without a message", "exception"
     )
 
 

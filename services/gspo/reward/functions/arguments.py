@@ -1,6 +1,4 @@
-"""Reward functions of a configuration: reading one, its version, and what the parameters of any function are given.
-
-It runs no user code: the sandbox's process loads the source and tells its signature.
+"""The arguments of a call: what each parameter of a reward function is given for a batch of rollouts.
 
 A function by TRL's convention takes any of these by name, each a list with one item a completion:
   prompts         text, or chat messages where the prompt was given as messages
@@ -27,27 +25,20 @@ Whatever a configuration gives as `args` stands above a column of that name.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from gspo.common.config.reward import RewardConfig, RewardFunction
 from gspo.common.errors import InputError, nearest
 from gspo.common.streams.messages import word_of
-from gspo.reward.registry.submission import version_of
-from gspo.reward.sandbox.calls import CallError, Code, CodeKind, Signature
+from gspo.reward.sandbox.calls import CallError, Signature
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout
 
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "outcomes", "stops", "truncated")
 OPENRLHF_ARGUMENTS = ("queries", "prompts", "labels")
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 CONVENTION_ARGUMENTS = {"trl": TRL_ARGUMENTS, "verl": VERL_ARGUMENTS, "openrlhf": OPENRLHF_ARGUMENTS, "environment": ()}
-BUILTINS = Path(__file__).parent / "builtins"
 NOT_ASKED = "NotAskableError"
-_FILES = {"code_tests": "code_runner.py"}
 GROUND_TRUTH_RULE = "column ground_truth, else reward_model.ground_truth, else column answer"
 
 
@@ -66,115 +57,10 @@ class MissingColumnError(NotAskableError):
         self.column = column
 
 
-@dataclass(frozen=True)
-class FunctionSource:
-    """One reward function as text.
-
-    Attributes:
-        path: Of its file; of one that was registered or comes with gspo, a name to show.
-        version: `version_of` of the file's bytes, entry and args.
-        args: Further keyword arguments, from the configuration.
-        reads: Files and folders beside its own text that it may read and import from.
-    """
-
-    name: str
-    path: Path
-    text: str
-    version: str
-    entry: str | None
-    weight: float
-    args: dict[str, Any] = field(default_factory=dict)
-    kind: CodeKind = "reward"
-    reads: tuple[Path, ...] = ()
-
-    @property
-    def code(self) -> Code:
-        """What the sandbox loads."""
-        return Code(self.name, self.text, self.version, str(self.path), self.entry, self.kind, self.reads)
-
-
 def missing_columns(signature: Signature, columns: Collection[str]) -> list[str]:
     """Columns that the function cannot do without and that `columns` lacks."""
     known = {*columns, *CONVENTION_ARGUMENTS[signature.convention]}
     return [name for name in signature.required if name not in known]
-
-
-def read_sources(config: RewardConfig) -> list[FunctionSource]:
-    """Read every file and built-in of the configuration; addresses and registered names are not among them.
-
-    Raises:
-        InputError: A file is missing or not Python.
-    """
-    return [
-        read_source(function, f"reward.functions.{index}")
-        for index, function in enumerate(config.functions)
-        if function.path or function.builtin
-    ]
-
-
-def check_names(config: RewardConfig) -> None:
-    """Refuse two functions of one name.
-
-    Raises:
-        InputError: Names the second one.
-    """
-    labels = [function.label for function in config.functions]
-    for index, label in enumerate(labels):
-        if label in labels[:index]:
-            raise InputError(
-                f"reward.functions.{index}.name",
-                f"'{label}' names two functions",
-                "Give each a name of its own with `name:`",
-            )
-
-
-def read_source(function: RewardFunction, key: str) -> FunctionSource:
-    """Read one file or built-in; `key` is its place in the configuration.
-
-    Raises:
-        InputError: It cannot be read, or is not Python: with line and column.
-    """
-    path = function.path or BUILTINS / _FILES.get(function.builtin or "", f"{function.builtin}.py")
-    data, text = read_python(path, f"{key}.path")
-    version = version_of(data, entry=function.entry, args=function.args)
-    # A built-in's file lies among others of the same names as the libraries that they use.
-    shown = path if function.path else Path(f"{function.builtin}.py")
-    reads = tuple(existing(place, f"{key}.reads.{i}") for i, place in enumerate(function.reads))
-    return FunctionSource(
-        function.label, shown, text, version, function.entry, function.weight, function.args, reads=reads
-    )
-
-
-def read_python(path: Path, key: str) -> tuple[bytes, str]:
-    """A file's bytes and its text, which compiles; `key` names it in the configuration.
-
-    Raises:
-        InputError: It cannot be read, or is not Python: with line and column.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(key, f"{path} cannot be read ({error.strerror})", "Mend the path") from error
-    try:
-        text = importlib.util.decode_source(data)
-        compile(text, str(path), "exec", dont_inherit=True)
-    except SyntaxError as error:
-        where = f"{path}, line {error.lineno}, column {error.offset}" if error.lineno else str(path)
-        raise InputError(key, f"{where}: {error.msg}", "Mend that line") from error
-    except (ValueError, LookupError) as error:  # bytes that are no text, or in an encoding that is none
-        raise InputError(key, f"{path} is not Python text: {error}", "Give a Python file") from error
-    return data, text
-
-
-def existing(place: Path, key: str) -> Path:
-    """A file or folder that user code reads.
-
-    Raises:
-        InputError: It is not there.
-    """
-    if not place.exists():
-        raise InputError(key, f"{place} does not exist", "Give a file or folder that the function reads")
-    return place.resolve()
 
 
 def arguments_for(
@@ -305,25 +191,29 @@ def ground_truth(columns: dict[str, Any]) -> Any:
     raise MissingColumnError("ground_truth", columns)
 
 
-def check_columns(source: FunctionSource, signature: Signature, row: dict[str, Any], where: str) -> None:
-    """Check that a data set whose first row's columns are `row` has what the function asks for.
+def check_columns(signature: Signature, columns: dict[str, Any], where: str, function: str) -> None:
+    """Check that a data set has the columns of a function.
+
+    Args:
+        columns: Those of its first row, and the function's `args`.
+        where: The data set's key in the configuration.
+        function: As messages name it.
 
     Raises:
-        InputError: Names the column and the nearest one there is.
+        InputError: Names the missing column and the nearest one there is.
     """
-    missing = missing_columns(signature, {*row, *source.args})
+    missing = missing_columns(signature, columns)
     if signature.convention == "verl" and not missing:
         try:
-            ground_truth(row)
+            ground_truth(columns)
         except MissingColumnError:
-            raise InputError(
-                where,
-                f"has no right answer for {signature.entry} of {source.path} ({GROUND_TRUTH_RULE})",
-                nearest("ground_truth", row) if row else "Add a column ground_truth",
-            ) from None
+            fix = nearest("ground_truth", columns) if columns else "Add a column ground_truth"
+            raise InputError(where, f"has no right answer for {function} ({GROUND_TRUTH_RULE})", fix) from None
     if missing:
-        raise InputError(
-            where,
-            f"has no column '{missing[0]}', which {signature.entry} of {source.path} asks for",
-            nearest(missing[0], row) if row else "Add the column, or give the parameter a default",
-        )
+        fix = nearest(missing[0], columns) if columns else "Add the column, or give the parameter a default"
+        raise InputError(where, f"has no column '{missing[0]}', which {function} asks for", fix)
+
+
+def text_of(value: Any) -> str:
+    """A prompt or answer as text, also if it is chat messages."""
+    return value if isinstance(value, str) else "\n".join(str(message.get("content", "")) for message in value)

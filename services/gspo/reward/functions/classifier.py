@@ -12,17 +12,15 @@ import json
 import sys
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any
 
-from pydantic import PositiveInt, ValidationError
+from pydantic import PositiveInt
 
 from gspo.common.config.fields import Section
 from gspo.common.config.reward import RewardFunction
-from gspo.common.errors import InputError, nearest
-from gspo.reward.functions.arguments import BUILTINS, FunctionSource
+from gspo.reward.functions.sources import BUILTINS, read_options
 from gspo.reward.registry.submission import version_of
-from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
+from gspo.reward.sandbox.calls import Answer, CallError, Code, Question, Signature
 
 PROGRAM = BUILTINS / "reward_model.py"
 LOAD_TIMEOUT_S, END_TIMEOUT_S = 300.0, 10.0
@@ -38,21 +36,15 @@ class ClassifierOptions(Section):
     batch_size: PositiveInt = 8
 
 
-def read_classifier(function: RewardFunction, key: str) -> tuple[FunctionSource, ClassifierOptions]:
+def read_classifier(function: RewardFunction, key: str) -> tuple[Code, ClassifierOptions]:
     """The reward model of a configuration.
 
     Raises:
         InputError: An option is missing, unknown or of a wrong type.
     """
-    try:
-        options = ClassifierOptions.model_validate(function.args)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        fix = nearest(name, ClassifierOptions.model_fields) if first["type"] == "extra_forbidden" else "Mend it"
-        raise InputError(f"{key}.args.{name}", first["msg"], fix) from error
+    options = read_options(ClassifierOptions, function, key)
     version = version_of(PROGRAM.read_bytes(), args=options.model_dump())
-    return FunctionSource(function.label, Path(options.model), "", version, None, function.weight), options
+    return Code(function.label, "", version, options.model), options
 
 
 class ClassifierProcess:

@@ -21,13 +21,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from gspo.reward.functions.judge import text_of
+from gspo.reward.functions.arguments import text_of
 from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
 from gspo.reward.sandbox.execution import Sandbox
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# Of the whole answer: its own fault, so it scores 0.
-_ITS_OWN_FAULT = ("timeout", "memory", "crash", "forbidden", "output_too_large", "exception", "invalid_return")
 
 
 class UnreadableTestError(Exception):
@@ -98,9 +96,9 @@ class CodeTests:
         try:
             answer = await self._sandbox.call({"function": "reset", "arguments": {"task": task}}, session=None)
         except CallError as error:
-            if error.kind in _ITS_OWN_FAULT and not error.loading:
-                return 0.0
-            raise
+            if error.loading:
+                raise
+            return 0.0  # the answer's own fault
         results = answer.values[0] if isinstance(answer.values, list) and answer.values else []
         if not isinstance(results, list) or len(results) != len(wanted):
             return 0.0  # the answer's code reached the runner and broke it

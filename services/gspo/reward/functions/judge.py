@@ -11,17 +11,16 @@ import hashlib
 import os
 import re
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from gspo.common.config.fields import Section
 from gspo.common.config.reward import RewardFunction
-from gspo.common.errors import InputError, nearest
-from gspo.reward.functions.arguments import FunctionSource, ground_truth
+from gspo.reward.functions.arguments import ground_truth, text_of
 from gspo.reward.functions.remote import TEXT_CHARS, HttpCaller
-from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
+from gspo.reward.functions.sources import read_options
+from gspo.reward.sandbox.calls import Answer, CallError, Code, Question, Signature
 
 PROMPT = """Judge the answer to a task.
 
@@ -49,21 +48,15 @@ class JudgeOptions(Section):
     api_key_variable: str = Field("GSPO_JUDGE_API_KEY", description="Environment variable with the key, if one is set")
 
 
-def read_judge(function: RewardFunction, key: str) -> tuple[FunctionSource, JudgeOptions]:
+def read_judge(function: RewardFunction, key: str) -> tuple[Code, JudgeOptions]:
     """The judge of a configuration; its version is that of its options, the key left out.
 
     Raises:
         InputError: An option is missing, unknown or of a wrong type.
     """
-    try:
-        options = JudgeOptions.model_validate(function.args)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        fix = nearest(name, JudgeOptions.model_fields) if first["type"] == "extra_forbidden" else "Mend it"
-        raise InputError(f"{key}.args.{name}", first["msg"], fix) from error
+    options = read_options(JudgeOptions, function, key)
     version = hashlib.sha256(options.model_dump_json().encode()).hexdigest()
-    return FunctionSource(function.label, Path(options.url), "", version, None, function.weight), options
+    return Code(function.label, "", version, options.url), options
 
 
 class Judge:
@@ -119,11 +112,6 @@ class Judge:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.close()
-
-
-def text_of(value: Any) -> str:
-    """A prompt or answer as text, also where it was given as chat messages."""
-    return value if isinstance(value, str) else "\n".join(str(message.get("content", "")) for message in value)
 
 
 def read_score(reply: Any) -> float:

@@ -7,21 +7,24 @@ the function it began with, so moving a name to another version disturbs nothing
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from typing import Any
 
 from gspo.common.config.environment import EnvironmentConfig
 from gspo.common.config.reward import RewardConfig, RewardFunction
 from gspo.common.errors import InputError, nearest
-from gspo.reward.functions.arguments import FunctionSource, check_names, read_source
+from gspo.common.telemetry import metrics
+from gspo.reward.functions.arguments import NOT_ASKED
 from gspo.reward.functions.classifier import ClassifierProcess, read_classifier
 from gspo.reward.functions.code_tests import CodeTests
-from gspo.reward.functions.configured_environment import ENVIRONMENT_KEY, open_environment
 from gspo.reward.functions.judge import Judge, read_judge
 from gspo.reward.functions.remote import RemoteFunction, read_remote
+from gspo.reward.functions.sources import ENVIRONMENT_KEY, check_names, read_environment, read_function
+from gspo.reward.functions.tool_calls import ToolEnvironment
 from gspo.reward.registry.disk import OfflineRegistry
 from gspo.reward.registry.records import Content, NotRegisteredError
 from gspo.reward.registry.store import Registry
@@ -30,7 +33,6 @@ from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import Callee, CallError, CallLimits, Code, raising_call_errors
 from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.levels import Confinement, find_level
-from gspo.reward.submissions.source_check import SourceReader
 
 # Each holds a process or more; a run uses a handful.
 MAX_LOADED = 32
@@ -41,11 +43,47 @@ HOW_TO_REGISTER = (
 
 @dataclass
 class Function:
-    """One version of a function, and what has it loaded."""
+    """One version of a function, and the process or server that answers its calls.
 
-    source: FunctionSource
+    Attributes:
+        code: Its text is empty if the callee is no sandbox.
+        args: Further keyword arguments of each call, from the configuration.
+    """
+
+    code: Code
     callee: Callee
+    args: dict[str, Any] = field(default_factory=dict)
     calls_in_flight: int = field(default=0, compare=False)
+
+
+@contextmanager
+def counted(function: Function, usage: UsageCounter | None, *, num_answers: int) -> Iterator[None]:
+    """Count the block as one call of a function, which is not ended meanwhile.
+
+    Args:
+        usage: None counts no call, as in a trial.
+        num_answers: Rollouts, rows or steps that the call is about.
+
+    Raises:
+        CallError: The block raised something.
+    """
+    code, started, result = function.code, time.perf_counter(), "ok"
+    function.calls_in_flight += 1
+    try:
+        with raising_call_errors(code.name):
+            yield
+    except CallError as error:
+        result = "not_asked" if error.error_type == NOT_ASKED else error.kind
+        if usage is not None:
+            usage.fail(code.name, code.version, result, str(error), error.traceback, error.output)
+        raise
+    finally:
+        function.calls_in_flight -= 1
+        if usage is not None:
+            seconds = time.perf_counter() - started
+            metrics.REWARD_CALLS.labels(code.name, result).inc()
+            metrics.REWARD_SECONDS.labels(code.name).observe(seconds)
+            usage.add(code.name, code.version, answers=num_answers, seconds=seconds)
 
 
 class UnknownFunctionError(Exception):
@@ -80,10 +118,9 @@ class Library:
         step = ("environment.step_timeout_s", step_timeout_s) if step_timeout_s is not None else call
         self._timeouts: dict[Kind, tuple[str, float]] = {"reward": call, "environment": step}
         self.confinement, self._num_workers = confinement, num_workers
-        self.configured = {function.source.name: function for function in configured}
+        self.configured = {function.code.name: function for function in configured}
         self.usage = usage
         self._limits, self._registry = limits, registry
-        self.source_reader = SourceReader(self.sandbox)
         self._loaded: OrderedDict[tuple[str, str], Function] = OrderedDict()
         self._loading: dict[tuple[str, str], asyncio.Task[Function]] = {}
 
@@ -110,8 +147,8 @@ class Library:
 
     def _configured(self, name: str, version: str) -> Function:
         function = self.configured[name]
-        if not function.source.version.startswith(version):
-            held = function.source.version[:12]
+        if not function.code.version.startswith(version):
+            held = function.code.version[:12]
             raise UnknownFunctionError(f"version {version[:12]} is asked for and {held} is loaded")
         return function
 
@@ -138,8 +175,8 @@ class Library:
         # It was admitted under a configuration that allowed more.
         if beyond := self.beyond_limits(content.kind, content.limits):
             raise CallError("forbidden", beyond[0][1])
-        source = source_of(name, content)
-        function = Function(source, self.sandbox(source.code, self.limits_of(content)))
+        code = code_of(name, content)
+        function = Function(code, self.sandbox(code, self.limits_of(content)))
         try:
             with raising_call_errors(name):
                 await function.callee.load()
@@ -190,14 +227,12 @@ class Library:
             task.cancel()
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
         functions = [*self.configured.values(), *self._loaded.values()]
-        await asyncio.gather(self.source_reader.close(), *(function.callee.close() for function in functions))
+        await asyncio.gather(*(function.callee.close() for function in functions))
 
 
-def source_of(name: str, content: Content) -> FunctionSource:
+def code_of(name: str, content: Content) -> Code:
     """A registered version as the sandbox loads it."""
-    return FunctionSource(
-        name, Path(f"{name}.py"), content.source, content.version, content.entry or None, 1.0, kind=content.kind
-    )
+    return Code(name, content.source, content.version, f"{name}.py", content.entry or None, content.kind)
 
 
 @asynccontextmanager
@@ -231,8 +266,8 @@ async def open_library(
         key: open_function(function, key, limits, library) for key, function in named.items() if not function.registered
     }
     if environment is not None and environment.used and not environment.registered:
-        configured[ENVIRONMENT_KEY] = Function(*open_environment(environment, limits, library.sandbox))
-    library.configured.update((function.source.name, function) for function in configured.values())
+        configured[ENVIRONMENT_KEY] = open_environment(environment, limits, library.sandbox)
+    library.configured.update((function.code.name, function) for function in configured.values())
     try:
         for key, function in configured.items():
             await _load_configured(function, key)
@@ -255,31 +290,47 @@ def open_function(function: RewardFunction, key: str, limits: CallLimits, librar
     """
     own = CallLimits(function.timeout_s or limits.timeout_s, function.memory_mb or limits.memory_mb, limits.cpu_s)
     if function.url is not None:
-        source = read_remote(function)
-        return Function(source, RemoteFunction(function.url, timeout_s=own.timeout_s, fields=function.args))
+        remote = RemoteFunction(function.url, timeout_s=own.timeout_s, fields=function.args)
+        return Function(read_remote(function), remote)
     if function.builtin == "llm_judge":
-        source, judging = read_judge(function, key)
-        return Function(source, Judge(judging, timeout_s=own.timeout_s))
+        code, judging = read_judge(function, key)
+        return Function(code, Judge(judging, timeout_s=own.timeout_s))
     if function.builtin == "reward_model":
-        source, options = read_classifier(function, key)
-        return Function(source, ClassifierProcess(options, timeout_s=own.timeout_s))
-    source = read_source(function, key)
+        code, options = read_classifier(function, key)
+        return Function(code, ClassifierProcess(options, timeout_s=own.timeout_s))
+    code = read_function(function, key)
     if function.builtin == "code_tests":
-        return Function(source, CodeTests(library.sandbox(replace(source.code, kind="environment"), own)))
-    return Function(source, library.sandbox(source.code, own))
+        return Function(code, CodeTests(library.sandbox(replace(code, kind="environment"), own)), function.args)
+    return Function(code, library.sandbox(code, own), function.args)
+
+
+def open_environment(
+    environment: EnvironmentConfig, limits: CallLimits, new_sandbox: Callable[[Code, CallLimits], Sandbox]
+) -> Function:
+    """The environment of the configuration, not loaded yet; a step has its own time limit.
+
+    Args:
+        limits: Of reward functions.
+
+    Raises:
+        InputError: Its file cannot be read, or is not Python.
+    """
+    code = read_environment(environment)
+    own = replace(limits, timeout_s=environment.step_timeout_s, memory_mb=environment.memory_mb or limits.memory_mb)
+    sandbox = new_sandbox(code, own)
+    return Function(code, ToolEnvironment(sandbox) if environment.builtin == "tools" else sandbox)
 
 
 async def _load_configured(function: Function, key: str) -> None:
-    source = function.source
     try:
         signature = await function.callee.load()
     except CallError as error:
-        raise InputError(key, f"{source.path} {error}", _how_to_mend(error, key)) from error
-    for name in source.args:
+        raise InputError(key, f"{function.code.filename} {error}", _how_to_fix(error, key)) from error
+    for name in function.args:
         if name not in signature.takes and not signature.takes_any:
             raise InputError(
                 f"{key}.args.{name}",
-                f"is no parameter of {signature.entry} of {source.path}",
+                f"{signature.entry} of {function.code.filename} has no such parameter",
                 nearest(name, signature.takes),
             )
 
@@ -291,16 +342,16 @@ async def _load_registered(library: Library, name: str, version: str | None, key
     except UnknownFunctionError as error:
         raise InputError(f"{key}.name", str(error), HOW_TO_REGISTER) from error
     kind = "environment" if key == ENVIRONMENT_KEY else "reward"
-    if function.source.kind != kind:
+    if function.code.kind != kind:
         are = {"environment": "an environment", "reward": "a reward function"}
-        rule = f"'{name}' is registered as {are[function.source.kind]}, not {are[kind]}"
+        rule = f"'{name}' is registered as {are[function.code.kind]}, not {are[kind]}"
         raise InputError(f"{key}.name", rule, "Name another, or submit it as that kind")
 
 
-def _how_to_mend(error: CallError, key: str) -> str:
+def _how_to_fix(error: CallError, key: str) -> str:
     if key == ENVIRONMENT_KEY and error.error_type == "UnfitError":
         return "Define reset(task) and step(state, action), or name the object that has them: `entry:`"
-    if "several" in str(error):
+    if error.error_type == "SeveralFunctionsError":
         return "Name one with `entry:`, or list the file once for each with `name:` and `entry:`"
     if error.error_type == "UnfitError":
         return "Define reward(prompts, completions, **columns) or verl's compute_score, or name the function: `entry:`"

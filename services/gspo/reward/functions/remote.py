@@ -15,15 +15,14 @@ import hashlib
 import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 from gspo.common.config.reward import RewardFunction
-from gspo.reward.functions.arguments import OPENRLHF_ARGUMENTS, FunctionSource
-from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
+from gspo.reward.functions.arguments import OPENRLHF_ARGUMENTS
+from gspo.reward.sandbox.calls import Answer, CallError, Code, Question, Signature
 from gspo.reward.sandbox.values import whole_text
 
 MAX_ATTEMPTS = 6
@@ -165,8 +164,7 @@ def _plain(value: Any) -> Any:
     return None if value is None else {"type": type(value).__name__}
 
 
-def read_remote(function: RewardFunction) -> FunctionSource:
-    """An address of the configuration as a source: its version is that of the address and the further fields."""
-    told = json.dumps([function.url, function.args], sort_keys=True, default=str)
-    version = hashlib.sha256(told.encode()).hexdigest()
-    return FunctionSource(function.label, Path(function.url or ""), "", version, None, function.weight)
+def read_remote(function: RewardFunction) -> Code:
+    """An address of the configuration; its version is that of the address and the further fields."""
+    text = json.dumps([function.url, function.args], sort_keys=True, default=str)
+    return Code(function.label, "", hashlib.sha256(text.encode()).hexdigest(), function.url or "")

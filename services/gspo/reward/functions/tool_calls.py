@@ -14,7 +14,6 @@ from gspo.reward.sandbox.execution import Sandbox
 
 # A tool whose calls run what the policy wrote.
 _RUNS_CODE = "python"
-_ITS_OWN_FAULT = ("timeout", "memory", "crash", "forbidden", "output_too_large", "exception", "invalid_return")
 
 
 class ToolEnvironment:
@@ -53,7 +52,7 @@ class ToolEnvironment:
         try:
             return await self._sandbox.call(question, session=None)
         except CallError as error:
-            if error.kind not in _ITS_OWN_FAULT or error.loading:
+            if error.loading:
                 raise
             said = f"error: {error}"
             messages = [{"role": "tool", "name": call["name"], "content": said} for call in calls]

@@ -188,7 +188,7 @@ class _Endpoints:
     async def get_source(self, name: NamePath, version: VersionQuery = None) -> SourceView:
         """The source of a version."""
         if function := self._configured(name):
-            return SourceView(name=name, version=function.source.version, source=function.source.text)
+            return SourceView(name=name, version=function.code.version, source=function.code.text)
         content = await self._content(name, version)
         return SourceView(name=name, version=content.version, source=content.source)
 
@@ -199,7 +199,7 @@ class _Endpoints:
     async def get_usage(self, name: NamePath, version: VersionQuery = None) -> UsageList:
         """Calls, failures by kind, times and the last failure, over all replicas; of every version by default."""
         if function := self._configured(name):
-            versions: Sequence[str] = [function.source.version]
+            versions: Sequence[str] = [function.code.version]
         else:
             found = await self._found(name)
             newest_first = list(found.versions)[::-1]
@@ -214,15 +214,15 @@ class _Endpoints:
     async def try_reward(self, name: NamePath, body: TryBody) -> TrialView:
         """Score rows, or play an environment's turns: scores, time and what it printed. Nothing of it is kept."""
         function = await self._function(name, body.version)
-        wrong = "rows" if function.source.kind == "environment" else "actions"
+        wrong = "rows" if function.code.kind == "environment" else "actions"
         if getattr(body, wrong) or (wrong == "rows" and body.task is None):
-            text = f"{name} is of kind {function.source.kind}: send {_TRY_FIELDS[function.source.kind]}"
+            text = f"{name} is of kind {function.code.kind}: send {_TRY_FIELDS[function.code.kind]}"
             raise RestRefusalError(422, text, [ProblemView(rule="field", text=text, field=wrong)])
-        if function.source.kind == "environment":
+        if function.code.kind == "environment":
             trial = await try_actions(function, body.task, body.actions)
         else:
             trial = await try_rows(function, [row.model_dump() for row in body.rows])
-        return tried(name, function.source.version, trial)
+        return tried(name, function.code.version, trial)
 
     async def _function(self, name: str, version: str | None) -> Function:
         if function := self._configured(name):

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, model_validator
 
-from gspo.reward.functions.environment import Turn
+from gspo.reward.functions.environment_steps import Turn
 from gspo.reward.functions.library import Function
 from gspo.reward.registry.records import AuditLine, Content, RegisteredName
 from gspo.reward.registry.submission import Kind, PlainJson, RequestBody, RequestedLimits, Version, has_few_columns
 from gspo.reward.registry.usage import VersionUsage
-from gspo.reward.sandbox.values import Value
-from gspo.reward.submissions.trials import Trial, TrialFailure
+from gspo.reward.sandbox.values import Failure, Value
+from gspo.reward.submissions.trials import Trial
 
 MAX_ROWS, MAX_MESSAGES = 64, 1024
 Messages = Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
@@ -263,13 +263,13 @@ def configured_view(function: Function) -> RewardView:
     """What REST shows of a function of the run's configuration."""
     signature = function.callee.signature
     return RewardView(
-        name=function.source.name,
-        kind=function.source.kind,
+        name=function.code.name,
+        kind=function.code.kind,
         origin="configured",
-        active=function.source.version,
+        active=function.code.version,
         entry=signature.entry,
         convention=signature.convention,
-        source=str(function.source.path),
+        source=function.code.filename,
     )
 
 
@@ -279,13 +279,17 @@ def tried(name: str, version: str, trial: Trial) -> TrialView:
     return TrialView(name=name, version=version, results=results, seconds=trial.seconds, output=trial.output)
 
 
-def _row_view(result: Value | TrialFailure) -> TryResult:
-    if isinstance(result, TrialFailure):
-        return TryResult(failure=FailureView(**vars(result)))
+def _row_view(result: Value | Failure) -> TryResult:
+    if isinstance(result, Failure):
+        return TryResult(failure=_failure_view(result))
     return TryResult(reward=result.reward, parts=result.parts, extras=result.extras)
 
 
-def _turn_view(turn: Turn | TrialFailure) -> TryResult:
-    if isinstance(turn, TrialFailure):
-        return TryResult(failure=FailureView(**vars(turn)))
+def _turn_view(turn: Turn | Failure) -> TryResult:
+    if isinstance(turn, Failure):
+        return TryResult(failure=_failure_view(turn))
     return TryResult(reward=turn.reward, observation=json.loads(turn.observation_json), done=turn.done)
+
+
+def _failure_view(failure: Failure) -> FailureView:
+    return FailureView(kind=failure.kind, text=failure.reason, traceback=failure.traceback)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
 from gspo.reward.sandbox.calls import CallError, FailureKind, Question, Signature
 from gspo.reward.sandbox.inside.frames import FrameError, is_msgpack, read
 from gspo.reward.sandbox.inside.recognise import MAX_NAME_CHARS, MAX_PARAMETERS
-from gspo.reward.sandbox.values import MAX_NAME_CHARS as MAX_ERROR_TYPE_CHARS
 from gspo.reward.sandbox.values import failure_of, plain_json, whole_text
 
 # A megabyte of empty lists is a million objects, which hold up the event loop for 0.3 s. A batch of 64 answers that all
@@ -125,9 +124,9 @@ def reply_error(error: ErrorReply, output: str) -> CallError:
     """The failure of a call whose user code raised."""
     failure = failure_of(msgspec.structs.asdict(error))
     return CallError(
-        failure.kind,
+        cast(FailureKind, failure.kind),  # an exception's
         failure.reason,
-        error_type=error.type[:MAX_ERROR_TYPE_CHARS] or "unknown",
+        error_type=failure.error_type or "unknown",
         traceback=failure.traceback,
         output=output,
         line=error.line if type(error.line) is int and 0 < error.line < _MAX_LINE else None,

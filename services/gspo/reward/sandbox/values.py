@@ -11,22 +11,31 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.reward.sandbox.calls import FAILURE_KINDS, FailureKind
+from gspo.reward.sandbox.calls import FAILURE_KINDS
 
 # Each part is a column of logs and pages.
 MAX_PARTS, MAX_NAME_CHARS = 64, 100
 MAX_REASON_CHARS, MAX_TRACEBACK_CHARS = 2000, 4000
 # Each member of a list or object is read in the event loop; commas and brackets in texts count too.
 MAX_JSON_MEMBERS = 100_000
+# Exceptions of inside/, whose text is a message already.
+OWN_ERROR_TYPES = ("UnfitError", "SeveralFunctionsError", "InvalidReturnError", "")
+NO_VALUE, NOT_FINITE, NOT_A_NUMBER = "NoValue", "NotFinite", "NotANumber"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one answer has no reward."""
+    """Why one answer has no reward.
+
+    Attributes:
+        kind: A FailureKind, `unknown_function`, or the kind with which an environment failed.
+        error_type: Class of the exception in the user's code, or NO_VALUE, NOT_FINITE or NOT_A_NUMBER; else "".
+    """
 
     reason: str
-    kind: FailureKind
+    kind: str
     traceback: str = field(default="", compare=False)
+    error_type: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -65,12 +74,14 @@ def _sum_of(parts: dict[str, float | Failure]) -> Value | Failure:
     numbers = {}
     for name, part in parts.items():
         if isinstance(part, Failure):
-            return _invalid(f"part '{name}': {part.reason}")
+            return _invalid(f"part '{name}': {part.reason}", part.error_type)
         numbers[name] = part
     if not numbers:
         return _invalid("returned no parts")
     total = sum(numbers.values())
-    return Value(total, parts=numbers) if math.isfinite(total) else _invalid("the sum of its parts is not finite")
+    if not math.isfinite(total):
+        return _invalid("the sum of its parts is not finite", NOT_FINITE)
+    return Value(total, parts=numbers)
 
 
 def _unfit_names(parts: Collection[Any]) -> str | None:
@@ -104,8 +115,8 @@ def plain_json(text: str) -> Any:
     return json.loads(json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False).encode(errors="replace"))
 
 
-def _invalid(reason: str) -> Failure:
-    return Failure(reason, "invalid_return")
+def _invalid(reason: str, error_type: str = "") -> Failure:
+    return Failure(reason, "invalid_return", error_type=error_type)
 
 
 def _verl_value(parts: dict[str, float | Failure]) -> Value | Failure:
@@ -119,34 +130,30 @@ def _verl_value(parts: dict[str, float | Failure]) -> Value | Failure:
 def _number(raw: Any) -> float | Failure:
     if isinstance(raw, float) and math.isfinite(raw):
         return raw
-    if raw is None or isinstance(raw, float):
-        return _invalid(f"returned {raw if raw is None else _not_finite(raw)}")
-    was = raw.get("type") if isinstance(raw, dict) else None
-    named = was[:MAX_NAME_CHARS] if isinstance(was, str) else type(raw).__name__
-    return _invalid(f"returned {named} where a number belongs")
+    if raw is None:
+        return _invalid("returned None", NO_VALUE)
+    if isinstance(raw, float):
+        shown = "NaN" if math.isnan(raw) else "infinity" if raw > 0 else "minus infinity"
+        return _invalid(f"returned {shown}", NOT_FINITE)
+    named = raw.get("type") if isinstance(raw, dict) else None
+    shown = named[:MAX_NAME_CHARS] if isinstance(named, str) else type(raw).__name__
+    return _invalid(f"returned {shown} where a number belongs", NOT_A_NUMBER)
 
 
-def _not_finite(raw: float) -> str:
-    return "NaN" if math.isnan(raw) else "infinity" if raw > 0 else "minus infinity"
-
-
-def failure_of(told: dict[str, Any]) -> Failure:
+def failure_of(error: dict[str, Any]) -> Failure:
     """An exception of the user's code, in one line with its place in the file; parts of a wrong type are left out."""
-    kind: Any = told.get("kind")
-    known = isinstance(kind, str) and kind in FAILURE_KINDS
-    return Failure(describe(told), kind if known else "exception", _text(told, "traceback")[-MAX_TRACEBACK_CHARS:])
-
-
-def describe(told: dict[str, Any]) -> str:
-    """The line alone."""
-    text, place = _text(told, "text")[:MAX_REASON_CHARS], _text(told, "place")[:MAX_NAME_CHARS]
+    kind, text, place = error.get("kind"), _text(error, "text")[:MAX_REASON_CHARS], _text(error, "place")
+    error_type, traceback = _text(error, "type")[:MAX_NAME_CHARS], _text(error, "traceback")[-MAX_TRACEBACK_CHARS:]
     if not text:
-        return "failed without a word"
-    if _text(told, "type") in ("UnfitError", "InvalidReturnError", ""):
-        return text
-    return f"raised {text}" + (f" ({place})" if place else "")
+        reason = "failed without a message"
+    elif error_type in OWN_ERROR_TYPES:
+        reason = text
+    else:
+        reason = f"raised {text}" + (f" ({place[:MAX_NAME_CHARS]})" if place else "")
+    known = isinstance(kind, str) and kind in FAILURE_KINDS
+    return Failure(reason, str(kind) if known else "exception", traceback, error_type)
 
 
-def _text(told: dict[str, Any], name: str) -> str:
-    value = told.get(name)
+def _text(error: dict[str, Any], name: str) -> str:
+    value = error.get(name)
     return value if isinstance(value, str) else ""

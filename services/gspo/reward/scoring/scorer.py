@@ -12,19 +12,17 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import structlog
 
 from gspo.common.config.environment import ENVIRONMENT_PART, EnvironmentConfig
 from gspo.common.config.reward import RewardConfig
-from gspo.common.telemetry import metrics
-from gspo.reward.functions.arguments import NOT_ASKED, arguments_for
-from gspo.reward.functions.library import Function, Library, UnknownFunctionError, open_library
+from gspo.reward.functions.arguments import arguments_for
+from gspo.reward.functions.library import Function, Library, UnknownFunctionError, counted, open_library
 from gspo.reward.registry.disk import OfflineRegistry
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.usage import UsageCounter
-from gspo.reward.sandbox.calls import CallError, raising_call_errors, values_of
+from gspo.reward.sandbox.calls import CallError, values_of
 from gspo.reward.sandbox.values import Failure, Value, read_value
 from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score, ScorePart
 
@@ -32,14 +30,6 @@ from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score, ScorePart
 # cost their worker too, the function hangs or dies on everything: trying the rest would cost as much each.
 NUM_PROBES = 4
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class MissingPart:
-    """Why a part of a score never came: no such function, or an environment that failed, in whatever way."""
-
-    reason: str
-    kind: str
 
 
 # A function and the version that a rollout asks for, which may be empty.
@@ -105,14 +95,10 @@ class Scorer:
     ) -> dict[int, Value | Failure]:
         starts = range(0, len(indices), self._batch_size)
         batches = [indices[start : start + self._batch_size] for start in starts]
-        function.calls_in_flight += 1
-        try:
-            found = await asyncio.gather(
-                *(self._score_batch(function, [rollouts[i] for i in batch], session) for batch in batches)
-            )
-        finally:
-            function.calls_in_flight -= 1
-        return dict(zip(indices, itertools.chain(*found), strict=True))
+        values = await asyncio.gather(
+            *(self._score_batch(function, [rollouts[i] for i in batch], session) for batch in batches)
+        )
+        return dict(zip(indices, itertools.chain(*values), strict=True))
 
     async def _score_batch(self, function: Function, batch: list[Rollout], session: str) -> list[Value | Failure]:
         try:
@@ -145,37 +131,15 @@ class Scorer:
         Raises:
             CallError: There is not a value for each rollout.
         """
-        started, result = time.perf_counter(), "ok"
-        try:
-            with raising_call_errors(function.source.name):
-                values = await self._ask(function, batch, session)
-        except CallError as error:
-            result = "not_asked" if error.error_type == NOT_ASKED else error.kind
-            self._count_failure(function, result, str(error), error.traceback, error.output)
-            raise
-        finally:
-            self._count(function, len(batch), started, result)
+        signature, usage = function.callee.signature, self.library.usage
+        with counted(function, usage, num_answers=len(batch)):
+            question = arguments_for(signature, batch, function.args)
+            raw = values_of(await function.callee.call(question, session=session), len(batch))
+            values = [read_value(value, signature.convention) for value in raw]
         for value in values:
-            if isinstance(value, Failure):
-                self._count_failure(function, value.kind, value.reason, value.traceback)
+            if isinstance(value, Failure) and usage is not None:
+                usage.fail(function.code.name, function.code.version, value.kind, value.reason, value.traceback)
         return values
-
-    async def _ask(self, function: Function, batch: list[Rollout], session: str) -> list[Value | Failure]:
-        signature = function.callee.signature
-        question = arguments_for(signature, batch, function.source.args)
-        raw = values_of(await function.callee.call(question, session=session), len(batch))
-        return [read_value(value, signature.convention) for value in raw]
-
-    def _count(self, function: Function, num_answers: int, started: float, result: str) -> None:
-        seconds, source = time.perf_counter() - started, function.source
-        metrics.REWARD_CALLS.labels(source.name, result).inc()
-        metrics.REWARD_SECONDS.labels(source.name).observe(seconds)
-        if self.library.usage is not None:
-            self.library.usage.add(source.name, source.version, answers=num_answers, seconds=seconds)
-
-    def _count_failure(self, function: Function, kind: str, text: str, traceback: str = "", output: str = "") -> None:
-        if self.library.usage is not None:
-            self.library.usage.fail(function.source.name, function.source.version, kind, text, traceback, output)
 
     def _sum(
         self,
@@ -189,7 +153,7 @@ class Scorer:
         for use in rollout.rewards or self._all:
             value, version = _episode_value(rollout) if _is_episode(use) else _found_value(use, index, found, results)
             versions += [version] if version else []
-            if isinstance(value, Failure | MissingPart):
+            if isinstance(value, Failure):
                 failures.append(f"{use.name}: {value.reason}")
                 kinds.append(value.kind)
                 continue
@@ -212,12 +176,12 @@ def _found_value(
     index: int,
     found: dict[Wanted, Function | str],
     results: dict[Wanted, dict[int, Value | Failure]],
-) -> tuple[Value | Failure | MissingPart, str]:
+) -> tuple[Value | Failure, str]:
     """What a function gave for a rollout, and its version; no version where there is no such function."""
     function = found[use.name, use.version]
     if isinstance(function, str):
-        return MissingPart(function, "unknown_function"), ""
-    return results[use.name, use.version][index], function.source.version
+        return Failure(function, "unknown_function"), ""
+    return results[use.name, use.version][index], function.code.version
 
 
 def _is_episode(use: RewardUse) -> bool:
@@ -225,13 +189,13 @@ def _is_episode(use: RewardUse) -> bool:
     return use.name == ENVIRONMENT_PART
 
 
-def _episode_value(rollout: Rollout) -> tuple[Value | MissingPart, str]:
+def _episode_value(rollout: Rollout) -> tuple[Value | Failure, str]:
     """The summed step rewards of a rollout's environment, or how it failed; and its version."""
     episode = rollout.episode
     if episode.failure_kind:
-        return MissingPart(episode.failure, episode.failure_kind), episode.version
+        return Failure(episode.failure, episode.failure_kind), episode.version
     if not math.isfinite(episode.reward):
-        return MissingPart("the sum of the steps' rewards is not finite", "invalid_return"), episode.version
+        return Failure("the sum of the steps' rewards is not finite", "invalid_return"), episode.version
     return Value(episode.reward), episode.version
 
 

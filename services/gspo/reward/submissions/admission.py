@@ -10,13 +10,21 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 
-from gspo.reward.functions.library import Function, Library, source_of
+from gspo.reward.functions.library import Function, Library, code_of
 from gspo.reward.registry.records import Content, StoredSignature
 from gspo.reward.registry.submission import Submission, TestCase
 from gspo.reward.sandbox.calls import CallError
+from gspo.reward.sandbox.values import Failure
 from gspo.reward.submissions.callers import ANONYMOUS
-from gspo.reward.submissions.source_check import MAX_PROBLEMS, Outline, Problem, SubmissionRefusedError, check_imports
-from gspo.reward.submissions.trials import Trial, TrialFailure, try_actions, try_rows
+from gspo.reward.submissions.source_check import (
+    MAX_PROBLEMS,
+    Outline,
+    Problem,
+    SourceReader,
+    SubmissionRefusedError,
+    check_imports,
+)
+from gspo.reward.submissions.trials import Trial, try_actions, try_rows
 
 # Each is a process that imports what the function needs; many at a time would take the cores from scoring. A caller
 # has one of them, so that nobody's hanging submissions hold up another's; without tokens callers cannot be told apart.
@@ -29,7 +37,7 @@ _ENTRIES = {"reward": ("reward", "compute_score", "reward_func"), "environment":
 
 
 class Admission:
-    """Checks submissions, a few at a time.
+    """Checks submissions, a few at a time, until the end of its block.
 
     Args:
         library: Whose limits hold where a submission names none.
@@ -38,6 +46,7 @@ class Admission:
 
     def __init__(self, library: Library, allowed_packages: Collection[str]) -> None:
         self._library, self._allowed = library, tuple(allowed_packages)
+        self._source_reader = SourceReader(library.sandbox)
         self._free = asyncio.Semaphore(NUM_AT_A_TIME)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._running: dict[tuple[str, str], asyncio.Task[Content]] = {}
@@ -65,21 +74,27 @@ class Admission:
             self._running[key].add_done_callback(lambda _: self._running.pop(key, None))
         return await asyncio.shield(self._running[key])
 
+    async def __aenter__(self) -> Admission:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._source_reader.close()
+
     async def _run(self, submission: Submission, content: Content, who: str) -> Content:
         turn = asyncio.Lock() if who == ANONYMOUS.name else self._turns[who]
         async with turn, self._free:
-            outline = await self._library.source_reader.read(submission.source)
+            outline = await self._source_reader.read(submission.source)
             check_imports(outline, self._allowed)
             return await self._run_now(submission, content, outline)
 
     async def _run_now(self, submission: Submission, content: Content, outline: Outline) -> Content:
-        source = source_of(submission.name, content)
+        code = code_of(submission.name, content)
         limits = self._library.limits_of(content)
-        sandbox = self._library.sandbox(source.code, limits, load_timeout_s=LOAD_TIMEOUT_S)
+        sandbox = self._library.sandbox(code, limits, load_timeout_s=LOAD_TIMEOUT_S)
         try:
             signature = await sandbox.load()
             async with asyncio.timeout(TESTS_TIMEOUT_S):
-                problems = await self._run_tests(Function(source, sandbox), submission.tests)
+                problems = await self._run_tests(Function(code, sandbox), submission.tests)
         except TimeoutError as error:
             text = f"tests: all of them together took longer than {TESTS_TIMEOUT_S:g} s"
             raise SubmissionRefusedError([Problem("test", text)]) from error
@@ -101,7 +116,7 @@ class Admission:
         return problems
 
     async def _try(self, function: Function, test: TestCase) -> Trial:
-        if function.source.kind == "reward":
+        if function.code.kind == "reward":
             return await try_rows(function, [test.input])
         actions = test.input.get("actions", [])
         actions = [str(action) for action in actions] if isinstance(actions, list) else []
@@ -119,7 +134,7 @@ def _unfit_inputs(submission: Submission) -> Iterator[Problem]:
 def _load_problem(error: CallError, outline: Outline, submission: Submission) -> Problem:
     names = (submission.entry,) if submission.entry else _ENTRIES[submission.kind]
     line, column = outline.place_of(names)
-    rule = "signature" if error.error_type == "UnfitError" else "load"
+    rule = "signature" if error.error_type in ("UnfitError", "SeveralFunctionsError") else "load"
     if error.line is not None:
         line, column = error.line, 1
     text = f"line {line}, column {column}: {error}"
@@ -132,8 +147,8 @@ def _judge(index: int, test: TestCase, trial: Trial) -> Problem | None:
     """What is wrong with a test's result, if something is."""
     where = f"tests.{index}"
     result = trial.results[0] if trial.results else trial.total
-    if isinstance(result, TrialFailure):
-        return Problem("test", f"{where}: {result.text}", None, None, result.traceback, trial.output)
+    if isinstance(result, Failure):
+        return Problem("test", f"{where}: {result.reason}", None, None, result.traceback, trial.output)
     reward = result if isinstance(result, float | int) else result.reward
     given = {} if isinstance(result, float | int) else {**result.parts, **result.extras}
     expected = test.expected if isinstance(test.expected, dict) else {"": test.expected}

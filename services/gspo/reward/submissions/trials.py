@@ -9,21 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo.reward.functions.arguments import arguments_for
-from gspo.reward.functions.environment import Turn
-from gspo.reward.functions.environments import EnvironmentSteps
-from gspo.reward.functions.library import Function
-from gspo.reward.sandbox.calls import CallError, raising_call_errors, values_of
+from gspo.reward.functions.environment_steps import EnvironmentSteps, Turn
+from gspo.reward.functions.library import Function, counted
+from gspo.reward.sandbox.calls import CallError, values_of
 from gspo.reward.sandbox.values import Failure, Value, read_value
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
-
-
-@dataclass(frozen=True)
-class TrialFailure:
-    """Why one row, or one turn, has no score."""
-
-    kind: str
-    text: str
-    traceback: str = ""
 
 
 @dataclass
@@ -37,16 +27,16 @@ class Trial:
         seconds: Of all calls together.
     """
 
-    results: list[Value | TrialFailure] = field(default_factory=list)
-    turns: list[Turn | TrialFailure] = field(default_factory=list)
+    results: list[Value | Failure] = field(default_factory=list)
+    turns: list[Turn | Failure] = field(default_factory=list)
     output: str = ""
     seconds: float = 0.0
 
     @property
-    def total(self) -> float | TrialFailure:
+    def total(self) -> float | Failure:
         """Summed reward of an environment's turns, or the first failure."""
         for turn in self.turns:
-            if isinstance(turn, TrialFailure):
+            if isinstance(turn, Failure):
                 return turn
         return sum(turn.reward for turn in self.turns if isinstance(turn, Turn))
 
@@ -55,19 +45,16 @@ async def try_rows(function: Function, rows: Sequence[dict[str, Any]]) -> Trial:
     """One call of a reward function for all rows, as a run makes one for a batch."""
     callee, trial, started = function.callee, Trial(), time.perf_counter()
     batch = [rollout_of(row) for row in rows]
-    function.calls_in_flight += 1
     try:
-        with raising_call_errors(function.source.name):
-            question = arguments_for(callee.signature, batch, function.source.args)
+        with counted(function, None, num_answers=len(rows)):
+            question = arguments_for(callee.signature, batch, function.args)
             answer = await callee.call(question, session=None)
             trial.output = answer.output
             raw = values_of(answer, len(rows))
-            trial.results = [_result(value, callee.signature.convention) for value in raw]
+            trial.results = [read_value(value, callee.signature.convention) for value in raw]
     except CallError as error:
         trial.output = error.output or trial.output
-        trial.results = [TrialFailure(error.kind, str(error), error.traceback)] * len(rows)
-    finally:
-        function.calls_in_flight -= 1
+        trial.results = [Failure(str(error), error.kind, error.traceback)] * len(rows)
     trial.seconds = time.perf_counter() - started
     return trial
 
@@ -87,7 +74,7 @@ async def try_actions(function: Function, task: Any, actions: Sequence[str]) -> 
             trial.turns.append(turn)
             printed.append(turn.output)
     except CallError as error:
-        trial.turns.append(TrialFailure(error.kind, str(error), error.traceback))
+        trial.turns.append(Failure(str(error), error.kind, error.traceback))
         printed.append(error.output)
     trial.output, trial.seconds = "".join(printed), time.perf_counter() - started
     return trial
@@ -102,8 +89,3 @@ def rollout_of(row: dict[str, Any]) -> Rollout:
         text=prompt if isinstance(prompt, str) else "", messages_json=messages, columns_json=json.dumps(columns)
     )
     return Rollout(prompt=asked, text=text, token_ids=[], outcome=OUTCOME_EOS)
-
-
-def _result(raw: Any, convention: str) -> Value | TrialFailure:
-    value = read_value(raw, convention)
-    return TrialFailure(value.kind, value.reason, value.traceback) if isinstance(value, Failure) else value

@@ -46,9 +46,11 @@ async def open_rest_client(
     config: RewardConfig = reward_config(folder, BASE, **reward)
     registry = Registry(redis, folder / "registry", replica="test", quotas=config.quotas)
     usage = UsageCounter(redis)
-    async with open_scorer(config, name="reward-0", registry=registry, usage=usage) as scorer:
+    async with (
+        open_scorer(config, name="reward-0", registry=registry, usage=usage) as scorer,
+        Admission(scorer.library, config.allowed_packages) as admission,
+    ):
         guard = AccessControl(Callers(service_token, config.tokens), RateLimit(config.calls_per_minute))
-        admission = Admission(scorer.library, config.allowed_packages)
         transport = httpx.ASGITransport(
             app=rest_app(ApiDependencies(scorer.library, registry, admission, usage, guard))
         )

@@ -175,7 +175,7 @@ async def test_a_function_is_scored_by_while_as_many_as_are_kept_loaded_are_busy
         busy.calls_in_flight -= 1
         assert (score.reward, score.failure) == (1.0, "")
         found = await asyncio.gather(*(scorer.library.find(name) for name in ("busy", "exact") * 3))
-        assert [function.source.name for function in found] == ["busy", "exact"] * 3
+        assert [function.code.name for function in found] == ["busy", "exact"] * 3
 
 
 def nested(depth: int) -> str:

@@ -25,6 +25,10 @@ class UnfitError(Exception):
     """The file holds no function that can be called; the message completes 'the file ...'."""
 
 
+class SeveralFunctionsError(UnfitError):
+    """The file holds more than one function that could be called."""
+
+
 def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function to call and its signature.
 
@@ -32,7 +36,8 @@ def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable
     file whose parameters fit.
 
     Raises:
-        UnfitError: There is none, or more than one.
+        UnfitError: There is none.
+        SeveralFunctionsError: There is more than one.
     """
     defined = {
         name: value
@@ -46,7 +51,7 @@ def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable
     named = [name for name in (TRL_NAME, VERL_NAME, OPENRLHF_NAME) if callable(getattr(module, name, None))]
     fitting = named or [name for name, value in defined.items() if _fits(name, value)]
     if len(fitting) > 1:
-        raise UnfitError(f"holds several reward functions: {', '.join(fitting)}")
+        raise SeveralFunctionsError(f"holds several reward functions: {', '.join(fitting)}")
     if not fitting:
         raise UnfitError(f"holds no reward function; {_listed(defined)}{_what_it_may_be(defined)}")
     function = getattr(module, fitting[0])

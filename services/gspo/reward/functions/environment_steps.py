@@ -1,6 +1,6 @@
-"""The steps of a multi-turn environment: pure functions in a sandbox, their state a JSON value that the caller keeps.
+"""The steps of a multi-turn environment: pure functions in a sandbox, counted like any other call.
 
-What comes back is checked here; nothing is remembered, so any replica can take any step.
+Their state is a JSON value that the caller keeps, so any replica can take any step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo.reward.functions.arguments import NOT_ASKED
+from gspo.reward.functions.library import Function, counted
+from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import Callee, CallError
 
 
@@ -23,6 +25,36 @@ class Turn:
     reward: float
     done: bool
     output: str = field(default="", compare=False)
+
+
+class EnvironmentSteps:
+    """Answers resets and steps.
+
+    Args:
+        usage: Counts calls; None counts none, as in a trial.
+        session: Whose calls these are; None: no other call shares a process with any of them.
+    """
+
+    def __init__(self, usage: UsageCounter | None, *, session: str | None) -> None:
+        self._usage, self._session = usage, session
+
+    async def reset(self, function: Function, task_json: str) -> Turn:
+        """The first turn of an episode with a task.
+
+        Raises:
+            CallError: The environment failed, or returned something else.
+        """
+        with counted(function, self._usage, num_answers=1):
+            return await reset(function.callee, task_json, session=self._session)
+
+    async def step(self, function: Function, state_json: str, action: str, calls_json: str = "") -> Turn:
+        """The turn that follows an action.
+
+        Raises:
+            CallError: The environment failed, or returned something else.
+        """
+        with counted(function, self._usage, num_answers=1):
+            return await step(function.callee, state_json, action, calls_json, session=self._session)
 
 
 async def reset(callee: Callee, task_json: str, *, session: str | None) -> Turn:
