@@ -10,8 +10,7 @@ import structlog
 from gspo.common.service.app import App, GrpcApi, Service, run_app
 from gspo.common.telemetry import metrics
 from gspo.reward.http_api.access import AccessControl
-from gspo.reward.http_api.application import rest_app
-from gspo.reward.http_api.routes import ApiDependencies
+from gspo.reward.http_api.routes import ApiDependencies, rest_app
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.launch import LEVEL_NAMES

@@ -36,7 +36,7 @@ def check_game(folder: Path, source: str, **keys: Any) -> None:
     [
         (
             "def reset(task): return {}\n" + STEP,
-            "reset of .*game.py.*: reset returned dict, not \\(.*\\). Mend it$",
+            "reset of .*game.py.*: reset returned dict, not \\(.*\\). Correct it$",
         ),
         (
             "def reset(task): return task['anwser'], ''\n" + STEP,
@@ -48,7 +48,7 @@ def check_game(folder: Path, source: str, **keys: Any) -> None:
         ),
         (
             "def reset(task): return {}, ''\ndef step(state, action): return state, 'no', '1', False",
-            "step of .*game.py: step returned a .* no finite number.*Mend it$",
+            "step of .*game.py: step returned a .* no finite number.*Correct it$",
         ),
         ("def reset(task): return {}, ''\ndef step(state, action): return stat, 'no', 1, False", "NameError"),
         ("def reset(task): return {}, ''\n", "is no environment: the module has no step"),

@@ -109,7 +109,7 @@ def test_tokens_are_read_line_by_line(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("ann submit", "line 1: has 2 words"),
-        ("ann admin 0123456789abcdef", "line 1: 'admin' is no role"),
+        ("ann admin 0123456789abcdef", "line 1: the role 'admin' is unknown"),
         ("ann read short", "at least 16 characters"),
         ("a read 0123456789abcdef\nb read 0123456789abcdef", "line 2: a token is there twice"),
     ],

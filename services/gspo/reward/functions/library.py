@@ -359,4 +359,4 @@ def _how_to_fix(error: CallError, key: str) -> str:
         return "Raise reward.memory_mb"
     if error.kind == "timeout":
         return "Do less at the top of the file: it is run before the first answer is scored"
-    return "Mend the file; it must load in the Python of this service"
+    return "Correct the file; it must load in the Python of this service"

@@ -93,13 +93,13 @@ def _read_python(path: Path, key: str) -> tuple[bytes, str]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InputError(key, f"{path} cannot be read ({error.strerror})", "Mend the path") from error
+        raise InputError(key, f"{path} cannot be read ({error.strerror})", "Correct the path") from error
     try:
         text = importlib.util.decode_source(data)
         compile(text, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
         where = f"{path}, line {error.lineno}, column {error.offset}" if error.lineno else str(path)
-        raise InputError(key, f"{where}: {error.msg}", "Mend that line") from error
+        raise InputError(key, f"{where}: {error.msg}", "Correct that line") from error
     except (ValueError, LookupError) as error:  # the bytes are not text
         raise InputError(key, f"{path} is not Python text: {error}", "Give a Python file") from error
     return data, text

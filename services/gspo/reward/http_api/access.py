@@ -1,4 +1,4 @@
-"""Who may call and how often, and how a refusal is answered."""
+"""Access to the REST API: known callers, few enough calls, and the form of a refusal."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from gspo.reward.submissions.source_check import MAX_PROBLEMS, SubmissionRefused
 
 # A source of 256 KiB in which every character is escaped, with its test cases.
 MAX_BODY_BYTES = 4 * 2**20
-# A body counts as one more call for each: to read it holds others up as long as a few calls do.
+# A body counts as one more call for each: reading it delays other callers as long as a few calls do.
 BYTES_OF_A_CALL = 16 * 2**10
 NO_TOKEN = "a token is missing or wrong: send it as 'Authorization: Bearer TOKEN'"  # noqa: S105 - a message
-# For the description at /docs; `AccessControl` has looked at the token before.
-BEARER = HTTPBearer(auto_error=False, description="A token of reward.tokens, or the one that the services share")
+# For the description at /docs; `AccessControl` has checked the token before.
+BEARER = HTTPBearer(auto_error=False, description="A token of reward.tokens, or the token that the services share")
 
 MAX_PROBLEM_CHARS = 500
-_NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")
+_NOT_AN_OBJECT = ("dict_type", "model_type", "model_attributes_type")
 
 
 class RestRefusalError(Exception):
-    """An answer other than what was asked for."""
+    """A request that is refused, with its status and problems."""
 
     def __init__(
         self, status: int, detail: str, problems: Sequence[ProblemView] = (), headers: dict[str, str] | None = None
@@ -41,10 +41,10 @@ class RestRefusalError(Exception):
 
 
 class AccessControl:
-    """Lets known callers through to the calls, and few enough of them: all of it before their body is read.
+    """Checks token, role and rate of a call before its body is read.
 
     Attributes:
-        callers: Who may call; gRPC asks there too.
+        callers: The known callers, also of gRPC.
     """
 
     def __init__(self, callers: Callers, rate: RateLimit) -> None:
@@ -62,7 +62,7 @@ class AccessControl:
             except RestRefusalError as error:
                 if error.status == 401:
                     note_refusal("http", "token", caller=caller_of(scope), target=scope["path"], detail=NO_TOKEN)
-                await answer(error.status, error.refusal, error.headers)(scope, receive, send)
+                await refusal_response(error.status, error.refusal, error.headers)(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = caller
             await app(scope, receive, send)
@@ -70,10 +70,10 @@ class AccessControl:
         return guarded
 
     def _admit(self, scope: Scope) -> Caller:
-        """Whose token it is.
+        """The caller of a request.
 
         Raises:
-            RestRefusalError: Nobody's, or of one who may not make this call, or not now.
+            RestRefusalError: The token is unknown, its role does not allow the call, or the rate is exceeded.
         """
         scheme, _, token = header(scope, b"authorization").partition(" ")
         caller = self.callers.find(token.strip() if scheme.lower() == "bearer" else "")
@@ -92,7 +92,7 @@ class AccessControl:
 
 
 def _num_bytes(scope: Scope) -> int:
-    """Of the body that is to come; as many as it may have where it does not say."""
+    """Size of the body, by its header; the largest allowed if it has none."""
     length = header(scope, b"content-length")
     if length.isdecimal():
         return int(length)
@@ -100,7 +100,7 @@ def _num_bytes(scope: Scope) -> int:
 
 
 def _kind(scope: Scope) -> str:
-    """What kind of change: many quick trials must not keep anybody from submitting."""
+    """The kind of change, each with a rate of its own: many quick trials must not keep a caller from submitting."""
     if scope["method"] != "POST":
         return "remove"
     last = scope["path"].rstrip("/").rpartition("/")[2]
@@ -108,36 +108,36 @@ def _kind(scope: Scope) -> str:
 
 
 def add_error_answers(app: FastAPI) -> None:
-    """Every refusal is a `Refusal`, whoever found it."""
+    """Give every refusal the form of a `Refusal`."""
 
     @app.exception_handler(RestRefusalError)
     async def refused(_: Request, error: RestRefusalError) -> Response:
-        return answer(error.status, error.refusal, error.headers)
+        return refusal_response(error.status, error.refusal, error.headers)
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
-        return answer(error.status_code, Refusal(detail=str(error.detail)), dict(error.headers or {}))
+        return refusal_response(error.status_code, Refusal(detail=str(error.detail)), dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return answer(422, refusal_of(error.errors()))
+        return refusal_response(422, refusal_of(error.errors()))
 
     @app.exception_handler(NotRegisteredError)
     async def missing(_: Request, error: NotRegisteredError) -> Response:
-        return answer(404, Refusal(detail=str(error)))
+        return refusal_response(404, Refusal(detail=str(error)))
 
     @app.exception_handler(ConflictError)
     async def conflict(_: Request, error: ConflictError) -> Response:
-        return answer(409, Refusal(detail=str(error)))
+        return refusal_response(409, Refusal(detail=str(error)))
 
     @app.exception_handler(SubmissionRefusedError)
     async def not_taken(_: Request, error: SubmissionRefusedError) -> Response:
         problems = [ProblemView(**vars(problem)) for problem in error.problems]
-        return answer(422, Refusal(detail=problems[0].text, problems=problems))
+        return refusal_response(422, Refusal(detail=problems[0].text, problems=problems))
 
 
 def refusal_of(errors: Sequence[Any]) -> Refusal:
-    """What pydantic found in a request: the first MAX_PROBLEMS, each cut to MAX_PROBLEM_CHARS."""
+    """The problems that pydantic reports in a request: the first MAX_PROBLEMS, each cut to MAX_PROBLEM_CHARS."""
     problems = []
     for error in errors[:MAX_PROBLEMS]:
         field = cut(".".join(str(part) for part in error["loc"] if part not in ("body", "path", "query"))) or None
@@ -146,9 +146,9 @@ def refusal_of(errors: Sequence[Any]) -> Refusal:
             why = error.get("ctx", {}).get("error", error["msg"])
             text, field = ", ".join([f"the body is not JSON: {why}", *at]), None
         elif error["type"] == "extra_forbidden":
-            text = f"{field}: is no field of this call; /docs lists them"
-        elif error["type"] in _NO_OBJECT and field is None:
-            text = "the body: is no JSON object; send one, with content-type: application/json"
+            text = f"{field}: this call has no such field; /docs lists them"
+        elif error["type"] in _NOT_AN_OBJECT and field is None:
+            text = "the body: is not a JSON object; send one, with content-type: application/json"
         else:
             text = f"{field or 'the body'}: {error['msg']}"
         problems.append(ProblemView(rule="field", text=cut(text), field=field))
@@ -156,11 +156,11 @@ def refusal_of(errors: Sequence[Any]) -> Refusal:
 
 
 def cut(text: str) -> str:
-    """Its beginning, without half surrogate pairs, which UTF-8 cannot carry."""
+    """The beginning of a text, without half surrogate pairs, which UTF-8 cannot carry."""
     short = text if len(text) <= MAX_PROBLEM_CHARS else f"{text[:MAX_PROBLEM_CHARS]}..."
     return short.encode(errors="replace").decode()
 
 
-def answer(status: int, refusal: Refusal, headers: dict[str, str] | None = None) -> Response:
-    """A refusal as it is sent."""
+def refusal_response(status: int, refusal: Refusal, headers: dict[str, str] | None = None) -> Response:
+    """A refusal as an HTTP response."""
     return JSONResponse(refusal.model_dump(), status_code=status, headers=headers or None)

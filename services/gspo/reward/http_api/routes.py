@@ -1,20 +1,24 @@
-"""The calls of REST: submit, look, try, activate, retire.
+"""The REST app: its endpoints, the callers that it admits, and the bounds on their bodies.
 
-Each is a few lines: what they mean is in registry.py, admission.py and trials.py.
+Endpoints translate between HTTP and the registry, admission and trials. The description is at /docs, whose page needs
+no internet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi_offline import FastAPIOffline
 
 from gspo.common.errors import nearest
+from gspo.common.network.http_guard import ASGIApp, BoundedBodies
 from gspo.reward.functions.library import Function, Library
-from gspo.reward.http_api.access import BEARER, AccessControl, RestRefusalError
-from gspo.reward.http_api.submission_body import read_submission, request_body
+from gspo.reward.http_api.access import BEARER, MAX_BODY_BYTES, AccessControl, RestRefusalError, add_error_answers
+from gspo.reward.http_api.submission_body import read_submission, request_body, submission_schemas
 from gspo.reward.http_api.views import (
     ActivateBody,
     ActivationView,
@@ -33,7 +37,7 @@ from gspo.reward.http_api.views import (
     VersionView,
     configured_view,
     registered_view,
-    tried,
+    trial_view,
     unreadable_view,
     version_view,
 )
@@ -46,66 +50,89 @@ from gspo.reward.submissions.admission import Admission
 from gspo.reward.submissions.callers import Caller
 from gspo.reward.submissions.trials import try_actions, try_rows
 
-NamePath = Annotated[FunctionName, Path(description="What runs call it by", examples=["exact"])]
+NamePath = Annotated[FunctionName, Path(description="Name of the function, as runs use it", examples=["exact"])]
 VersionPath = Annotated[Version, Path(description="Whole, or its first 8 or more characters")]
-VersionQuery = Annotated[Version | None, Query(description="The active one where left out")]
+VersionQuery = Annotated[Version | None, Query(description="The active one by default")]
 _MEANINGS = {
     400: "The request cannot be read",
     401: "The token is missing or wrong",
-    403: "The token is one to read",
+    403: "The token's role is `read`",
     404: "There is no such name or version",
-    409: "What is registered does not allow it",
+    409: "The present state of the registry does not allow it",
     413: "The body is too large",
     415: "The body is neither JSON nor a form",
-    422: "Refused: each problem with its rule, and line and column of the source where it has them",
-    429: "Too many calls; Retry-After says when to come back",
-    503: "Too many large bodies at a time; come back in a moment",
+    422: "Refused: each problem with its rule, and its line and column in the source if it has them",
+    429: "Too many calls; Retry-After has the seconds to wait",
+    503: "Too many large bodies at a time; try again in a moment",
 }
 
 
 @dataclass(frozen=True)
 class ApiDependencies:
-    """What the routes work with."""
+    """The parts of the service that the endpoints use."""
 
     library: Library
     registry: Registry
     admission: Admission
     usage: UsageCounter
-    guard: AccessControl
+    access: AccessControl
 
 
-def make_router(desk: ApiDependencies) -> APIRouter:
-    """Every call, each with what it may answer."""
-    calls, router = _Endpoints(desk), APIRouter(prefix="/v1/rewards", tags=["reward functions"])
+_MEANING = """Reward functions and environments of running trainings.
+
+Submit a Python function, try it, activate it: seconds later it scores. It runs in a sandbox, under limits of its own.
+If the service has tokens, send one as `Authorization: Bearer TOKEN`. The role `read` may read, `submit` may change."""
+
+
+def rest_app(dependencies: ApiDependencies) -> ASGIApp:
+    """The app behind its access control, which asks for a token before a body is read."""
+    app = FastAPIOffline(title="gspo reward", version=version("gspo"), description=_MEANING)
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        """The description, with the parts of a submission: its body is read by hand."""
+        description = describe()
+        description["components"]["schemas"] |= submission_schemas()
+        return description
+
+    app.openapi = openapi  # type: ignore[method-assign] # as FastAPI's own pages advise
+    app.include_router(_make_router(dependencies))
+    add_error_answers(app)
+    return dependencies.access.before(BoundedBodies(app, MAX_BODY_BYTES))
+
+
+def _make_router(dependencies: ApiDependencies) -> APIRouter:
+    """Every endpoint, each with its possible refusals."""
+    calls, router = _Endpoints(dependencies), APIRouter(prefix="/v1/rewards", tags=["reward functions"])
 
     def add(path: str, endpoint: Callable[..., Any], method: str, **more: Any) -> None:
         router.add_api_route(path, endpoint, methods=[method], dependencies=[Depends(BEARER)], **more)
 
-    one, body, change = (401, 404, 422), (400, 413, 415, 503), (403, 429)
+    name, body, change = (401, 404, 422), (400, 413, 415, 503), (403, 429)
     add("", calls.list_rewards, "GET", responses=_refusals(401))
     add(
         "", calls.submit_reward, "POST", status_code=201, description=_SUBMIT, openapi_extra=request_body(),
         responses=_refusals(401, 409, 422, *body, *change),
     )  # fmt: skip
-    add("/{name}", calls.get_reward, "GET", responses=_refusals(*one))
-    add("/{name}", calls.retire, "DELETE", responses=_refusals(*one, *change))
-    add("/{name}/versions", calls.list_versions, "GET", responses=_refusals(*one))
-    add("/{name}/versions/{version}", calls.get_version, "GET", responses=_refusals(*one))
+    add("/{name}", calls.get_reward, "GET", responses=_refusals(*name))
+    add("/{name}", calls.retire, "DELETE", responses=_refusals(*name, *change))
+    add("/{name}/versions", calls.list_versions, "GET", responses=_refusals(*name))
+    add("/{name}/versions/{version}", calls.get_version, "GET", responses=_refusals(*name))
     add(
         "/{name}/versions/{version}", calls.remove_version, "DELETE",
-        responses=_refusals(409, *one, *change),
+        responses=_refusals(409, *name, *change),
     )  # fmt: skip
-    add("/{name}/source", calls.get_source, "GET", responses=_refusals(*one))
-    add("/{name}/usage", calls.get_usage, "GET", responses=_refusals(*one))
-    add("/{name}/log", calls.get_log, "GET", responses=_refusals(*one))
-    add("/{name}/try", calls.try_reward, "POST", responses=_refusals(*one, *body, *change))
-    add("/{name}/activate", calls.activate, "POST", responses=_refusals(409, *one, *body, *change))
+    add("/{name}/source", calls.get_source, "GET", responses=_refusals(*name))
+    add("/{name}/usage", calls.get_usage, "GET", responses=_refusals(*name))
+    add("/{name}/log", calls.get_log, "GET", responses=_refusals(*name))
+    add("/{name}/try", calls.try_reward, "POST", responses=_refusals(*name, *body, *change))
+    add("/{name}/activate", calls.activate, "POST", responses=_refusals(409, *name, *body, *change))
     return router
 
 
-_SUBMIT = """Hand in a reward function or an environment. It is compiled, its imports are compared with
-`reward.allowed_packages`, it is loaded in the sandbox, its signature is recognised, and its test cases are run;
-only then is it kept. The version is the content's hash: the same content again is the same version.
+_SUBMIT = """Submit a reward function or an environment. It is compiled, its imports are compared with
+`reward.allowed_packages`, it is loaded in the sandbox, its signature is recognised, and its test cases are run.
+If all of this passes, it is registered. The version is the content's hash: equal content has an equal version.
 
 With a file: `curl -F name=exact -F file=@reward.py http://127.0.0.1:PORT/v1/rewards`"""
 
@@ -115,27 +142,28 @@ def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 class _Endpoints:
-    def __init__(self, desk: ApiDependencies) -> None:
-        self._desk, self._registry = desk, desk.registry
+    def __init__(self, dependencies: ApiDependencies) -> None:
+        self._registry, self._library = dependencies.registry, dependencies.library
+        self._admission, self._usage = dependencies.admission, dependencies.usage
 
     async def submit_reward(self, request: Request) -> SubmissionView:
         submission = await read_submission(request)
-        if submission.name in self._desk.library.configured:
+        if submission.name in self._library.configured:
             raise RestRefusalError(
                 409, f"the run's configuration has a function '{submission.name}'. Give it another name"
             )
-        if beyond := self._desk.library.beyond_limits(submission.kind, submission.limits):
+        if beyond := self._library.beyond_limits(submission.kind, submission.limits):
             problems = [ProblemView(rule="field", text=text, field=field) for field, text in beyond]
             raise RestRefusalError(422, problems[0].text, problems)
         await self._registry.check_quotas(submission)
         content = await self._known(submission.version) if not submission.tests else None
-        content = content or await self._desk.admission.admit(submission, _who(request))
+        content = content or await self._admission.admit(submission, _who(request))
         name, new = await self._registry.submit(submission, content, who=_who(request))
         view = version_view(name, content.version, content)
         return SubmissionView(**view.model_dump(), new=new)
 
     async def _known(self, version: str) -> Content | None:
-        """What was admitted before need not be checked again."""
+        """The content of a version that was admitted before; it need not be checked again."""
         try:
             return await self._registry.content(version)
         except NotRegisteredError:
@@ -143,16 +171,16 @@ class _Endpoints:
 
     async def list_rewards(self) -> RewardList:
         """Every name: those of the run's configuration, and those that were submitted."""
-        configured = [configured_view(function) for function in self._desk.library.configured.values()]
-        names = [one for one in await self._registry.names() if one.name not in self._desk.library.configured]
+        configured = [configured_view(function) for function in self._library.configured.values()]
+        names = [name for name in await self._registry.names() if name.name not in self._library.configured]
         unreadable = [unreadable_view(name, reason) for name, reason in self._registry.copy.unreadable.items()]
-        return RewardList(rewards=[*configured, *[await self._view(one) for one in names], *unreadable])
+        return RewardList(rewards=[*configured, *[await self._view(name) for name in names], *unreadable])
 
     async def get_reward(self, name: NamePath) -> RewardView:
         """One name."""
         if function := self._configured(name):
             return configured_view(function)
-        return await self._view(await self._found(name))
+        return await self._view(await self._registered_name(name))
 
     async def _view(self, name: RegisteredName) -> RewardView:
         try:
@@ -166,13 +194,13 @@ class _Endpoints:
 
     async def list_versions(self, name: NamePath) -> VersionList:
         """Every version of a submitted function, the oldest first."""
-        found = await self._found(name)
-        return VersionList(versions=[await self._version_view(found, version) for version in found.versions])
+        registered = await self._registered_name(name)
+        return VersionList(versions=[await self._version_view(registered, version) for version in registered.versions])
 
     async def get_version(self, name: NamePath, version: VersionPath) -> VersionView:
         """One version of a submitted function."""
-        found = await self._found(name)
-        return await self._version_view(found, found.find(version))
+        registered = await self._registered_name(name)
+        return await self._version_view(registered, registered.find(version))
 
     async def _version_view(self, name: RegisteredName, version: str) -> VersionView:
         try:
@@ -181,8 +209,8 @@ class _Endpoints:
             return version_view(name, version, None, unreadable=str(error))
 
     async def remove_version(self, request: Request, name: NamePath, version: VersionPath) -> RemovalView:
-        """Remove a version for good; the active one is refused (409). It makes room under reward.quotas."""
-        await self._found(name)
+        """Remove a version for good, which counts under reward.quotas; the active one is refused (409)."""
+        await self._registered_name(name)
         return RemovalView(name=name, removed=await self._registry.remove(name, version, who=_who(request)))
 
     async def get_source(self, name: NamePath, version: VersionQuery = None) -> SourceView:
@@ -193,26 +221,27 @@ class _Endpoints:
         return SourceView(name=name, version=content.version, source=content.source)
 
     async def _content(self, name: str, version: str | None) -> Content:
-        found = await self._found(name)
-        return await self._registry.content(found.find(version)) if version else await self._shown(found)
+        registered = await self._registered_name(name)
+        return await self._registry.content(registered.find(version)) if version else await self._shown(registered)
 
     async def get_usage(self, name: NamePath, version: VersionQuery = None) -> UsageList:
         """Calls, failures by kind, times and the last failure, over all replicas; of every version by default."""
         if function := self._configured(name):
             versions: Sequence[str] = [function.code.version]
         else:
-            found = await self._found(name)
-            newest_first = list(found.versions)[::-1]
-            versions = [found.find(version)] if version else sorted(newest_first, key=lambda one: one != found.active)
-        return UsageList(usage=[await self._desk.usage.read(name, one) for one in versions])
+            registered = await self._registered_name(name)
+            newest_first = list(registered.versions)[::-1]
+            active_first = sorted(newest_first, key=lambda known: known != registered.active)
+            versions = [registered.find(version)] if version else active_first
+        return UsageList(usage=[await self._usage.read(name, known) for known in versions])
 
     async def get_log(self, name: NamePath, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> AuditList:
-        """Who submitted, activated and retired what, and when; the newest first."""
-        await self._found(name)
+        """The changes of a name, each with its caller and time; the newest first."""
+        await self._registered_name(name)
         return AuditList(lines=await self._registry.audit(name, limit))
 
     async def try_reward(self, name: NamePath, body: TryBody) -> TrialView:
-        """Score rows, or play an environment's turns: scores, time and what it printed. Nothing of it is kept."""
+        """Score rows, or play an environment's turns: scores, time and printed output. Nothing of it is counted."""
         function = await self._function(name, body.version)
         wrong = "rows" if function.code.kind == "environment" else "actions"
         if getattr(body, wrong) or (wrong == "rows" and body.task is None):
@@ -222,39 +251,39 @@ class _Endpoints:
             trial = await try_actions(function, body.task, body.actions)
         else:
             trial = await try_rows(function, [row.model_dump() for row in body.rows])
-        return tried(name, function.code.version, trial)
+        return trial_view(name, function.code.version, trial)
 
     async def _function(self, name: str, version: str | None) -> Function:
         if function := self._configured(name):
             return function
         content = await self._content(name, version)
         try:
-            return await self._desk.library.load(name, content)
+            return await self._library.load(name, content)
         except CallError as error:
             text = f"version {content.version[:12]} cannot be loaded: {error}"
             problem = ProblemView(rule="load", text=text, traceback=error.traceback, output=error.output)
             raise RestRefusalError(422, text, [problem]) from error
 
     async def activate(self, request: Request, name: NamePath, body: ActivateBody) -> ActivationView:
-        """Make a version the active one, a newer or an older; calls under way finish on theirs."""
-        await self._found(name)
+        """Make a version the active one, a newer or an older; current calls finish on theirs."""
+        await self._registered_name(name)
         who = _who(request)
-        found, was = await self._registry.activate(name, body.version, who=who, if_active=body.if_active)
-        return ActivationView(name=name, active=found.active or None, was=was or None, revision=found.revision)
+        changed, was = await self._registry.activate(name, body.version, who=who, if_active=body.if_active)
+        return ActivationView(name=name, active=changed.active or None, was=was or None, revision=changed.revision)
 
     async def retire(self, request: Request, name: NamePath) -> ActivationView:
         """Leave the name without an active version. A run that pins a version still gets it."""
-        await self._found(name)
-        found, was = await self._registry.retire(name, who=_who(request))
-        return ActivationView(name=name, active=found.active or None, was=was or None, revision=found.revision)
+        await self._registered_name(name)
+        changed, was = await self._registry.retire(name, who=_who(request))
+        return ActivationView(name=name, active=changed.active or None, was=was or None, revision=changed.revision)
 
-    async def _found(self, name: str) -> RegisteredName:
+    async def _registered_name(self, name: str) -> RegisteredName:
         """A submitted name.
 
         Raises:
-            RestRefusalError: There is none; with the nearest one that there is.
+            RestRefusalError: There is none; it names the nearest one.
         """
-        configured = self._desk.library.configured
+        configured = self._library.configured
         if name in configured:
             raise RestRefusalError(404, f"'{name}' is of the run's configuration: it has one version, which stays")
         try:
@@ -262,11 +291,11 @@ class _Endpoints:
         except UnreadableError:
             raise
         except NotRegisteredError:
-            known = [*configured, *(one.name for one in await self._registry.names())]
+            known = [*configured, *(known.name for known in await self._registry.names())]
             raise RestRefusalError(404, f"there is no reward function '{name}'. {nearest(name, known)}") from None
 
     def _configured(self, name: str) -> Function | None:
-        return self._desk.library.configured.get(name)
+        return self._library.configured.get(name)
 
 
 def _who(request: Request) -> str:

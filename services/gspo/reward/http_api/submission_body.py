@@ -18,7 +18,7 @@ from gspo.reward.http_api.views import ProblemView
 from gspo.reward.registry.submission import Submission
 
 _REFERENCE = "#/components/schemas/{model}"
-# As Python names them. Others cannot be read as text, or take long to.
+# As Python names them. Others are not text, or take long to decode.
 _ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso8859-1", "cp1252")
 _JSON_FIELDS = ("limits", "tests", "activate")
 SOURCE = """def reward(completions, answer, **columns):
@@ -76,16 +76,16 @@ async def read_submission(request: Request) -> Submission:
 
 async def _read_form(request: Request) -> dict[str, Any]:
     """The fields of a form; limits and tests are JSON in it."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     async with request.form(max_files=1, max_fields=16, max_part_size=MAX_BODY_BYTES) as form:
         for name, value in form.multi_items():
             if isinstance(value, str):
-                found[name] = _read_field(name, value)
+                fields[name] = _read_field(name, value)
             elif name == "file":
-                found["source"] = await _read_source(value)
+                fields["source"] = await _read_source(value)
             else:
                 raise _wrong(name, "is a file; the source is uploaded as `file`")
-    return found
+    return fields
 
 
 def _read_field(name: str, value: str) -> Any:
@@ -120,7 +120,7 @@ def submission_schemas() -> dict[str, Any]:
 
 
 def request_body() -> dict[str, Any]:
-    """What /docs says of the body of a submission."""
+    """The body of a submission as /docs describes it."""
     schema = Submission.model_json_schema(ref_template=_REFERENCE)
     schema.pop("$defs")
     form = {

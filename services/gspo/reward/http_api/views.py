@@ -1,4 +1,4 @@
-"""What REST answers with, and the bodies it takes besides a submission.
+"""The bodies of the REST API: its replies, and its requests besides a submission.
 
 Types alone.
 """
@@ -100,9 +100,9 @@ class VersionList(BaseModel):
 
 
 class SubmissionView(VersionView):
-    """What was kept."""
+    """A registered version."""
 
-    new: bool = Field(description="False where the name had this version already")
+    new: bool = Field(description="False if the name had this version already")
 
 
 class SourceView(BaseModel):
@@ -126,7 +126,7 @@ class AuditList(BaseModel):
 
 
 class ActivateBody(RequestBody):
-    """Which version is to score."""
+    """The version that shall score."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"version": "9f86d081884c7d65"}]})
     version: Version = Field(description="Whole, or its first 8 or more characters")
@@ -136,7 +136,7 @@ class ActivateBody(RequestBody):
 
 
 class ActivationView(BaseModel):
-    """What is active now, and what was before."""
+    """The active version after a change, and the one before."""
 
     name: str
     active: str | None
@@ -145,7 +145,7 @@ class ActivationView(BaseModel):
 
 
 class RemovalView(BaseModel):
-    """What is no more."""
+    """A removed version."""
 
     name: str
     removed: str = Field(description="The version")
@@ -167,7 +167,7 @@ class TrialRow(BaseModel):
 
 
 class TryBody(RequestBody):
-    """What to try a function on: rows for a reward, a task and actions for an environment."""
+    """The input of a trial: rows for a reward, a task and actions for an environment."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -177,9 +177,9 @@ class TryBody(RequestBody):
     rows: Annotated[list[TrialRow], FailFast(), Field(max_length=MAX_ROWS)] = Field(
         [], description="For a reward function"
     )
-    task: PlainJson = Field(None, description="For an environment: what reset is given")
+    task: PlainJson = Field(None, description="For an environment: the argument of reset")
     actions: Annotated[list[str], Field(max_length=MAX_ROWS)] = Field([], description="For an environment: its steps")
-    version: Version | None = Field(None, description="The active one where left out")
+    version: Version | None = Field(None, description="The active one by default")
 
 
 class FailureView(BaseModel):
@@ -202,17 +202,17 @@ class TryResult(BaseModel):
 
 
 class TrialView(BaseModel):
-    """What came of it; nothing of it reaches a run."""
+    """The result of a trial; no run sees it."""
 
     name: str
     version: str
     results: list[TryResult]
     seconds: float
-    output: str = Field(description="The end of what the function printed")
+    output: str = Field(description="The end of the function's output")
 
 
 def version_view(name: RegisteredName, version: str, content: Content | None, unreadable: str = "") -> VersionView:
-    """What REST shows of a version; its content is None where that cannot be read."""
+    """A version; `content` is None if it cannot be read."""
     origin = name.versions[version]
     return VersionView(
         name=name.name,
@@ -230,7 +230,7 @@ def version_view(name: RegisteredName, version: str, content: Content | None, un
 
 
 def registered_view(name: RegisteredName, shown: Content | None, unreadable: str = "") -> RewardView:
-    """What REST shows of a submitted function; `shown` is its active version, else its newest."""
+    """A submitted function; `shown` is its active version, else its newest."""
     return RewardView(
         name=name.name,
         kind=name.kind,
@@ -246,7 +246,7 @@ def registered_view(name: RegisteredName, shown: Content | None, unreadable: str
 
 
 def unreadable_view(name: str, reason: str) -> RewardView:
-    """What REST shows of a name of which nothing can be read."""
+    """A name that cannot be read."""
     return RewardView(
         name=name,
         kind="reward",
@@ -260,7 +260,7 @@ def unreadable_view(name: str, reason: str) -> RewardView:
 
 
 def configured_view(function: Function) -> RewardView:
-    """What REST shows of a function of the run's configuration."""
+    """A function of the run's configuration."""
     signature = function.callee.signature
     return RewardView(
         name=function.code.name,
@@ -273,8 +273,8 @@ def configured_view(function: Function) -> RewardView:
     )
 
 
-def tried(name: str, version: str, trial: Trial) -> TrialView:
-    """What REST answers to a trial."""
+def trial_view(name: str, version: str, trial: Trial) -> TrialView:
+    """A trial of a function."""
     results = [_row_view(result) for result in trial.results] + [_turn_view(turn) for turn in trial.turns]
     return TrialView(name=name, version=version, results=results, seconds=trial.seconds, output=trial.output)
 

@@ -1,9 +1,7 @@
-"""Who calls the REST API: tokens of people with their roles, and how many calls each may make.
+"""Callers of the REST API: people's tokens with their roles, and the rate of each caller's calls.
 
-It answers nothing.
-
-A line of the tokens file is `NAME ROLE TOKEN`; a line that starts with # is passed over. It is read again when it
-changes, so that a token can be given or taken while a run is up.
+A line of the tokens file is `NAME ROLE TOKEN`; a line that starts with # is skipped. The file is read again when it
+changes, so that tokens can be added and removed during a run.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from gspo.common.errors import InputError
 
 Role = Literal["read", "submit"]
 MIN_TOKEN_CHARS = 16
-# Callers whose calls are counted; of more, those that were silent for longest are counted anew.
+# Callers whose calls are counted; beyond that, the longest silent ones are forgotten and start anew.
 _REMEMBERED = 10_000
 _FIX = "Write lines of NAME, ROLE (submit or read) and TOKEN"
 log = structlog.get_logger()
@@ -29,7 +27,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Caller:
-    """Who calls; `submit` may do what `read` may, and change things."""
+    """A caller; the role `submit` includes `read`, and may change things."""
 
     name: str
     role: Role
@@ -42,7 +40,7 @@ class Callers:
     """Finds the caller by token.
 
     Args:
-        service_token: The token that the services share; whoever has it may submit. Empty where there is none.
+        service_token: The token that the services share, of the role `submit`; empty for none.
         tokens: The file of people's tokens.
 
     Raises:
@@ -63,7 +61,7 @@ class Callers:
         return not self._service and self._file is None
 
     def find(self, token: str) -> Caller | None:
-        """Whose token this is; None for nobody's. Looked up by digest, so that timing tells nothing."""
+        """The caller with a token; None for an unknown one. Looked up by digest, so that timing reveals nothing."""
         if self.open_to_all:
             return ANONYMOUS
         self._refresh()
@@ -82,7 +80,7 @@ class Callers:
 
 
 def read_tokens(path: Path) -> dict[str, Caller]:
-    """Digest of each token -> whose it is.
+    """Digest of each token -> its caller.
 
     Raises:
         InputError: The file cannot be read, or a line of it; no token is shown.
@@ -91,14 +89,14 @@ def read_tokens(path: Path) -> dict[str, Caller]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("reward.tokens", f"{path} cannot be read ({error})", _FIX) from error
-    found: dict[str, Caller] = {}
+    callers: dict[str, Caller] = {}
     for number, line in enumerate(lines, start=1):
         if line.strip() and not line.lstrip().startswith("#"):
             digest, caller = _read_line(line, f"{path}, line {number}")
-            if digest in found:
+            if digest in callers:
                 raise InputError("reward.tokens", f"{path}, line {number}: a token is there twice", _FIX)
-            found[digest] = caller
-    return found
+            callers[digest] = caller
+    return callers
 
 
 def _read_line(line: str, where: str) -> tuple[str, Caller]:
@@ -107,7 +105,7 @@ def _read_line(line: str, where: str) -> tuple[str, Caller]:
         raise InputError("reward.tokens", f"{where}: has {len(words)} words", _FIX)
     name, role, token = words
     if role not in ("read", "submit"):
-        raise InputError("reward.tokens", f"{where}: '{role}' is no role", _FIX)
+        raise InputError("reward.tokens", f"{where}: the role '{role}' is unknown", _FIX)
     if len(token) < MIN_TOKEN_CHARS:
         fix = "Make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         raise InputError("reward.tokens", f"{where}: a token has at least {MIN_TOKEN_CHARS} characters", fix)
@@ -119,23 +117,23 @@ def _digest(token: str) -> str:
 
 
 class RateLimit:
-    """So many calls of each kind a minute for each caller, all at once if it likes: a bucket that fills steadily."""
+    """At most `per_minute` calls of each kind by each caller, also all at once: a bucket that fills steadily."""
 
     def __init__(self, per_minute: int) -> None:
         self._per_minute = per_minute
-        self._left: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
+        self._budgets: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
 
     def wait_s(self, caller: str, kind: str, cost: float = 1.0) -> float:
-        """Count one call: 0 where it may go on, else the seconds until it might.
+        """Count one call: 0 if it is admitted, else the seconds until it might be.
 
         Args:
-            cost: How many calls it counts as.
+            cost: The number of calls that it counts as.
         """
         now, full = time.monotonic(), float(self._per_minute)
         cost = min(cost, full)
-        left, since = self._left.pop((caller, kind), (full, now))
-        left = min(full, left + (now - since) * full / 60)
-        self._left[caller, kind] = (left if left < cost else left - cost, now)
-        if len(self._left) > _REMEMBERED:
-            self._left.popitem(last=False)
-        return 0.0 if left >= cost else (cost - left) * 60 / full
+        budget, since = self._budgets.pop((caller, kind), (full, now))
+        budget = min(full, budget + (now - since) * full / 60)
+        self._budgets[caller, kind] = (budget if budget < cost else budget - cost, now)
+        if len(self._budgets) > _REMEMBERED:
+            self._budgets.popitem(last=False)
+        return 0.0 if budget >= cost else (cost - budget) * 60 / full

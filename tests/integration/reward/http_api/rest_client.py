@@ -15,8 +15,7 @@ from redis.asyncio import Redis
 
 from gspo.common.config.reward import RewardConfig
 from gspo.reward.http_api.access import AccessControl
-from gspo.reward.http_api.application import rest_app
-from gspo.reward.http_api.routes import ApiDependencies
+from gspo.reward.http_api.routes import ApiDependencies, rest_app
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.scoring.scorer import Scorer, open_scorer

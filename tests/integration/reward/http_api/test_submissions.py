@@ -111,7 +111,7 @@ REFUSED: list[tuple[dict[str, Any], int, str | None, Any, str]] = [
     ({"source": "x = bytearray(2**33)\n" + SOURCE}, 422, "load", (1, 1), "Raise limits.memory_mb"),
     ({"tests": [{"input": {"a": float("nan")}, "expected": 1}]}, 422, "field", (None, None), "JSON"),
     ({"limits": {"timeout_s": 0}}, 422, "field", (None, None), "limits.timeout_s"),
-    ({"limits": {"timeout": 1}}, 422, "field", (None, None), "limits.timeout: is no field of this call"),
+    ({"limits": {"timeout": 1}}, 422, "field", (None, None), "limits.timeout: this call has no such field"),
     ({"name": "../etc"}, 422, "field", (None, None), "name"),
     ({"kind": "environment"}, 422, "signature", (None, None), "reset"),
     ({"name": "r"}, 409, None, None, "the run's configuration has a function 'r'"),
@@ -153,7 +153,7 @@ async def test_a_trial_shows_scores_output_and_the_functions_own_traceback(redis
             ({"actions": ["a"]}, "send `rows`"),
             ({"rows": [{"completions": "2"}]}, "rows.0.completion: Field required"),
             ("{", "the body is not JSON: "),
-            ([], "the body: is no JSON object; send one, with content-type: application/json"),
+            ([], "the body: is not a JSON object; send one, with content-type: application/json"),
         ):
             content = body if isinstance(body, str) else json.dumps(body)
             refused = await client.post("/parts/try", content=content, headers={"content-type": "application/json"})
