@@ -178,7 +178,7 @@ async def _try_environment(function: Function, tasks_json: Sequence[str], has_to
             raise InputError(
                 where,
                 f"reset {name} gave another state or observation the second time, for {task[:200]}",
-                "Draw what is random from a seed in the task: the rollouts of a group begin alike",
+                "Draw random numbers from a seed in the task: the rollouts of a group begin alike",
             )
         try:
             await steps.step(function, turn.state_json, TRIAL_TEXT, calls_json)
@@ -231,15 +231,15 @@ def _read_lines(path: Path, count: int) -> list[dict[str, Any]]:
 
 
 def _read_with_datasets(path: Path, count: int) -> list[dict[str, Any]]:
-    """Rows of whatever `datasets` opens; of several splits, those of the training split."""
+    """Rows of a file or folder that `datasets` opens; of several splits, those of the training split."""
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read at import: files here need no hub
     import datasets
 
     datasets.disable_progress_bars()
     try:
         if path.is_file():
-            given = {"path": _BUILDERS[path.suffix.lower()], "data_files": str(path)}
-            opened = datasets.load_dataset(**given, split="train", streaming=True)
+            arguments = {"path": _BUILDERS[path.suffix.lower()], "data_files": str(path)}
+            opened = datasets.load_dataset(**arguments, split="train", streaming=True)
         elif any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
             opened = datasets.load_from_disk(str(path))
         else:

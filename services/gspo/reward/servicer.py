@@ -1,7 +1,4 @@
-"""gRPC: scores on request, and the steps of environments.
-
-It decides nothing: scorer.py and environments.py do. Neighbour: proto/gspo_proto/reward.proto.
-"""
+"""The gRPC servicer of proto/gspo_proto/reward.proto: scores on request, and the steps of environments."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ from gspo.reward.scoring.scorer import Scorer
 from gspo_proto import reward_pb2, reward_pb2_grpc
 
 GRPC_SERVICE = reward_pb2.DESCRIPTOR.services_by_name["Reward"].full_name
-# Of one Score: far beyond what a batch needs, and few enough that nobody waits for its reading.
+# Bounds of one Score: far beyond a batch, and low enough that reading it delays no other call.
 MAX_ROLLOUTS, MAX_SCORE_BYTES, MAX_FUNCTIONS = 1024, 32 * 2**20, 64
-# As much as an environment may return.
+# An environment may return as much.
 MAX_JSON_CHARS = 4 * 2**20
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -32,7 +29,7 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
 
     def __init__(self, scorer: Scorer, *, session: str) -> None:
         self._scorer = scorer
-        self._environments = EnvironmentSteps(scorer.library.usage, session=session)
+        self._steps = EnvironmentSteps(scorer.library.usage, session=session)
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreReply:
         """A score for each rollout, in their order."""
@@ -48,15 +45,15 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
         """The first state and observation of a task."""
         function = await self._find(request.environment, request.version, context)
         await _check_json(request.task_json, "task_json", context)
-        return await _reply(function, self._environments.reset(function, request.task_json))
+        return await _reply(function, self._steps.reset(function, request.task_json))
 
     async def StepEnvironment(self, request: reward_pb2.StepRequest, context: Context) -> reward_pb2.EnvironmentReply:
-        """What an action leads to."""
+        """The state, observation and reward after an action."""
         function = await self._find(request.environment, request.version, context)
         await _check_json(request.state_json, "state_json", context)
         await _check_json(request.calls_json, "calls_json", context)
-        asked = self._environments.step(function, request.state_json, request.action, request.calls_json)
-        return await _reply(function, asked)
+        turn = self._steps.step(function, request.state_json, request.action, request.calls_json)
+        return await _reply(function, turn)
 
     async def _find(self, name: str, version: str, context: Context) -> Function:
         try:
@@ -64,15 +61,15 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
         except UnknownFunctionError as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         if function.code.kind != "environment":
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{name} is a reward function, no environment")
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{name} is a reward function, not an environment")
         return function
 
 
 def _check_size(request: reward_pb2.ScoreRequest) -> None:
-    """Refuse what would take long before its first call.
+    """Refuse a request that would take long before its first call.
 
     Raises:
-        MalformedEntryError: It is larger than one Score may be.
+        MalformedEntryError: It is beyond a bound of one Score.
     """
     functions = {(use.name, use.version) for rollout in request.rollouts for use in rollout.rewards}
     sizes = {
@@ -80,9 +77,9 @@ def _check_size(request: reward_pb2.ScoreRequest) -> None:
         "bytes": (request.ByteSize(), MAX_SCORE_BYTES),
         "functions": (len(functions), MAX_FUNCTIONS),
     }
-    for what, (number, most) in sizes.items():
+    for unit, (number, most) in sizes.items():
         if number > most:
-            raise MalformedEntryError(f"{number} {what} in one Score, and at most {most} are scored", "too_large")
+            raise MalformedEntryError(f"{number} {unit} in one Score, and at most {most} are scored", "too_large")
 
 
 async def _check_json(text: str, field: str, context: Context) -> None:
@@ -95,10 +92,10 @@ async def _check_json(text: str, field: str, context: Context) -> None:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{field} is not JSON: {error}")
 
 
-async def _reply(function: Function, asked: Awaitable[Turn]) -> reward_pb2.EnvironmentReply:
+async def _reply(function: Function, step: Awaitable[Turn]) -> reward_pb2.EnvironmentReply:
     version = function.code.version
     try:
-        turn = await asked
+        turn = await step
     except CallError as error:
         failure = reward_pb2.EnvironmentFailure(kind=error.kind, text=str(error), traceback=error.traceback)
         return reward_pb2.EnvironmentReply(version=version, failure=failure)

@@ -51,7 +51,7 @@ def check_game(folder: Path, source: str, **keys: Any) -> None:
             "step of .*game.py: step returned a .* no finite number.*Correct it$",
         ),
         ("def reset(task): return {}, ''\ndef step(state, action): return stat, 'no', 1, False", "NameError"),
-        ("def reset(task): return {}, ''\n", "is no environment: the module has no step"),
+        ("def reset(task): return {}, ''\n", "is not an environment: the module has no step"),
         ("def reset(task) return", "environment.path: .*game.py, line 1"),
     ],
 )

@@ -61,7 +61,7 @@ class DiskCopy:
         _write(self._names / f"{name.name}.json", name.model_dump_json())
 
     def stamp(self) -> int:
-        """A number that changes with every file of a name, by whichever process wrote it."""
+        """A number that changes with every file of a name, also if another process wrote it."""
         try:
             return self._names.stat().st_mtime_ns
         except FileNotFoundError:

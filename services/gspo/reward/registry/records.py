@@ -98,7 +98,8 @@ class RegisteredName(Stored):
     def with_version(self, version: str, kind: Kind, origin: Origin, *, activate: bool) -> RegisteredName:
         """The name with one more version, which becomes active if it is asked for or none is active.
 
-        Returns: The name itself if it has the version already and nothing else changes.
+        Returns:
+            The same name if it has the version already, and the active one stays.
 
         Raises:
             ConflictError: The name holds functions of another kind.
@@ -150,7 +151,7 @@ class RegisteredName(Stored):
         return self.model_copy(update={"versions": versions, "removed": removed, "revision": self.revision + 1})
 
     def merged(self, other: RegisteredName) -> RegisteredName:
-        """One state of two that may have grown apart, in whichever order they are merged.
+        """One state of two that may have grown apart, independent of their order.
 
         The later origin of each version counts, so a removed version stays removed until it is submitted again. The
         higher revision decides about the rest. An active version that the other state has removed is retired.

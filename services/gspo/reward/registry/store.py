@@ -35,14 +35,14 @@ from gspo.reward.registry.records import (
 from gspo.reward.registry.submission import Submission
 from gspo.reward.registry.sync import Change, RegistrySync, Rule
 
-# A replica learns within this of another's change and of a wiped Redis, even if nobody calls it.
+# A replica learns within this of another's change and of a wiped Redis, even without a call.
 SYNC_S = 1.0
 _MIB = 2**20
 log = structlog.get_logger()
 
 
 class QuotaError(ConflictError):
-    """The registry is full; the message says what is used, and how to free some of it."""
+    """The registry is full; the message has the present usage and the fix."""
 
 
 class Registry:
@@ -89,7 +89,8 @@ class Registry:
     async def submit(self, submission: Submission, content: Content, *, who: str) -> tuple[RegisteredName, bool]:
         """Keep a version under its name.
 
-        Returns: The name after it, and whether the version is new to it.
+        Returns:
+            The name after it, and whether the version is new to it.
 
         Raises:
             ConflictError: The name holds functions of another kind, or the registry is full.
@@ -132,7 +133,8 @@ class Registry:
             version: Whole, or its beginning.
             if_active: Only while this version is active; empty means while none is.
 
-        Returns: The name after it, and the version that was active before.
+        Returns:
+            The name after it, and the version that was active before.
 
         Raises:
             NotRegisteredError: There is no such name or version, or it cannot be read.
@@ -152,7 +154,8 @@ class Registry:
     async def retire(self, name: str, *, who: str) -> tuple[RegisteredName, str]:
         """Leave a name without an active version; its versions stay for calls that name one.
 
-        Returns: The name after it, and the version that was active before.
+        Returns:
+            The name after it, and the version that was active before.
 
         Raises:
             NotRegisteredError: There is no such name.
@@ -256,7 +259,7 @@ class Registry:
         return [line for line in lines if name in (None, line.name)][:limit]
 
     def _forget_removed(self) -> None:
-        """Drop removed versions from memory, whichever replica removed them."""
+        """Drop removed versions from memory, also those that another replica removed."""
         removed = self.copy.removed
         self._pinned = {asked: whole for asked, whole in self._pinned.items() if (asked[0], whole) not in removed}
         for _, version in removed:

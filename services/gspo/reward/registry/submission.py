@@ -1,7 +1,4 @@
-"""What a user submits: a function's source with its kind, entry point, limits and test cases; and its version.
-
-It holds and hashes; nothing is checked beyond form.
-"""
+"""A submission: a function's source with its kind, entry point, limits and test cases; and its version."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ MAX_TIMEOUT_S, MAX_MEMORY_MB = 600, 65_536
 
 
 def _is_plain_json(value: Any) -> Any:
-    """Refuse what cannot be passed on as JSON: NaN, infinity, half a surrogate pair, numbers without end."""
+    """Refuse a value that JSON cannot carry: NaN, infinity, half a surrogate pair, endless numbers."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
@@ -40,12 +37,12 @@ def _is_plain_json(value: Any) -> Any:
     return value
 
 
-def _few(most: int, what: str, rule: str) -> Callable[[Any], Any]:
-    """Refuses a mapping of more than `most`: each member costs time in the event loop."""
+def _few(most: int, members: str, rule: str) -> Callable[[Any], Any]:
+    """A check that refuses a mapping of more than `most`: each member costs time in the event loop."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
-            raise ValueError(f"has {len(value)} {what}, and {rule}")
+            raise ValueError(f"has {len(value)} {members}, and {rule}")
         return value
 
     return check
@@ -73,7 +70,7 @@ class RequestBody(BaseModel):
 
 
 class RequestedLimits(RequestBody):
-    """What one call may use; the service's own limits where left out."""
+    """The limits of one call; by default those of the service."""
 
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = Field(
         None, description="Longest a call may take before its process is killed"
@@ -89,7 +86,7 @@ class RequestedLimits(RequestBody):
 class TestCase(RequestBody):
     """An input with the value that the function must give."""
 
-    __test__ = False  # pytest: this is no test
+    __test__ = False  # pytest: not a test class
     input: Columns = Field(
         description="Of a reward: prompt, completion and columns of the data set. Of an environment: task and actions"
     )
@@ -104,7 +101,7 @@ class TestCase(RequestBody):
 class Submission(RequestBody):
     """A reward function or an environment, as it is handed in."""
 
-    name: FunctionName = Field(description="What runs call it by; versions of one function share it")
+    name: FunctionName = Field(description="Its name in runs; versions of one function share it")
     source: Annotated[str, StringConstraints(min_length=1, max_length=MAX_SOURCE_CHARS)] = Field(
         description="Python: one file, importing the standard library and reward.allowed_packages"
     )
@@ -134,7 +131,7 @@ def version_of(
     limits: RequestedLimits | None = None,
     args: dict[str, Any] | None = None,
 ) -> str:
-    """SHA-256 of the source, and behind it of what else was given: kind (unless reward), entry, limits, args.
+    """SHA-256 of the source, extended by kind (unless reward), entry, limits and args if they are set.
 
     So the version of a source alone is what `sha256sum` prints, and the same function under other limits is another
     version: it may fail where the first does not.

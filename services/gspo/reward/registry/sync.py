@@ -1,10 +1,10 @@
 """The names in Redis with one replica's view of them: in memory, and as a copy on disk.
 
-Each change of the registry sets a new random token. So "is the token the one I saw?" is the only question about
-freshness, and a change is one compare-and-set on it: all of the change with its audit line, or nothing.
+Each change of the registry sets a new random token. A view is up to date if it belongs to the present token. A change
+is one compare-and-set on the token: all of the change with its audit line, or nothing.
 
-Redis and the copy are kept alike: each gets from the other whatever it lacks, by `RegisteredName.merged`. A name that
-cannot be read is logged, left as it is, and replaced if the other side is readable.
+Redis and the copy are kept alike: `RegisteredName.merged` gives each the states that only the other has. A name that
+cannot be read is logged and left as it is. It is replaced if the other side is readable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gspo.reward.registry.disk import DiskCopy
 from gspo.reward.registry.keys import AUDIT_KEPT, RegistryKeys
 from gspo.reward.registry.records import AuditLine, ConflictError, RegisteredName, UnreadableError, parse_name
 
-# Only changes by other replicas come between, and one of every two rivals goes on.
+# Only changes by other replicas make an attempt fail, and each failure means that another change succeeded.
 MAX_ATTEMPTS = 100
 log = structlog.get_logger()
 

@@ -26,13 +26,13 @@ _BUCKET, _ERROR = "bucket:", "error:"
 
 
 class LastFailure(BaseModel):
-    """The newest failure of a version, as its own code told it."""
+    """The newest failure of a version."""
 
     unix_s: float
     kind: str
     text: str
     traceback: str = Field(description="Of the function's own code; empty where it did not raise")
-    output: str = Field(description="The end of what it had printed")
+    output: str = Field(description="The end of its printed output")
 
 
 class VersionUsage(BaseModel):
@@ -58,7 +58,7 @@ class UsageCounter:
         self._failures: dict[tuple[str, str], LastFailure] = {}
 
     def add(self, name: str, version: str, *, answers: int, seconds: float) -> None:
-        """Count one call, whatever came of it."""
+        """Count one call, successful or not."""
         counts = self._counts[name, version]
         counts["calls"] += 1
         counts["answers"] += answers
@@ -73,13 +73,13 @@ class UsageCounter:
         )
 
     async def run(self) -> None:
-        """Add to Redis what was counted, until cancelled."""
+        """Add the counts to Redis every FLUSH_S, until cancelled."""
         while True:
             await asyncio.sleep(FLUSH_S)
             await self.flush()
 
     async def flush(self) -> None:
-        """Add to Redis what was counted since the last time."""
+        """Add the counts since the last time to Redis."""
         counts, self._counts = self._counts, defaultdict(Counter)
         seconds, self._seconds = self._seconds, defaultdict(float)
         failures, self._failures = self._failures, {}
@@ -108,7 +108,7 @@ def bucket_of(seconds: float) -> int:
 
 
 def summarise(name: str, version: str, fields: dict[str, str]) -> VersionUsage:
-    """What the hash of one version says."""
+    """The usage of one version from its hash in Redis."""
     buckets = {int(field[len(_BUCKET) :]): int(count) for field, count in fields.items() if field.startswith(_BUCKET)}
     failure = fields.get("last_failure")
     return VersionUsage(
@@ -127,12 +127,12 @@ def percentiles(buckets: dict[int, int]) -> dict[str, float]:
     """p50, p90, p99 and the longest, each as the upper bound of its bucket."""
     if not buckets:
         return {}
-    total, found = sum(buckets.values()), {}
+    total, times_s = sum(buckets.values()), {}
     for percent in PERCENTILES:
-        left = math.ceil(total * percent / 100)
+        remaining = math.ceil(total * percent / 100)
         for bucket in sorted(buckets):
-            left -= buckets[bucket]
-            if left <= 0:
-                found[f"p{percent}"] = SMALLEST_S * BUCKET_RATIO**bucket
+            remaining -= buckets[bucket]
+            if remaining <= 0:
+                times_s[f"p{percent}"] = SMALLEST_S * BUCKET_RATIO**bucket
                 break
-    return {**found, "longest": SMALLEST_S * BUCKET_RATIO ** max(buckets)}
+    return {**times_s, "longest": SMALLEST_S * BUCKET_RATIO ** max(buckets)}

@@ -1,7 +1,4 @@
-"""Tells which level of the sandbox this machine gives, as JSON: `python -m gspo.reward.sandbox`.
-
-It scores nothing.
-"""
+"""Prints the level of confinement that this machine supports, as JSON: `python -m gspo.reward.sandbox`."""
 
 from __future__ import annotations
 
@@ -15,10 +12,12 @@ from gspo.reward.sandbox.levels import find_level
 
 
 def main() -> None:
-    """Print the level, what it is made of here, and what is lacking for those above it."""
+    """Print the level, its parts, and why the machine does not support the stronger ones."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    found = asyncio.run(find_level("rlimits"))
-    json.dump({"level": found.level.name, "parts": found.parts, "lacks": found.level.lacks}, sys.stdout)
+    confinement = asyncio.run(find_level("rlimits"))
+    json.dump(
+        {"level": confinement.level.name, "parts": confinement.parts, "lacks": confinement.level.lacks}, sys.stdout
+    )
 
 
 if __name__ == "__main__":

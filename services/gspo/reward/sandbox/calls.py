@@ -1,11 +1,10 @@
-"""What crosses the sandbox's wall: the code that is loaded, a call, its answer, and the ways in which a call fails.
-
-Types, and the line between a call and everything else.
+"""The types of a call: the code that a sandbox loads, a question, its answer, and the ways in which a call fails.
 
 A question is one of
-  {"arguments": {...}}                       one call of a reward function for a whole batch
-  {"rows": [{...}, ...]}                     one call for each row
-  {"function": NAME, "arguments": {...}}     one call of a function of an environment: any JSON value comes back
+
+- `{"arguments": {...}}`: one call of a reward function for a whole batch
+- `{"rows": [{...}, ...]}`: one call for each row
+- `{"function": NAME, "arguments": {...}}`: one call of a function of an environment, which may return any JSON value
 """
 
 from __future__ import annotations
@@ -20,21 +19,22 @@ import structlog
 
 CodeKind = Literal["reward", "environment"]
 Question = dict[str, Any]
-# timeout            the call took longer than its wall clock or processor time
-# memory             it asked for more memory than it has
-# crash              its process ended: a signal, os._exit
-# forbidden          it tried what the sandbox does not let it do, or wrote into the channel of results
-# output_too_large   it printed, returned or wrote to its scratch more than it may
-# invalid_return     it returned something else than what was asked for
-# exception          it raised
-FailureKind = Literal["timeout", "memory", "crash", "forbidden", "output_too_large", "invalid_return", "exception"]
+FailureKind = Literal[
+    "timeout",  # it took longer than its wall clock or processor time
+    "memory",  # it asked for more memory than its limit
+    "crash",  # its process ended, by a signal or os._exit
+    "forbidden",  # it tried something that the sandbox does not allow, or wrote into the channel of results
+    "output_too_large",  # it printed, returned or wrote to its scratch more than the limit
+    "invalid_return",  # it returned a value of another form
+    "exception",  # it raised
+]
 FAILURE_KINDS: frozenset[str] = frozenset(get_args(FailureKind))
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class CallLimits:
-    """What one call of a function may take.
+    """The limits of one call of a function.
 
     Attributes:
         timeout_s: Wall clock of a call.
@@ -56,7 +56,7 @@ class Code:
         text: Source text.
         version: SHA-256 of the text's bytes.
         filename: Shown in tracebacks; `__file__` of the module.
-        entry: The function, or for an environment the object that has reset and step; None: the one that fits.
+        entry: The function, or for an environment the object that has reset and step; None: recognised by its form.
         reads: Files and folders beside its own text that it may read and import from.
     """
 
@@ -88,13 +88,13 @@ class Signature:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call gave.
+    """The result of a call.
 
     Attributes:
         values: For `arguments` and `rows` a list, each item as inside/results.py encodes it; for `function`
             the JSON value.
-        output: The end of what it printed.
-        seconds: From question to answer, waiting for a free process not counted.
+        output: The end of its printed output.
+        seconds: From question to answer, without the wait for a free process.
     """
 
     values: Any
@@ -103,15 +103,15 @@ class Answer:
 
 
 class CallError(Exception):
-    """A call gave nothing. Its text is one line for people.
+    """A call failed. Its text is one line for people.
 
     Attributes:
         kind: How it failed.
         error_type: Class of the exception in the user's code, else "".
         traceback: The end of its traceback, else "".
-        output: The end of what it printed.
+        output: The end of its printed output.
         loading: Whether the code failed before it could be called.
-        line: Line of the user's file, where one is known.
+        line: Line of the user's file, if it is known.
     """
 
     def __init__(
@@ -151,9 +151,9 @@ def values_of(answer: Answer, num_completions: int) -> list[Any]:
 
 @contextmanager
 def raising_call_errors(name: str) -> Iterator[None]:
-    """Turn whatever the block raises into a failure of a call of function `name`, and log it.
+    """Turn every exception of the block into a failure of a call of function `name`, and log it.
 
-    One function's answers, which may be anything, must not end what serves the others.
+    The answers of one function, which may be anything, must not end the loop that serves the others.
 
     Raises:
         CallError: The block raised something.
@@ -168,25 +168,25 @@ def raising_call_errors(name: str) -> Iterator[None]:
 
 
 class Callee(Protocol):
-    """Whatever answers questions: a sandbox, or an HTTP server."""
+    """A sandbox, an HTTP server or another process that answers questions."""
 
     @property
     def signature(self) -> Signature:
-        """What it takes; known after `load`."""
+        """The parameters of the function; known after `load`."""
 
     async def load(self) -> Signature:
-        """Make it ready.
+        """Start it.
 
         Raises:
-            CallError: It cannot be.
+            CallError: It cannot start.
         """
 
     async def call(self, question: Question, *, session: str | None = "") -> Answer:
         """Answer one question.
 
         Raises:
-            CallError: It did not.
+            CallError: It failed.
         """
 
     async def close(self) -> None:
-        """End what it has started."""
+        """End its processes and connections."""

@@ -1,33 +1,35 @@
 """Runs user code for the reward service: each version of it in a sandbox of its own, its calls in warm workers.
 
 A sandbox is a supervisor, which runs no user code, and workers, its confined copies, which load the code and answer
-one call at a time. Calls of one session share workers, those of another never: a worker that served one session is not
-given to the next. A worker that fails in any way but an exception of the user's is killed. Between calls it is stopped,
-and killed if it has threads left. A function of user code
+one call at a time. Calls of one session share workers; a worker that served one session never serves another. A worker
+that fails in any way but an exception of the user's is killed. Between calls it is stopped, and killed if it has
+threads left. A function of user code
+
 - has one process, with threads, and 256 open files; it makes no other process and starts no program
-- reads Python, the installed packages, the system's libraries and what `Code.reads` names; writes in its own scratch
-- opens no socket, sees and signals no other process, holds no capability, knows nothing of the service's environment
-- ends at the wall clock, processor time, memory, output and scratch that it may have
-- is the first to be ended where the machine's memory ends
-start.py lists what the levels are made of, levels.py finds out what the machine gives.
+- reads Python, the installed packages, the system's libraries and the paths of `Code.reads`; writes in its own scratch
+- opens no socket, sees and signals no other process, has no capability, knows nothing of the service's environment
+- ends at its limits of wall clock, processor time, memory, output and scratch
+- is the first to be ended if the machine runs out of memory
+
+launch.py builds the levels of confinement, levels.py finds the strongest one that the machine supports.
 
 Not covered:
-- What a function says of its own answers. It shares its process with the harness and can change it, or write the
-  answer itself: a reward is what its author makes it. It cannot answer for another function or another session.
-- Calls of one session see what earlier calls of it left in memory and scratch, as calls of one program do; where calls
-  follow each other without a pause, also a thread of an earlier one, for a quarter of a second.
+
+- A function's own answers. It shares its process with the harness and can change it, or write the answer itself: a
+  reward is what its author makes it. It cannot answer for another function or another session.
+- State within a session. Its calls see the memory and scratch of earlier ones, as calls of one program do. If they
+  follow each other without a pause, they also see a thread of an earlier one, for a quarter of a second.
 - Time: a function can slow others down by using its share of processors and memory bandwidth, and can learn from
-  timing what else runs. Nothing is done against side channels of the hardware.
-- The kernel. All levels share it with the machine; a fault in it is a way out. Where code comes from enemies rather
-  than from colleagues, run the reward service in a virtual machine.
-- Kernel memory of a worker's own descriptors: 256 sockets with full buffers of the default size held 56 MiB.
-- Locks by fcntl on files that all may read: functions that want to can signal to each other by them.
-- At the level landlock: stat tells size, owner, mode and times of any path, and /proc/self the host's mounts and
-  sockets; other processes are seen to exist where /proc is mounted without hidepid; scratch lies on disk and is
-  measured ten times a second in long calls and four times in quick ones, so that more than its limit can be there for
-  that long.
-- A service that runs as root takes a user of its own for each sandbox, unless Python's folders or those in `reads`
-  are closed to other users: then user code is root without capabilities.
+  timing what else runs. There is no defence against side channels of the hardware.
+- The kernel. All levels share it with the machine; a fault in it is a way out. If the authors of the code are not
+  trusted, run the reward service in a virtual machine.
+- Kernel memory of a worker's own descriptors: 256 sockets with full buffers of the default size took 56 MiB.
+- Locks by fcntl on files that all may read: functions can signal to each other by them.
+- At the level landlock: stat shows size, owner, mode and times of any path. /proc/self shows the host's mounts and
+  sockets. Other processes are visible if /proc is mounted without hidepid. Scratch is on disk. It is measured ten
+  times a second in long calls and four times in quick ones, and can exceed its limit for that long.
+- A service that runs as root gives each sandbox a user of its own. If Python's folders or those in `reads` are closed
+  to other users, user code is root without capabilities.
 - At the level rlimits: everything but time, memory and state. It is for code that you trust.
 """
 
@@ -46,7 +48,7 @@ from gspo.reward.sandbox.pool import WorkerPool, excess
 from gspo.reward.sandbox.replies import Reply, end_error, reply_error, values_in
 from gspo.reward.sandbox.worker_link import WorkerGoneError, WorkerLink, WorkerTaintedError
 
-# Packages are imported before by the supervisor: this is the user's own code at the top of its file.
+# For the user's own code at the top of its file: the supervisor has imported the packages before.
 LOAD_TIMEOUT_S = 30.0
 _END_S = 1.0
 log = structlog.get_logger()
@@ -56,8 +58,8 @@ class Sandbox:
     """One version of a user's code, loaded and warm.
 
     Args:
-        level: How it is contained.
-        num_workers: Calls answered at once; further ones wait for a free worker.
+        level: Its confinement.
+        num_workers: Calls answered at the same time; further ones wait for a free worker.
         load_timeout_s: Longest that the code may take at the top of its file.
     """
 
@@ -82,7 +84,7 @@ class Sandbox:
 
     @property
     def signature(self) -> Signature:
-        """What the function takes; known after `load`."""
+        """The parameters of the function; known after `load`."""
         if self._signature is None:
             raise RuntimeError(f"{self.code.name} is not loaded")
         return self._signature
@@ -105,10 +107,10 @@ class Sandbox:
         """Answer one question.
 
         Args:
-            session: Calls of other sessions see nothing of what this one leaves behind; None: no other call does.
+            session: Calls of other sessions share no worker with this one; None: no other call does.
 
         Raises:
-            CallError: There are no values; the next call finds a fresh worker where this one cannot be trusted.
+            CallError: There are no values; the next call gets a fresh worker if this one cannot be trusted.
         """
         for fresh in (False, True):
             with suppress(WorkerTaintedError):

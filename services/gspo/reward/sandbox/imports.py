@@ -1,4 +1,4 @@
-"""Where a text's imports come from: packages that are shared by all its workers, and files beside its own."""
+"""The imports of a user's source: packages that all its workers share, and files beside its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-# Slow to import, and known to do nothing but that: the supervisor, which is confined less, imports no others.
+# Slow to import, and free of other effects: the supervisor, which is less confined, imports no others.
 _KNOWN = """
     numpy scipy pandas sympy torch transformers sklearn math_verify latex2sympy2_extended regex rapidfuzz jsonschema
     pydantic nltk Levenshtein
@@ -15,7 +15,7 @@ KNOWN = frozenset(_KNOWN.split())
 
 
 class Importable:
-    """What can be imported of the places that a function may read.
+    """The modules and packages at the paths that a function may read.
 
     Attributes:
         folders: Folders of modules.
@@ -34,11 +34,11 @@ class Importable:
 def packages_to_share(text: str, importable: Importable) -> list[str]:
     """Known packages that a text seems to import, in their order, but for those that its own files shadow.
 
-    Lines are looked at, and nothing is parsed: the text may be anybody's. An import that is missed is done by the
-    workers; one in a comment that is seen costs time.
+    It compares lines and parses nothing, because the text is not trusted. Workers do an import that it misses; an
+    import in a comment costs time alone.
     """
-    found = dict.fromkeys(name for name in _imported(text) if name.partition(".")[0] in KNOWN)
-    return [name for name in found if name.partition(".")[0] not in importable]
+    packages = dict.fromkeys(name for name in _imported(text) if name.partition(".")[0] in KNOWN)
+    return [name for name in packages if name.partition(".")[0] not in importable]
 
 
 def _holds(folder: Path, name: str) -> bool:

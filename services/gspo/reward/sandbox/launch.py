@@ -1,7 +1,4 @@
-"""Starts a sandbox's supervisor at a level: inside namespaces that bubblewrap makes, or beside the service.
-
-It knows paths, users and command lines, and nothing of calls.
-"""
+"""Starts a sandbox's supervisor at a level: inside namespaces that bubblewrap makes, or beside the service."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ SCRATCH_BYTES = 64 * 2**20
 _MORE_SLOTS = 2
 NUM_FILES = 256
 MAX_THREADS = 128
-# Tasks of one user: those of all workers. Where the user is also the service's, its own are many and change.
+# Tasks of one user: those of all workers. The service's own user has many others, and their number changes.
 _TASKS_OF_OWN_USER, _TASKS_OF_SHARED_USER = 1024, 16384
 _INSIDE = Path(inside.__file__).parent
 _PROGRAM = """
@@ -42,25 +39,24 @@ del sys.path[0]
 supervisor.main()
 """
 _SCRATCH_INSIDE = "/scratch"
-# What programs and libraries of a Linux system need to be found and loaded, and nothing that is anybody's.
+# Paths from which a Linux system loads programs and libraries; none has a user's data.
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/opt/rh")
 _ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/mime.types")
 _SHOWN = ("/sys/devices/system/cpu",)
 _FACTS = ("/proc/cpuinfo", "/proc/meminfo", *_SHOWN)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-# systemd's range for users that exist only while a service runs: nobody else is in it.
+# systemd's range for users that exist only while a service runs; no other user is in it.
 _FIRST_UID, _NUM_UIDS = 61184, 4336
 _numbers = count()
 
 
 @dataclass(frozen=True)
 class ConfinementLevel:
-    """How user code is contained.
+    """A level of confinement for user code.
 
     Attributes:
-        name: The level.
-        filter: seccomp's filter; empty where there is none.
-        lacks: What the machine does not have for the levels above, each with what to do.
+        filter: seccomp's filter; empty for none.
+        lacks: Why the machine does not support the stronger levels, each with a fix.
     """
 
     name: LevelName
@@ -80,13 +76,12 @@ class SupervisorProcess:
 async def start_supervisor(
     level: ConfinementLevel, reads: Sequence[Path], packages: Sequence[str], *, num_workers: int
 ) -> SupervisorProcess:
-    """Start one.
+    """Start a supervisor at a level.
 
     Args:
-        level: How.
-        reads: What the user's code may read beside Python and the installed packages.
-        packages: What is imported before user code runs.
-        num_workers: At most so many at a time; where scratch lies in memory, each has a file system of its own.
+        reads: Paths that user code may read beside Python and the installed packages.
+        packages: Packages to import before user code runs.
+        num_workers: Workers at a time; if scratch is in memory, each has a file system of its own.
     """
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     here.setblocking(False)
@@ -135,18 +130,20 @@ async def start_supervisor(
 
 
 def environment() -> dict[str, str]:
-    """What user code knows of the world: nothing of the service's, and one thread for each numerical library."""
-    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
-    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", **one}
+    """The environment of user code: no variable of the service's, and one thread for each numerical library."""
+    one_thread = dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
+    )
+    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", **one_thread}
 
 
 def python_places() -> list[Path]:
-    """Folders that Python and the installed packages are in, none within another of them."""
-    found = {Path(path) for path in (sys.prefix, sys.base_prefix, *_site_folders(), str(_INSIDE))}
-    found |= {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    """Folders of Python and of the installed packages, none within another of them."""
+    places = {Path(path) for path in (sys.prefix, sys.base_prefix, *_site_folders(), str(_INSIDE))}
+    places |= {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     # A virtual environment's python is a link, maybe through several folders.
-    found.add(Path(sys.executable).resolve().parent.parent)
-    return [path for path in sorted(found) if not any(path.is_relative_to(other) for other in found - {path})]
+    places.add(Path(sys.executable).resolve().parent.parent)
+    return [path for path in sorted(places) if not any(path.is_relative_to(other) for other in places - {path})]
 
 
 def _site_folders() -> list[str]:
@@ -158,9 +155,9 @@ def _make_scratch() -> Path:
 
 
 def _bubblewrap(places: Sequence[Path], uid: int, num_slots: int) -> list[str]:
-    """The command line before the program: new namespaces, a file system of what is named, no capabilities.
+    """The command line before the program: new namespaces, a file system of the named paths, no capabilities.
 
-    As root the supervisor takes a user of its own and a user namespace by itself: bubblewrap's own maps to root.
+    As root the supervisor enters a user and a user namespace of its own: bubblewrap's own namespace maps to root.
     """
     as_root = uid != 0
     words = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
@@ -181,7 +178,7 @@ def _bubblewrap(places: Sequence[Path], uid: int, num_slots: int) -> list[str]:
         words += ["--size", str(SCRATCH_BYTES), "--perms", "1777", "--tmpfs", folder]
     for path in (*map(Path, (*_ETC, *_SHOWN)), *places):
         if not any(path.is_relative_to(name) for name in _SYSTEM):
-            for parent in reversed(path.parents[:-1]):  # by itself bubblewrap makes them for root alone
+            for parent in reversed(path.parents[:-1]):  # without it bubblewrap makes them for root alone
                 words += ["--perms", "0755", "--dir", str(parent)]
             words += ["--ro-bind-try", str(path), str(path)]
     return [*words, "--remount-ro", "/", "--chdir", "/", "--hostname", "sandbox", "--"]

@@ -1,4 +1,4 @@
-"""Which level of confinement this machine gives: tried, strongest first, by running a probe that tries to get out."""
+"""The strongest level of confinement that this machine supports, found by a probe that tries to get out of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gspo.reward.sandbox.inside import confine
 from gspo.reward.sandbox.launch import LEVEL_NAMES, ConfinementLevel, LevelName
 
 _PROBE_LIMITS = CallLimits(timeout_s=20.0, memory_mb=2048)
-# Each attempt is something that the level must not let happen.
+# The level must make each attempt fail.
 _PROBE = """
 import os, socket
 
@@ -46,14 +46,14 @@ def reset(task):
 def step(state, action):
     raise NotImplementedError
 """
-_MEND_SECCOMP = "Install libseccomp (Debian: apt-get install libseccomp2)"
-_MEND_BUBBLEWRAP = "Install bubblewrap (Debian: apt-get install bubblewrap)"
-_MEND_NAMESPACES = (
+_FIX_SECCOMP = "Install libseccomp (Debian: apt-get install libseccomp2)"
+_FIX_BUBBLEWRAP = "Install bubblewrap (Debian: apt-get install bubblewrap)"
+_FIX_NAMESPACES = (
     "Let this user make namespaces (sysctl kernel.unprivileged_userns_clone=1 and user.max_user_namespaces above 0, on "
-    "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0); in a container give it the security option "
+    "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0). Give a container the security option "
     "seccomp=unconfined and, as root, the capability SYS_ADMIN"
 )
-_MEND_LANDLOCK = (
+_FIX_LANDLOCK = (
     "Run Linux 5.13 or later with Landlock among its security modules (kernel parameter lsm=); in a container take "
     "Docker 23 or later, or give it the security option seccomp=unconfined"
 )
@@ -61,7 +61,7 @@ _MEND_LANDLOCK = (
 
 @dataclass(frozen=True)
 class Confinement:
-    """The level, and what it is made of here."""
+    """A level with its parts on this machine."""
 
     level: ConfinementLevel
     parts: tuple[str, ...]
@@ -78,14 +78,14 @@ async def find_level(minimum: LevelName) -> Confinement:
     """The strongest level that holds on this machine.
 
     Raises:
-        InputError: It is below `minimum`; the message says what is lacking and what to do.
+        InputError: It is below `minimum`; the message names the missing parts and the fix.
     """
     lacks: list[str] = []
-    found = await _strongest(lacks)
-    if LEVEL_NAMES.index(found.level.name) < LEVEL_NAMES.index(minimum):
-        reached = f"is {minimum}, and this machine reaches {found.level.name}: {'; '.join(lacks)}"
-        raise InputError("reward.sandbox_minimum", reached, f"Or accept {found.level.name} by naming it here")
-    return replace(found, level=replace(found.level, lacks=tuple(lacks)))
+    strongest = await _strongest(lacks)
+    if LEVEL_NAMES.index(strongest.level.name) < LEVEL_NAMES.index(minimum):
+        reached = f"is {minimum}, and this machine reaches {strongest.level.name}: {'; '.join(lacks)}"
+        raise InputError("reward.sandbox_minimum", reached, f"Or accept {strongest.level.name} by naming it here")
+    return replace(strongest, level=replace(strongest.level, lacks=tuple(lacks)))
 
 
 async def _strongest(lacks: list[str]) -> Confinement:
@@ -101,27 +101,27 @@ async def try_level(name: LevelName) -> Confinement:
     """A level, if it holds here.
 
     Raises:
-        _LevelUnavailableError: What it lacks, and what to do.
+        _LevelUnavailableError: It does not; the message names the missing part and the fix.
     """
     try:
         program = syscalls.filter_bytes(signals=confine.landlock_abi() >= confine.SIGNAL_SCOPE_ABI)
     except syscalls.FilterUnavailableError as error:
-        raise _LevelUnavailableError(f"{error}. {_MEND_SECCOMP}") from error
+        raise _LevelUnavailableError(f"{error}. {_FIX_SECCOMP}") from error
     if name == "bubblewrap" and shutil.which("bwrap") is None:
-        raise _LevelUnavailableError(f"there is no bwrap on the PATH. {_MEND_BUBBLEWRAP}")
+        raise _LevelUnavailableError(f"there is no bwrap on the PATH. {_FIX_BUBBLEWRAP}")
     if name == "landlock" and confine.landlock_abi() == 0:
         raise _LevelUnavailableError(
-            f"the kernel ({platform.release()}) has no Landlock, or it is refused. {_MEND_LANDLOCK}"
+            f"the kernel ({platform.release()}) has no Landlock, or it is refused. {_FIX_LANDLOCK}"
         )
     level = ConfinementLevel(name, program)
     try:
-        seen, told = await _probe(level)
+        outcome, report = await _probe(level)
     except CallError as error:
-        mend = _MEND_NAMESPACES if name == "bubblewrap" else _MEND_LANDLOCK
-        raise _LevelUnavailableError(f"a trial failed ({error}). {mend}") from error
-    if seen["escapes"]:
-        raise _LevelUnavailableError(f"in a trial user code could {', '.join(seen['escapes'])}")
-    return Confinement(level, tuple(_parts(seen["spaces"], told)))
+        fix = _FIX_NAMESPACES if name == "bubblewrap" else _FIX_LANDLOCK
+        raise _LevelUnavailableError(f"a trial failed ({error}). {fix}") from error
+    if outcome["escapes"]:
+        raise _LevelUnavailableError(f"in a trial user code could {', '.join(outcome['escapes'])}")
+    return Confinement(level, tuple(_parts(outcome["spaces"], report)))
 
 
 async def _probe(level: ConfinementLevel) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -145,9 +145,9 @@ def _file_outside() -> Path:
         return Path(file.name)
 
 
-def _parts(spaces: dict[str, str], told: dict[str, Any]) -> list[str]:
+def _parts(spaces: dict[str, str], report: dict[str, Any]) -> list[str]:
     own = [name for name, link in spaces.items() if link != os.readlink(f"/proc/self/ns/{name}")]  # noqa: PTH115
     parts = [f"namespaces {' '.join(own)}"] if own else []
-    parts += [f"Landlock {told['landlock']}"] if told["landlock"] else []
+    parts += [f"Landlock {report['landlock']}"] if report["landlock"] else []
     parts += ["seccomp", "rlimits"]
-    return parts + (["a user of its own"] if told["own_user"] else [])
+    return parts + (["a user of its own"] if report["own_user"] else [])

@@ -43,9 +43,9 @@ class SignatureReply(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not all(name.isidentifier() for name in (*self.takes, *self.required)):
-            raise ValueError("a parameter's name is no identifier")
+            raise ValueError("a parameter's name is not an identifier")
         if self.entry and not self.entry.isidentifier():
-            raise ValueError("the function's name is no identifier")
+            raise ValueError("the function's name is not an identifier")
 
     def to_signature(self) -> Signature:
         """The checked signature."""
@@ -56,7 +56,7 @@ class Reply(msgspec.Struct):
     """An answer to the question `id`; one of values, values_json, signature and error is there, or none.
 
     Attributes:
-        output: What was printed; the service sets it.
+        output: The printed output; the service sets it.
     """
 
     id: str
@@ -76,7 +76,7 @@ class _Values(msgspec.Struct):
     values: msgspec.Raw = msgspec.Raw()
 
 
-# What the types do not name is passed over, and makes no objects.
+# Fields that the types do not name are skipped, and make no objects.
 _unpack, _unpack_values = msgspec.msgpack.Decoder(Reply).decode, msgspec.msgpack.Decoder(_Values).decode
 
 
@@ -84,7 +84,7 @@ def read_reply(head: bytes | bytearray, body: bytes) -> Reply:
     """The reply in a frame; text in it is whole.
 
     Raises:
-        FrameError: There is none.
+        FrameError: The bytes are not a reply.
         TooLargeError: Its values have more than MAX_VALUES_BYTES. A `values_json` is one text, which the frame bounds.
     """
     try:

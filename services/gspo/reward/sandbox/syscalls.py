@@ -1,11 +1,12 @@
-"""Which system calls user code may make: a seccomp filter, compiled by libseccomp into bytes that the sandbox loads.
+"""The system calls of user code: a seccomp filter, compiled by libseccomp into bytes that the sandbox loads.
 
-A call of ALLOWED works; one of REFUSED fails with EPERM, which reaches people as `forbidden`; any other, also one that
-a later kernel brings, fails with ENOSYS, as if the kernel did not have it. No process is made and no program started:
-what user code is, is one process with threads, which share their descriptors. No socket is opened; a connected pair of
-stream sockets is, because event loops wake themselves with one. A timer sends SIGALRM, SIGVTALRM or SIGPROF alone:
-none can wake a process that is stopped. Refused is also what Landlock leaves open to the owner of a file by its path
-alone: mode, times, attributes, watching, and on older kernels its length.
+A call of ALLOWED works. A call of REFUSED fails with EPERM, which users see as `forbidden`. Any other, also one of a
+later kernel, fails with ENOSYS, as if the kernel did not have it.
+
+User code is one process with threads, which share their descriptors. It makes no process and starts no program. It
+opens no socket but a connected pair of stream sockets, because event loops wake themselves with one. A timer sends
+SIGALRM, SIGVTALRM or SIGPROF alone, and none of them can wake a stopped process. Landlock leaves mode, times,
+attributes, watching and, on older kernels, length of a file open to its owner; the calls for these are refused too.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from collections.abc import Iterator
 from typing import Any
 
 _CLOEXEC, _INHERIT, _NOT_BLOCKING, _READABLE = 0x5451, 0x5450, 0x5421, 0x541B  # ioctl: FIOCLEX, FIONCLEX, ...
-_TERMINAL, _WINDOW = 0x5401, 0x5413  # what isatty and print's libraries ask
+_TERMINAL, _WINDOW = 0x5401, 0x5413  # from isatty and the libraries of print
 _DUP_CLOEXEC, _SET_PIPE, _GET_PIPE = 1030, 1031, 1032
-# Calls that are many in one: name, the argument that says which, those that work, and those that are refused; any other
-# fails with ENOSYS. A worker ends with its supervisor (prctl 1) and can be looked at by it (4), and must not be able to
-# wish otherwise; the owner of a file (fcntl 8 and 15, ioctl 0x8901 and 0x8902) is sent a signal, of any number (10).
+# Calls with many commands: name, the argument with the command, those that work, and those that are refused; any other
+# fails with ENOSYS. A worker must not change that it ends with its supervisor (prctl 1) and is visible to it (prctl 4).
+# The owner of a file (fcntl 8 and 15, ioctl 0x8901 and 0x8902) is sent a signal, of any number (fcntl 10).
 _BY_COMMAND: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...] = (
     ("prctl", 0, (2, 3, 7, 15, 16, 21, 23, 29, 30, 36, 37, 38, 39, 40, 41, 42, 47), (1, 4, 22, 0x53564D41)),
     ("fcntl", 1, (*range(8), 9, 11, 16, 36, 37, 38, _DUP_CLOEXEC, _GET_PIPE, 1034), (8, 10, 15, 1026, _SET_PIPE)),
@@ -83,7 +84,7 @@ REFUSED = """
 
 
 class FilterUnavailableError(Exception):
-    """The machine has no libseccomp, or not this architecture's calls."""
+    """The machine has no libseccomp, or one without this architecture's calls."""
 
 
 def filter_bytes(*, signals: bool) -> bytes:
@@ -106,36 +107,36 @@ def filter_bytes(*, signals: bool) -> bytes:
 
 
 def _compile(seccomp: Any, signals: bool) -> bytes:
-    made = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))
+    program = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))
     refuse = seccomp.ERRNO(errno.EPERM)
     arg, masked, equal = seccomp.Arg, seccomp.MASKED_EQ, seccomp.EQ
     allow = seccomp.ALLOW
     for name in _known(seccomp, ALLOWED + (SIGNALS if signals else "")):
-        made.add_rule(allow, name)
+        program.add_rule(allow, name)
     for name in _known(seccomp, REFUSED + ("" if signals else SIGNALS)):
-        made.add_rule(refuse, name)
+        program.add_rule(refuse, name)
     # A thread, but no process and no namespace. clone3 hides its flags behind a pointer: ENOSYS makes glibc take clone.
-    made.add_rule(allow, "clone", arg(0, masked, _THREAD | _NEW_NAMESPACES, _THREAD))
+    program.add_rule(allow, "clone", arg(0, masked, _THREAD | _NEW_NAMESPACES, _THREAD))
     for flag in _FLAGS_OF_A_THREAD:
-        made.add_rule(refuse, "clone", arg(0, masked, flag, 0))
-    made.add_rule(allow, "close_range", arg(2, masked, _UNSHARE_FILES, 0))
-    made.add_rule(refuse, "close_range", arg(2, masked, _UNSHARE_FILES, _UNSHARE_FILES))
-    made.add_rule(allow, "sendto", arg(3, masked, _OUT_OF_BAND, 0))
-    made.add_rule(refuse, "sendto", arg(3, masked, _OUT_OF_BAND, _OUT_OF_BAND))
+        program.add_rule(refuse, "clone", arg(0, masked, flag, 0))
+    program.add_rule(allow, "close_range", arg(2, masked, _UNSHARE_FILES, 0))
+    program.add_rule(refuse, "close_range", arg(2, masked, _UNSHARE_FILES, _UNSHARE_FILES))
+    program.add_rule(allow, "sendto", arg(3, masked, _OUT_OF_BAND, 0))
+    program.add_rule(refuse, "sendto", arg(3, masked, _OUT_OF_BAND, _OUT_OF_BAND))
     stream = arg(1, masked, _SOCKET_TYPE, socket.SOCK_STREAM)
-    made.add_rule(allow, "socketpair", arg(0, equal, socket.AF_UNIX), stream)
+    program.add_rule(allow, "socketpair", arg(0, equal, socket.AF_UNIX), stream)
     for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):  # these could send to any address
-        made.add_rule(refuse, "socketpair", arg(1, masked, _SOCKET_TYPE, kind))
+        program.add_rule(refuse, "socketpair", arg(1, masked, _SOCKET_TYPE, kind))
     # By their low 32 bits: the kernel looks at no more of them.
     for name, place, allowed, refused in _BY_COMMAND:
         for commands, action in ((allowed, allow), (refused, refuse)):
             for command in commands:
-                made.add_rule(action, name, arg(place, masked, 0xFFFFFFFF, command))
+                program.add_rule(action, name, arg(place, masked, 0xFFFFFFFF, command))
     # Its own limits may be read and lowered, those of another process not.
-    made.add_rule(allow, "prlimit64", arg(0, equal, 0))
-    made.add_rule(refuse, "prlimit64", arg(0, seccomp.NE, 0))
+    program.add_rule(allow, "prlimit64", arg(0, equal, 0))
+    program.add_rule(refuse, "prlimit64", arg(0, seccomp.NE, 0))
     with tempfile.TemporaryFile() as file:
-        made.export_bpf(file)
+        program.export_bpf(file)
         file.seek(0)
         return file.read()
 

@@ -1,7 +1,4 @@
-"""What a reward function returned for one answer: checked, and never a number where it is not one.
-
-It calls nothing.
-"""
+"""The value that a reward function returned for one answer: checked, and a number only if the function gave one."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class Value:
 
     Attributes:
         reward: The number that counts.
-        parts: Named parts whose sum is the reward, where the function returned such.
+        parts: Named parts whose sum is the reward, if the function returned such.
         extras: Named numbers beside the reward, reported and not counted.
     """
 
@@ -54,7 +51,7 @@ class Value:
 
 
 def read_value(raw: Any, convention: str) -> Value | Failure:
-    """One value as inside/results.py encodes it; what came is the user's word, so its form is checked here.
+    """One value as inside/results.py encodes it. User code can forge it, so its form is checked here.
 
     A dict of a TRL function is summed; of a verl or OpenRLHF function its `score` counts and its other numbers are
     reported.
@@ -85,7 +82,7 @@ def _sum_of(parts: dict[str, float | Failure]) -> Value | Failure:
 
 
 def _unfit_names(parts: Collection[Any]) -> str | None:
-    """What is wrong with the names of parts."""
+    """The problem with the names of parts; None for good ones."""
     if len(parts) > MAX_PARTS:
         return f"returned {len(parts)} parts, and at most {MAX_PARTS} are taken"
     for name in parts:

@@ -80,7 +80,7 @@ class WorkerLink(asyncio.Protocol):
                 not wait for it.
 
         Raises:
-            CallError: timeout, output_too_large, forbidden (a frame that is no reply), or as `fail` was called.
+            CallError: timeout, output_too_large, forbidden (a frame without a reply), or as `fail` was called.
             WorkerGoneError: The process ended.
             WorkerTaintedError: An earlier call made the worker unusable.
         """

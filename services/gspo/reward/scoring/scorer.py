@@ -1,6 +1,6 @@
-"""Rollouts in, scores out: calls the functions that a rollout asks for and sums their weighted values.
+"""Scores rollouts: calls the functions that a rollout names and sums their weighted values.
 
-The stream, the gRPC door and the check all score here. It knows no Redis.
+The stream's consumer and the gRPC servicer both score here.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from gspo.reward.sandbox.calls import CallError, values_of
 from gspo.reward.sandbox.values import Failure, Value, read_value
 from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score, ScorePart
 
-# After a batch failed, its answers are tried one at a time. When the first so many, of as many prompts as there are,
-# cost their worker too, the function hangs or dies on everything: trying the rest would cost as much each.
+# After a batch failed, its answers are tried one at a time, first those of different prompts. If so many of them all
+# cost their worker too, the function hangs or dies on every answer, and the rest is not tried.
 NUM_PROBES = 4
 log = structlog.get_logger()
 
 
 # A function and the version that a rollout asks for, which may be empty.
-Wanted = tuple[str, str]
+FunctionKey = tuple[str, str]
 
 
 class Scorer:
     """Scores rollouts by the functions of a run.
 
     Args:
-        library: Where the functions are found.
+        library: The functions.
         uses: The functions of the run, for a rollout that names none.
         batch_size: Answers in one call, at most.
         name: Name of this process, written into every score.
-        session: Whose calls these are, where score is not told: other sessions' calls share no process with them.
+        session: The default session of `score`: calls of different sessions share no process.
     """
 
     def __init__(
@@ -61,26 +61,26 @@ class Scorer:
     async def score(self, rollouts: Sequence[Rollout], *, session: str | None = None) -> list[Score]:
         """A score for each rollout, in their order; a rollout that names no function is scored by all of the run's."""
         session = session or self._session
-        wanted: dict[Wanted, list[int]] = {}
+        indices: dict[FunctionKey, list[int]] = {}
         for index, rollout in enumerate(rollouts):
             for use in rollout.rewards or self._all:
                 if not _is_episode(use):
-                    wanted.setdefault((use.name, use.version), []).append(index)
-        found = dict(zip(wanted, await asyncio.gather(*(self._find(*one) for one in wanted)), strict=True))
-        known = {one: function for one, function in found.items() if isinstance(function, Function)}
-        seconds: dict[Wanted, float] = {}
+                    indices.setdefault((use.name, use.version), []).append(index)
+        functions = dict(zip(indices, await asyncio.gather(*(self._find(*key) for key in indices)), strict=True))
+        known = {key: function for key, function in functions.items() if isinstance(function, Function)}
+        seconds: dict[FunctionKey, float] = {}
 
-        async def values_of(one: Wanted) -> dict[int, Value | Failure]:
+        async def values_by(key: FunctionKey) -> dict[int, Value | Failure]:
             began = time.perf_counter()
-            values = await self._score_by(known[one], rollouts, wanted[one], session)
-            seconds[one] = time.perf_counter() - began
+            values = await self._score_by(known[key], rollouts, indices[key], session)
+            seconds[key] = time.perf_counter() - began
             return values
 
-        results = dict(zip(known, await asyncio.gather(*map(values_of, known)), strict=True))
-        scores = [self._sum(rollout, index, found, results) for index, rollout in enumerate(rollouts)]
-        for one, took_s in seconds.items():
-            for index in wanted[one]:
-                scores[index].seconds[one[0]] = took_s
+        values = dict(zip(known, await asyncio.gather(*map(values_by, known)), strict=True))
+        scores = [self._sum(rollout, index, functions, values) for index, rollout in enumerate(rollouts)]
+        for key, took_s in seconds.items():
+            for index in indices[key]:
+                scores[index].seconds[key[0]] = took_s
         return scores
 
     async def _find(self, name: str, version: str) -> Function | str:
@@ -145,13 +145,15 @@ class Scorer:
         self,
         rollout: Rollout,
         index: int,
-        found: dict[Wanted, Function | str],
-        results: dict[Wanted, dict[int, Value | Failure]],
+        functions: dict[FunctionKey, Function | str],
+        values: dict[FunctionKey, dict[int, Value | Failure]],
     ) -> Score:
         score = Score(scorer=self._name, scored_unix_s=time.time())
         failures, kinds, versions, total = [], [], [], 0.0
         for use in rollout.rewards or self._all:
-            value, version = _episode_value(rollout) if _is_episode(use) else _found_value(use, index, found, results)
+            value, version = (
+                _episode_value(rollout) if _is_episode(use) else _function_value(use, index, functions, values)
+            )
             versions += [version] if version else []
             if isinstance(value, Failure):
                 failures.append(f"{use.name}: {value.reason}")
@@ -171,26 +173,26 @@ class Scorer:
         return score
 
 
-def _found_value(
+def _function_value(
     use: RewardUse,
     index: int,
-    found: dict[Wanted, Function | str],
-    results: dict[Wanted, dict[int, Value | Failure]],
+    functions: dict[FunctionKey, Function | str],
+    values: dict[FunctionKey, dict[int, Value | Failure]],
 ) -> tuple[Value | Failure, str]:
-    """What a function gave for a rollout, and its version; no version where there is no such function."""
-    function = found[use.name, use.version]
+    """The value of a function for a rollout, and its version; an empty version if there is no such function."""
+    function = functions[use.name, use.version]
     if isinstance(function, str):
         return Failure(function, "unknown_function"), ""
-    return results[use.name, use.version][index], function.code.version
+    return values[use.name, use.version][index], function.code.version
 
 
 def _is_episode(use: RewardUse) -> bool:
-    """Whether it is no function: what the environment gave is in the rollout already."""
+    """Whether the value is the environment's reward, which the rollout has already."""
     return use.name == ENVIRONMENT_PART
 
 
 def _episode_value(rollout: Rollout) -> tuple[Value | Failure, str]:
-    """The summed step rewards of a rollout's environment, or how it failed; and its version."""
+    """The summed step rewards of a rollout's environment, or its failure; and its version."""
     episode = rollout.episode
     if episode.failure_kind:
         return Failure(episode.failure, episode.failure_kind), episode.version
@@ -200,7 +202,7 @@ def _episode_value(rollout: Rollout) -> tuple[Value | Failure, str]:
 
 
 def _parts(use: RewardUse, value: Value, version: str) -> list[ScorePart]:
-    """`function`, or `function/part` for named parts, each with its weight; what does not count has weight 0."""
+    """`function`, or `function/part` for named parts, each with its weight; extras have weight 0."""
     weights = {name: use.weight * use.part_weights.get(name, 1.0) for name in value.parts}
     parts = [
         ScorePart(name=f"{use.name}/{name}", value=part, weight=weights[name], version=version)
@@ -235,8 +237,8 @@ async def open_scorer(
     """A scorer with every function of the configuration loaded, and its environment.
 
     Raises:
-        InputError: A file cannot be read or loaded, or holds no function that can be called; or the machine gives less
-            confinement than reward.sandbox_minimum.
+        InputError: A file cannot be read or loaded, or holds no function that can be called; or the machine supports
+            less confinement than reward.sandbox_minimum.
     """
     async with open_library(config, environment=environment, registry=registry, usage=usage) as library:
         yield Scorer(library, uses_of(config, environment), batch_size=config.batch_size, name=name, session=session)

@@ -1,7 +1,7 @@
-"""What a submission must pass before it is kept: it compiles, imports what is allowed, loads in the sandbox, is
-recognised, and gives what its test cases expect.
+"""The checks of a submission before it is registered.
 
-Every refusal names its rule and, where a place in the source is at fault, line and column.
+It must compile, import only allowed packages, load in the sandbox, follow a convention, and pass its test cases. Every
+refusal names its rule and, for a problem of the source, line and column.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from gspo.reward.submissions.source_check import (
 )
 from gspo.reward.submissions.trials import Trial, try_actions, try_rows
 
-# Each is a process that imports what the function needs; many at a time would take the cores from scoring. A caller
-# has one of them, so that nobody's hanging submissions hold up another's; without tokens callers cannot be told apart.
+# Each is a process that imports the function's packages; many at a time would take the cores from scoring. A caller has
+# one at a time, so that its hanging submissions delay no other caller. Without tokens all callers are the same.
 NUM_AT_A_TIME = 6
-# Much shorter than what a run's own functions have: packages are imported before.
+# Much shorter than for a run's own functions: packages are imported before.
 LOAD_TIMEOUT_S = 10.0
-# All test cases of a submission together; whoever submits waits for the answer.
+# All test cases of a submission together; the caller waits for them.
 TESTS_TIMEOUT_S = 120.0
 _ENTRIES = {"reward": ("reward", "compute_score", "reward_func"), "environment": ("reset", "step")}
 
@@ -40,22 +40,22 @@ class Admission:
     """Checks submissions, a few at a time, until the end of its block.
 
     Args:
-        library: Whose limits hold where a submission names none.
-        allowed_packages: What may be imported besides the standard library.
+        library: Its limits apply if a submission has none.
+        allowed_packages: Packages that may be imported besides the standard library.
     """
 
     def __init__(self, library: Library, allowed_packages: Collection[str]) -> None:
         self._library, self._allowed = library, tuple(allowed_packages)
         self._source_reader = SourceReader(library.sandbox)
         self._free = asyncio.Semaphore(NUM_AT_A_TIME)
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._caller_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._running: dict[tuple[str, str], asyncio.Task[Content]] = {}
 
     async def admit(self, submission: Submission, who: str = ANONYMOUS.name) -> Content:
-        """The content that may be kept; `who` hands it in.
+        """The content of a submission by the caller `who`, ready to be registered.
 
         Raises:
-            SubmissionRefusedError: It may not; with every reason found.
+            SubmissionRefusedError: It fails a check; with all its problems.
         """
         if problems := list(_unfit_inputs(submission)):
             raise SubmissionRefusedError(problems[:MAX_PROBLEMS])
@@ -67,7 +67,7 @@ class Admission:
             limits=submission.limits,
             tests=submission.tests,
         )
-        # Whoever submits the same meanwhile waits for the same answer.
+        # A caller who submits the same meanwhile waits for the same result.
         key = (content.version, content.model_dump_json(include={"tests"}))
         if key not in self._running:
             self._running[key] = asyncio.create_task(self._run(submission, content, who))
@@ -81,8 +81,8 @@ class Admission:
         await self._source_reader.close()
 
     async def _run(self, submission: Submission, content: Content, who: str) -> Content:
-        turn = asyncio.Lock() if who == ANONYMOUS.name else self._turns[who]
-        async with turn, self._free:
+        lock = asyncio.Lock() if who == ANONYMOUS.name else self._caller_locks[who]
+        async with lock, self._free:
             outline = await self._source_reader.read(submission.source)
             check_imports(outline, self._allowed)
             return await self._run_now(submission, content, outline)
@@ -124,11 +124,11 @@ class Admission:
 
 
 def _unfit_inputs(submission: Submission) -> Iterator[Problem]:
-    """Test cases that leave out what is scored: an answer of nothing would get a number, too."""
+    """Test cases without an answer: an empty answer would get a number, too."""
     for index, test in enumerate(submission.tests):
         if submission.kind == "reward" and not isinstance(test.input.get("completion"), str):
             field = f"tests.{index}.input.completion"
-            yield Problem("field", f"{field}: is missing or no text; it is the answer that is scored", field=field)
+            yield Problem("field", f"{field}: is missing or not text; it is the answer to score", field=field)
 
 
 def _load_problem(error: CallError, outline: Outline, submission: Submission) -> Problem:
@@ -144,16 +144,16 @@ def _load_problem(error: CallError, outline: Outline, submission: Submission) ->
 
 
 def _judge(index: int, test: TestCase, trial: Trial) -> Problem | None:
-    """What is wrong with a test's result, if something is."""
+    """The problem with a test's result; None if it passes."""
     where = f"tests.{index}"
     result = trial.results[0] if trial.results else trial.total
     if isinstance(result, Failure):
         return Problem("test", f"{where}: {result.reason}", None, None, result.traceback, trial.output)
     reward = result if isinstance(result, float | int) else result.reward
-    given = {} if isinstance(result, float | int) else {**result.parts, **result.extras}
+    parts = {} if isinstance(result, float | int) else {**result.parts, **result.extras}
     expected = test.expected if isinstance(test.expected, dict) else {"": test.expected}
     for name, number in expected.items():
-        value = given.get(name) if name else reward
+        value = parts.get(name) if name else reward
         if value is None:
             return Problem("test", f"{where}: gave no part '{name}', and {number:g} is expected", output=trial.output)
         if abs(value - number) > test.tolerance:

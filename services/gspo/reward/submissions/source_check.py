@@ -1,6 +1,6 @@
-"""A submitted source before it is run: does it compile, what does it import, where is its function.
+"""Checks of a submitted source before it runs: it compiles, and imports only allowed packages.
 
-An import that is put together at run time is not seen here; the sandbox bounds what it can do.
+An import that is put together at run time is not checked here; the sandbox bounds its effect.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Problem:
     """One reason to refuse a submission.
 
     Attributes:
-        rule: Which rule is broken, one of a few words: field, syntax, import, signature, load, test.
-        line: In the source, from 1; None where no line is at fault.
+        rule: The broken rule: field, syntax, import, signature, load or test.
+        line: In the source, from 1; None if the problem has no line.
         column: In that line, from 1.
-        traceback: The function's own, where it raised.
-        output: What the function printed.
-        field: Of what was sent, where one is at fault.
+        traceback: The function's own, if it raised.
+        output: The printed output of the function.
+        field: The field of the request; None if the problem has no field.
     """
 
     rule: str
@@ -48,7 +48,7 @@ class Problem:
 
 
 class SubmissionRefusedError(Exception):
-    """A submission that is not taken, with every reason found."""
+    """A submission is refused, with all its problems."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("; ".join(problem.text for problem in problems))
@@ -56,10 +56,10 @@ class SubmissionRefusedError(Exception):
 
 
 class Outline(msgspec.Struct, frozen=True):
-    """What inside/read_source.py saw of a source; each item is a name with its line and column, from 1.
+    """The outline of a source from inside/read_source.py; each item is a name with its line and column, from 1.
 
     Attributes:
-        wrong: Why it cannot be compiled, with line and column; None where it can.
+        wrong: Why it cannot be compiled, with line and column; None if it can.
     """
 
     wrong: tuple[str, int, int] | None = None
@@ -68,8 +68,9 @@ class Outline(msgspec.Struct, frozen=True):
 
     def place_of(self, names: Sequence[str]) -> tuple[int, int]:
         """Line and column of the first definition that has one of `names`, else of the first public one, else 1, 1."""
-        named = [one for one in self.defined if one[0] in names] or [one for one in self.defined if one[0][:1] != "_"]
-        return named[0][1:] if named else (1, 1)
+        places = [item for item in self.defined if item[0] in names]
+        places = places or [item for item in self.defined if not item[0].startswith("_")]
+        return places[0][1:] if places else (1, 1)
 
 
 class SourceReader:
@@ -86,7 +87,7 @@ class SourceReader:
         self._sandbox = new_sandbox(code, READ_LIMITS)
 
     async def read(self, source: str) -> Outline:
-        """What a source holds.
+        """The outline of a source.
 
         Raises:
             SubmissionRefusedError: It cannot be compiled, or not within the limits.
@@ -109,13 +110,13 @@ class SourceReader:
 
 
 def check_imports(outline: Outline, allowed_packages: Collection[str]) -> None:
-    """Check that a source imports the standard library and what is allowed.
+    """Check that a source imports only the standard library and allowed packages.
 
     Raises:
         SubmissionRefusedError: It imports something else; with line and column of each place.
     """
-    found = [_import_problem(*place, allowed_packages) for place in outline.imports]
-    if problems := [problem for problem in found if problem]:
+    imports = (_import_problem(*place, allowed_packages) for place in outline.imports)
+    if problems := [problem for problem in imports if problem]:
         raise SubmissionRefusedError(problems[:MAX_PROBLEMS])
 
 
@@ -130,21 +131,21 @@ def _import_problem(module: str, line: int, column: int, allowed_packages: Colle
         allowed = ", ".join(sorted(allowed_packages)) or "none"
         text = (
             f"{place}: imports '{top[:MAX_NAME_CHARS]}', which is neither in the standard library nor among "
-            f"reward.allowed_packages ({allowed}). Do without it, or have it added there"
+            f"reward.allowed_packages ({allowed}). Do without it, or ask for its addition there"
         )
     return Problem("import", text, line, column)
 
 
 @cache
 def importable(packages: tuple[str, ...]) -> frozenset[str]:
-    """Top-level modules that the named distributions bring; one that is not installed goes by its own name."""
-    wanted = {_normal(package) for package in packages}
-    found = {
+    """Top-level modules of the named distributions; one that is not installed goes by its own name."""
+    normal = {_normal(package) for package in packages}
+    modules = {
         module
         for module, distributions in packages_distributions().items()
-        if wanted & {_normal(distribution) for distribution in distributions}
+        if normal & {_normal(distribution) for distribution in distributions}
     }
-    return frozenset(found | {package.replace("-", "_") for package in packages})
+    return frozenset(modules | {package.replace("-", "_") for package in packages})
 
 
 def _normal(distribution: str) -> str:

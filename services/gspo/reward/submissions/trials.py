@@ -18,12 +18,12 @@ from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 
 @dataclass
 class Trial:
-    """What came of it.
+    """The result of a trial.
 
     Attributes:
         results: One for each row.
-        turns: Of an environment: the reset, then one for each action that was reached.
-        output: The end of what the function printed.
+        turns: Of an environment: the reset, then one for each action that it reached.
+        output: The end of the function's printed output.
         seconds: Of all calls together.
     """
 

@@ -398,7 +398,7 @@ async def test_an_environment_is_two_functions_of_json(level: Any) -> None:
         with pytest.raises(CallError, match="JSON cannot carry") as failed:
             await sandbox.call({"function": "step", "arguments": {"state": [], "action": "a"}})
         assert failed.value.kind == "invalid_return"
-    with pytest.raises(CallError, match=r"is no environment: the module has no step\(state, action\)"):
+    with pytest.raises(CallError, match=r"is not an environment: the module has no step\(state, action\)"):
         async with sandbox_of("def reset(task): ...", level, kind="environment"):
             pass
 

@@ -21,7 +21,7 @@ _RULE_PATH_BENEATH = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL_DEV = 1, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
 _MAKE_CHAR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
-# What applies to a file; the other rights are a folder's.
+# The rights on a file; the others are on a folder.
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 _IN_SCRATCH = ((1 << 16) - 1) & ~(_EXECUTE | _MAKE_CHAR | _MAKE_SOCK | _MAKE_BLOCK | _IOCTL_DEV)
 _ALL_TCP = 0b11
@@ -42,7 +42,7 @@ _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 @dataclass(frozen=True)
 class WorkerBounds:
-    """What a worker may take; bytes."""
+    """The resource limits of a worker; bytes."""
 
     memory: int
     file: int
@@ -58,16 +58,16 @@ def _checked(result: int, what: str) -> int:
 
 
 def landlock_abi() -> int:
-    """The kernel's Landlock version; 0 where it has none or refuses it."""
-    found: int = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _ASK_VERSION)
-    return max(found, 0)
+    """The kernel's Landlock version; 0 if it has none or refuses it."""
+    version: int = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _ASK_VERSION)
+    return max(version, 0)
 
 
 class FileRules:
     """A Landlock ruleset, made once and completed for each worker with its own scratch.
 
     Args:
-        reads: Files and folders that may be read and executed; those that are not there are left out.
+        reads: Files and folders that may be read and executed; missing ones are left out.
         devices: Files that may be read and written.
     """
 
@@ -147,7 +147,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def hide() -> None:
-    """Let nobody of the same user look into this process: its /proc entries become root's, ptrace is refused."""
+    """Close this process to others of the same user: its /proc entries become root's, ptrace is refused."""
     _checked(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
 
 
@@ -157,7 +157,7 @@ def show() -> None:
 
 
 def be_first_to_go() -> None:
-    """Where the machine's memory ends, the kernel ends this process before any other, if /proc can be written."""
+    """If the machine runs out of memory, the kernel ends this process first; needs a writable /proc."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 

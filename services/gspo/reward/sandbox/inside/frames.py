@@ -1,7 +1,7 @@
 """Frames between the service and a worker: a length, a format, and a value of JSON's kinds.
 
 msgpack carries them, which also keeps NaN; what it cannot carry (half a surrogate pair, an integer of more than 64
-bits) goes as JSON. Both ends use this module. Never pickle: what comes from a worker is the user's word.
+bits) goes as JSON. Both ends use this module. Never pickle: user code can forge the bytes of a worker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FORMAT_SHIFT = 56
 
 
 class FrameError(Exception):
-    """The bytes are no frame."""
+    """The bytes are not a frame."""
 
 
 def frame(value: dict[str, Any]) -> bytes:
@@ -51,7 +51,7 @@ def read(head: bytes | bytearray, body: bytes) -> Any:
     """The value of a frame.
 
     Raises:
-        FrameError: It is none.
+        FrameError: The bytes are not a frame.
     """
     try:
         if head[0] == _MSGPACK:

@@ -1,7 +1,7 @@
-"""Reads a submitted source without running it: does it compile, what does it import, what does it define.
+"""Reads a submitted source without running it: whether it compiles, its imports and its definitions.
 
-A parser and a compiler can be made to take any time and memory by a few hundred bytes, so they run in the sandbox, as
-an environment without steps. Neighbour outside: services/gspo/reward/submissions/source_check.py.
+A few hundred bytes can make a parser and a compiler take any time and memory. So they run in the sandbox, as an
+environment without steps, which services/gspo/reward/submissions/source_check.py calls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ MAX_IMPORTS = 1000
 
 
 def reset(task: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """What `task["source"]` holds: {"wrong": [text, line, column]}, or
+    """The outline of `task["source"]`.
+
+    It is {"wrong": [text, line, column]}, or
     {"imports": [[module, line, column], ...], "defined": [[name, line, column], ...]}.
     """
     try:
@@ -25,15 +27,15 @@ def reset(task: dict[str, Any]) -> tuple[dict[str, Any], str]:
         return {"wrong": [f"line {line}, column {column}: {error.msg}", line, column]}, ""
     except (ValueError, RecursionError, MemoryError, OverflowError) as error:
         return {"wrong": [f"the source cannot be compiled: {str(error) or type(error).__name__}", 1, 1]}, ""
-    found = [(module, node.lineno, node.col_offset + 1) for node, module in imports(tree)]
-    if len(found) > MAX_IMPORTS:
-        return {"wrong": [f"the source has {len(found)} imports, and at most {MAX_IMPORTS} are read", 1, 1]}, ""
+    places = [(module, node.lineno, node.col_offset + 1) for node, module in imports(tree)]
+    if len(places) > MAX_IMPORTS:
+        return {"wrong": [f"the source has {len(places)} imports, and at most {MAX_IMPORTS} are read", 1, 1]}, ""
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-    return {"imports": found, "defined": [(node.name, node.lineno, node.col_offset + 1) for node in functions]}, ""
+    return {"imports": places, "defined": [(node.name, node.lineno, node.col_offset + 1) for node in functions]}, ""
 
 
 def step(state: Any, action: str) -> tuple[Any, str, float, bool]:
-    """There is none."""
+    """End at once: there are no steps."""
     return state, action, 0.0, True
 
 

@@ -1,7 +1,4 @@
-"""Which function of a user's module is the one to call, and what it takes.
-
-It calls nothing.
-"""
+"""Finds the function to call in a user's module, and its parameters."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 MAX_PARAMETERS, MAX_NAME_CHARS = 100, 100
-# The names that a file may use without telling `entry`.
+# The names of functions that a file may use without `entry`.
 TRL_NAME, VERL_NAME, OPENRLHF_NAME = "reward", "compute_score", "reward_func"
-# By these parameters a function is recognised; see functions.py for what each one is given.
+# By these parameters a function is recognised; functions/arguments.py has their values.
 TRL_PARAMETERS = frozenset({"completions", "completion_ids"})
 VERL_PARAMETERS = frozenset({"solution_str", "ground_truth"})
 OPENRLHF_PARAMETERS = frozenset({"queries", "labels"})
@@ -32,8 +29,8 @@ class SeveralFunctionsError(UnfitError):
 def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function to call and its signature.
 
-    It is `entry` where given; else `reward`, `compute_score` or `reward_func`; else the only public function of the
-    file whose parameters fit.
+    It is `entry` if set. Otherwise it is `reward`, `compute_score` or `reward_func`, or the only public function of
+    the file whose parameters fit.
 
     Raises:
         UnfitError: There is none.
@@ -64,7 +61,7 @@ def _listed(defined: Iterable[str]) -> str:
 
 
 def _what_it_may_be(defined: Mapping[str, Callable[..., Any]]) -> str:
-    """A word about the one function that nearly fits, or about an environment."""
+    """A hint about the one function that nearly fits, or about an environment."""
     if defined.keys() >= ENVIRONMENT_FUNCTIONS.keys():
         return ", as an environment does (kind: environment)"
     if len(defined) == 1:
@@ -131,7 +128,7 @@ def describe_signature(name: str, function: Callable[..., Any]) -> dict[str, Any
 
 
 def find_environment(module: types.ModuleType, entry: str | None) -> tuple[dict[str, Callable[..., Any]], str]:
-    """reset and step of a module, or of its object or class `entry`; and where they were found.
+    """reset and step of a module, or of its object or class `entry`; and that name.
 
     Raises:
         UnfitError: One of them is missing or takes other parameters.
@@ -142,14 +139,14 @@ def find_environment(module: types.ModuleType, entry: str | None) -> tuple[dict[
         if holder is None:
             raise UnfitError(f"has no '{entry}'")
         holder = holder() if inspect.isclass(holder) else holder
-    found = {}
+    functions = {}
     for name, parameters in ENVIRONMENT_FUNCTIONS.items():
         function = getattr(holder, name, None)
         if not callable(function):
-            raise UnfitError(f"is no environment: {entry or 'the module'} has no {name}({', '.join(parameters)})")
+            raise UnfitError(f"is not an environment: {entry or 'the module'} has no {name}({', '.join(parameters)})")
         try:
             inspect.signature(function).bind(**dict.fromkeys(parameters))
         except TypeError as error:
             raise UnfitError(f"defines {name}{inspect.signature(function)}, not ({', '.join(parameters)})") from error
-        found[name] = function
-    return found, entry or ""
+        functions[name] = function
+    return functions, entry or ""

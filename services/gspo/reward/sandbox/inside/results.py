@@ -1,6 +1,6 @@
-"""Plain values of what user code returned or raised, so that JSON can carry them.
+"""Results and exceptions of user code as plain values, which JSON can carry.
 
-It runs on the user's side of the wall: what it says of a result is the user's word, and the parent checks it again.
+It shares its process with user code, which can forge its output: the service checks all of it again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_MORE_THREADS = "can't start new thread"
 
 
 class InvalidReturnError(Exception):
-    """User code returned something else than was asked for."""
+    """User code returned a value of another form."""
 
 
 def list_values(result: Any) -> list[Any]:
@@ -43,9 +43,9 @@ def list_values(result: Any) -> list[Any]:
 
 
 def _openrlhf_values(result: dict[str, Any]) -> list[Any]:
-    """The rewards of OpenRLHF's form, each with what `extra_logs` has for its row."""
-    rewards, given = list_values(result["rewards"]), result.get("extra_logs") or {}
-    extras = {str(name): list_values(values) for name, values in given.items()}
+    """The rewards of OpenRLHF's form, each with the values of `extra_logs` for its row."""
+    rewards, logs = list_values(result["rewards"]), result.get("extra_logs") or {}
+    extras = {str(name): list_values(values) for name, values in logs.items()}
     if not extras:
         return rewards
     if any(len(values) != len(rewards) for values in extras.values()):
@@ -83,7 +83,7 @@ def describe_error(error: BaseException, path: str) -> dict[str, Any]:
     text = str(error) if own else " ".join("".join(traceback.format_exception_only(error)).split())[:TEXT_CHARS]
     kind = failure_kind(error)
     if kind == "forbidden" and isinstance(error, FileNotFoundError):
-        text += " (what is outside the sandbox is hidden)"
+        text += " (files outside the sandbox are hidden)"
     first = error.__traceback__
     while first is not None and frames and first.tb_frame.f_code.co_filename != path:
         first = first.tb_next
@@ -93,7 +93,7 @@ def describe_error(error: BaseException, path: str) -> dict[str, Any]:
         "text": text,
         "place": f"{Path(path).name} line {line}" if frames else "",
         "line": line,
-        # Of what the harness itself says only the lines below the user's are of use.
+        # Of the harness's own frames only those below the user's are of use.
         "traceback": ""
         if own and not frames
         else "".join(traceback.format_exception(type(error), error, first))[-TRACEBACK_CHARS:],
@@ -101,14 +101,14 @@ def describe_error(error: BaseException, path: str) -> dict[str, Any]:
 
 
 def nameless_error(error: BaseException) -> dict[str, Any]:
-    """What is left to say where describing a failure failed, by `error`, itself."""
-    text = f"raised or returned what cannot be shown ({type_name(error)})"
+    """The description of a failure whose own description failed with `error`."""
+    text = f"raised or returned a value that cannot be shown ({type_name(error)})"
     kind = "memory" if isinstance(error, MemoryError) else "exception"
     return {"kind": kind, "type": "", "text": text, "place": "", "line": None, "traceback": ""}
 
 
 def failure_kind(error: BaseException) -> str:
-    """One of services/gspo/reward/sandbox/calls.py's kinds, as far as an exception tells."""
+    """One of services/gspo/reward/sandbox/calls.py's kinds, by the exception."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, MemoryError) or number == errno.ENOMEM:
         return "memory"
@@ -127,7 +127,7 @@ def failure_kind(error: BaseException) -> str:
 
 
 def _is_hidden(error: BaseException) -> bool:
-    """Whether a file is said not to be there that may only not be shown."""
+    """Whether a missing file may exist outside the sandbox."""
     name = error.filename if isinstance(error, FileNotFoundError) else None
     if not isinstance(name, str):
         return False

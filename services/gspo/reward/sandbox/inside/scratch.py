@@ -1,7 +1,7 @@
-"""Folders that user code has filled: how much is in them, and away with them, whatever it has made there.
+"""Folders that user code has filled: measuring and removing them.
 
-Neither recurses nor needs a path to the bottom: folders in folders may be deeper than Python's stack and longer than a
-path may be, and closed to their owner. Removing is for when their worker is gone.
+User code can nest folders deeper than Python's stack and longer than the longest path, and close them to their owner.
+So nothing here recurses or needs the path of the deepest folder. A folder is removed after its worker has ended.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-# What a file without content takes of the file system's tables, roundly.
+# Roughly the share of an empty file in the file system's tables.
 _ENTRY_BYTES = 4096
-# A folder that cannot be looked into, or takes long to get to, may hold anything.
+# The content of a folder that cannot be read, or is too deep to reach, may have any size.
 HIDDEN_BYTES = 2**62
-# The largest that a file may be, and as much as all of a worker's may have.
+# The largest size of one file, and of all files of a worker.
 UNSEEN_BYTES = 64 * 2**20
 _LONGEST_PATH = 1024
 _DELETED = b" (deleted)"
@@ -49,33 +49,34 @@ def size(folder: Path) -> int:
 
 
 def nameless_size(pid: int, folder: Path) -> int:
-    """Bytes on disk of files that a process holds and no folder has any more.
+    """Bytes on disk of files that a process has open and that were removed from every folder.
 
     Args:
-        folder: What the process may write to: removed files elsewhere, such as replaced libraries, are not its own.
+        folder: The folder that the process may write to: removed files elsewhere, such as replaced libraries, are not
+            its own.
     """
-    held: dict[tuple[int, int], int] = {}
+    bytes_by_file: dict[tuple[int, int], int] = {}
     for entry in _descriptors(pid):
         with suppress(OSError):
-            found = entry.stat()
-            if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
-                held[found.st_dev, found.st_ino] = found.st_blocks * 512
+            status = entry.stat()
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                bytes_by_file[status.st_dev, status.st_ino] = status.st_blocks * 512
     # The size of one that is mapped alone cannot be seen from outside: it counts as the largest there can be.
-    for key in _removed_maps(pid, folder) - held.keys():
-        held[key] = UNSEEN_BYTES
-    return sum(held.values())
+    for key in _removed_maps(pid, folder) - bytes_by_file.keys():
+        bytes_by_file[key] = UNSEEN_BYTES
+    return sum(bytes_by_file.values())
 
 
 def _descriptors(pid: int) -> list[os.DirEntry[str]]:
-    """What a process has open. All its threads share one table, and the first of them may have ended."""
+    """The open files of a process. All its threads share one table, and the first of them may have ended."""
     tables = (_entries(f"{task.path}/fd") for task in _entries(f"/proc/{pid}/task"))
     return next((entries for entries in tables if entries), [])
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        with os.scandir(folder) as entries:
+            return list(entries)
     except OSError:  # gone meanwhile
         return []
 
@@ -86,17 +87,17 @@ def _removed_maps(pid: int, folder: Path) -> set[tuple[int, int]]:
         maps = Path(f"/proc/{pid}/maps").read_bytes()
     except OSError:
         return set()
-    found = set()
+    files = set()
     for line in maps.splitlines() if _DELETED in maps else ():  # addresses, rights, offset, device, number, path
         fields = line.split(None, 5)
         if len(fields) == 6 and fields[5].startswith(bytes(folder)) and fields[5].endswith(_DELETED):
             major, _, minor = fields[3].partition(b":")
-            found.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
-    return found
+            files.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
+    return files
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder and all that is in it. What another user owns stays."""
+    """Remove a folder with its content, but for files that another user owns."""
     with suppress(OSError):
         top = os.open(folder, _OPEN)
         try:
@@ -113,23 +114,23 @@ def _empty(top: int) -> None:
     while folders:
         name = folders.pop()
         with suppress(OSError):
-            found = os.open(name, _OPEN, dir_fd=top)
+            opened = os.open(name, _OPEN, dir_fd=top)
             try:
-                for inner in _unlink_files(found):
+                for inner in _unlink_files(opened):
                     moved = next(new_names)
-                    os.rename(inner, moved, src_dir_fd=found, dst_dir_fd=top)
+                    os.rename(inner, moved, src_dir_fd=opened, dst_dir_fd=top)
                     folders.append(moved)
             finally:
-                os.close(found)
+                os.close(opened)
             os.rmdir(name, dir_fd=top)
 
 
 def _unlink_files(folder: int) -> list[str]:
     """The folders in a folder, opened to their owner; everything else in it is removed."""
     folders = []
-    with os.scandir(folder) as entries:
-        found = list(entries)
-    for entry in found:
+    with os.scandir(folder) as listing:
+        entries = list(listing)
+    for entry in entries:
         with suppress(OSError):
             if entry.is_dir(follow_symlinks=False):
                 os.chmod(entry.name, 0o700, dir_fd=folder)

@@ -1,11 +1,14 @@
 """The trusted process of a sandbox: it starts, measures and ends the workers that run user code, and runs none itself.
 
 It takes commands on a socket of packets, one JSON object each, from the reward service alone, and decides nothing:
-  {"op": "start", "id": N, "memory": BYTES} with two descriptors, the worker's channel and its output
-  {"op": "measure", "id": N, "ticket": T} answered by {"ticket": T, "usage": {"cpu_s", "num_threads", "scratch_bytes"}}
-  {"op": "stop", "id": N, "ticket": T}    stops the worker, then as `measure`
-  {"op": "resume", "id": N}
-  {"op": "kill", "id": N}
+
+- `{"op": "start", "id": N, "memory": BYTES}` with two descriptors, the worker's channel and its output
+- `{"op": "measure", "id": N, "ticket": T}`, answered by
+  `{"ticket": T, "usage": {"cpu_s", "num_threads", "scratch_bytes"}}`
+- `{"op": "stop", "id": N, "ticket": T}` stops the worker, then as `measure`
+- `{"op": "resume", "id": N}`
+- `{"op": "kill", "id": N}`
+
 It reports the end of a worker by {"id": N, "ended": WAIT STATUS}. When the socket closes, everything ends.
 Started as a program by services/gspo/reward/sandbox/launch.py with its task as JSON in the first packet.
 """
@@ -49,8 +52,8 @@ class SandboxSupervisor:
 
     Args:
         task: The task from launch.py: scratch, reads, devices, uid, user_namespace, num_files, num_tasks, file_bytes,
-            packages, num_slots (file systems of limited size in scratch, one for each worker; 0: there are none), and
-            filter: whether the bytes of one are the next packet.
+            packages, num_slots and filter. `num_slots` is the number of file systems of limited size in scratch, one
+            for each worker, or 0. With `filter`, the bytes of the filter are the next packet.
     """
 
     def __init__(self, control: socket.socket, task: dict[str, Any]) -> None:
@@ -169,7 +172,7 @@ class SandboxSupervisor:
         os._exit(0)
 
     def _new_folder(self) -> Path:
-        """A worker's scratch, under a name that no other worker can guess: some can ask what is at a path."""
+        """A worker's scratch, under a name that no other worker can guess: some can query any path."""
         while self._task["num_slots"] and not self._free_slots:
             if not self._removers:
                 raise OSError(errno.EAGAIN, "every slot for scratch is taken")
@@ -242,11 +245,11 @@ class SandboxSupervisor:
 
 
 def _preload(packages: Iterable[str], folder: Path) -> dict[str, str]:
-    """Import what the user's code will ask for, once for all its workers; `folder` is made, for what they write.
+    """Import packages once for all workers; `folder` is made for the files that they write at their import.
 
     Returns:
-        Package -> why its import failed. What such an import left behind (half a module, a C extension that cannot be
-        loaded twice) stays in this process: where there is one, start another without that package.
+        Package -> why its import failed. A failed import leaves things behind in this process: half a module, or a C
+        extension that cannot be loaded twice. Start another process without that package.
     """
     folder.mkdir(mode=0o700)
     _use_as_temporary(folder)
@@ -262,7 +265,7 @@ def _preload(packages: Iterable[str], folder: Path) -> dict[str, str]:
 def _use_as_temporary(folder: Path) -> None:
     """Make a folder this process's temporary one, and its home."""
     os.environ.update(HOME=str(folder), TMPDIR=str(folder))
-    tempfile.tempdir = None  # what it found before
+    tempfile.tempdir = None  # forget the folder of the first use
 
 
 def _fork_remover(control: socket.socket, folder: Path) -> int:

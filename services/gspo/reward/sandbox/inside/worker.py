@@ -1,8 +1,7 @@
 """One worker: the process that user code runs in. It loads the code and answers questions on a socket of its own.
 
-It starts as a copy of the supervisor, already confined. User code shares this process and can do to it what it
-likes: what comes from here is the user's word and nothing more, and the parent treats it so. An answer repeats the
-question's id, which is new for each question.
+It starts as a copy of the supervisor, already confined. User code shares this process and can change anything in it,
+so the service trusts no byte of its answers. An answer repeats the question's id, which is new for each question.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ def serve(channel: socket.socket) -> None:
     worker, frames, num_threads = LoadedCode(), QuestionReader(channel), _num_threads()
     while (question := frames.read()) is not None:
         answer = _answer(worker, question)
-        if (left := _num_threads() - num_threads) > 0:
-            answer["threads_left"] = left
+        if (more_threads := _num_threads() - num_threads) > 0:
+            answer["threads_left"] = more_threads
         _flush()
         channel.sendall(_framed(answer, question["id"]))
 
@@ -54,12 +53,12 @@ def _answer(worker: LoadedCode, question: dict[str, Any]) -> dict[str, Any]:
             return {"error": nameless_error(again)}
 
 
-def _framed(answer: dict[str, Any], mark: str) -> bytes:
-    answer["id"] = mark
+def _framed(answer: dict[str, Any], question_id: str) -> bytes:
+    answer["id"] = question_id
     try:
         return _frame(answer)
     except (MemoryError, RecursionError, ValueError, TypeError) as error:
-        return _frame({"error": nameless_error(error), "id": mark})
+        return _frame({"error": nameless_error(error), "id": question_id})
 
 
 def _num_threads() -> int:
@@ -147,7 +146,7 @@ class LoadedCode:
         return signature
 
     def _call(self, arguments: dict[str, Any]) -> Any:
-        """Bind before the call, so that a signature that does not fit is told from a TypeError within."""
+        """Bind before the call, to distinguish a signature that does not fit from a TypeError within."""
         try:
             bound = self._bind(**arguments)
         except TypeError as error:
@@ -174,7 +173,7 @@ class LoadedCode:
         return plain_value(result)
 
     def _wait(self, result: Any) -> Any:
-        """An awaitable's result; its loop ends with the call, and so does what it left in it."""
+        """An awaitable's result; its loop ends with the call, and so do all tasks in it."""
         if not inspect.isawaitable(result):
             return result
         with asyncio.Runner() as runner:
@@ -189,12 +188,16 @@ async def _gather(awaitables: list[Any]) -> list[Any]:
     return await asyncio.gather(*awaitables, return_exceptions=True)
 
 
-def _nothing_loaded(**_given: Any) -> Any:
+def _nothing_loaded(**_arguments: Any) -> Any:
     raise UnfitError("is not loaded")
 
 
 def _as_json(value: Any) -> str:
-    """The value, where JSON can carry it: tuples become lists."""
+    """A value as JSON: tuples become lists.
+
+    Raises:
+        InvalidReturnError: JSON cannot carry it.
+    """
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -207,7 +210,7 @@ def load_module(path: str, source: str, folders: list[str]) -> types.ModuleType:
     module.__file__ = path
     sys.path[:0] = folders
     sys.modules[module.__name__] = module
-    # Tracebacks quote the lines of a file that is not there to be read.
+    # Tracebacks quote the lines of the file, which cannot be read from here.
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
     exec(compile(source, path, "exec"), module.__dict__)  # noqa: S102 - what this process is for
     return module
