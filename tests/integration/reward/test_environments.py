@@ -122,7 +122,7 @@ async def answers(scorer: Scorer, *calls: tuple[str, Any]) -> list[str]:
         ("1/0", "error: division by zero"),
         ("2 ** 99999", "error: the number is too large"),
         ("9 ** 9 ** 9", "error: the number is too large"),
-        ("(-8) ** 0.5", "error: the result is no real number"),
+        ("(-8) ** 0.5", "error: the result is not a real number"),
         ("__import__('os')", "error: only numbers, + - * / // % ** and brackets are known"),
         ("1 +", "error: invalid syntax"),
     ],

@@ -1,26 +1,32 @@
-"""The arguments of a call: what each parameter of a reward function is given for a batch of rollouts.
+"""The arguments of a call: the value of each parameter of a reward function, for a batch of rollouts.
 
 A function by TRL's convention takes any of these by name, each a list with one item a completion:
-  prompts         text, or chat messages where the prompt was given as messages
-  completions     text, or [{"role": "assistant", "content": text}] where the prompt was given as messages; of a
-                  conversation its last turn, or where the prompt was given as messages all turns and observations
-  completion_ids  token ids, special tokens included
-  outcomes        eos, stop_string, truncated; of a conversation also environment_done, turn_limit, turn_token_limit,
-                  time_limit or step_time_limit
-  stops           the stop string that ended the answer, or ""
-  truncated       whether the answer was cut off at response_length
-  any other name  the data set's column of that name; `**columns` takes all columns
+
+- `prompts`: text, or chat messages if the prompt is chat messages
+- `completions`: text, or `[{"role": "assistant", "content": text}]` if the prompt is chat messages. Of a conversation
+  the text of its last turn, or all turns and observations as chat messages
+- `completion_ids`: token ids, special tokens included
+- `outcomes`: eos, stop_string or truncated; of a conversation also environment_done, turn_limit, turn_token_limit,
+  time_limit or step_time_limit
+- `stops`: the stop string that ended the answer, or ""
+- `truncated`: whether the answer was cut off at response_length
+- any other name: the data set's column of that name; `**columns` takes all columns
+
 A function by verl's convention is called for each answer with
-  data_source     the column, or ""
-  solution_str    the answer's text
-  ground_truth    the column ground_truth, else ground_truth within the column reward_model, else the column answer
-  extra_info      the column, or {}
-  any other name  the data set's column of that name
+
+- `data_source`: the column, or ""
+- `solution_str`: the answer's text
+- `ground_truth`: the column ground_truth, else ground_truth within the column reward_model, else the column answer
+- `extra_info`: the column, or {}
+- any other name: the data set's column of that name
+
 A function by OpenRLHF's remote form takes, each a list with one item an answer
-  queries         the prompt's text and the answer's behind it
-  prompts         the prompt's text
-  labels          the right answer, by verl's rule; None where there is none
-Whatever a configuration gives as `args` stands above a column of that name.
+
+- `queries`: the prompt's text followed by the answer's
+- `prompts`: the prompt's text
+- `labels`: the right answer, by verl's rule; None if there is none
+
+The `args` of a configuration take precedence over columns of the same names.
 """
 
 from __future__ import annotations
@@ -99,12 +105,12 @@ def _columns(rollout: Rollout) -> dict[str, Any]:
         ValueError: They are not a JSON object.
     """
     try:
-        found = json.loads(rollout.prompt.columns_json or "{}")
+        columns = json.loads(rollout.prompt.columns_json or "{}")
     except RecursionError as error:
         raise ValueError("its columns are nested too deeply") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"its columns are {type(found).__name__}, not a JSON object")
-    return found
+    if not isinstance(columns, dict):
+        raise ValueError(f"its columns are {type(columns).__name__}, not a JSON object")
+    return columns
 
 
 def _openrlhf_arguments(rollouts: Sequence[Rollout], columns: list[dict[str, Any]]) -> dict[str, Any]:
@@ -129,8 +135,8 @@ def _trl_arguments(
     names = {name for row in columns for name in row}
     if missing := missing_columns(signature, {*names, *args}):
         raise MissingColumnError(missing[0], names)
-    wanted = names if signature.takes_any else names & signature.takes
-    arguments: dict[str, Any] = {name: [row.get(name) for row in columns] for name in wanted}
+    taken = names if signature.takes_any else names & signature.takes
+    arguments: dict[str, Any] = {name: [row.get(name) for row in columns] for name in taken}
     for name in TRL_ARGUMENTS:
         if name in signature.takes or (signature.takes_any and name in ("prompts", "completions")):
             arguments[name] = [_trl_value(name, rollout) for rollout in rollouts]
@@ -165,13 +171,13 @@ def _completion(rollout: Rollout) -> list[dict[str, Any]]:
 def _verl_row(signature: Signature, rollout: Rollout, columns: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
     if missing := missing_columns(signature, {*columns, *args}):
         raise MissingColumnError(missing[0], columns)
-    given = {
+    values = columns | {
         "data_source": columns.get("data_source", ""),
         "solution_str": rollout.text,
         "ground_truth": ground_truth(columns),
         "extra_info": columns.get("extra_info") or {},
     }
-    taken = {name: value for name, value in (columns | given).items() if signature.takes_any or name in signature.takes}
+    taken = {name: value for name, value in values.items() if signature.takes_any or name in signature.takes}
     return taken | args
 
 

@@ -1,7 +1,7 @@
 """The built-in `reward_model`: a Hugging Face sequence-classification model scores each answer.
 
-Here is its process and what is asked of it; torch is in builtins/reward_model.py alone. A call that takes too long
-ends the process, and the next call starts it again. Neighbour: library.py opens it.
+This module starts and calls its process, whose program, with torch, is builtins/reward_model.py. A call that takes
+too long ends the process, and the next call starts it again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ClassifierProcess:
         self._options, self._timeout_s = options, timeout_s
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Task[None] | None = None
-        self._words: deque[str] = deque(maxlen=20)
+        self._lines: deque[str] = deque(maxlen=20)
         self._lock = asyncio.Lock()
 
     async def load(self) -> Signature:
@@ -90,15 +90,15 @@ class ClassifierProcess:
     async def _ready(self) -> asyncio.subprocess.Process:
         if self._process is not None:
             return self._process
-        told = json.dumps(self._options.model_dump())
+        options = json.dumps(self._options.model_dump())
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", str(PROGRAM), told),
+            *(sys.executable, "-P", str(PROGRAM), options),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,
         )
-        self._words.clear()
+        self._lines.clear()
         self._listening = asyncio.create_task(self._listen(self._process))
         try:
             await self._ask(self._process, None, LOAD_TIMEOUT_S)
@@ -118,7 +118,7 @@ class ClassifierProcess:
                     await process.stdin.drain()
                 line = await process.stdout.readline()
             if not line:
-                raise CallError("crash", f"the reward model's process ended: {await self._last_words(process)}")
+                raise CallError("crash", f"the reward model's process ended: {await self._last_lines(process)}")
             answered = True
             return json.loads(line)
         except TimeoutError:
@@ -132,16 +132,16 @@ class ClassifierProcess:
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None  # noqa: S101 - it is a pipe
         while chunk := await process.stderr.read(65536):
-            self._words.extend(line for line in chunk.decode(errors="replace").splitlines() if line.strip())
+            self._lines.extend(line for line in chunk.decode(errors="replace").splitlines() if line.strip())
 
-    async def _last_words(self, process: asyncio.subprocess.Process) -> str:
+    async def _last_lines(self, process: asyncio.subprocess.Process) -> str:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
                 await process.wait()
         if self._listening is not None:
             await asyncio.wait({self._listening}, timeout=1.0)
-        missing = any("No module named 'torch'" in line for line in self._words)
-        return "it needs torch: pip install gspo[reward-model]" if missing else " ".join(list(self._words)[-2:])
+        missing = any("No module named 'torch'" in line for line in self._lines)
+        return "it needs torch: pip install gspo[reward-model]" if missing else " ".join(list(self._lines)[-2:])
 
     async def close(self) -> None:
         """End the process."""

@@ -1,14 +1,15 @@
 """The built-in `code_tests`: the share of unit tests that the code in an answer passes, or 1 only where all pass.
 
-The answer's code runs in the sandbox, one answer at a time and each in a process of its own; what its calls return
-comes out and is compared here. So an answer cannot read the right results, patch the comparison, or spoil the next
+The answer's code runs in the sandbox, one answer at a time and each in a process of its own. The results of its calls
+come out and are compared here. So an answer cannot read the right results, patch the comparison, or spoil the next
 answer. An answer whose code is killed scores 0: a policy that could turn its own failures into dropped rollouts
 would learn to.
 
 A test, in the column `tests` (or args.tests for all), is one of
-  {"call": "add(1, 2)", "expected": 3}        by value
-  {"stdin": "1 2", "expected": "3"}           a whole program, by what it prints, white space around lines apart
-  "assert add(1, 2) == 3"                     the same as the first; other assertions are refused
+
+- `{"call": "add(1, 2)", "expected": 3}`, compared by value
+- `{"stdin": "1 2", "expected": "3"}`, a whole program, compared by its output without white space at the end of lines
+- `"assert add(1, 2) == 3"`, the same as the first; other assertions are refused
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class UnreadableTestError(Exception):
 
 @dataclass(frozen=True)
 class UnitTest:
-    """One run of the answer's code, and what must come of it."""
+    """One run of the answer's code, and its expected result."""
 
     run: dict[str, str]
     expected: Any
@@ -87,12 +88,12 @@ class CodeTests:
 
     async def _score(self, text: str, tests: Any, partial: bool) -> Any:
         try:
-            wanted = read_tests(tests)
+            unit_tests = read_tests(tests)
         except UnreadableTestError as error:
             return {
                 "error": {"type": "UnfitError", "text": str(error), "place": "", "traceback": "", "kind": "exception"}
             }
-        task = {"code": code_of(text), "runs": [test.run for test in wanted]}
+        task = {"code": code_of(text), "runs": [test.run for test in unit_tests]}
         try:
             answer = await self._sandbox.call({"function": "reset", "arguments": {"task": task}}, session=None)
         except CallError as error:
@@ -100,14 +101,14 @@ class CodeTests:
                 raise
             return 0.0  # the answer's own fault
         results = answer.values[0] if isinstance(answer.values, list) and answer.values else []
-        if not isinstance(results, list) or len(results) != len(wanted):
+        if not isinstance(results, list) or len(results) != len(unit_tests):
             return 0.0  # the answer's code reached the runner and broke it
-        pairs = zip(wanted, results, strict=True)
+        pairs = zip(unit_tests, results, strict=True)
         try:
             num_passed = sum(test.passed(result) for test, result in pairs if isinstance(result, dict))
         except RecursionError:
             return 0.0  # nested deeper than any expected value is
-        share = num_passed / len(wanted)
+        share = num_passed / len(unit_tests)
         return share if partial else float(share == 1.0)
 
     async def close(self) -> None:
@@ -117,18 +118,18 @@ class CodeTests:
 
 def _is_column(tests: list[Any], count: int) -> bool:
     return len(tests) == count and all(
-        isinstance(one, list) or (isinstance(one, str) and one[:1] == "[") for one in tests
+        isinstance(item, list) or (isinstance(item, str) and item[:1] == "[") for item in tests
     )
 
 
-def read_tests(given: Any) -> list[UnitTest]:
+def read_tests(column: Any) -> list[UnitTest]:
     """The tests of one answer.
 
     Raises:
         UnreadableTestError: There is none, or one is of none of the three forms.
     """
     try:
-        tests = json.loads(given) if isinstance(given, str) else given
+        tests = json.loads(column) if isinstance(column, str) else column
     except ValueError as error:
         raise UnreadableTestError(f"its tests are not JSON: {error}") from error
     if not isinstance(tests, list) or not tests:
@@ -165,19 +166,19 @@ def _read_assertion(text: str) -> UnitTest:
 
 
 def shown(value: Any) -> str:
-    """What builtins/code_runner.py says of a value that JSON would change."""
+    """A value that JSON would change, as builtins/code_runner.py shows it."""
     return f"set of {sorted(map(repr, value))}" if isinstance(value, set | frozenset) else repr(value)
 
 
-def same(given: Any, expected: Any) -> bool:
+def same(value: Any, expected: Any) -> bool:
     """Equal, and of one kind: neither 1 for True nor a list for a tuple."""
-    if isinstance(given, list):
-        pairs = type(given) is type(expected) and len(given) == len(expected)
-        return pairs and all(same(*pair) for pair in zip(given, expected, strict=True))
-    if isinstance(given, dict):
-        keys = isinstance(expected, dict) and given.keys() == expected.keys()
-        return keys and all(same(given[key], expected[key]) for key in given)
-    return isinstance(given, bool) == isinstance(expected, bool) and bool(given == expected)
+    if isinstance(value, list):
+        pairs = type(value) is type(expected) and len(value) == len(expected)
+        return pairs and all(same(*pair) for pair in zip(value, expected, strict=True))
+    if isinstance(value, dict):
+        keys = isinstance(expected, dict) and value.keys() == expected.keys()
+        return keys and all(same(value[key], expected[key]) for key in value)
+    return isinstance(value, bool) == isinstance(expected, bool) and bool(value == expected)
 
 
 def _lines(text: str) -> list[str]:

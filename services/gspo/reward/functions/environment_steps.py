@@ -18,7 +18,7 @@ from gspo.reward.sandbox.calls import Callee, CallError
 
 @dataclass(frozen=True)
 class Turn:
-    """Where an episode stands after reset (reward 0, not done) or a step."""
+    """One turn of an episode: the state after reset (reward 0, not done) or after a step."""
 
     state_json: str
     observation_json: str
@@ -32,7 +32,7 @@ class EnvironmentSteps:
 
     Args:
         usage: Counts calls; None counts none, as in a trial.
-        session: Whose calls these are; None: no other call shares a process with any of them.
+        session: Calls of other sessions share no process with these; None: no other call does.
     """
 
     def __init__(self, usage: UsageCounter | None, *, session: str | None) -> None:
@@ -48,7 +48,7 @@ class EnvironmentSteps:
             return await reset(function.callee, task_json, session=self._session)
 
     async def step(self, function: Function, state_json: str, action: str, calls_json: str = "") -> Turn:
-        """The turn that follows an action.
+        """The turn of the episode that follows an action.
 
         Raises:
             CallError: The environment failed, or returned something else.
@@ -64,33 +64,33 @@ async def reset(callee: Callee, task_json: str, *, session: str | None) -> Turn:
         CallError: It failed, or returned something else.
     """
     arguments = {"task": _read(task_json, "the task")}
-    found = await callee.call({"function": "reset", "arguments": arguments}, session=session)
-    state, observation = _fields(found.values, 2, "reset returned {}, not (state, observation)")
-    return Turn(_dump(state), _observation(observation), 0.0, done=False, output=found.output)
+    answer = await callee.call({"function": "reset", "arguments": arguments}, session=session)
+    state, observation = _fields(answer.values, 2, "reset returned {}, not (state, observation)")
+    return Turn(_dump(state), _observation(observation), 0.0, done=False, output=answer.output)
 
 
 async def step(callee: Callee, state_json: str, action: str, calls_json: str = "", *, session: str | None) -> Turn:
     """`step(state, action) -> state, observation, reward, done`.
 
     Args:
-        action: The turn's text.
-        calls_json: The tool calls in it, where the policy has tools: the action is then {text, calls}.
+        action: The policy's text of this turn.
+        calls_json: The tool calls in it, if the policy has tools: the action is then {text, calls}.
 
     Raises:
         CallError: It failed, or returned something else.
     """
-    given = {"text": action, "calls": _read(calls_json, "the calls")} if calls_json else action
-    arguments = {"state": _read(state_json, "the state"), "action": given}
-    found = await callee.call({"function": "step", "arguments": arguments}, session=session)
+    action_value = {"text": action, "calls": _read(calls_json, "the calls")} if calls_json else action
+    arguments = {"state": _read(state_json, "the state"), "action": action_value}
+    answer = await callee.call({"function": "step", "arguments": arguments}, session=session)
     state, observation, reward, done = _fields(
-        found.values, 4, "step returned {}, not (state, observation, reward, done)"
+        answer.values, 4, "step returned {}, not (state, observation, reward, done)"
     )
     number = _finite(reward)
     if number is None:
-        raise _invalid(f"step returned a reward that is no finite number: {_dump(reward)[:100]}")
+        raise _invalid(f"step returned a reward that is not a finite number: {_dump(reward)[:100]}")
     if not isinstance(done, bool):
         raise _invalid(f"step returned a done that is neither true nor false: {_dump(done)[:100]}")
-    return Turn(_dump(state), _observation(observation), number, done, found.output)
+    return Turn(_dump(state), _observation(observation), number, done, answer.output)
 
 
 def _read(text: str, what: str) -> Any:
@@ -128,8 +128,8 @@ def _fields(values: Any, count: int, otherwise: str) -> list[Any]:
 def _observation(value: Any) -> str:
     """Text, or a list of chat messages, as JSON."""
     messages = isinstance(value, list) and all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-        for one in value
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in value
     )
     if not isinstance(value, str) and not messages:
         raise _invalid("the observation is neither text nor a list of messages with role and content")

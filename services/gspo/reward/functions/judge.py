@@ -1,4 +1,4 @@
-"""The built-in `llm_judge`: a language model at an OpenAI-compatible address says what an answer is worth.
+"""The built-in `llm_judge`: a language model at an OpenAI-compatible address scores an answer.
 
 Each answer is one POST to URL/chat/completions, at temperature 0; the last number of the reply is the score. It is a
 trusted part of gspo that needs the network, so it runs beside the sandbox.
@@ -44,7 +44,7 @@ class JudgeOptions(Section):
     prompt: str = Field(PROMPT, description="With {prompt}, {answer} and {ground_truth} where they belong")
     divide_by: PositiveFloat = Field(10.0, description="The number is divided by this")
     max_tokens: PositiveInt = 512
-    concurrency: PositiveInt = Field(16, description="Requests under way at a time")
+    concurrency: PositiveInt = Field(16, description="Requests in flight at a time")
     api_key_variable: str = Field("GSPO_JUDGE_API_KEY", description="Environment variable with the key, if one is set")
 
 
@@ -77,7 +77,7 @@ class Judge:
         self._free = asyncio.Semaphore(options.concurrency)
 
     async def load(self) -> Signature:
-        """Nothing to load: the server is first asked when there is something to score."""
+        """Return the signature: the first batch makes the first request."""
         return self.signature
 
     async def call(self, question: Question, *, session: str | None = "") -> Answer:  # noqa: ARG002 - it has no state
@@ -90,14 +90,14 @@ class Judge:
         return Answer(list(values), "", time.perf_counter() - started)
 
     async def _judge(self, row: dict[str, Any]) -> Any:
-        told = {"{prompt}": text_of(row["prompts"]), "{answer}": text_of(row["completions"])}
+        fields = {"{prompt}": text_of(row["prompts"]), "{answer}": text_of(row["completions"])}
         if "{ground_truth}" in self._options.prompt:
-            told["{ground_truth}"] = str(ground_truth(row))
-        # All at once: an answer that holds "{ground_truth}" must not be filled in itself.
+            fields["{ground_truth}"] = str(ground_truth(row))
+        # All at once: the text "{ground_truth}" in an answer must not be replaced.
         parts = re.split(r"(\{(?:prompt|answer|ground_truth)\})", self._options.prompt)
         body = {
             "model": self._options.model,
-            "messages": [{"role": "user", "content": "".join(told.get(part, part) for part in parts)}],
+            "messages": [{"role": "user", "content": "".join(fields.get(part, part) for part in parts)}],
             "temperature": 0,
             "max_tokens": self._options.max_tokens,
         }
@@ -118,13 +118,13 @@ def read_score(reply: Any) -> float:
     """The last number of the judge's reply.
 
     Raises:
-        CallError: There is none, or it is no reply of a chat completion.
+        CallError: The reply is not a chat completion, or has no number.
     """
     try:
         text = reply["choices"][0]["message"]["content"]
-        found = _NUMBER.findall(text)
+        numbers = _NUMBER.findall(text)
     except (KeyError, IndexError, TypeError) as error:
         raise CallError("invalid_return", f"the judge sent no chat completion: {str(reply)[:TEXT_CHARS]}") from error
-    if not found:
+    if not numbers:
         raise CallError("invalid_return", f"the judge named no number: {text[-TEXT_CHARS:]}")
-    return float(found[-1])
+    return float(numbers[-1])

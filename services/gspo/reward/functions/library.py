@@ -1,7 +1,7 @@
 """The functions that score, by name and version: those of the run's configuration, and those registered over REST.
 
-Each is loaded when it is first asked for, and stays loaded while it is among the MAX_LOADED last used. A call keeps
-the function it began with, so moving a name to another version disturbs nothing that is under way.
+Each is loaded at its first call, and stays loaded while it is among the MAX_LOADED last used. A call keeps the function
+it began with, so the activation of another version does not disturb in-flight calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Function:
     """One version of a function, and the process or server that answers its calls.
 
     Attributes:
-        code: Its text is empty if the callee is no sandbox.
+        code: Its text is empty for a callee without a sandbox.
         args: Further keyword arguments of each call, from the configuration.
     """
 
@@ -94,13 +94,13 @@ class Library:
     """Finds functions.
 
     Args:
-        configured: Those of the run's configuration, loaded; more may be put in while it opens.
-        limits: What a call may take where a registered function says nothing itself.
-        confinement: How user code is contained.
-        num_workers: Calls of one function that are answered at once.
-        registry: None where nothing is registered, as in a check.
+        configured: Those of the run's configuration, loaded; `open_library` adds to them.
+        limits: The limits of a call, for a registered function without its own.
+        confinement: The level for user code.
+        num_workers: Calls of one function that are answered at the same time.
+        registry: None if nothing can be registered.
         usage: Counts calls; None counts none.
-        step_timeout_s: Wall clock of a registered environment's step that says nothing itself; None is as of others.
+        step_timeout_s: Wall clock of a step of a registered environment without its own limit; None: as other calls.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Library:
         self._loading: dict[tuple[str, str], asyncio.Task[Function]] = {}
 
     async def find(self, name: str, version: str = "") -> Function:
-        """The function, loaded: of the configuration, else the registered one's active or given version.
+        """The function, loaded: of the configuration, else the registered one's active version, or `version`.
 
         Raises:
             UnknownFunctionError: There is none, or it cannot be loaded.
@@ -134,7 +134,7 @@ class Library:
             return self._configured(name, version)
         if self._registry is None:
             raise UnknownFunctionError(
-                f"there is no reward function of this name; there are {', '.join(self.configured)}"
+                f"there is no reward function of this name; known are {', '.join(self.configured)}"
             )
         try:
             content = await self._registry.resolve(name, version)
@@ -148,12 +148,12 @@ class Library:
     def _configured(self, name: str, version: str) -> Function:
         function = self.configured[name]
         if not function.code.version.startswith(version):
-            held = function.code.version[:12]
-            raise UnknownFunctionError(f"version {version[:12]} is asked for and {held} is loaded")
+            loaded = function.code.version[:12]
+            raise UnknownFunctionError(f"version {version[:12]} is asked for and {loaded} is loaded")
         return function
 
     async def load(self, name: str, content: Content) -> Function:
-        """A registered version, loaded once however many ask at a time.
+        """A registered version, loaded once for all concurrent callers.
 
         Raises:
             CallError: It cannot be loaded.
@@ -163,7 +163,7 @@ class Library:
             if key not in self._loading:
                 self._loading[key] = asyncio.create_task(self._load(name, content), name=f"load {name}")
                 self._loading[key].add_done_callback(lambda _: self._loading.pop(key, None))
-            # One of several that wait may be cancelled; the others still get it.
+            # The load continues if one of several waiting callers is cancelled.
             function = await asyncio.shield(self._loading[key])
             self._loaded[key] = function
             await self._forget_oldest(key)
@@ -186,12 +186,12 @@ class Library:
         return function
 
     def sandbox(self, code: Code, limits: CallLimits, *, load_timeout_s: float | None = None) -> Sandbox:
-        """Where a submitted or registered function runs."""
+        """A sandbox for a submitted or registered function."""
         level, num_workers = self.confinement.level, self._num_workers
         return Sandbox(code, limits, level, num_workers=num_workers, load_timeout_s=load_timeout_s)
 
     def limits_of(self, content: Content) -> CallLimits:
-        """What one call of a version may take."""
+        """The limits of one call of a version."""
         own = content.limits
         return CallLimits(
             timeout_s=own.timeout_s or self._timeouts[content.kind][1],
@@ -200,24 +200,24 @@ class Library:
         )
 
     def beyond_limits(self, kind: Kind, asked: RequestedLimits) -> list[tuple[str, str]]:
-        """What a version asks for beyond the configuration: pairs of field, and what is wrong with it."""
+        """The requested limits beyond the configuration's: pairs of field and problem."""
         bounds = {
             "timeout_s": self._timeouts[kind],
             "memory_mb": ("reward.memory_mb", self._limits.memory_mb),
             "cpu_s": ("reward.cpu_s", self._limits.cpu_s),
         }
-        found = []
+        problems = []
         for name, (key, most) in bounds.items():
             value = getattr(asked, name)
             if value is not None and most is not None and value > most:
                 text = f"limits.{name}: is {value:g}, and {key} allows {most:g} at most. Ask for less, or raise {key}"
-                found.append((f"limits.{name}", text))
-        return found
+                problems.append((f"limits.{name}", text))
+        return problems
 
     async def _forget_oldest(self, newest: tuple[str, str]) -> None:
-        """End the processes of what was not used for longest; never of what is being called, or will be: `newest`."""
+        """End the processes of the longest unused functions, but not of `newest` and of those with in-flight calls."""
         idle = [key for key, function in self._loaded.items() if not function.calls_in_flight and key != newest]
-        # All leave the list at once: another load may be here while these are waited for.
+        # All leave the list before the first wait: another load may come here meanwhile.
         forgotten = [self._loaded.pop(key) for key in idle[: max(0, len(self._loaded) - MAX_LOADED)]]
         await asyncio.gather(*(function.callee.close() for function in forgotten))
 
@@ -246,17 +246,17 @@ async def open_library(
     """The library of a run, with every function of its configuration loaded, and its environment.
 
     Raises:
-        InputError: One cannot be read or loaded, takes other arguments than it is given, or is not registered.
+        InputError: One cannot be read or loaded, does not take its arguments, or is not registered.
     """
     check_names(config)
-    found = await find_level(config.sandbox_minimum)
+    confinement = await find_level(config.sandbox_minimum)
     limits = CallLimits(config.timeout_s, config.memory_mb, config.cpu_s)
     keys = [f"reward.functions.{index}" for index in range(len(config.functions))]
     named = dict(zip(keys, config.functions, strict=True))
     library = Library(
         [],
         limits,
-        confinement=found,
+        confinement=confinement,
         num_workers=config.workers,
         registry=registry,
         usage=usage,
@@ -272,9 +272,9 @@ async def open_library(
         for key, function in configured.items():
             await _load_configured(function, key)
         if registry is not None:
-            for key, wanted in named.items():
-                if wanted.registered:
-                    await _load_registered(library, wanted.label, wanted.version, key)
+            for key, spec in named.items():
+                if spec.registered:
+                    await _load_registered(library, spec.label, spec.version, key)
             if environment is not None and environment.registered:
                 await _load_registered(library, environment.label, environment.version, ENVIRONMENT_KEY)
         yield library

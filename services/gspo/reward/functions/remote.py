@@ -3,9 +3,9 @@
     POST URL  {"query": [prompt and answer, ...], "prompts": [...], "labels": [...]}
     200       {"rewards": [number, ...]}, also with "extra_logs": {name: [number, ...]}, or the bare list
 
-A call is tried again when the server cannot be reached, is busy or fails (429, 5xx), until the function's time limit;
-what it answers is read as strictly as what a local function returns. Addresses come from the configuration alone:
-nothing that is submitted can name one.
+A call is tried again when the server cannot be reached, is busy or fails (429, 5xx), until the function's time limit.
+Its reply is read as strictly as the values of a local function. Addresses come from the configuration alone: a
+submission cannot name one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _JSON = {"content-type": "application/json"}
 
 
 class ServerBusyError(Exception):
-    """The server cannot answer now; another try may be answered."""
+    """The server cannot answer now; a later try may succeed."""
 
 
 class HttpCaller:
@@ -49,7 +49,7 @@ class HttpCaller:
         Raises:
             CallError: There was none within the time limit and the tries, or the server refused the request.
         """
-        # One at first use: a client belongs to the loop that it is used in.
+        # Made at first use: a client belongs to the loop that uses it.
         client = self._client = self._client or httpx.AsyncClient(timeout=self._timeout_s, headers=self._headers)
         tries = AsyncRetrying(
             retry=retry_if_exception_type(ServerBusyError),
@@ -114,18 +114,18 @@ class RemoteFunction:
         self._http, self._fields = HttpCaller(url, timeout_s=timeout_s), fields
 
     async def load(self) -> Signature:
-        """Nothing to load: the server is first asked when there is something to score."""
+        """Return the signature: the first batch makes the first request."""
         return self.signature
 
     async def call(self, question: Question, *, session: str | None = "") -> Answer:  # noqa: ARG002 - it has no state
         """The rewards of one batch.
 
         Raises:
-            CallError: The server did not answer in time, or with something else.
+            CallError: The server did not answer in time, or its reply has another form.
         """
         arguments, started = question["arguments"], time.perf_counter()
-        given = {"query": arguments["queries"], "prompts": arguments["prompts"], "labels": arguments["labels"]}
-        reply = await self._http.post({**self._fields, **given})
+        fields = {"query": arguments["queries"], "prompts": arguments["prompts"], "labels": arguments["labels"]}
+        reply = await self._http.post({**self._fields, **fields})
         values = read_rewards(reply, len(arguments["queries"]))
         return Answer(values, "", time.perf_counter() - started)
 
@@ -135,7 +135,7 @@ class RemoteFunction:
 
 
 def read_rewards(reply: Any, count: int) -> list[Any]:
-    """The rewards as worker_process.plain_value encodes them.
+    """The rewards as inside/results.py encodes them.
 
     Raises:
         CallError: They are not `count` numbers.

@@ -1,7 +1,7 @@
-"""The built-in environment `tools`, seen from outside its sandbox: what a call does to its process is its result.
+"""The built-in environment `tools`, outside its sandbox: the end of a tool's process is its result.
 
-Code that the policy wrote runs in a process of its own, which ends with the call, so that no episode sees what another
-left behind; and when it is killed by a limit, that is the tool's answer, from which the policy can learn.
+The policy's code runs in a process of its own, which ends with the call, so episodes share no state. If a limit kills
+the process, the reason is the tool's answer, from which the policy can learn.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
 from gspo.reward.sandbox.execution import Sandbox
 
-# A tool whose calls run what the policy wrote.
+# The tool whose calls run the policy's code.
 _RUNS_CODE = "python"
 
 
 class ToolEnvironment:
-    """Answers the calls of a turn.
+    """Answers the tool calls of a turn.
 
     Args:
         sandbox: Has builtins/tools.py loaded.
@@ -43,7 +43,7 @@ class ToolEnvironment:
         """Answer one question.
 
         Raises:
-            CallError: It failed, and not by what the policy wrote.
+            CallError: It failed, and not because of the policy's code.
         """
         calls = _calls_of(question)
         if not any(call["name"] == _RUNS_CODE for call in calls):
@@ -54,8 +54,8 @@ class ToolEnvironment:
         except CallError as error:
             if error.loading:
                 raise
-            said = f"error: {error}"
-            messages = [{"role": "tool", "name": call["name"], "content": said} for call in calls]
+            content = f"error: {error}"
+            messages = [{"role": "tool", "name": call["name"], "content": content} for call in calls]
             state = question["arguments"]["state"]
             return Answer([state, messages, 0.0, False], error.output, time.perf_counter() - started)
 

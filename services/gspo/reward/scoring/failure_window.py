@@ -1,6 +1,6 @@
-"""Notices when too many scores fail: the share over the newest rollouts, and what to say about it.
+"""The share of failed scores over the newest rollouts, compared with its bound.
 
-It pauses nothing: worker.py sends what is said here as an event, and the coordinator acts on it.
+The consumer sends a problem as an event; the coordinator then pauses the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class FailureWindow:
     """The outcomes of the newest `size` rollouts.
 
     Args:
-        max_share: Beyond this share of failures there is something to say.
+        max_share: A larger share of failures is a problem.
     """
 
     def __init__(self, size: int, max_share: float) -> None:
@@ -24,7 +24,11 @@ class FailureWindow:
         self._kinds: deque[str] = deque(maxlen=size)  # "" is a score
 
     def add(self, score: Score) -> str | None:
-        """Take an outcome; says what is wrong when too many of a full window failed, once, and then starts anew."""
+        """Count a score.
+
+        Returns:
+            The problem if too many of a full window failed, and None otherwise. The window then starts anew.
+        """
         failed = score.WhichOneof("result") == "failure"
         self._kinds.append(score.failure_kind or "exception" if failed else "")
         if not failed or len(self._kinds) < (self._kinds.maxlen or 0):
@@ -34,9 +38,9 @@ class FailureWindow:
         if share <= self._max_share:
             return None
         of = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
-        said = (
+        problem = (
             f"{share:.0%} of the last {len(self._kinds)} scores failed ({of}), more than reward.max_failure_share "
             f"{self._max_share:g}; the last one: {score.failure[:TEXT_CHARS]}"
         )
         self._kinds.clear()
-        return said
+        return problem

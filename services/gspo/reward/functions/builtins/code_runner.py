@@ -1,7 +1,7 @@
-"""What `code_tests` runs in the sandbox for one answer: its code, and then calls of it. The other half, which knows
-the right results, is functions/code_tests.py: they never come in here, so no answer can look them up.
+"""The part of `code_tests` inside the sandbox: it runs the code of one answer, and then calls of it.
 
-It is an environment without steps, because an environment's functions may return any JSON value.
+functions/code_tests.py compares the results. The right ones never come in here, so no answer can look them up. It is
+an environment without steps, because an environment's functions may return any JSON value.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 def reset(task: dict[str, Any]) -> tuple[Any, str]:
     """Run `code` once for each of `runs`: {"call": expression} or {"stdin": text}; their results, in order.
 
-    A result is {"value": JSON}, {"text": repr of what JSON cannot carry}, {"stdout": text} or {"error": class: text}.
+    A result is {"value": JSON}, {"text": repr of another value}, {"stdout": text} or {"error": class: text}.
     """
     return [run(task["code"], each) for each in task["runs"]], ""
 
 
 def step(state: Any, action: str) -> tuple[Any, str, float, bool]:
-    """There is none."""
+    """End at once: there are no steps."""
     return state, action, 0.0, True
 
 
@@ -46,7 +46,7 @@ def run(code: str, each: dict[str, Any]) -> dict[str, Any]:
 
 
 def value_of(value: Any) -> dict[str, Any]:
-    """A result as JSON; what JSON would change (tuples, sets, keys that are no text) by its repr."""
+    """A result as JSON; values that JSON would change (tuples, sets, keys other than text) by their repr."""
     try:
         text = json.dumps(value, allow_nan=False)
         if json.loads(text) == value:

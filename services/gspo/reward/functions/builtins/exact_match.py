@@ -1,4 +1,4 @@
-"""Built-in `exact_match`: 1 where the answer is the right one, letter for letter, else 0."""
+"""Built-in `exact_match`: 1 if the answer is the right one, letter for letter, else 0."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def compute_score(
         ignore_case: Upper and lower case are the same.
     """
     if extract:
-        found = list(regex.finditer(extract, solution_str))
-        if not found:
+        matches = list(regex.finditer(extract, solution_str))
+        if not matches:
             return 0.0
-        solution_str = found[-1][1 if found[-1].re.groups else 0] or ""
-    given, right = solution_str, str(ground_truth)
+        solution_str = matches[-1][1 if matches[-1].re.groups else 0] or ""
+    answer, right = solution_str, str(ground_truth)
     if strip:
-        given, right = given.strip(), right.strip()
+        answer, right = answer.strip(), right.strip()
     if ignore_case:
-        given, right = given.casefold(), right.casefold()
-    return float(given == right)
+        answer, right = answer.casefold(), right.casefold()
+    return float(answer == right)

@@ -1,4 +1,4 @@
-"""Built-in `json_schema`: 1 where the answer is JSON that a schema allows, else 0.
+"""Built-in `json_schema`: 1 if the answer is JSON that a schema allows, else 0.
 
 The answer is JSON as a whole, or its last fenced block is.
 """
@@ -22,12 +22,12 @@ def reward(completions: list[Any], json_schema: list[Any] | None = None, *, sche
         schema: One schema for all.
 
     Raises:
-        ValueError: There is no schema, or it is none.
+        ValueError: There is no schema.
     """
     schemas = [schema] * len(completions) if schema is not None else json_schema or []
     if not schemas:
         raise ValueError("there is no schema: give args.schema, or a column json_schema")
-    return [_score(text_of(one), each) for one, each in zip(completions, schemas, strict=True)]
+    return [_score(text_of(text), each) for text, each in zip(completions, schemas, strict=True)]
 
 
 def _score(text: str, schema: Any) -> float:
@@ -43,5 +43,5 @@ def _score(text: str, schema: Any) -> float:
 
 
 def text_of(completion: Any) -> str:
-    """An answer as text, also where it was given as a chat message."""
+    """An answer as text, also if it is a chat message."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])

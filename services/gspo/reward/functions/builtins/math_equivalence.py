@@ -1,7 +1,7 @@
-"""Built-in `math_equivalence`: 1 where the answer is mathematically the right one (1/2, 0.5, \\frac{1}{2}), else 0.
+"""Built-in `math_equivalence`: 1 if the answer is mathematically the right one (1/2, 0.5, \\frac{1}{2}), else 0.
 
-math-verify finds the answer in the text (the last \\boxed{...}, LaTeX or expression) and compares. What takes too
-long is ended by the sandbox; its own time limits need signals and are off.
+math-verify finds the answer in the text (the last \\boxed{...}, LaTeX or expression) and compares. Its own
+time limits need signals and are off; the sandbox ends a comparison that takes too long.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ def compute_score(solution_str: str, ground_truth: Any, *, precision: int = 6) -
     """Compare expressions, sets, intervals and the like.
 
     Args:
-        precision: Digits behind the point that must agree where both are decimal numbers.
+        precision: Digits behind the point that must agree if both are decimal numbers.
 
     Raises:
-        ValueError: The right answer is no mathematics that can be read.
+        ValueError: The right answer is not readable as mathematics.
     """
     right = str(ground_truth)
     # Bare LaTeX is read only between dollars, a bare number or expression also without.
@@ -26,6 +26,6 @@ def compute_score(solution_str: str, ground_truth: Any, *, precision: int = 6) -
     if "\\" in right and "$" not in right:
         gold = parse(f"${right}$", parsing_timeout=None) or gold
     if not gold:
-        raise ValueError(f"the right answer is no mathematics that can be read: {right!r:.100}")
+        raise ValueError(f"the right answer is not readable as mathematics: {right!r:.100}")
     answer = parse(solution_str, parsing_timeout=None)
     return float(verify(gold, answer, float_rounding=precision, timeout_seconds=None))

@@ -1,4 +1,4 @@
-"""Built-in `numeric`: 1 where the last number of the answer is the right one within a tolerance, else 0."""
+"""Built-in `numeric`: 1 if the last number of the answer is the right one within a tolerance, else 0."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def compute_score(
         relative_tolerance: Largest difference that is right, as a share of the larger of the two.
 
     Raises:
-        ValueError: The right answer is no number.
+        ValueError: The right answer is not a number.
     """
     right = float(str(ground_truth).replace(",", ""))
-    found = _NUMBER.findall(solution_str)
-    if not found:
+    numbers = _NUMBER.findall(solution_str)
+    if not numbers:
         return 0.0
-    given = float(found[-1].replace(",", ""))
-    return float(math.isclose(given, right, abs_tol=tolerance, rel_tol=relative_tolerance))
+    answer = float(numbers[-1].replace(",", ""))
+    return float(math.isclose(answer, right, abs_tol=tolerance, rel_tol=relative_tolerance))

@@ -1,4 +1,4 @@
-"""Built-in `regex`: 1 where a pattern matches the answer, else 0: tags in their order, one boxed answer."""
+"""Built-in `regex`: 1 if a pattern matches the answer, else 0: tags in their order, one boxed answer."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def reward(completions: list[Any], *, pattern: str, full: bool = False) -> list[
 
 
 def text_of(completion: Any) -> str:
-    """An answer as text, also where it was given as a chat message."""
+    """An answer as text, also if it is a chat message."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])

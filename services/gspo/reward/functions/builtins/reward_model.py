@@ -1,8 +1,8 @@
-"""What the built-in `reward_model` runs: a Hugging Face sequence-classification model, in a process of its own.
+"""The program of the built-in `reward_model`: a Hugging Face sequence-classification model, in a process of its own.
 
-The one file here that needs torch (`pip install gspo[reward-model]`). It is no user code and runs outside the
-sandbox, which would keep it from the GPU. A line of JSON in, {"conversations": [[message, ...], ...]}; a line out,
-{"scores": [...]}; the first line out says that the model is loaded.
+It alone here needs torch (`pip install gspo[reward-model]`). It runs outside the sandbox, which would keep it from the
+GPU. For each line of JSON, {"conversations": [[message, ...], ...]}, it prints one, {"scores": [...]}. Its first line
+reports that the model is loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Classifier:
 
     def scores(self, conversations: list[list[dict[str, str]]], batch_size: int) -> list[float]:
         """One number for each, in order."""
-        found: list[float] = []
+        scores: list[float] = []
         texts = [self._text(conversation) for conversation in conversations]
         for start in range(0, len(texts), batch_size):
             tokens = self._tokenizer(
@@ -42,11 +42,11 @@ class Classifier:
                 return_tensors="pt",
             ).to(self._device)
             with self._torch.inference_mode():
-                found += self._model(**tokens).logits[:, 0].float().tolist()
-        return found
+                scores += self._model(**tokens).logits[:, 0].float().tolist()
+        return scores
 
     def _text(self, conversation: list[dict[str, str]]) -> str:
-        """By the model's chat template, where it has one; else one after the other."""
+        """The messages by the model's chat template, or one after the other if it has none."""
         if self._tokenizer.chat_template:
             return str(self._tokenizer.apply_chat_template(conversation, tokenize=False))
         return "".join(message["content"] for message in conversation)

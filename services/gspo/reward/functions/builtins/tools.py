@@ -1,7 +1,7 @@
 """The built-in environment `tools`, inside its sandbox: a calculator, and Python programs.
 
-An episode has no state: a turn with calls is answered with what they gave, and a turn without any is the policy's last
-word. It rewards nothing; the run's reward functions do. The other half is services/gspo/reward/functions/tool_calls.py.
+An episode has no state. The reply to a turn with calls is their results; a turn without calls ends the episode. The
+rewards come from the run's reward functions. services/gspo/reward/functions/tool_calls.py is its part outside.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 Action = dict[str, Any] | str
 _SHOWN_CHARS = 2000
-# A number of more digits, and what would make one, is refused: it takes time and tells nothing.
+# A longer number, and a power that would make one, is refused: it takes time and is of no use.
 _MOST_BITS = 4096
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -35,7 +35,7 @@ def reset(task: Any) -> tuple[dict[str, Any], str]:  # noqa: ARG001 - the conven
 
 
 def step(state: dict[str, Any], action: Action) -> tuple[dict[str, Any], Any, float, bool]:
-    """The results of a turn's calls, in their order; done when there is none."""
+    """The results of a turn's tool calls, in their order; done if there is no call."""
     calls = action["calls"] if isinstance(action, dict) else []
     if not calls:
         return state, "", 0.0, True
@@ -44,7 +44,7 @@ def step(state: dict[str, Any], action: Action) -> tuple[dict[str, Any], Any, fl
 
 
 def answer(call: dict[str, Any]) -> str:
-    """What one call gives, as text."""
+    """The result of one call, as text."""
     arguments = call["arguments"]
     if call["name"] == "calculator":
         return calculate(str(arguments.get("expression", "")))
@@ -52,15 +52,15 @@ def answer(call: dict[str, Any]) -> str:
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, or what is wrong with it."""
+    """The value of an arithmetic expression, or an error message."""
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
         return str(value)
     except ZeroDivisionError:
         return "error: division by zero"
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError, TypeError) as error:
-        said = error.msg if isinstance(error, SyntaxError) else str(error)
-        return f"error: {said}"[:200]
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        return f"error: {reason}"[:200]
 
 
 def _value(node: ast.expr) -> Any:
@@ -69,10 +69,10 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.UnaryOp) and type(node.op) in _SIGNS:
         return _SIGNS[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _value(node.left), _value(node.right)
+        first, second = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow):
-            _check_power(left, right)
-        return _checked(_OPERATORS[type(node.op)](left, right))
+            _check_power(first, second)
+        return _checked(_OPERATORS[type(node.op)](first, second))
     raise ValueError("only numbers, + - * / // % ** and brackets are known")
 
 
@@ -83,22 +83,22 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 def _checked(value: Any) -> Any:
     if isinstance(value, complex):
-        raise ValueError("the result is no real number")
+        raise ValueError("the result is not a real number")
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise ValueError("the number is too large")
     return value
 
 
 def run(code: str) -> str:
-    """What a program prints, and how it ended if it did so by an exception."""
+    """The output of a program, and its exception if it ended by one."""
     printed = io.StringIO()
-    said = ""
+    failure = ""
     try:
         with contextlib.redirect_stdout(printed):
             exec(compile(code, "program.py", "exec"), {"__name__": "__main__"})  # noqa: S102 - what the sandbox is for
     except BaseException as error:  # noqa: BLE001 - whatever the program does wrong is its result
-        said = f"{type(error).__name__}: {error}"
+        failure = f"{type(error).__name__}: {error}"
     shown = printed.getvalue()
     if len(shown) > _SHOWN_CHARS:
         shown = f"{shown[:_SHOWN_CHARS]}... ({len(shown)} characters)"
-    return "\n".join(part for part in (shown.rstrip("\n"), said[:500]) if part) or "(it printed nothing)"
+    return "\n".join(part for part in (shown.rstrip("\n"), failure[:500]) if part) or "(it printed nothing)"
