@@ -1,7 +1,4 @@
-"""A web site that attacks: its page calls the services, and its address can become theirs (DNS rebinding).
-
-What it is not: a browser; chromium.py is. Neighbour: pages.py.
-"""
+"""A web site that attacks: its page calls the services, and its address can become theirs (DNS rebinding)."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ async function attempt(name, work) {
   const late = new Promise(done => setTimeout(done, 10000, "no answer"));
   try { outcome[name] = await Promise.race([work(), late]); } catch (error) { outcome[name] = error.name; }
 }
-async function call(url, given) {
-  const reply = await fetch(url, {method: "POST", ...given});
+async function call(url, options) {
+  const reply = await fetch(url, {method: "POST", ...options});
   return reply.status || reply.type;
 }
 function opened(url) {
@@ -52,11 +49,11 @@ function framed(url, enctype, fields) {
 
 
 class AttackerSite:
-    """What the site shows, and whose address it has.
+    """The page of the site, and its address.
 
     Attributes:
         script: Body of the page's script.
-        outcomes: What each page that was shown has told of its attempts.
+        outcomes: The report of each opened page on its attempts.
         becomes: HOST:PORT that gets every request but that for the page, just as the browser sent it.
     """
 
@@ -70,7 +67,7 @@ def attacker_site() -> Iterator[AttackerSite]:
     """The site, on a port of this machine."""
     site = AttackerSite()
 
-    class Handler(BaseHTTPRequestHandler):
+    class AttackerSiteHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/":
                 self._answer(200, "text/html", (PAGE % site.script).encode())
@@ -105,7 +102,7 @@ def attacker_site() -> Iterator[AttackerSite]:
 
         def log_message(self, *_: object) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), AttackerSiteHandler)
     site.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

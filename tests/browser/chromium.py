@@ -32,7 +32,7 @@ async def browser(profile: Path, *words: str) -> AsyncIterator[asyncio.subproces
     """Chromium with further words on its command line, until the end of the block.
 
     Args:
-        profile: Empty folder for what it writes.
+        profile: Empty folder for its files.
     """
     process = await asyncio.create_subprocess_exec(
         "chromium", *FLAGS, f"--user-data-dir={profile}", *words,

@@ -1,7 +1,7 @@
 """In a real browser: a page of another site changes nothing and reads nothing, and our own page works.
 
-`make browser-test` runs it where there is Chromium. The services are real processes, without a token, as on a machine
-of one user. What the browser itself forbids is not what is tested: each kind of request that it does send is.
+`make browser-test` runs it on a machine with Chromium. The services are real processes, without a token, as for a single
+user. It tests each kind of request that the browser sends, not those that the browser itself forbids.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ATTACK = """
   await attempt("websocket", () => opened("ws://REWARD/readyz"));
 """
 SENT = {"form data", "text", "form", "plain form", "pause", "stop", "beacon", "json", "read", "websocket"}
-# What a page whose own name has become the service's does: for the browser it calls itself.
+# The script of a page whose own name has become the service's: for the browser it calls itself.
 REBOUND = """
   const json = {headers: {"content-type": "application/json"}};
   await attempt("pause", () => call("/v1/pause", {...json, body: "{}"}));
@@ -63,10 +63,10 @@ def addresses(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     make_tiny_model(folder / "model")
     config = make_run(folder, folder / "model", name=RUN)
     with service_process("coordinator", config, redis_url), service_process("reward", config, redis_url):
-        found = asyncio.run(_addresses(redis_url, Keys(config.name)))
-        url = f"http://{found['reward']}/v1/rewards"
+        addresses = asyncio.run(_addresses(redis_url, Keys(config.name)))
+        url = f"http://{addresses['reward']}/v1/rewards"
         httpx.post(url, json={"name": "victim", "source": SOURCE}, timeout=60).raise_for_status()
-        yield found
+        yield addresses
 
 
 async def _addresses(redis_url: str, keys: Keys) -> dict[str, str]:
@@ -85,20 +85,20 @@ async def _addresses(redis_url: str, keys: Keys) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[AttackerSite]:
-    with attacker_site() as found:
-        yield found
+    with attacker_site() as site:
+        yield site
 
 
 async def _state(addresses: dict[str, str], redis_url: str) -> tuple[str, list[str], bool]:
-    """What an attack would change: the active version, the names, whether the run is paused."""
+    """The state that an attack would change: the active version, the names, whether the run is paused."""
     rewards = httpx.get(f"http://{addresses['reward']}/v1/rewards", timeout=30).json()["rewards"]
-    (victim,) = (one for one in rewards if one["name"] == "victim")
+    (victim,) = (reward for reward in rewards if reward["name"] == "victim")
     redis = connect_redis(redis_url)
     try:
         paused = await redis.exists(Keys(RUN).paused)
     finally:
         await redis.aclose()
-    return victim["active"], sorted(one["name"] for one in rewards), bool(paused)
+    return victim["active"], sorted(reward["name"] for reward in rewards), bool(paused)
 
 
 def _refused(addresses: dict[str, str], reason: str) -> float:
@@ -109,7 +109,7 @@ def _refused(addresses: dict[str, str], reason: str) -> float:
 
 
 async def _shown(site: AttackerSite, host: str, profile: Path) -> dict[str, Any]:
-    """What the site's page tells of its attempts, when a user looks at it."""
+    """The report of the site's page on its attempts, after a user has opened it."""
     async with browser(profile, f"http://{host}:{site.port}/"):
         return await asyncio.to_thread(site.outcomes.get, timeout=LOAD_S)
 
@@ -137,7 +137,7 @@ async def test_a_name_that_becomes_ours_gets_nothing(
     outcome = await _shown(site, "rebound.example", tmp_path / "rebound")
     assert outcome == {"pause": 421, "read": 421, "ready": 421}
     assert await _state(addresses, redis_url) == before
-    # The same page at an address, as ours would be: what is refused above is the name.
+    # The same page at an address, as ours would be: only the name was refused above.
     outcome = await _shown(site, "127.0.0.1", tmp_path / "own")
     assert (outcome["pause"], outcome["read"]) == (200, 200)
     assert (await _state(addresses, redis_url))[2]

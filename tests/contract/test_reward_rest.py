@@ -1,6 +1,6 @@
-"""The REST door against its own description: what schemathesis makes of /openapi.json is answered as it says.
+"""The REST API against its own description: schemathesis makes calls from /openapi.json and checks the replies.
 
-What it is not: a test of what the calls do; test_submissions.py is. Bounded to well under a minute.
+test_submissions.py tests the effect of the calls. This file takes well under a minute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SOURCE = "def reward(completions):\n    return [0.0] * len(completions)\n"
 
 
 @pytest.fixture(scope="module")
-def door_url(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def api_url(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A reward service with two functions, one of them submitted."""
     folder: Path = tmp_path_factory.mktemp("rest")
     limits = {"calls_per_minute": 1_000_000, "timeout_s": 5.0}
@@ -52,10 +52,10 @@ async def _address(redis_url: str, run: str) -> str:
 
 
 @pytest.mark.parametrize("name", [None, "known"])
-def test_every_call_answers_as_described(door_url: str, name: str | None) -> None:
+def test_every_call_answers_as_described(api_url: str, name: str | None) -> None:
     """Generated calls of every operation; once more about a name that is there."""
-    description = schemathesis.openapi.from_url(f"{door_url}/openapi.json")
-    operations = [found.ok() for found in description.get_all_operations()]
+    description = schemathesis.openapi.from_url(f"{api_url}/openapi.json")
+    operations = [operation.ok() for operation in description.get_all_operations()]
     for operation in operations:
         if name is None or "{name}" in operation.path:
             call_it(operation, name)
@@ -73,13 +73,13 @@ def call_it(operation: schemathesis.APIOperation, name: str | None) -> None:
     check()
 
 
-def test_the_description_has_worked_examples(door_url: str) -> None:
-    found = httpx.get(f"{door_url}/openapi.json", timeout=30).json()
-    content = found["paths"]["/v1/rewards"]["post"]["requestBody"]["content"]
+def test_the_description_has_worked_examples(api_url: str) -> None:
+    schema = httpx.get(f"{api_url}/openapi.json", timeout=30).json()
+    content = schema["paths"]["/v1/rewards"]["post"]["requestBody"]["content"]
     assert set(content) == {"application/json", "multipart/form-data"}
     for example in content["application/json"]["examples"].values():
-        reply = httpx.post(f"{door_url}/v1/rewards", json=example["value"], timeout=60)
+        reply = httpx.post(f"{api_url}/v1/rewards", json=example["value"], timeout=60)
         assert reply.status_code == 201, reply.text
-    referred = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(found)))
-    assert referred <= set(found["components"]["schemas"])
-    assert "swagger" in httpx.get(f"{door_url}/docs", timeout=30).text
+    referred = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(schema)))
+    assert referred <= set(schema["components"]["schemas"])
+    assert "swagger" in httpx.get(f"{api_url}/docs", timeout=30).text

@@ -1,4 +1,4 @@
-"""What the tests of the reward service share: the machine's level is tried once, and not by each of them.
+"""Shared by the tests of the reward service: the machine's level is tried once, not by each of them.
 
 The trial itself is tested in test_sandbox.py, and every service that a test starts as a process makes its own.
 """
@@ -17,13 +17,13 @@ from gspo.reward.sandbox.levels import Confinement
 
 @pytest.fixture(scope="package", autouse=True)
 def confinement_level_once() -> Iterator[None]:
-    """`open_library` gets what the first trial of a minimum found."""
-    found: dict[LevelName, Confinement] = {}
+    """`open_library` gets the result of the first trial of a minimum."""
+    confinements: dict[LevelName, Confinement] = {}
 
     async def find_level(minimum: LevelName) -> Confinement:
-        if minimum not in found:
-            found[minimum] = await levels.find_level(minimum)
-        return found[minimum]
+        if minimum not in confinements:
+            confinements[minimum] = await levels.find_level(minimum)
+        return confinements[minimum]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "find_level", find_level)

@@ -73,7 +73,7 @@ CASES: list[tuple[str, str, dict[str, Any], Any]] = [
     ("repetition_penalty", "a b c d", {}, 0.0),
     ("repetition_penalty", "a A a a", {}, -0.75),
     ("code_tests", ADD, {"tests": TESTS[:2]}, 1.0),
-    ("code_tests", ADD, {"tests": TESTS}, 0.0),  # a tuple is no list
+    ("code_tests", ADD, {"tests": TESTS}, 0.0),  # a tuple is not a list
     ("share", ADD, {"tests": TESTS}, pytest.approx(2 / 3)),
     ("share", ADD, {"tests": [{"stdin": "", "expected": ""}, *TESTS[:1]]}, 1.0),
     ("code_tests", "print(sum(map(int, input().split())))", {"tests": [{"stdin": "1 2", "expected": "3\n"}]}, 1.0),
@@ -100,11 +100,11 @@ async def test_each_built_in_gives_what_it_says() -> None:
     async with open_scorer(config_of(FUNCTIONS, timeout_s=3.0), name="reward-0") as scorer:
         for name, text, columns, expected in CASES:
             (score,) = await scorer.score([asking(name, text, columns)])
-            found = reward_or_failure(score)
+            outcome = reward_or_failure(score)
             if isinstance(expected, str):
-                assert isinstance(found, str) and expected in found, (name, text, found)
+                assert isinstance(outcome, str) and expected in outcome, (name, text, outcome)
             else:
-                assert found == expected, (name, text, found)
+                assert outcome == expected, (name, text, outcome)
         lengths = [asking("length_penalty", "", {}) for _ in range(4)]
         for rollout, count in zip(lengths, (5, 6, 8, 20), strict=True):
             rollout.token_ids[:] = range(count)
@@ -112,7 +112,7 @@ async def test_each_built_in_gives_what_it_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         (
             {"builtin": "regex", "args": {"patern": "a"}},
@@ -123,15 +123,15 @@ async def test_each_built_in_gives_what_it_says() -> None:
         ({"builtin": "reward_model", "args": {"modell": "m"}}, "functions.0.args.model"),
     ],
 )
-async def test_wrong_arguments_are_refused(function: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+async def test_wrong_arguments_are_refused(function: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         async with open_scorer(config_of([function]), name="check"):
             pass
 
 
 @asynccontextmanager
 async def http_server(replies: list[tuple[int, Any]]) -> AsyncIterator[tuple[str, list[Any]]]:
-    """Answers with `replies` in turn, the last one again and again; what it was asked."""
+    """Answers with one reply after the other, the last one again and again; its requests."""
     asked: list[Any] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -175,7 +175,7 @@ async def test_a_server_of_the_users_own_is_asked_again_until_it_answers() -> No
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "message"),
     [
         ((0, ""), "gave no answer within 1 s"),
         ((200, {"rewards": [1, 2]}), 'returned 2 values as "rewards" for 1 answers'),
@@ -188,13 +188,13 @@ async def test_a_server_of_the_users_own_is_asked_again_until_it_answers() -> No
         ((200, '{"rewards": [1], "extra_logs": {"\\ud800\\n": [1]}}'), "returned a part named '?\\n'"),
     ],
 )
-async def test_a_server_that_answers_otherwise_is_a_failure(reply: tuple[int, Any], said: str) -> None:
+async def test_a_server_that_answers_otherwise_is_a_failure(reply: tuple[int, Any], message: str) -> None:
     async with (
         http_server([reply]) as (url, _),
         open_scorer(config_of([{"url": url}], timeout_s=1.0), name="reward-0") as scorer,
     ):
-        (found,) = await score_by(scorer, "4")
-    assert isinstance(found, str) and said in found
+        (outcome,) = await score_by(scorer, "4")
+    assert isinstance(outcome, str) and message in outcome
 
 
 async def test_a_judge_names_a_number_or_fails_that_answer_alone() -> None:
@@ -220,8 +220,8 @@ async def test_a_reward_model_scores_as_transformers_does(tmp_path: Path) -> Non
     async with open_scorer(
         config_of([{"builtin": "reward_model", "args": {"model": str(tmp_path)}}], timeout_s=60.0), name="reward-0"
     ) as scorer:
-        found = await score_by(scorer, "4", "55")
-    for text, score in zip(("4", "55"), found, strict=True):
+        outcome = await score_by(scorer, "4", "55")
+    for text, score in zip(("4", "55"), outcome, strict=True):
         messages = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": text}]
         tokens = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), return_tensors="pt")
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""`--check`: what is wrong with a reward function is said before anything starts."""
+"""`--check` reports the problem of a reward function before anything starts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def run_with(folder: Path, source: str, **sections: Any) -> Config:
     return make_run(folder, folder / "model", reward={"functions": [{"path": str(file)}], "timeout_s": 2.0}, **sections)
 
 
-def rows(path: Path, *given: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in given))
+def rows(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in records))
     return path
 
 

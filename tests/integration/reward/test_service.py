@@ -71,8 +71,8 @@ async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
     """The first true value of an asynchronous condition."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if found := await condition():
-            return found
+        if result := await condition():
+            return result
         await asyncio.sleep(0.02)
     raise TimeoutError(f"not within {timeout_s} s")
 
@@ -84,9 +84,9 @@ async def scored(redis: Redis, stream: str, count: int) -> dict[tuple[int, int],
         entries: Any = await redis.xrange(stream)
         return entries if len(entries) >= count else None
 
-    found = [Scored.FromString(fields[b"d"]).rollout for _, fields in await until(all_there)]
-    assert len(found) == count
-    return {(one.rollout.group, one.rollout.number): reward_or_failure(one.score) for one in found}
+    entries = [Scored.FromString(fields[b"d"]).rollout for _, fields in await until(all_there)]
+    assert len(entries) == count
+    return {(entry.rollout.group, entry.rollout.number): reward_or_failure(entry.score) for entry in entries}
 
 
 async def ready(redis: Redis, keys: Keys) -> Instance:
@@ -115,9 +115,9 @@ async def test_rollouts_in_scores_out(redis: Redis, redis_url: str, keys: Keys, 
 async def _look_at_rest(url: str) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=10) as client:
         assert (await client.get("/healthz")).status_code == 200
-        told = (await client.get("/readyz")).json()
-        assert (told["ready"], told["problems"]) == (True, {})
-        assert told["sandbox"].startswith(("bubblewrap (", "landlock ("))
+        health = (await client.get("/readyz")).json()
+        assert (health["ready"], health["problems"]) == (True, {})
+        assert health["sandbox"].startswith(("bubblewrap (", "landlock ("))
         (shown,) = (await client.get("/v1/rewards")).json()["rewards"]
         assert (shown["name"], shown["kind"], shown["convention"], shown["entry"]) == ("r", "reward", "trl", "reward")
         (usage,) = (await client.get("/v1/rewards/r/usage")).json()["usage"]
@@ -155,14 +155,17 @@ async def _refuses_what_is_too_much(channel: grpc.aio.Channel, stub: RewardStub)
     many = [make_rollout("2") for _ in range(1025)]
     named = make_rollout("2")
     named.rewards.extend(RewardUse(name=f"f{number}") for number in range(65))
-    for asked, said in (
+    for asked, message in (
         (ScoreRequest(rollouts=many), "1025 rollouts in one Score, and at most 1024 are scored"),
         (ScoreRequest(rollouts=[named]), "65 functions in one Score, and at most 64 are scored"),
         (ScoreRequest(rollouts=[make_rollout("x" * 33 * 2**20)]), "33554432 are scored"),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Score(asked, timeout=20)
-        assert (refused.value.code(), said in str(refused.value.details())) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+        assert (refused.value.code(), message in str(refused.value.details())) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            True,
+        )
     # 400,000 rollouts of four bytes each: refused before they are read.
     raw = channel.unary_unary("/gspo.Reward/Score", request_serializer=bytes)
     with pytest.raises(grpc.aio.AioRpcError, match="a message has at most 50000 fields"):
@@ -175,16 +178,16 @@ async def _play_an_environment(stub: RewardStub, url: str) -> None:
         version = (await client.post(url, json=body)).json()["version"]
     reset = await stub.ResetEnvironment(ResetRequest(environment="guess", task_json='{"number": 7}'), timeout=20)
     assert (reset.version, json.loads(reset.observation_json), reset.done) == (version, "Guess.", False)
-    turn = StepRequest(environment="guess", version=version[:16], state_json=reset.state_json, action="3")
-    wrong = await stub.StepEnvironment(turn, timeout=20)
+    request = StepRequest(environment="guess", version=version[:16], state_json=reset.state_json, action="3")
+    wrong = await stub.StepEnvironment(request, timeout=20)
     assert (wrong.reward, wrong.done, json.loads(wrong.state_json)) == (0.0, False, {"number": 7, "turns": 1})
-    again = await stub.StepEnvironment(turn, timeout=20)
+    again = await stub.StepEnvironment(request, timeout=20)
     assert again == wrong  # a pure step: the caller keeps the state
-    turn.state_json, turn.action = wrong.state_json, "7"
-    right = await stub.StepEnvironment(turn, timeout=20)
+    request.state_json, request.action = wrong.state_json, "7"
+    right = await stub.StepEnvironment(request, timeout=20)
     assert (right.reward, right.done) == (1.0, True)
-    turn.action = "seven"
-    failed = await stub.StepEnvironment(turn, timeout=20)
+    request.action = "seven"
+    failed = await stub.StepEnvironment(request, timeout=20)
     assert (failed.failure.kind, failed.reward, failed.version) == ("exception", 0.0, version)
     assert "invalid literal for int()" in failed.failure.text
     for request, code in (
@@ -212,22 +215,22 @@ async def test_a_function_is_replaced_while_rollouts_come(
             started = [instance for instance in await list_instances(redis, keys, "reward") if instance.grpc]
             return started if len(started) == 2 else None
 
-        one, two = [instance.http for instance in await until(both, 60)]
+        first, second = [instance.http for instance in await until(both, 60)]
         async with httpx.AsyncClient(timeout=30) as client:
             old = (
-                await client.post(f"http://{one}/v1/rewards", json={"name": "it", "source": source.format(1.0)})
+                await client.post(f"http://{first}/v1/rewards", json={"name": "it", "source": source.format(1.0)})
             ).json()
             await append(redis, keys.rollouts, [_asking("it", number) for number in range(200)])
             new = (
-                await client.post(f"http://{two}/v1/rewards", json={"name": "it", "source": source.format(2.0)})
+                await client.post(f"http://{second}/v1/rewards", json={"name": "it", "source": source.format(2.0)})
             ).json()
             assert (old["active"], new["active"]) == (True, False)
-            await client.post(f"http://{two}/v1/rewards/it/activate", json={"version": new["version"]})
+            await client.post(f"http://{second}/v1/rewards/it/activate", json={"version": new["version"]})
             process.kill()
             await append(redis, keys.rollouts, [_asking("it", number) for number in range(200, 400)])
-        found = await scored(redis, keys.scored, 400)
-        assert {found[0, number] for number in range(200, 400)} == {2.0}
-        assert {found[0, number] for number in range(200)} <= {1.0, 2.0}
+        rewards = await scored(redis, keys.scored, 400)
+        assert {rewards[0, number] for number in range(200, 400)} == {2.0}
+        assert {rewards[0, number] for number in range(200)} <= {1.0, 2.0}
         entries: Any = await redis.xrange(keys.scored)
         scores = [Scored.FromString(fields[b"d"]).rollout.score for _, fields in entries]
         versions = {1.0: old["version"], 2.0: new["version"]}
@@ -249,8 +252,8 @@ async def test_tokens_guard_grpc_and_http(redis: Redis, redis_url: str, keys: Ke
         async with httpx.AsyncClient(base_url=f"http://{instance.http}", timeout=10) as client:
             assert (await client.get("/v1/rewards")).status_code == 401
             assert (await client.get("/readyz")).status_code == 200
-            given = {"Authorization": "Bearer a-secret-of-tests"}
-            assert (await client.get("/v1/rewards", headers=given)).status_code == 200
+            headers = {"Authorization": "Bearer a-secret-of-tests"}
+            assert (await client.get("/v1/rewards", headers=headers)).status_code == 200
         async with grpc.aio.insecure_channel(instance.grpc) as channel:
             stub, asked = RewardStub(channel), ScoreRequest(rollouts=[make_rollout("1")])
             for token in ("", "nobody", "ann-secret-0123456788"):
@@ -276,11 +279,11 @@ async def test_a_function_that_fails_too_often_is_reported_with_its_own_error(
         await append(redis, keys.rollouts, [make_rollout(t, number=n).SerializeToString() for n, t in enumerate(texts)])
         await scored(redis, keys.scored, 4)
 
-        async def said() -> list[str]:
-            found = await Events(redis, keys, "test").read(b"0", 0.1)
-            return [event.scoring_fails.reason for _, event in found if event.HasField("scoring_fails")]
+        async def problems() -> list[str]:
+            events = await Events(redis, keys, "test").read(b"0", 0.1)
+            return [event.scoring_fails.reason for _, event in events if event.HasField("scoring_fails")]
 
-        (reason,) = await until(said)
+        (reason,) = await until(problems)
     assert reason.startswith("75% of the last 4 scores failed (3 exception), more than reward.max_failure_share 0.5")
     assert reason.endswith("the last one: r: raised ValueError: no number (r.py line 6)")
 
@@ -311,12 +314,12 @@ async def test_the_lease_is_kept_during_a_slow_function(
     with reward_service(tmp_path, redis_url, services={"lease_s": 0.6}):
         await append(redis, keys.rollouts, [make_rollout("slow2.5").SerializeToString()])
 
-        async def held() -> Any:
+        async def leased() -> Any:
             return await redis.xpending_range(keys.rollouts, "reward", "-", "+", 1)
 
-        (first,) = await until(held)
+        (first,) = await until(leased)
         idle = []
-        while pending := await held():
+        while pending := await leased():
             idle.append(pending[0]["time_since_delivered"])
             assert (pending[0]["times_delivered"], pending[0]["consumer"]) == (1, first["consumer"])
             await asyncio.sleep(0.05)
@@ -331,10 +334,10 @@ async def test_another_replica_takes_over_the_entries_of_a_killed_one(
     with reward_service(tmp_path, redis_url, services={"lease_s": 0.6}) as process:
         await append(redis, keys.rollouts, [make_rollout("slow1").SerializeToString()])
 
-        async def held() -> Any:
+        async def leased() -> Any:
             return await redis.xpending_range(keys.rollouts, "reward", "-", "+", 1)
 
-        await until(held)
+        await until(leased)
         process.kill()
         process.wait()
     with reward_service(tmp_path, redis_url, services={"lease_s": 0.6}):
@@ -358,10 +361,10 @@ async def test_sigterm_finishes_what_is_in_hand(redis: Redis, redis_url: str, ke
         await ready(redis, keys)
         await append(redis, keys.rollouts, [make_rollout("slow1").SerializeToString()])
 
-        async def held() -> Any:
+        async def leased() -> Any:
             return await redis.xpending_range(keys.rollouts, "reward", "-", "+", 1)
 
-        await until(held)
+        await until(leased)
         process.send_signal(signal.SIGTERM)
         assert wait_exit(process, 20) == 0
         assert await scored(redis, keys.scored, 1) == {(0, 0): 1.0}
@@ -376,7 +379,7 @@ async def test_it_ends_by_itself_when_the_run_is_finished(
         await ready(redis, keys)
         await append(redis, keys.rollouts, [make_rollout("1").SerializeToString()])
         await scored(redis, keys.scored, 1)
-        await asyncio.sleep(1.5)  # a service that took the old one for its own would be gone by now
+        await asyncio.sleep(1.5)  # the end of an earlier run would have stopped the service by now
         assert process.poll() is None
         await events.send(Event(finished=Finished(reason="done")))
         assert wait_exit(process, 20) == 0
@@ -392,9 +395,9 @@ async def test_an_entry_that_is_no_rollout_is_a_dead_letter(
             redis, keys.rollouts, [b"\xff\xff", other.SerializeToString(), make_rollout("1").SerializeToString()]
         )
         assert await scored(redis, keys.scored, 1) == {(0, 0): 1.0}
-        found = [one.letter for one in await letters(redis, keys)]
-        assert [letter.payload for letter in found] == [b"\xff\xff", other.SerializeToString()]
-        assert "schema 99" in found[1].reason
+        dead_letters = [stored.letter for stored in await letters(redis, keys)]
+        assert [letter.payload for letter in dead_letters] == [b"\xff\xff", other.SerializeToString()]
+        assert "schema 99" in dead_letters[1].reason
         assert await redis.xlen(keys.rollouts) == 0
 
 

@@ -15,9 +15,9 @@ def bad(kind: str, text: str) -> Score:
 def test_more_than_the_share_of_a_full_window_is_said_with_the_last_error() -> None:
     window = FailureWindow(4, 0.5)
     outcomes = [bad("timeout", "r: slow"), GOOD, bad("exception", "r: x"), bad("exception", "r: raised KeyError: 'y'")]
-    said = [window.add(score) for score in outcomes]
-    assert said[:3] == [None] * 3
-    assert said[3] == (
+    problems = [window.add(score) for score in outcomes]
+    assert problems[:3] == [None] * 3
+    assert problems[3] == (
         "75% of the last 4 scores failed (2 exception, 1 timeout), more than reward.max_failure_share 0.5; "
         "the last one: r: raised KeyError: 'y'"
     )
@@ -31,8 +31,8 @@ def test_a_zero_is_a_score_and_half_is_not_more_than_half() -> None:
 
 def test_after_it_was_said_a_window_is_filled_anew() -> None:
     window = FailureWindow(2, 0.5)
-    said = [window.add(bad("crash", "a")) is not None for _ in range(6)]
-    assert said == [False, True, False, True, False, True]
+    problems = [window.add(bad("crash", "a")) is not None for _ in range(6)]
+    assert problems == [False, True, False, True, False, True]
 
 
 def test_a_share_of_one_never_speaks() -> None:

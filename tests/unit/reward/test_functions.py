@@ -1,4 +1,4 @@
-"""The calling conventions: which function of a file is called, and what it is given."""
+"""The calling conventions: the function of a file that is called, and its arguments."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_an_environment_has_its_own_memory_and_time() -> None:
     ],
 )
 def test_the_function_of_a_file_is_recognised(source: str, entry: str | None, name: str, convention: str) -> None:
-    found = find(source, entry)
-    assert (found["entry"], found["convention"]) == (name, convention)
+    description = find(source, entry)
+    assert (description["entry"], description["convention"]) == (name, convention)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_how_an_answer_ended_is_given_where_it_is_asked_for() -> None:
 
 def test_a_conversation_is_given_as_messages() -> None:
     asked = [{"role": "user", "content": "2+2="}]
-    given = arguments_for(signature("def reward(prompts, completions): ..."), [rollout(messages=asked)])
-    assert given["arguments"] == {
+    question = arguments_for(signature("def reward(prompts, completions): ..."), [rollout(messages=asked)])
+    assert question["arguments"] == {
         "prompts": [asked],
         "completions": [[{"role": "assistant", "content": "4"}]],
     }

@@ -1,4 +1,4 @@
-"""Two states of one name, wherever they grew apart, become one state."""
+"""Two states of first name, however they differ, become first state."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ NAMES = st.builds(play, ACTIONS, TIMES)
 
 @given(NAMES, NAMES)
 def test_merging_two_states_gives_the_same_in_either_order_and_nothing_twice(
-    one: RegisteredName, other: RegisteredName
+    first: RegisteredName, second: RegisteredName
 ) -> None:
-    merged = one.merged(other)
-    assert merged == other.merged(one)
-    assert merged.merged(one) == merged.merged(other) == merged.merged(merged) == merged
+    merged = first.merged(second)
+    assert merged == second.merged(first)
+    assert merged.merged(first) == merged.merged(second) == merged.merged(merged) == merged
     assert not set(merged.versions) & set(merged.removed)
     assert merged.active == "" or merged.active in merged.versions
 

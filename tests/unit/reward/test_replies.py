@@ -1,4 +1,4 @@
-"""Any bytes of a worker are a reply of the right types, or none; whatever is in it is a value or a failure."""
+"""Any bytes of a worker are a reply of the right types, or none; its content is a value or a failure."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def use(reply: Reply) -> None:
         reply.signature.to_signature()
 
 
-def check_value(found: Any) -> None:
-    if isinstance(found, Failure):
-        Score(failure=found.reason, failure_kind=found.kind)
+def check_value(value: Any) -> None:
+    if isinstance(value, Failure):
+        Score(failure=value.reason, failure_kind=value.kind)
     else:
-        Score(reward=found.reward, parts=[ScorePart(name=name, value=part) for name, part in found.parts.items()])
+        Score(reward=value.reward, parts=[ScorePart(name=name, value=part) for name, part in value.parts.items()])
 
 
 @given(st.binary(max_size=64))
@@ -153,7 +153,7 @@ def test_a_signature_is_of_the_known_form(change: dict[str, Any]) -> None:
 
 
 class ScriptedCallee:
-    """A callee that gives what it is told to."""
+    """A callee that returns scripted values."""
 
     def __init__(self, values: Any) -> None:
         self.values = values

@@ -1,4 +1,4 @@
-"""Folders that user code filled: measured without being fooled, and removed whatever is in them."""
+"""Folders that user code filled: measured to the byte, and removed with any content."""
 
 from __future__ import annotations
 
@@ -53,29 +53,29 @@ def test_what_is_closed_or_a_link_is_removed_and_nothing_outside(tmp_path: Path)
 
 
 def test_files_that_are_open_and_removed_count(tmp_path: Path) -> None:
-    def held() -> int:
+    def used_bytes() -> int:
         return nameless_size(os.getpid(), tmp_path)
 
-    before = held()
+    before = used_bytes()
     with (tmp_path / "file").open("wb", buffering=0) as file:
         file.write(bytes(2**16))
-        assert held() == before
+        assert used_bytes() == before
         (tmp_path / "file").unlink()
-        assert held() >= before + 2**16
-    assert held() == before
+        assert used_bytes() >= before + 2**16
+    assert used_bytes() == before
 
 
 def test_a_removed_file_that_is_mapped_alone_counts_as_the_largest(tmp_path: Path) -> None:
-    def held() -> int:
+    def used_bytes() -> int:
         return nameless_size(os.getpid(), tmp_path)
 
-    before = held()
+    before = used_bytes()
     with (tmp_path / "file").open("w+b") as file:
         file.write(bytes(2**16))
         file.flush()
         mapped = mmap.mmap(file.fileno(), 4096)  # it keeps a descriptor of its own, as the kernel's mmap does not
     (tmp_path / "file").unlink()
-    assert before + 2**16 <= held() < before + UNSEEN_BYTES
+    assert before + 2**16 <= used_bytes() < before + UNSEEN_BYTES
     mapped.close()
     file_fd = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
     os.truncate(file_fd, 4096)
@@ -83,8 +83,8 @@ def test_a_removed_file_that_is_mapped_alone_counts_as_the_largest(tmp_path: Pat
     libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *[ctypes.c_size_t] * 5]
     address = libc.mmap(None, 4096, mmap.PROT_READ, mmap.MAP_SHARED, file_fd, 0)
     os.close(file_fd)
-    assert held() == before
+    assert used_bytes() == before
     (tmp_path / "other").unlink()
-    assert held() == before + UNSEEN_BYTES
+    assert used_bytes() == before + UNSEEN_BYTES
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     assert libc.munmap(address, 4096) == 0

@@ -1,4 +1,4 @@
-"""What a submission is and what is seen of it without running it: version, imports, places; tokens; usage."""
+"""A submission before it runs: version, imports, places. Tokens of callers, and usage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_version_is_the_hash_of_what_decides_the_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "line", "column", "said"),
+    ("source", "line", "column", "message"),
     [
         ("import requests", 1, 1, "imports 'requests'"),
         ("import os, numpy.linalg, torch", 1, 1, "imports 'torch'"),
@@ -55,12 +55,12 @@ def test_a_version_is_the_hash_of_what_decides_the_value() -> None:
         ("(" * 300, 1, 201, "too many nested parentheses"),
     ],
 )
-def test_a_source_is_refused_with_its_place(source: str, line: int, column: int, said: str) -> None:
+def test_a_source_is_refused_with_its_place(source: str, line: int, column: int, message: str) -> None:
     with pytest.raises(SubmissionRefusedError) as refused:
         check_imports(outline_of(source), ALLOWED)
     (problem,) = refused.value.problems
     assert (problem.line, problem.column) == (line, column)
-    assert said in problem.text
+    assert message in problem.text
 
 
 def outline_of(source: str) -> Outline:
@@ -106,7 +106,7 @@ def test_tokens_are_read_line_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("ann submit", "line 1: has 2 words"),
         ("ann admin 0123456789abcdef", "line 1: the role 'admin' is unknown"),
@@ -114,11 +114,11 @@ def test_tokens_are_read_line_by_line(tmp_path: Path) -> None:
         ("a read 0123456789abcdef\nb read 0123456789abcdef", "line 2: a token is there twice"),
     ],
 )
-def test_a_wrong_tokens_file_is_refused_and_no_token_is_shown(tmp_path: Path, line: str, said: str) -> None:
+def test_a_wrong_tokens_file_is_refused_and_no_token_is_shown(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "tokens").write_text(line)
     with pytest.raises(InputError) as refused:
         read_tokens(tmp_path / "tokens")
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "0123456789abcdef" not in str(refused.value)
 
 
@@ -131,13 +131,13 @@ def test_a_caller_has_so_many_calls_a_minute() -> None:
 
 def test_percentiles_are_bounds_of_their_buckets() -> None:
     assert percentiles({}) == {}
-    found = percentiles({bucket_of(0.01): 98, bucket_of(0.5): 1, bucket_of(2.0): 1})
+    times_s = percentiles({bucket_of(0.01): 98, bucket_of(0.5): 1, bucket_of(2.0): 1})
     for name, seconds in (("p50", 0.01), ("p90", 0.01), ("p99", 0.5), ("longest", 2.0)):
-        assert seconds <= found[name] <= seconds * 1.1
+        assert seconds <= times_s[name] <= seconds * 1.1
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("spec", "message"),
     [
         ({}, "path: is missing"),
         ({"path": "a.py", "builtin": "regex"}, "builtin: stands beside path"),
@@ -147,21 +147,21 @@ def test_percentiles_are_bounds_of_their_buckets() -> None:
         ({"builtin": "magic"}, "Input should be"),
     ],
 )
-def test_a_function_of_a_configuration_is_one_thing(given: dict[str, str], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
-        RewardFunction.model_validate(given)
+def test_a_function_of_a_configuration_is_one_thing(spec: dict[str, str], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RewardFunction.model_validate(spec)
 
 
 def test_a_function_has_a_label() -> None:
     labels = [
-        RewardFunction.model_validate(given).label
-        for given in ({"path": "a/b.py"}, {"builtin": "regex"}, {"url": "http://h:1/x"}, {"name": "n"})
+        RewardFunction.model_validate(spec).label
+        for spec in ({"path": "a/b.py"}, {"builtin": "regex"}, {"url": "http://h:1/x"}, {"name": "n"})
     ]
     assert labels == ["b", "regex", "h-1", "n"]
 
 
 @pytest.mark.parametrize(
-    ("given", "run", "expected"),
+    ("spec", "run", "expected"),
     [
         ("assert add(1, 2) == 3", {"call": "add(1, 2)"}, 3),
         ("assert [1] == f('a')", {"call": "f('a')"}, [1]),
@@ -169,16 +169,16 @@ def test_a_function_has_a_label() -> None:
         ({"stdin": "1", "expected": "2"}, {"stdin": "1"}, "2"),
     ],
 )
-def test_the_forms_of_a_code_test(given: object, run: dict[str, str], expected: object) -> None:
-    for tests in ([given], json.dumps([given])):
+def test_the_forms_of_a_code_test(spec: object, run: dict[str, str], expected: object) -> None:
+    for tests in ([spec], json.dumps([spec])):
         (test,) = read_tests(tests)
         assert (test.run, test.expected) == (run, expected)
 
 
-@pytest.mark.parametrize("given", [[], "x", None, ["assert f() > 1"], ["f() == 1"], [{"call": "f()"}], [1]])
-def test_other_code_tests_cannot_be_read(given: object) -> None:
+@pytest.mark.parametrize("spec", [[], "x", None, ["assert f() > 1"], ["f() == 1"], [{"call": "f()"}], [1]])
+def test_other_code_tests_cannot_be_read(spec: object) -> None:
     with pytest.raises(UnreadableTestError):
-        read_tests(given)
+        read_tests(spec)
 
 
 def test_results_of_code_are_compared_by_kind_too() -> None:

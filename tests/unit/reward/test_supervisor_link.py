@@ -1,4 +1,4 @@
-"""Orders reach a supervisor in their order, however long it reads none."""
+"""Commands reach a supervisor in sequence, also if it reads none for long."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="function")
 MANY = 2000
 
 
-async def test_orders_to_a_busy_supervisor_are_kept() -> None:
+async def test_commands_to_a_busy_supervisor_are_kept() -> None:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     here.setblocking(False)
     link = SupervisorLink(SupervisorProcess(process=None, control=here))  # type: ignore[arg-type]
@@ -27,15 +27,15 @@ async def test_orders_to_a_busy_supervisor_are_kept() -> None:
     link._send({"op": "start", "id": MANY}, read_end)
     os.close(read_end)
     there.setblocking(False)
-    orders: list[Any] = []
-    while len(orders) <= MANY:
+    commands: list[Any] = []
+    while len(commands) <= MANY:
         await asyncio.sleep(0)
         try:
             data, descriptors, _, _ = socket.recv_fds(there, 65536, 2)
         except BlockingIOError:
             continue
-        orders.append((json.loads(data)["id"], len(descriptors)))
-    assert orders == [(number, 0) for number in range(MANY)] + [(MANY, 1)]
+        commands.append((json.loads(data)["id"], len(descriptors)))
+    assert commands == [(number, 0) for number in range(MANY)] + [(MANY, 1)]
     os.write(write_end, b"x")
     assert os.read(descriptors[0], 1) == b"x"
     there.close()

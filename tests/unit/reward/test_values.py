@@ -1,4 +1,4 @@
-"""What a function may return, and that nothing else becomes a number."""
+"""Values that a function may return; no other becomes a number."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def test_what_no_harness_would_send_is_a_failure_too(raw: Any) -> None:
 
 
 def test_an_error_of_a_row_keeps_its_kind_if_there_is_such_a_kind() -> None:
-    told = {"kind": "memory", "type": "MemoryError", "text": "MemoryError", "place": "r.py line 3"}
-    assert read_value({"error": told}, "verl") == Failure("raised MemoryError (r.py line 3)", "memory")
-    assert read_value({"error": told | {"kind": "fine", "text": 5}}, "verl") == Failure(
+    error = {"kind": "memory", "type": "MemoryError", "text": "MemoryError", "place": "r.py line 3"}
+    assert read_value({"error": error}, "verl") == Failure("raised MemoryError (r.py line 3)", "memory")
+    assert read_value({"error": error | {"kind": "fine", "text": 5}}, "verl") == Failure(
         "failed without a message", "exception"
     )
 

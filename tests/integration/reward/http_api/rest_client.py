@@ -33,15 +33,15 @@ BASE = "def reward(completions): return [0.0] * len(completions)\n"
 class RestClient(httpx.AsyncClient):
     """Its paths come behind /v1/rewards."""
 
-    async def request(self, method: str, url: Any, **given: Any) -> httpx.Response:
-        return await super().request(method, f"/v1/rewards{url}", **given)
+    async def request(self, method: str, url: Any, **options: Any) -> httpx.Response:
+        return await super().request(method, f"/v1/rewards{url}", **options)
 
 
 @asynccontextmanager
 async def open_rest_client(
     folder: Path, redis: Redis, *, service_token: str = "", **reward: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Scorer, Registry]]:
-    """A client of the app, and what scores and keeps behind it; the run's configuration has one function, `r`."""
+    """A client of the app, its scorer and its registry; the run's configuration has one function, `r`."""
     config: RewardConfig = reward_config(folder, BASE, **reward)
     registry = Registry(redis, folder / "registry", replica="test", quotas=config.quotas)
     usage = UsageCounter(redis)

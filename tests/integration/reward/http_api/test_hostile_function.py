@@ -1,6 +1,6 @@
 """A hostile function beside a good one, over the whole path: Scorer, gRPC, a trial over REST, a submission.
 
-What it sends in place of an answer costs its own rollouts their scores, and nobody else anything.
+Its forged answers cost its own rollouts their scores, and no other rollout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tests.integration.reward.http_api.rest_client import SOURCE, open_rest_clie
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
-# Says what it is asked to say, under the id of the harness's own question; a completion that is no JSON is scored.
+# Answers with the text of the completion, under the id of the harness's own question. It scores a completion that is
+# not JSON.
 FORGER = """
 import json, os, sys
 
@@ -50,7 +51,7 @@ def reward(completions):
             say(completion)
     return [1.0] * len(completions)
 """
-# What it says, and the kinds of failure that may come of it.
+# Its forged answers, each with the kinds of failure that it may cause.
 SAID = {
     "{'values': [{'error': {'kind': {}}}]}": ("exception",),
     "{'values': [{'error': {'kind': []}}]}": ("exception",),
@@ -174,8 +175,8 @@ async def test_a_function_is_scored_by_while_as_many_as_are_kept_loaded_are_busy
         (score,) = await scorer.score([asking("exact", "4")])
         busy.calls_in_flight -= 1
         assert (score.reward, score.failure) == (1.0, "")
-        found = await asyncio.gather(*(scorer.library.find(name) for name in ("busy", "exact") * 3))
-        assert [function.code.name for function in found] == ["busy", "exact"] * 3
+        functions = await asyncio.gather(*(scorer.library.find(name) for name in ("busy", "exact") * 3))
+        assert [function.code.name for function in functions] == ["busy", "exact"] * 3
 
 
 def nested(depth: int) -> str:
@@ -213,28 +214,28 @@ async def test_a_good_submission_is_admitted_beside_hanging_ones(
         await asyncio.sleep(0)
         good = asyncio.create_task(submit(client, "good", SOURCE))
         await asyncio.wait({good, *hanging}, return_when=asyncio.FIRST_COMPLETED)
-        assert good.done() and not any(one.done() for one in hanging)
+        assert good.done() and not any(call.done() for call in hanging)
         assert good.result().status_code == 201
-        for one in hanging:
-            one.cancel()
+        for call in hanging:
+            call.cancel()
         await asyncio.gather(*hanging, return_exceptions=True)
 
 
 async def test_a_caller_has_one_slot(redis: Redis, tmp_path: Path) -> None:
     async with open_rest_client(tmp_path, redis) as (_, scorer, _):
         admitting = admission.Admission(scorer.library, ())
-        under_way, most, four = 0, dict[str, int](), asyncio.Barrier(4)
+        num_running, most, four = 0, dict[str, int](), asyncio.Barrier(4)
 
         async def run_now(submission: Submission, *_: object) -> Any:
-            nonlocal under_way
-            under_way += 1
-            most[submission.name] = max(most.get(submission.name, 0), under_way)
+            nonlocal num_running
+            num_running += 1
+            most[submission.name] = max(most.get(submission.name, 0), num_running)
             if submission.name == "all":
                 await asyncio.wait_for(four.wait(), 30)
-            under_way -= 1
+            num_running -= 1
 
         admitting._run_now = run_now  # type: ignore[method-assign]
         for name, callers in (("ann", ["ann"] * 3), ("all", ["ann", "bob", "anonymous", "anonymous"])):
             handed_in = [Submission(name=name, source=f"x = {name!r}, {index}") for index in range(len(callers))]
-            await asyncio.gather(*(admitting.admit(*one) for one in zip(handed_in, callers, strict=True)))
+            await asyncio.gather(*(admitting.admit(*pair) for pair in zip(handed_in, callers, strict=True)))
         assert most == {"ann": 1, "all": 4}

@@ -36,36 +36,36 @@ async def keep(registry: Registry, of: Submission, who: str = "ann") -> str:
 
 async def test_a_wiped_redis_gets_back_what_a_replica_has_on_disk(redis: Redis, tmp_path: Path) -> None:
     here, there = (Registry(redis, tmp_path / name, replica=name) for name in ("here", "there"))
-    one, two = await keep(here, submission()), await keep(here, submission(number=1))
-    await here.activate("exact", two, who="ann")
-    assert (await there.resolve("exact")).version == two
+    old, new = await keep(here, submission()), await keep(here, submission(number=1))
+    await here.activate("exact", new, who="ann")
+    assert (await there.resolve("exact")).version == new
     await there.copy.refresh()  # as it does every second
     await redis.flushall()
     # The other replica, which has only ever looked.
-    assert (await there.resolve("exact")).version == two
-    assert (await here.name("exact")).versions.keys() == {one, two}
+    assert (await there.resolve("exact")).version == new
+    assert (await here.name("exact")).versions.keys() == {old, new}
     await redis.flushall()
-    assert (await here.name("exact")).active == two
+    assert (await here.name("exact")).active == new
     assert [(line.action, line.was) for line in await here.audit("exact", 10)] == [
-        ("activate", one),
+        ("activate", old),
         ("submit", ""),
         ("submit", ""),
     ]
     anew = Registry(redis, tmp_path / "anew", replica="anew")
-    assert (await anew.resolve("exact", one[:12])).source == submission().source
-    assert (await OfflineRegistry(tmp_path / "anew").resolve("exact")).version == two
+    assert (await anew.resolve("exact", old[:12])).source == submission().source
+    assert (await OfflineRegistry(tmp_path / "anew").resolve("exact")).version == new
 
 
 async def test_an_older_copy_does_not_undo_a_newer_state(redis: Redis, tmp_path: Path) -> None:
     old, new = (Registry(redis, tmp_path / name, replica=name) for name in ("old", "new"))
-    one = await keep(old, submission())
-    two = await keep(new, submission(number=1, activate=True))
+    first = await keep(old, submission())
+    second = await keep(new, submission(number=1, activate=True))
     await redis.flushall()
     await old.copy.refresh()  # knows the first version alone
-    assert (await old.name("exact")).active == one
+    assert (await old.name("exact")).active == first
     await new.copy.refresh()
-    assert (await old.name("exact")).active == two
-    assert (await old.name("exact")).versions.keys() == {one, two}
+    assert (await old.name("exact")).active == second
+    assert (await old.name("exact")).versions.keys() == {first, second}
 
 
 async def test_replicas_that_change_one_name_at_once_lose_nothing(redis: Redis, tmp_path: Path) -> None:
@@ -84,10 +84,10 @@ async def test_two_redis_that_share_a_folder_agree(redis: Redis, redis_url: str,
     other = Redis.from_url(redis_url.replace("/0", "/1"), protocol=2)
     try:
         ours, theirs = Registry(redis, tmp_path, replica="ours"), Registry(other, tmp_path, replica="theirs")
-        one = await keep(ours, submission())
-        assert (await theirs.resolve("exact")).version == one
-        two = await keep(theirs, submission(number=1, activate=True))
-        assert (await ours.name("exact")).active == two
+        first = await keep(ours, submission())
+        assert (await theirs.resolve("exact")).version == first
+        second = await keep(theirs, submission(number=1, activate=True))
+        assert (await ours.name("exact")).active == second
     finally:
         await other.aclose()
 
@@ -109,8 +109,10 @@ async def test_what_does_not_fit_is_refused(redis: Redis, tmp_path: Path) -> Non
 
 
 async def test_a_thousand_callers_lose_nothing(redis: Redis, tmp_path: Path) -> None:
-    """Each submits one of 40 sources under one of 8 names, makes its own version active only if it saw the last state,
-    and tries what is active; no update is lost and every version can be had."""
+    """Each submits one of 40 sources under one of 8 names, and activates its version only if it saw the last state.
+
+    Some try the active version. No update is lost, and every version is readable.
+    """
     names, sources = [f"f{number}" for number in range(8)], [f"{SOURCE}# {number}\n" for number in range(40)]
     swaps: list[tuple[str, str, str]] = []
 
@@ -118,9 +120,9 @@ async def test_a_thousand_callers_lose_nothing(redis: Redis, tmp_path: Path) -> 
 
         async def one_caller(number: int) -> None:
             name = names[number % len(names)]
-            told = await client.post("", json={"name": name, "source": sources[number % len(sources)]})
-            assert told.status_code == 201, told.text
-            version, active = told.json()["version"], (await client.get(f"/{name}")).json()["active"]
+            reply = await client.post("", json={"name": name, "source": sources[number % len(sources)]})
+            assert reply.status_code == 201, reply.text
+            version, active = reply.json()["version"], (await client.get(f"/{name}")).json()["active"]
             await asyncio.sleep(number % 7 / 70)
             moved = await client.post(f"/{name}/activate", json={"version": version, "if_active": active})
             assert moved.status_code in (200, 409), moved.text
@@ -133,14 +135,14 @@ async def test_a_thousand_callers_lose_nothing(redis: Redis, tmp_path: Path) -> 
 
         await asyncio.gather(*(one_caller(number) for number in range(1000)))
         for name in names:
-            found = await registry.name(name)
+            registered = await registry.name(name)
             # From the first version on, each activation that was answered began where another had ended.
             own = [(before, after) for swapped, before, after in swaps if swapped == name]
-            first = next(iter(found.versions))
+            first = next(iter(registered.versions))
             ends = [first, *(after for _, after in own)]
-            assert sorted([*(before for before, _ in own), found.active]) == sorted(ends)
-            assert found.revision == len(found.versions) + len(own)
-            for version in found.versions:
+            assert sorted([*(before for before, _ in own), registered.active]) == sorted(ends)
+            assert registered.revision == len(registered.versions) + len(own)
+            for version in registered.versions:
                 source = (await client.get(f"/{name}/source", params={"version": version})).json()["source"]
                 assert source in sources
         lines = await registry.audit(None, 10_000)
@@ -150,19 +152,21 @@ async def test_a_thousand_callers_lose_nothing(redis: Redis, tmp_path: Path) -> 
 
 async def test_a_removed_version_is_gone_everywhere_and_stays_so(redis: Redis, tmp_path: Path) -> None:
     here, there = (Registry(redis, tmp_path / name, replica=name) for name in ("here", "there"))
-    one, two = await keep(here, submission()), await keep(here, submission(number=1))
+    first, second = await keep(here, submission()), await keep(here, submission(number=1))
     await keep(here, submission("other"))
     await there.copy.refresh()
     with pytest.raises(ConflictError, match="is active"):
-        await here.remove("exact", one, who="ann")
-    assert await here.remove("exact", two[:8], who="bob") == two
-    assert [(line.action, line.version, line.who) for line in await here.audit("exact", 1)] == [("remove", two, "bob")]
+        await here.remove("exact", first, who="ann")
+    assert await here.remove("exact", second[:8], who="bob") == second
+    assert [(line.action, line.version, line.who) for line in await here.audit("exact", 1)] == [
+        ("remove", second, "bob")
+    ]
     await there.copy.refresh()
     for registry, folder in ((here, "here"), (there, "there")):
-        assert set((await registry.name("exact")).versions) == {one}
+        assert set((await registry.name("exact")).versions) == {first}
         with pytest.raises(NotRegisteredError, match="exact has no version"):
-            await registry.resolve("exact", two)
-        assert not (tmp_path / folder / "content" / f"{two}.json").exists()
+            await registry.resolve("exact", second)
+        assert not (tmp_path / folder / "content" / f"{second}.json").exists()
     assert await redis.hlen("gspo:{@rewards}:content") == 1
 
     # A copy from before does not bring it back; to hand it in again does.
@@ -172,16 +176,16 @@ async def test_a_removed_version_is_gone_everywhere_and_stays_so(redis: Redis, t
     await keep(older, submission(number=1))
     await redis.flushall()
     stale = await there.name("exact")
-    assert set(stale.versions) == {one}
+    assert set(stale.versions) == {first}
     removed_again = await keep(there, submission(number=1))
-    assert set((await here.name("exact")).versions) == {one, removed_again}
+    assert set((await here.name("exact")).versions) == {first, removed_again}
 
     # The content stays while another name has it; a name without versions is none.
     await here.retire("exact", who="ann")
-    for version in (one, two):
+    for version in (first, second):
         await here.remove("exact", version, who="ann")
     assert [name.name for name in await there.names()] == ["other"]
-    assert (await there.resolve("other")).version == one
+    assert (await there.resolve("other")).version == first
     with pytest.raises(NotRegisteredError, match="there is no reward function 'exact'"):
         await there.name("exact")
     other = submission().model_copy(update={"kind": "environment"})
@@ -190,10 +194,10 @@ async def test_a_removed_version_is_gone_everywhere_and_stays_so(redis: Redis, t
 
 async def test_a_version_that_a_run_asks_for_is_not_removed(redis: Redis, tmp_path: Path) -> None:
     registry = Registry(redis, tmp_path, replica="test")
-    one, _ = await keep(registry, submission()), await keep(registry, submission(number=1, activate=True))
-    await registry.resolve("exact", one[:10])
+    first, _ = await keep(registry, submission()), await keep(registry, submission(number=1, activate=True))
+    await registry.resolve("exact", first[:10])
     with pytest.raises(ConflictError, match="is asked for by its number"):
-        await registry.remove("exact", one, who="ann")
+        await registry.remove("exact", first, who="ann")
 
 
 async def test_a_submission_beyond_a_quota_is_refused_until_space_is_free(redis: Redis, tmp_path: Path) -> None:
@@ -237,7 +241,7 @@ async def test_an_unreadable_entry_costs_nobody_the_others(redis: Redis, tmp_pat
         for text in ('{"entry": 5, "convention": ["x"]}', "x" * 100, ""):
             broken = json.dumps({"version": bad, "kind": "reward", "source": "x", "entry": 5, "signature": text})
             await _spoil(redis, registry, tmp_path / "registry", bad, broken)
-            listed = {one["name"]: one for one in (await client.get("")).json()["rewards"]}
+            listed = {view["name"]: view for view in (await client.get("")).json()["rewards"]}
             assert (listed["good"]["active"], listed["good"]["unreadable"]) == (good, "")
             assert listed["bad"]["unreadable"].startswith(f"version {bad[:12]} cannot be read (")
             assert listed["ruined"]["unreadable"].startswith("ruined cannot be read (kind: ")
@@ -252,14 +256,14 @@ async def test_an_unreadable_entry_costs_nobody_the_others(redis: Redis, tmp_pat
                 rollout.rewards.append(RewardUse(name=name, weight=1.0))
             scored, failed = await scorer.score(both)
             assert (reward_or_failure(scored), "cannot be read" in failed.failure) == (1.0, True)
-        # To hand it in again mends it, and so it can be removed.
+        # Another submission of its source replaces it, and it can be removed.
         assert (await client.post("", json={"name": "bad", "source": NEWER})).status_code == 201
         assert (await client.get("/bad")).json()["unreadable"] == ""
         await _spoil(redis, registry, tmp_path / "registry", bad, "{}")
         assert (await client.delete("/bad")).status_code == 200
         assert (await client.delete(f"/bad/versions/{bad}")).status_code == 200
         await registry.copy.refresh()
-        assert {one["name"] for one in (await client.get("")).json()["rewards"]} == {"r", "good", "ruined"}
+        assert {view["name"] for view in (await client.get("")).json()["rewards"]} == {"r", "good", "ruined"}
 
 
 async def _spoil(redis: Redis, registry: Registry, folder: Path, version: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""REST as a user meets it: what is taken, what is refused and why, trying, activating, retiring, who may."""
+"""The REST API from a user's side: submissions, refusals, trials, activation, retirement, access."""
 
 from __future__ import annotations
 
@@ -39,50 +39,50 @@ def step(state, action):
 async def test_a_function_is_submitted_tried_replaced_and_retired(redis: Redis, tmp_path: Path) -> None:
     async with open_rest_client(tmp_path, redis) as (client, scorer, _):
         first = await client.post("", json={"name": "exact", "source": SOURCE, "tests": [CASE]})
-        told = first.json()
-        assert (first.status_code, told["active"], told["new"], told["tests"]) == (201, True, True, 1)
-        assert told["version"] == hashlib.sha256(SOURCE.encode()).hexdigest()
+        view = first.json()
+        assert (first.status_code, view["active"], view["new"], view["tests"]) == (201, True, True, 1)
+        assert view["version"] == hashlib.sha256(SOURCE.encode()).hexdigest()
         again = await client.post("", files={"file": ("exact.py", SOURCE)}, data={"name": "exact"})
-        assert (again.status_code, again.json()["version"], again.json()["new"]) == (201, told["version"], False)
-        one, two = told["version"], (await client.post("", json={"name": "exact", "source": NEWER})).json()["version"]
+        assert (again.status_code, again.json()["version"], again.json()["new"]) == (201, view["version"], False)
+        old, new = view["version"], (await client.post("", json={"name": "exact", "source": NEWER})).json()["version"]
 
         rollout = make_rollout("4", answer="4")
         rollout.rewards.append(RewardUse(name="exact", weight=1.0))
         pinned = make_rollout("4", answer="4")
-        pinned.rewards.append(RewardUse(name="exact", version=one[:12], weight=1.0))
+        pinned.rewards.append(RewardUse(name="exact", version=old[:12], weight=1.0))
 
         async def scored() -> list[tuple[Any, str]]:
             return [(reward_or_failure(score), score.version) for score in await scorer.score([rollout, pinned])]
 
-        assert await scored() == [(1.0, one), (1.0, one)]
-        moved = (await client.post("/exact/activate", json={"version": two[:8]})).json()
-        assert (moved["active"], moved["was"]) == (two, one)
-        assert await scored() == [(2.0, two), (1.0, one)]
-        stale = await client.post("/exact/activate", json={"version": two, "if_active": one})
+        assert await scored() == [(1.0, old), (1.0, old)]
+        moved = (await client.post("/exact/activate", json={"version": new[:8]})).json()
+        assert (moved["active"], moved["was"]) == (new, old)
+        assert await scored() == [(2.0, new), (1.0, old)]
+        stale = await client.post("/exact/activate", json={"version": new, "if_active": old})
         assert (stale.status_code, "Look and try again" in stale.json()["detail"]) == (409, True)
-        assert (await client.post("/exact/activate", json={"version": one})).json()["was"] == two
-        assert await scored() == [(1.0, one), (1.0, one)]
+        assert (await client.post("/exact/activate", json={"version": old})).json()["was"] == new
+        assert await scored() == [(1.0, old), (1.0, old)]
 
         assert (await client.delete("/exact")).json()["active"] is None
         (refused, _), kept = await scored()
         assert str(refused).startswith("exact: exact was retired, and no version of it is asked for")
-        assert kept == (1.0, one)
+        assert kept == (1.0, old)
         shown = (await client.get("/exact")).json()
         assert (shown["retired"], shown["active"], shown["versions"]) == (True, None, 2)
-        await _look_back(client, one, two)
+        await _look_back(client, old, new)
 
 
-async def _look_back(client: Any, one: str, two: str) -> None:
+async def _look_back(client: Any, old: str, new: str) -> None:
     versions = (await client.get("/exact/versions")).json()["versions"]
     assert [(version["version"], version["submitted_by"]) for version in versions] == [
-        (one, "anonymous"),
-        (two, "anonymous"),
+        (old, "anonymous"),
+        (new, "anonymous"),
     ]
-    assert (await client.get("/exact/source", params={"version": two})).json()["source"] == NEWER
-    assert (await client.get(f"/exact/versions/{two[:10]}")).json()["version"] == two
+    assert (await client.get("/exact/source", params={"version": new})).json()["source"] == NEWER
+    assert (await client.get(f"/exact/versions/{new[:10]}")).json()["version"] == new
     usage = {used["version"]: used for used in (await client.get("/exact/usage")).json()["usage"]}
-    assert (usage[one]["calls"], usage[two]["calls"], usage[one]["errors"]) == (6, 1, {})
-    assert 0 < usage[one]["latency_s"]["p50"] <= usage[one]["latency_s"]["longest"]
+    assert (usage[old]["calls"], usage[new]["calls"], usage[old]["errors"]) == (6, 1, {})
+    assert 0 < usage[old]["latency_s"]["p50"] <= usage[old]["latency_s"]["longest"]
     lines = (await client.get("/exact/log")).json()["lines"]
     assert [line["action"] for line in lines] == ["retire", "activate", "activate", "submit", "submit", "submit"]
     assert {line["who"] for line in lines} == {"anonymous"}
@@ -90,7 +90,7 @@ async def _look_back(client: Any, one: str, two: str) -> None:
     assert listed == {"r": "configured", "exact": "registered"}
 
 
-# What is changed in a good submission: status, rule, line and column, and what is said.
+# Changes of a good submission, each with status, rule, line and column, and message.
 REFUSED: list[tuple[dict[str, Any], int, str | None, Any, str]] = [
     ({"source": "x = 1\ndef reward(completions:\n"}, 422, "syntax", (2, 11), "'(' was never closed"),
     ({"source": "import os\nimport requests\n" + SOURCE}, 422, "import", (2, 1), "imports 'requests'"),
@@ -120,17 +120,17 @@ REFUSED: list[tuple[dict[str, Any], int, str | None, Any, str]] = [
 
 async def test_what_is_refused_and_where(redis: Redis, tmp_path: Path) -> None:
     async with open_rest_client(tmp_path, redis) as (client, _, registry):
-        for change, status, rule, place, said in REFUSED:
+        for change, status, rule, place, message in REFUSED:
             body = json.dumps({"name": "exact", "source": SOURCE, **change})
             reply = await client.post("", content=body, headers={"content-type": "application/json"})
-            told = reply.json()
-            assert (reply.status_code, said in told["detail"]) == (status, True), (change, told)
+            refusal = reply.json()
+            assert (reply.status_code, message in refusal["detail"]) == (status, True), (change, refusal)
             if rule is not None:
-                (problem,) = told["problems"]
+                (problem,) = refusal["problems"]
                 assert problem["rule"] == rule, change
                 assert "inside" not in problem["traceback"], "it is the function's own"
-                found = (problem["line"], problem["column"])
-                assert all(wanted in (None, given) for wanted, given in zip(place, found, strict=True)), change
+                actual = (problem["line"], problem["column"])
+                assert all(number in (None, other) for number, other in zip(place, actual, strict=True)), change
         assert await registry.names() == []
 
 
@@ -149,7 +149,7 @@ async def test_a_trial_shows_scores_output_and_the_functions_own_traceback(redis
         assert "line 3, in <listcomp>" in bad["failure"]["traceback"]
         # Nothing of a trial is counted as a call of a run.
         assert (await client.get("/parts/usage")).json()["usage"][0]["calls"] == 0
-        for body, said in (
+        for body, message in (
             ({"actions": ["a"]}, "send `rows`"),
             ({"rows": [{"completions": "2"}]}, "rows.0.completion: Field required"),
             ("{", "the body is not JSON: "),
@@ -157,17 +157,17 @@ async def test_a_trial_shows_scores_output_and_the_functions_own_traceback(redis
         ):
             content = body if isinstance(body, str) else json.dumps(body)
             refused = await client.post("/parts/try", content=content, headers={"content-type": "application/json"})
-            assert (refused.status_code, said in refused.json()["detail"]) == (422, True), refused.json()
+            assert (refused.status_code, message in refused.json()["detail"]) == (422, True), refused.json()
 
 
-async def test_an_environment_is_tried_turn_by_turn(redis: Redis, tmp_path: Path) -> None:
+async def test_a_trial_of_an_environment_plays_one_step_after_the_other(redis: Redis, tmp_path: Path) -> None:
     case = {"input": {"task": {"tries": 2, "number": 7}, "actions": ["3", "7"]}, "expected": 1.0}
     body = {"name": "guess", "kind": "environment", "source": ENVIRONMENT, "tests": [case]}
     async with open_rest_client(tmp_path, redis) as (client, _, _):
         assert (await client.post("", json=body)).status_code == 201
         trial = {"task": {"tries": 3, "number": 7}, "actions": ["3", "break", "7"]}
         results = (await client.post("/guess/try", json=trial)).json()["results"]
-        assert [(turn["observation"], turn["reward"], turn["done"]) for turn in results] == [
+        assert [(result["observation"], result["reward"], result["done"]) for result in results] == [
             ("Guess.", 0.0, False),
             ("No.", 0.0, False),
             (None, None, None),
@@ -206,7 +206,7 @@ async def test_tokens_have_roles_and_callers_a_rate(redis: Redis, tmp_path: Path
             late = await client.post("/exact/try", json={"rows": [], "version": "0" * 8}, headers=ann)
             assert late.status_code == (404 if status == 200 else status)
         assert int(late.headers["retry-after"]) >= 1
-        # Too many trials keep nobody from submitting.
+        # Too many trials do not keep a caller from submitting.
         assert (await client.post("", json=body, headers=ann)).status_code == 201
         tokens.write_text("bob submit bob-secret-0123456789\n")
         assert (await client.get("", headers=ann)).status_code == 401
@@ -240,11 +240,13 @@ async def test_the_configuration_bounds_what_a_submission_asks_for(redis: Redis,
         refused = await client.post("", json={"name": "big", "source": SOURCE, "limits": asked})
         slow, memory = refused.json()["problems"]
         assert (refused.status_code, memory["field"], slow["field"]) == (422, "limits.memory_mb", "limits.timeout_s")
-        said = "limits.memory_mb: is 65536, and reward.memory_mb allows 1024 at most. Ask for less, or raise that key"
-        assert memory["text"] == said.replace("that key", "reward.memory_mb")
+        message = (
+            "limits.memory_mb: is 65536, and reward.memory_mb allows 1024 at most. Ask for less, or raise that key"
+        )
+        assert memory["text"] == message.replace("that key", "reward.memory_mb")
         within = {"name": "big", "source": SOURCE, "limits": {"memory_mb": 1024, "timeout_s": 0.5}}
         assert (await client.post("", json=within)).status_code == 201
-        # What was admitted under a configuration that allowed more is not run under one that allows less.
+        # A version that a wider configuration admitted does not run under a narrower one.
         submission = Submission(name="old", source=SOURCE, limits=RequestedLimits(memory_mb=4096))
         content = Content(version=submission.version, kind="reward", source=SOURCE, entry="", limits=submission.limits)
         await registry.submit(submission, content, who="ann")

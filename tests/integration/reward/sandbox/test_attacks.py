@@ -30,20 +30,22 @@ CONTAINMENTS = [
 
 @functools.cache
 def outcomes(level: str, user: str) -> dict[str, Any]:
-    """What became of every attack."""
+    """The outcome of every attack."""
     done = _started()[level, user].result()
     if done.returncode == NO_NAMESPACE:
         pytest.skip("this machine makes no user namespace, so root cannot become a plain user here")
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    outcomes: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return outcomes
 
 
 @functools.cache
 def _started() -> dict[tuple[str, str], Future[subprocess.CompletedProcess[str]]]:
     """The programs of all containments, two at a time: much of their time is spent waiting for limits."""
     pool = ThreadPoolExecutor(2)
-    started = {one: pool.submit(_run, *one) for one in CONTAINMENTS if one[0] != "bubblewrap" or shutil.which("bwrap")}
+    started = {
+        case: pool.submit(_run, *case) for case in CONTAINMENTS if case[0] != "bubblewrap" or shutil.which("bwrap")
+    }
     pool.shutdown(wait=False)
     return started
 

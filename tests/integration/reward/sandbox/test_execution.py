@@ -1,4 +1,4 @@
-"""What a sandbox keeps apart and what it lets through, at both levels; what hostile code does is in test_attacks.py."""
+"""A sandbox separates calls and lets their results through, at both levels; test_attacks.py has hostile code."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ async def sandbox_of(
     **limits: Any,
 ) -> AsyncIterator[Sandbox]:
     code = Code("r", text, "0" * 64, "/nowhere/r.py", entry=entry, kind=kind, reads=reads)
-    given = CallLimits(**({"timeout_s": 5.0, "memory_mb": 1024} | limits))
+    call_limits = CallLimits(**({"timeout_s": 5.0, "memory_mb": 1024} | limits))
     if level not in _LEVELS_TRIED:
         _LEVELS_TRIED[level] = (await try_level(level)).level
-    sandbox = Sandbox(code, given, _LEVELS_TRIED[level], num_workers=num_workers)
+    sandbox = Sandbox(code, call_limits, _LEVELS_TRIED[level], num_workers=num_workers)
     try:
         await sandbox.load()
         yield sandbox
@@ -159,7 +159,7 @@ async def test_a_worker_that_a_call_takes_while_another_is_stopped_is_not(
     level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with sandbox_of(SLOW, level, num_workers=2, timeout_s=3.0) as sandbox, asyncio.timeout(20):
-        for _ in range(2):  # those of the second round, already loaded, are given back at once
+        for _ in range(2):  # those of the second round, already loaded, are idle at once
             await asyncio.gather(ask(sandbox, "0.05"), ask(sandbox, "0.05"))
         for worker in sandbox._pool._idle:
             worker.idle_since = 0.0
@@ -221,12 +221,12 @@ async def test_what_many_quick_calls_leave_on_disk_is_found_while_they_go_on(lev
     async with sandbox_of(text, level) as sandbox:
         for number in range(3000):
             try:
-                left = (await ask(sandbox, "x")).values
-            except CallError as error:  # where scratch is a file system of its own, it is full
+                num_files = (await ask(sandbox, "x")).values
+            except CallError as error:  # a scratch with its own file system is full
                 assert error.kind == "output_too_large"
-                left = (await ask(sandbox, "x")).values
-                assert left == [0.0]
-            if number and left == [0.0]:
+                num_files = (await ask(sandbox, "x")).values
+                assert num_files == [0.0]
+            if number and num_files == [0.0]:
                 break
         else:
             raise AssertionError("3 GB were written, and the worker is still the same")
@@ -341,8 +341,8 @@ async def test_a_package_that_cannot_be_preloaded_is_imported_whole_by_the_funct
     with capture_logs() as logs:
         async with sandbox_of(text, level) as sandbox:
             assert (await ask(sandbox, "x")).values == [1.0]
-    (said,) = [line for line in logs if line["event"] == "preload_failed"]
-    assert said["reasons"] == {"fails_at_first": "RuntimeError: not in here"}
+    (entry,) = [line for line in logs if line["event"] == "preload_failed"]
+    assert entry["reasons"] == {"fails_at_first": "RuntimeError: not in here"}
 
 
 async def test_processor_time_is_limited_over_all_threads(level: Any) -> None:
@@ -442,11 +442,11 @@ async def test_calls_side_by_side_get_their_own_answers_whatever_the_others_do(l
     bad = {10: "crash", 20: "exception", 21: "timeout", 30: "forbidden", 31: "crash", 45: "exception"}
     asked = [bad.get(number, str(number)) for number in range(60)]
     async with sandbox_of(text, level, num_workers=2, timeout_s=0.5) as sandbox:
-        found = await asyncio.gather(*(ask(sandbox, one) for one in asked), return_exceptions=True)
+        outcomes = await asyncio.gather(*(ask(sandbox, text) for text in asked), return_exceptions=True)
         assert (await ask(sandbox, "1")).output == "1\n"
-    kinds = {number: one.kind for number, one in enumerate(found) if isinstance(one, CallError)}
+    kinds = {number: error.kind for number, error in enumerate(outcomes) if isinstance(error, CallError)}
     assert kinds == bad
-    values = {number: one.values for number, one in enumerate(found) if isinstance(one, Answer)}
+    values = {number: answer.values for number, answer in enumerate(outcomes) if isinstance(answer, Answer)}
     assert values == {number: [float(number)] for number in range(60) if number not in bad}
 
 
@@ -459,7 +459,7 @@ async def test_slow_calls_do_not_hold_up_another_function(level: Any) -> None:
         values = [(await ask(fast, "x")).values for _ in range(50)]
         assert values == [[2.0]] * 50
         assert not waiting[-1].done()
-        assert {tuple((await one).values) for one in waiting} == {(1.0,)}
+        assert {tuple((await call).values) for call in waiting} == {(1.0,)}
 
 
 async def test_no_supervisor_is_left_when_a_sandbox_is_closed(level: Any) -> None:
@@ -486,7 +486,7 @@ async def test_less_than_the_minimum_is_refused_with_what_is_lacking(monkeypatch
         await find_level("landlock")
 
 
-# What Docker's default filter does to a user without privilege; before Docker 23 it refused Landlock too.
+# The effect of Docker's default filter on a user without privilege; before Docker 23 it refused Landlock too.
 IN_A_CONTAINER = """
 import asyncio, errno, sys
 import pyseccomp
@@ -518,9 +518,9 @@ NO_NAMESPACES = "unshare mount setns pivot_root"
 
 
 @pytest.mark.parametrize(
-    ("refused", "said"), [(NO_NAMESPACES, LANDLOCK), (f"{NO_NAMESPACES} landlock_create_ruleset", REFUSED)]
+    ("refused", "printed"), [(NO_NAMESPACES, LANDLOCK), (f"{NO_NAMESPACES} landlock_create_ruleset", REFUSED)]
 )
-async def test_in_a_container_without_privileges(refused: str, said: str) -> None:
+async def test_in_a_container_without_privileges(refused: str, printed: str) -> None:
     root = Path(__file__).parents[4]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", IN_A_CONTAINER, refused),
@@ -528,10 +528,10 @@ async def test_in_a_container_without_privileges(refused: str, said: str) -> Non
         env=os.environ | {"PYTHONPATH": f"{root}:{root / 'proto'}:{root / 'services'}"},
         stdout=asyncio.subprocess.PIPE,
     )
-    told, _ = await asyncio.wait_for(process.communicate(), 60)
+    stdout, _ = await asyncio.wait_for(process.communicate(), 60)
     if process.returncode == NO_NAMESPACE:
         pytest.skip("this machine makes no user namespace, so root cannot become a plain user here")
-    assert re.fullmatch(said, told.decode().strip()), told.decode()
+    assert re.fullmatch(printed, stdout.decode().strip()), stdout.decode()
 
 
 async def test_at_the_weakest_level_time_memory_and_state_still_hold() -> None:

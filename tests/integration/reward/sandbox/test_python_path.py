@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[4]
 def test_the_sandbox_finds_packages_on_pythonpath(tmp_path: Path) -> None:
     paths = [str(ROOT), str(ROOT / "proto"), str(ROOT / "services"), sysconfig.get_path("purelib")]
     done = subprocess.run(
-        # The interpreter behind the virtual environment: by itself it finds none of our packages.
+        # The interpreter behind the virtual environment: without it, none of our packages are importable.
         [sys._base_executable, "-m", "gspo.reward.sandbox"],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(paths)},
         cwd=tmp_path,
@@ -27,6 +27,6 @@ def test_the_sandbox_finds_packages_on_pythonpath(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["level"] in LEVEL_NAMES
-    assert "ModuleNotFoundError" not in str(told["lacks"])
+    report = json.loads(done.stdout)
+    assert report["level"] in LEVEL_NAMES
+    assert "ModuleNotFoundError" not in str(report["lacks"])
