@@ -1,6 +1,6 @@
 """In a real browser: a page of another site changes nothing and reads nothing, and our own page works.
 
-`make browser-test` runs it on a machine with Chromium. The services are real processes, without a token, as for a single
+`make browser-test` runs it on a machine with Chromium. The services are real processes, without a token, as for one
 user. It tests each kind of request that the browser sends, not those that the browser itself forbids.
 """
 
