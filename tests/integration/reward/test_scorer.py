@@ -179,7 +179,7 @@ async def test_a_rollout_says_which_functions_score_it(tmp_path: Path) -> None:
     other.rewards.append(RewardUse(name="r", version="0" * 64, weight=1.0))
     async with open_scorer(config, name="reward-0") as scorer:
         scores = [reward_or_failure(score) for score in await scorer.score([plain, weighted, unknown, other])]
-    assert scores[:3] == [1.0, 3.0, "q: there is no reward function of this name; there are r"]
+    assert scores[:3] == [1.0, 3.0, "q: there is no reward function of this name; known are r"]
     assert str(scores[3]).startswith("r: version 000000000000 is asked for and ")
 
 

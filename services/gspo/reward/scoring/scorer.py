@@ -131,8 +131,9 @@ class Scorer:
         Raises:
             CallError: There is not a value for each rollout.
         """
-        signature, usage = function.callee.signature, self.library.usage
+        usage = self.library.usage
         with counted(function, usage, num_answers=len(batch)):
+            signature = function.callee.signature
             question = arguments_for(signature, batch, function.args)
             raw = values_of(await function.callee.call(question, session=session), len(batch))
             values = [read_value(value, signature.convention) for value in raw]

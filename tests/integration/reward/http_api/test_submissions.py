@@ -106,7 +106,7 @@ REFUSED: list[tuple[dict[str, Any], int, str | None, Any, str]] = [
         422,
         "field",
         (None, None),
-        "is missing or no text",
+        "is missing or not text",
     ),
     ({"source": "x = bytearray(2**33)\n" + SOURCE}, 422, "load", (1, 1), "Raise limits.memory_mb"),
     ({"tests": [{"input": {"a": float("nan")}, "expected": 1}]}, 422, "field", (None, None), "JSON"),

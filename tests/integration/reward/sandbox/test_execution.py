@@ -511,8 +511,8 @@ except InputError as error:
 
 LANDLOCK = r"landlock \(Landlock \d+, seccomp, rlimits\)"
 REFUSED = (
-    r"reward.sandbox_minimum: is landlock, and this machine reaches rlimits: bubblewrap: a trial failed .*in a "
-    r"container give it the security option.*; landlock: the kernel .* has no Landlock, or it is refused.*"
+    r"reward.sandbox_minimum: is landlock, and this machine reaches rlimits: bubblewrap: a trial failed .*Give "
+    r"a container the security option.*; landlock: the kernel .* has no Landlock, or it is refused.*"
 )
 NO_NAMESPACES = "unshare mount setns pivot_root"
 
