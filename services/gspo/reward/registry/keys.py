@@ -34,7 +34,7 @@ class RegistryKeys:
 
     @property
     def audit(self) -> str:
-        """List of who changed what, the newest last."""
+        """List of all changes, each with its caller, the newest last."""
         return f"{self.prefix}audit"
 
     def usage(self, name: str, version: str) -> str:
