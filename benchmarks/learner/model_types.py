@@ -244,7 +244,7 @@ def _reason(error: InputError) -> str:
     """Without the folder and without what only this form of the model says."""
     if "changes its logits" in error.rule:
         return "changes its logits after the output layer"
-    if "stands behind it" in error.rule:
+    if "lets later tokens change" in error.rule:
         return "reads later tokens"
     cause = re.search(r"\((\w+Error): ", error.rule)
     return f"does not load or run in the learner ({cause[1] if cause else 'see the message'})"
