@@ -1,0 +1,1 @@
+"""Scored rollouts become groups, and groups become the rows of a step."""

@@ -1,0 +1,1 @@
+"""One weight update: from a published version to every generator."""

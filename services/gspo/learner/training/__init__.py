@@ -1,0 +1,1 @@
+"""One training step: targets, losses and optimizer steps on every rank."""
