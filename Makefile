@@ -43,9 +43,10 @@ browser-test: setup ## The HTTP APIs against pages of other sites (Error 3: no C
 	$(call need,chromium,pages of other sites,chromium)
 	$(BIN)/python -m pytest tests/browser/pages.py
 
-lint: setup ## ruff and mypy strict
+lint: setup ## ruff, mypy strict, and the prose of pages and comments
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python deploy/lint/prose.py
 	$(BIN)/mypy
 
 bench: setup ## Measure speed and write docs/benchmarks.md
