@@ -1,4 +1,4 @@
-"""What the generation service checks before anything starts. It imports vLLM only where arguments for it are given."""
+"""The generation service's checks before the start. They import vLLM only if the configuration has arguments for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLACE_TOKEN_BYTES = 5
 
 
 def check(config: Config) -> None:
-    """Refuse engine arguments that vLLM does not know or take, and lengths and memory that are not there.
+    """Refuse engine arguments that vLLM does not take, and more tokens, memory or GPUs than there are.
 
     Raises:
         InputError: Names the key.
@@ -40,39 +40,39 @@ def check(config: Config) -> None:
     if config.environment.used:
         _check_chat_template(config)
     if config.generation.engine:
-        from gspo.generation.engine.startup import check_values  # here: only what is given is worth vLLM's import
+        from gspo.generation.engine.startup import check_values  # here: importing vLLM takes seconds
 
         check_values(config, model_folder(config.model))
 
 
 def _check_places(config: Config) -> None:
-    """vLLM sets up a row of the longest rollout for each one that may be under way."""
+    """Check the memory of vLLM's tables: a row of the longest rollout for each in-flight rollout."""
     algorithm, num_places = config.algorithm, config.generation.max_rollouts
     needed = num_places * (algorithm.prompt_length + algorithm.response_length) * _PLACE_TOKEN_BYTES
     available = free_memory()
     if needed > available:
         raise InputError(
             "generation.max_rollouts",
-            f"{num_places} rollouts under way take {needed / _GIB:,.1f} GiB in vLLM's tables alone, and "
+            f"{num_places} in-flight rollouts take {needed / _GIB:,.1f} GiB in vLLM's tables alone, and "
             f"{available / _GIB:.1f} GiB are free",
             "Lower it; a few hundred keep an engine busy",
         )
 
 
 def _check_gpus(config: Config) -> None:
-    """vLLM would look for them for minutes before it says so, or wait for workers that nobody starts."""
+    """Check the GPUs: vLLM would fail only after minutes, or wait for workers that are never started."""
     engine, gpus = config.generation.engine, visible_gpus()
     check_gpus_are_seen("generation.engine", gpus)
     warn_of_float32("generation.dtype", config.generation.dtype, gpus)
-    wanted = {key: engine[key] for key in PARALLEL_ARGUMENTS if type(engine.get(key)) is int}
-    num_wanted = math.prod(wanted.values())
-    if num_wanted <= max(1, len(gpus)):
+    degrees = {key: engine[key] for key in PARALLEL_ARGUMENTS if type(engine.get(key)) is int}
+    num_needed = math.prod(degrees.values())
+    if num_needed <= max(1, len(gpus)):
         return
-    given = " times ".join(f"{key} {value}" for key, value in wanted.items())
+    product = " times ".join(f"{key} {value}" for key, value in degrees.items())
     fix = f"Lower it to {len(gpus)}, or give this generator more GPUs"
     raise InputError(
-        f"generation.engine.{next(iter(wanted))}",
-        f"{given} needs {num_wanted} GPUs, and {len(gpus) or 'none'} can be used",
+        f"generation.engine.{next(iter(degrees))}",
+        f"{product} needs {num_needed} GPUs, and {len(gpus) or 'none'} can be used",
         fix if gpus else "Leave it out: on a CPU an engine is one process; generation.replicas starts several engines",
     )
 
@@ -89,7 +89,7 @@ def _check_length(config: Config) -> None:
 
 
 def _check_chat_template(config: Config) -> None:
-    """Show a made-up observation to the chat template, and a tool's answer where there are tools."""
+    """Render an example observation by the chat template, and a tool's answer if there are tools."""
     from transformers import AutoTokenizer  # here: only conversations need it before the start
 
     from gspo.generation.rollout.chat_turns import ChatTurns, ObservationError
@@ -104,14 +104,15 @@ def _check_chat_template(config: Config) -> None:
         if tools:
             turns.between([{"role": "tool", "name": "a", "content": "a"}], "tool", None)
     except ObservationError as error:
-        said = f"environment: an observation {error}"
+        problem = f"environment: an observation {error}"
         if tools:
-            raise InputError("environment.tools", said, "Mend chat_template in the model's tokenizer files") from error
-        warn(f"{said}; that is as well where prompts are plain text")
+            fix = "Correct chat_template in the model's tokenizer files"
+            raise InputError("environment.tools", problem, fix) from error
+        warn(f"{problem}; prompts of plain text need no chat template")
 
 
 def _check_memory(config: Config) -> None:
-    """The KV cache is taken from the machine's memory on a CPU alone."""
+    """Check the memory of the KV cache, which is the machine's on a CPU."""
     needed = config.generation.kv_cache_gb * config.generation.replicas
     available = free_memory() / _GIB
     if needed > available and not visible_gpus():

@@ -1,7 +1,7 @@
-"""Takes pushed weights: fence, staging, digest, and only then the switch. One push at a time.
+"""Takes pushed weights: fence, staging, digest, and only then the load. One push at a time.
 
-What it is not: the call itself (door.py) or the load (engine.py). A push that is late, broken or refused changes
-nothing; a switch that has begun goes on to its end, whatever becomes of the call.
+A push that is late, broken or refused changes nothing. A load that has begun ends, even if the call is cancelled.
+`servicer.py` has the call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -26,13 +26,12 @@ from gspo_proto.generation_pb2 import PushHeader, PushResult, TensorFrame, Weigh
 
 log = structlog.get_logger()
 T = TypeVar("T")
-GoAhead: TypeAlias = Callable[[], Awaitable[None]]
-# Bytes a second of a load into the engine, before one was seen; a quarter of it (the margin) is far below any device's.
+# Bytes a second of the first load into the engine; a quarter of it (the margin) is far below any device's.
 _FIRST_LOAD_BYTES_S = 4e8
 
 
 class PushRefusedError(Exception):
-    """A push that must not be applied; the status says whether another kind of push would do."""
+    """A push that must not be applied; by the status the learner knows whether to push every element instead."""
 
     def __init__(self, status: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -41,13 +40,13 @@ class PushRefusedError(Exception):
 
 @dataclass(frozen=True)
 class Fence:
-    """The learner that this generator obeys: a higher epoch takes over, anything else but the same one is refused."""
+    """The learner whose pushes this generator accepts. A learner of a higher epoch replaces it."""
 
     epoch: int = 0
     learner: str = ""
 
     def admits(self, header: PushHeader) -> bool:
-        """Whether a push is of the learner that is obeyed, or of one that takes over."""
+        """Whether a push is of the accepted learner, or of one with a higher epoch."""
         return header.epoch > self.epoch or (header.epoch, header.learner) == (self.epoch, self.learner)
 
 
@@ -58,8 +57,8 @@ class Receiver:
         on_loaded: Called when the engine serves other weights.
 
     Attributes:
-        digest: Of the weights that serve.
-        fence: The learner that is obeyed.
+        digest: The digest of the weights that serve.
+        fence: The accepted learner.
         broken: Resolves with the reason once the engine cannot serve any more.
     """
 
@@ -75,11 +74,13 @@ class Receiver:
         self.digest = staged.digest()
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def receive(self, frames: AsyncIterator[WeightFrame], go_ahead: GoAhead, limit_s: float | None) -> PushResult:
+    async def receive(
+        self, frames: AsyncIterator[WeightFrame], go_ahead: Callable[[], Awaitable[None]], limit_s: float | None
+    ) -> PushResult:
         """Take one version.
 
         Args:
-            go_ahead: Awaited when the header is admitted and this push's turn has come.
+            go_ahead: Awaited when the header is admitted and this push has the lock.
             limit_s: Time until the call's deadline, by which everything must be staged; None where it has none.
 
         Raises:
@@ -105,9 +106,13 @@ class Receiver:
             return await _uncancelled(self._switch(header, digest, staged_s))
 
     async def _stage(
-        self, header: PushHeader, frames: AsyncIterator[WeightFrame], go_ahead: GoAhead, deadline_s: float
+        self,
+        header: PushHeader,
+        frames: AsyncIterator[WeightFrame],
+        go_ahead: Callable[[], Awaitable[None]],
+        deadline_s: float,
     ) -> str:
-        """Put the frames into the copy beside the one that serves; the digest of what came."""
+        """Put the frames into the staged copy; returns its digest."""
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()) as self._staging:
                 await go_ahead()
@@ -136,7 +141,7 @@ class Receiver:
             async for frame in frames:
                 await _uncancelled(asyncio.to_thread(self._write, frame.tensor))
         except StagingError:
-            # A refusal that meets frames on their way is lost to "Internal error" at the sender.
+            # With frames still on their way, the sender would see "Internal error" instead of the refusal.
             async for _ in frames:
                 continue
             raise
@@ -177,16 +182,16 @@ class Receiver:
         )
 
     def _check_fence(self, header: PushHeader) -> None:
-        """Obey a learner of a higher epoch from its first word on, and end what an older one was sending."""
+        """Accept a learner of a higher epoch from its first header on, and end an older learner's push."""
         if not self.fence.admits(header):
             raise PushRefusedError(
                 grpc.StatusCode.PERMISSION_DENIED,
-                f"this generator obeys learner {self.fence.learner} of epoch {self.fence.epoch}; this push is of "
+                f"this generator accepts learner {self.fence.learner} of epoch {self.fence.epoch}; this push is of "
                 f"learner {header.learner} of epoch {header.epoch}",
             )
         if header.epoch > self.fence.epoch:
             self.fence = Fence(header.epoch, header.learner)
-            if self._staging and not self._staging.expired():  # one that is late ends by itself
+            if self._staging and not self._staging.expired():  # a late push ends anyway
                 self._staging.reschedule(asyncio.get_running_loop().time())
 
     def _check_model(self, header: PushHeader) -> None:
@@ -221,14 +226,14 @@ async def _header(frames: AsyncIterator[WeightFrame]) -> PushHeader:
 
 
 async def _uncancelled(work: Coroutine[Any, Any, T]) -> T:
-    """Work on the staged copy. A caller that goes away waits for its end: nobody else may touch the copy before.
+    """Work on the staged copy. A cancelled caller waits for the end: no other push may touch the copy before.
 
-    It may be cancelled twice: our deadline and gRPC's are the same moment.
+    Two cancellations may come, since our deadline and gRPC's are the same moment.
     """
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
     finally:
         while not task.done():
-            with suppress(asyncio.CancelledError):  # the first one is on its way already
+            with suppress(asyncio.CancelledError):  # the first one is raised by the shield
                 await asyncio.wait({task})

@@ -1,7 +1,7 @@
 """Conversations with the real engine, token for token: each turn as vLLM got it, under three chat templates.
 
 The policy is a tiny model that was taught one conversation by heart, and to spell it letter by letter: its tokens are
-others than those of its text. Neighbour: tests/unit/generation/test_conversations.py has the rules, with no engine.
+others than those of its text. tests/unit/generation/test_conversations.py has the rules, without an engine.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tests.support.tiny_model import make_tiny_model
 
 VERSION, TURN_TOKENS = 5, 40
 PROMPT = [{"role": "user", "content": "Guess"}]
-# A turn that ends itself, one that is cut off at so many tokens, and the last one.
-SAID = [THOUGHT, "24, or so I hope, if that is right at all"[:TURN_TOKENS], "20"]
+# Three turns of the policy: one complete, one cut off at TURN_TOKENS, and the last one.
+LINES = [THOUGHT, "24, or so I hope, if that is right at all"[:TURN_TOKENS], "20"]
 ANSWERS = [" higher ", " lower ", "right"]
 
 
 class GuessingGame:
-    """Answers whatever is said, and ends after the third turn."""
+    """Answers any action, and ends after the third turn."""
 
     async def reset(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
         return EnvironmentReply(state_json="0", version="v1")
@@ -47,8 +47,8 @@ class GuessingGame:
     async def step(self, request: StepRequest, timeout_s: float) -> EnvironmentReply:
         turn = int(request.state_json)
         done = turn + 1 == len(ANSWERS)
-        said = json.dumps(ANSWERS[turn])
-        return EnvironmentReply(state_json=str(turn + 1), observation_json=said, reward=0.25, done=done, version="v1")
+        answer = json.dumps(ANSWERS[turn])
+        return EnvironmentReply(state_json=str(turn + 1), observation_json=answer, reward=0.25, done=done, version="v1")
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ def taught(name: str) -> list[int]:
     for number, answer in enumerate(ANSWERS):
         messages += [{"role": "assistant", "content": f"turn-{number}"}, {"role": "user", "content": answer}]
     rest, tokens = tokenizer.apply_chat_template(messages, tokenize=False), []
-    for number, said in enumerate(SAID):
+    for number, line in enumerate(LINES):
         before, _, rest = rest.partition(f"turn-{number}")
-        letters = [token for letter in said for token in tokenizer.encode(letter, add_special_tokens=False)]
+        letters = [token for letter in line for token in tokenizer.encode(letter, add_special_tokens=False)]
         tokens += [*tokenizer.encode(before, add_special_tokens=False), *letters]
     return [*tokens, tokenizer.eos_token_id]
 
@@ -158,9 +158,7 @@ def check_against_transformers(policy: TaughtPolicy, rollout: Rollout, temperatu
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-async def test_what_the_policy_thought_is_before_vllm_again_in_the_tokens_that_it_sampled(
-    policy: TaughtPolicy, name: str
-) -> None:
+async def test_vllm_gets_the_policys_thoughts_in_the_tokens_that_it_sampled(policy: TaughtPolicy, name: str) -> None:
     tokenizer = TOKENIZERS[name]
     policy.seen.clear()
     rollout = await played(policy, name, 0, 0.1)
@@ -184,8 +182,8 @@ async def test_turns_of_any_tokens_add_up_to_what_vllm_saw(policy: TaughtPolicy,
     policy.seen.clear()
     rollouts = await asyncio.gather(*(played(policy, name, number, 2.0) for number in range(4)))
     for rollout in rollouts:
-        mark = f"{rollout_id(rollout.group, rollout.number)}:"
-        check_against_vllm(rollout, [output for request, output in policy.seen.items() if request.startswith(mark)])
+        prefix = f"{rollout_id(rollout.group, rollout.number)}:"
+        check_against_vllm(rollout, [output for request, output in policy.seen.items() if request.startswith(prefix)])
         check_against_transformers(policy, rollout, 2.0)
     assert len({tuple(rollout.token_ids) for rollout in rollouts}) == len(rollouts)
     assert any("�" in rollout.episode.turns_json for rollout in rollouts)

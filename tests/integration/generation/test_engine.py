@@ -1,4 +1,4 @@
-"""The engine against transformers: what it samples, what it reports, and weights that change under way."""
+"""The engine against transformers: its samples, its log-probs, and weights that change in flight."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_the_sampled_end_of_sequence_is_a_token_with_its_logp(generator: S
         assert completion.logp[-1] == pytest.approx(expected, abs=1e-4)
 
 
-async def test_length_and_stop_string_are_told_apart(generator: SharedEngine) -> None:
+async def test_length_and_stop_string_are_different_ends(generator: SharedEngine) -> None:
     cut = await generator.engine.generate("cut", PROMPTS[0], sampling(3, ignore_eos=True))
     assert (cut.finish, len(cut.token_ids), cut.stop_string) == ("length", 3, None)
     stops = tuple("aeiou")
@@ -148,7 +148,7 @@ async def test_what_a_request_has_sampled_so_far_is_the_beginning_of_its_answer(
     assert (engine.num_sampled("seen"), engine.partial_output("seen").token_ids) == (0, [])
 
 
-async def test_a_prompt_that_does_not_fit_is_refused_and_the_engine_lives(generator: SharedEngine) -> None:
+async def test_a_prompt_that_does_not_fit_is_refused_and_the_engine_still_answers(generator: SharedEngine) -> None:
     with pytest.raises(ValueError, match="512"):
         await generator.engine.generate("long", [3] * 600, sampling(5))
     assert (await generator.engine.generate("short", [3], sampling(5))).token_ids
@@ -213,7 +213,7 @@ async def test_a_push_under_restart_ends_in_flight_requests(generator: SharedEng
 async def test_what_goes_on_after_a_push_meets_no_keys_and_values_of_before_it(
     generator: SharedEngine, tmp_path: Path, on_update: OnUpdate
 ) -> None:
-    """A prompt of several blocks, and an answer that is paused, before and after the weights change."""
+    """A prompt of several blocks, and an answer that is paused before the weights change and resumed after."""
     engine, staged, old = generator.engine, generator.staged, generator.engine.version
     prompt = [4 + place % 90 for place in range(300)]
     first = await engine.generate("first", prompt, sampling(40, ignore_eos=True))

@@ -32,7 +32,7 @@ from tests.support.tiny_model import make_tokenizer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 LENGTH, SAVE_TOKENS, PROMPT = 120, 32, [1, 4, 50, 5]
-# What stands for the weights of versions 0 and 1.
+# Stand-ins for the weights of versions 0 and 1.
 KEYS = {0: 7, 1: 1234}
 
 
@@ -51,7 +51,7 @@ class WorkerUnderTest:
         await self.close()
 
     async def kill(self) -> None:
-        """As SIGKILL does: nothing is said to anybody."""
+        """As SIGKILL does: no other process learns of it."""
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
         await self.close()
@@ -100,9 +100,9 @@ async def finished(redis: Redis, keys: Keys, num: int) -> list[Rollout]:
         await asyncio.sleep(0.01)
     while await redis.xlen(keys.prompts) + await redis.xlen(keys.paused_prompts):
         await asyncio.sleep(0.01)
-    found = [Rollout.FromString(fields[b"d"]) for _, fields in await redis.xrange(keys.rollouts)]
-    assert len({(rollout.group, rollout.number) for rollout in found}) == len(found) == num
-    return found
+    rollouts = [Rollout.FromString(fields[b"d"]) for _, fields in await redis.xrange(keys.rollouts)]
+    assert len({(rollout.group, rollout.number) for rollout in rollouts}) == len(rollouts) == num
+    return rollouts
 
 
 def check_tokens(rollout: Rollout, keys_of: dict[int, int]) -> None:
@@ -119,12 +119,12 @@ def check_tokens(rollout: Rollout, keys_of: dict[int, int]) -> None:
 async def sampled_at_least(generator: WorkerUnderTest, num: int) -> dict[int, int]:
     """Tokens of each rollout once each has so many."""
     while True:
-        found = {
+        num_sampled = {
             rollout.number: len(rollout.state.token_ids) + generator.engine.num_sampled(rollout.request_id)
             for _, _, rollout in generator.worker._in_flight()
         }
-        if len(found) == 4 and min(found.values()) >= num:
-            return found
+        if len(num_sampled) == 4 and min(num_sampled.values()) >= num:
+            return num_sampled
         await asyncio.sleep(0.005)
 
 
@@ -150,19 +150,19 @@ async def test_what_a_killed_worker_had_saved_goes_on_elsewhere(
 async def test_rollouts_beyond_their_segment_are_paused_and_resumed(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
-    """Room for one group, and three of them: each goes on by turns, and none has to wait for the end of another."""
+    """Three groups, and place for one: each is sampled in segments, and none waits for the end of another."""
     config = configure(tmp_path, segment_tokens=50)
     generators = [start(config, redis_url, "one")]
     await issue(redis, keys, 0, 1, 2)
     while not await redis.hlen(keys.partial):
         await asyncio.sleep(0.005)
-    # On any generator: a second one, with newer weights, takes up the paused rollouts of the first.
+    # The second generator, with newer weights, resumes the rollouts that the first has paused.
     generators.append(start(config, redis_url, "two", version=1))
-    found = await finished(redis, keys, 12)
-    for rollout in found:
+    rollouts = await finished(redis, keys, 12)
+    for rollout in rollouts:
         check_tokens(rollout, KEYS)
-    moved = [rollout for rollout in found if set(rollout.version) == {0, 1} and rollout.version[49:51] == [0, 1]]
-    assert moved, "no rollout was paused after its 50 tokens and continued elsewhere"
+    moved = [rollout for rollout in rollouts if set(rollout.version) == {0, 1} and rollout.version[49:51] == [0, 1]]
+    assert moved, "no rollout was paused after its 50 tokens and resumed elsewhere"
     for generator in generators:
         await generator.end()
 
@@ -179,7 +179,7 @@ async def test_no_rollout_is_paused_while_no_task_waits(
     await generator.end()
 
 
-async def test_a_worker_that_is_told_to_stop_saves_and_lets_go_at_once(
+async def test_a_worker_that_stops_saves_its_rollouts_and_returns_their_tasks(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     generator = start(configure(tmp_path, save_tokens=1000), redis_url, "one", decode_s=0.05)

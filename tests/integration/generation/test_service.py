@@ -149,9 +149,9 @@ async def test_the_engine_is_forked_from_the_service(running: RunningGenerator) 
 
 async def test_a_task_becomes_its_rollouts_and_is_acknowledged(running: RunningGenerator) -> None:
     await append(running.redis, running.keys.prompts, [task(7).SerializeToString()])
-    found = await rollouts(running, 4)
-    assert sorted((rollout.group, rollout.number) for rollout in found) == [(7, 0), (7, 1), (7, 2), (7, 3)]
-    for rollout in found:
+    finished = await rollouts(running, 4)
+    assert sorted((rollout.group, rollout.number) for rollout in finished) == [(7, 0), (7, 1), (7, 2), (7, 3)]
+    for rollout in finished:
         assert len(rollout.token_ids) == len(rollout.logp) == len(rollout.version) == len(rollout.mask) > 0
         assert set(rollout.version) == {0}
         assert all(logp <= 0 for logp in rollout.logp)
@@ -179,8 +179,8 @@ async def test_every_server_is_on_loopback_alone(running: RunningGenerator) -> N
 
 
 async def test_generate_streams_rollouts(running: RunningGenerator) -> None:
-    found = [r async for r in running.stub.Generate(GenerateRequest(task=task(9, num_rollouts=3)), timeout=60)]
-    assert sorted(rollout.number for rollout in found) == [0, 1, 2]
+    finished = [r async for r in running.stub.Generate(GenerateRequest(task=task(9, num_rollouts=3)), timeout=60)]
+    assert sorted(rollout.number for rollout in finished) == [0, 1, 2]
 
 
 async def test_pushes_take_hold_or_change_nothing(running: RunningGenerator) -> None:
@@ -217,11 +217,11 @@ async def test_a_push_with_rollouts_in_flight_loses_none(running: RunningGenerat
         await asyncio.sleep(0.01)
     newest = policy_of(Path(running.config.model.path), version + 1, scale=1.3)
     await push(running, newest, epoch=5)
-    found = await rollouts(running, 64)
-    assert len({(rollout.group, rollout.number) for rollout in found}) == 64
-    seen = {v for rollout in found for v in rollout.version}
+    finished = await rollouts(running, 64)
+    assert len({(rollout.group, rollout.number) for rollout in finished}) == 64
+    seen = {v for rollout in finished for v in rollout.version}
     assert seen <= {version, version + 1} and version + 1 in seen
-    assert all(list(rollout.version) == sorted(rollout.version) for rollout in found)
+    assert all(list(rollout.version) == sorted(rollout.version) for rollout in finished)
 
 
 async def test_a_task_for_newer_weights_waits_for_the_push(running: RunningGenerator) -> None:
@@ -234,7 +234,7 @@ async def test_a_task_for_newer_weights_waits_for_the_push(running: RunningGener
 
 
 async def test_all_groups_of_a_killed_generator_are_taken_over_at_once(running: RunningGenerator) -> None:
-    """As much as fits when the leases end; one group each time that leases are looked at would take minutes."""
+    """A worker takes over as many tasks as fit when leases end; one task at each renewal would take minutes."""
     async with running.redis.pipeline(transaction=True) as pipe:
         for group in range(400, 408):
             pipe.xadd(running.keys.prompts, {b"d": task(group).SerializeToString()})
@@ -244,8 +244,8 @@ async def test_all_groups_of_a_killed_generator_are_taken_over_at_once(running: 
     await running.redis.xclaim(
         running.keys.prompts, "generation", "killed", 0, entries, idle=round(1000 * lease_s) + 1, justid=True
     )
-    found = await rollouts(running, 32, timeout_s=lease_s)  # the leases are looked at three times in it
-    assert {rollout.group for rollout in found} == set(range(400, 408))
+    finished = await rollouts(running, 32, timeout_s=lease_s)  # leases are renewed three times within it
+    assert {rollout.group for rollout in finished} == set(range(400, 408))
 
 
 async def test_a_killed_generator_costs_what_it_had_not_saved(running: RunningGenerator, redis_url: str) -> None:
@@ -266,11 +266,11 @@ async def test_a_killed_generator_costs_what_it_had_not_saved(running: RunningGe
             os.killpg(doomed.pid, signal.SIGKILL)
             os.kill(process.pid, signal.SIGCONT)
         await channel.close(None)
-    found = {rollout.number: rollout for rollout in await rollouts(running, 8)}
-    assert sorted(found) == list(range(8))
-    assert any(found[number].generator != "doomed" for number in saved)
+    by_number = {rollout.number: rollout for rollout in await rollouts(running, 8)}
+    assert sorted(by_number) == list(range(8))
+    assert any(by_number[number].generator != "doomed" for number in saved)
     for number, state in saved.items():
-        rollout, kept = found[number], len(state.token_ids)
+        rollout, kept = by_number[number], len(state.token_ids)
         assert kept >= running.config.generation.save_tokens // 2
         assert list(rollout.token_ids[:kept]) == list(state.token_ids)
         assert list(rollout.logp[:kept]) == list(state.logp)
@@ -278,7 +278,7 @@ async def test_a_killed_generator_costs_what_it_had_not_saved(running: RunningGe
     model = AutoModelForCausalLM.from_pretrained(running.config.model.path, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         parameter.data *= 1.4 if "norm" in name else 1.0
-    for rollout in found.values():
+    for rollout in by_number.values():
         assert len(rollout.token_ids) == len(rollout.logp) == len(rollout.version) == len(rollout.mask)
         expected = Reference(model).logp(list(rollout.prompt.token_ids), list(rollout.token_ids), temperature=1.0)
         assert np.abs(np.array(rollout.logp) - expected).max() < 1e-3
@@ -288,21 +288,22 @@ async def named(process: subprocess.Popen[bytes], redis: Redis, keys: Keys, name
     """A further generator's instance, once its engine serves."""
     while True:
         assert process.poll() is None, f"{name} ended before it registered"
-        if found := [one for one in await list_instances(redis, keys, "generation") if one.name == name and one.grpc]:
-            return found[0]
+        instances = await list_instances(redis, keys, "generation")
+        if started := [instance for instance in instances if instance.name == name and instance.grpc]:
+            return started[0]
         await asyncio.sleep(0.1)
 
 
 async def saved_states(redis: Redis, keys: Keys, group: int) -> dict[int, RolloutState]:
-    """What was saved of a group's rollouts, once that is something of two or more."""
+    """The saved states of a group's rollouts, once two or more have tokens."""
     while True:
-        found = {
-            int(mark.decode().partition("-")[2]): RolloutState.FromString(state)
-            for mark, state in (await redis.hgetall(keys.partial)).items()
-            if mark.startswith(f"{group}-".encode()) and state != DONE
+        states = {
+            int(rollout_key.decode().partition("-")[2]): RolloutState.FromString(state)
+            for rollout_key, state in (await redis.hgetall(keys.partial)).items()
+            if rollout_key.startswith(f"{group}-".encode()) and state != DONE
         }
-        if len(found) > 1:
-            return found
+        if len(states) > 1:
+            return states
         await asyncio.sleep(0.005)
 
 
@@ -310,9 +311,9 @@ async def test_a_prompt_that_the_engine_refuses_fails_its_group_with_the_reason(
     refused = task(300)
     refused.prompt.token_ids[:] = [4] * 500
     await append(running.redis, running.keys.prompts, [refused.SerializeToString()])
-    while not (found := await running.redis.xrange(running.keys.scored)):
+    while not (entries := await running.redis.xrange(running.keys.scored)):
         await asyncio.sleep(0.05)
-    assert b"generation: request" in found[0][1][b"d"]
+    assert b"generation: request" in entries[0][1][b"d"]
     assert await running.redis.xlen(running.keys.dead) == 1
 
 

@@ -204,7 +204,7 @@ async def test_an_admitted_push_of_an_older_learner_ends_too(redis: Redis, redis
         await admitted.wait()
         new.publisher.publish(policy(1))
         await new.until(lambda: serve([only], policy(1)))
-        with pytest.raises(PushRefusedError, match=r"obeys learner .* of epoch 2"):
+        with pytest.raises(PushRefusedError, match=r"accepts learner .* of epoch 2"):
             await stuck
 
 

@@ -10,8 +10,8 @@ from gspo.common.config.schema import Config
 
 
 @pytest.fixture
-def given() -> dict[str, Any]:
-    """A mapping as it is read from YAML: what has no default, and an end of the run."""
+def minimal() -> dict[str, Any]:
+    """A mapping as it is read from YAML: the keys without a default, and an end of the run."""
     return {
         "name": "r",
         "model": {"path": "model"},
@@ -22,6 +22,6 @@ def given() -> dict[str, Any]:
 
 
 @pytest.fixture
-def config(given: dict[str, Any]) -> Config:
+def config(minimal: dict[str, Any]) -> Config:
     """The same, validated."""
-    return Config.model_validate(given)
+    return Config.model_validate(minimal)

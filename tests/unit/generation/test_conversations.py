@@ -1,6 +1,6 @@
-"""Conversations token for token: what the engine is asked, what is kept of it, under three chat templates.
+"""Conversations token for token, under three chat templates: the prompts of the engine, and the rollout.
 
-The engine is scripted, so that the policy says what the test needs; it keeps every prompt that it was asked.
+The engine is scripted, so that the policy says the test's lines; it keeps every prompt.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetReq
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Rollout, Sampling
 from tests.support.chat_templates import IM, THOUGHT, TOKENIZERS, tokenizer_of
 
-# A turn that ended itself, one that was cut off after its fourth token, one that ended the game.
-SAID = {
+# Three turns of the policy: one complete, one cut off after its fourth token, one that ends the game.
+TRANSCRIPT = {
     "chatml": f"<|im_start|>user\nGuess<|im_end|>\n<|im_start|>assistant\n{THOUGHT}<|im_end|>\n"
     "<|im_start|>user\n higher <|im_end|>\n<|im_start|>assistant\n24 o<|im_end|>\n"
     "<|im_start|>user\n lower <|im_end|>\n<|im_start|>assistant\n20<|im_end|>",
@@ -38,12 +38,12 @@ SAID = {
     "<|start_header_id|>user<|end_header_id|>\n\nlower<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n20<|eot_id|>",
 }
-SAID["qwen3"] = SAID["chatml"]
+TRANSCRIPT["qwen3"] = TRANSCRIPT["chatml"]
 
 
 @dataclass
 class ScriptedEngine:
-    """Says its lines one after the other; every line is given, whole, or cut where the request ends."""
+    """Samples its lines one after the other; a line is cut at the request's limit."""
 
     tokenizer: PreTrainedTokenizerFast
     lines: list[str]
@@ -127,7 +127,7 @@ async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     engine = ScriptedEngine(tokenizer, [THOUGHT, "24 or so", "20"])
     game = ScriptedGame(GUESSING)
-    # A turn with as many tokens as a turn may have is not a cut one.
+    # The policy's turn may have as many tokens as the limit without being cut.
     limit = len(tokenizer.encode(THOUGHT)) + 1
     first = await played(engine, ScriptedGame(GUESSING), task_of(tokenizer, turn_tokens=limit))
     assert first.episode.num_cut_turns == 0
@@ -139,7 +139,7 @@ async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
     original = engine.generate
 
     async def cut_second(request_id: str, ids: list[int], sampling: api.Sampling) -> Completion:
-        # What a turn_tokens of 4 does to this turn alone.
+        # As a turn_tokens of 4 does, to this turn alone.
         task.play.turn_tokens = 4 if len(engine.sampled) == 1 else limit
         most = api.Sampling(max_tokens=min(sampling.max_tokens, task.play.turn_tokens))
         return await original(request_id, ids, most)
@@ -149,11 +149,11 @@ async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
     rollout = driver.finished(in_flight)
 
     tokens = [*rollout.prompt.token_ids, *rollout.token_ids]
-    # Each prompt that the engine was asked, with what it then sampled, is where the next one begins.
+    # Each prompt of the engine, followed by its samples, is the beginning of the next prompt.
     for prompt, sampled in zip(engine.prompts, engine.sampled, strict=True):
         assert tokens[: len(prompt) + len(sampled)] == [*prompt, *sampled]
     assert len(tokens) == len(engine.prompts[-1]) + len(engine.sampled[-1])
-    assert tokenizer.decode(tokens, skip_special_tokens=False) == SAID[name]
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == TRANSCRIPT[name]
 
     policy = [token for token, counts in zip(rollout.token_ids, rollout.mask, strict=True) if counts]
     assert policy == [token for turn in engine.sampled for token in turn]
@@ -209,8 +209,8 @@ async def test_a_rollout_goes_on_from_any_save() -> None:
     [
         ({"max_turns": 2}, "TURN_LIMIT", 2),
         ({"turn_tokens": 2, "end_long_turns": True}, "TURN_TOKEN_LIMIT", 1),
-        ({"max_tokens": 2}, "TRUNCATED", 1),  # within a turn
-        ({"max_tokens": 10}, "TRUNCATED", 1),  # the observation leaves no room
+        ({"max_tokens": 2}, "TRUNCATED", 1),  # within the policy's turn
+        ({"max_tokens": 10}, "TRUNCATED", 1),  # the observation would be too long
         ({"total_timeout_s": 1e-6}, "TIME_LIMIT", 1),
     ],
 )
@@ -249,8 +249,8 @@ async def test_what_reset_says_stands_in_the_prompt() -> None:
     tokenizer = TOKENIZERS["chatml"]
     game = ScriptedGame([says("", 1.0, done=True)], opening='"It is even."')
     rollout = await played(ScriptedEngine(tokenizer, ["16"]), game, task_of(tokenizer))
-    said = "<|im_start|>user\nGuess<|im_end|>\n<|im_start|>user\nIt is even.<|im_end|>\n<|im_start|>assistant\n"
-    assert rollout.prompt.text == said == tokenizer.decode(rollout.prompt.token_ids)
+    text = "<|im_start|>user\nGuess<|im_end|>\n<|im_start|>user\nIt is even.<|im_end|>\n<|im_start|>assistant\n"
+    assert rollout.prompt.text == text == tokenizer.decode(rollout.prompt.token_ids)
     assert rollout.mask == b"\x01" * 3
     long = await played(ScriptedEngine(tokenizer, ["16"]), game, task_of(tokenizer, prompt_length=40))
     assert "at most 40 are allowed" in long.episode.failure
@@ -300,9 +300,9 @@ async def test_tool_calls_reach_the_environment_and_bad_ones_are_answered(form: 
     turns = json.loads(rollout.episode.turns_json)
     assert [turn["role"] for turn in turns] == ["assistant", "tool"] * 3 + ["assistant"]
     assert "cannot be read; write <tool_call>" in turns[1]["content"]
-    assert "names 'abacus', which is no tool; there are calculator" in turns[3]["content"]
-    said = "<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>\n<|im_start|>assistant\n6<|im_end|>"
-    assert tokenizer.decode(rollout.token_ids, skip_special_tokens=False).endswith(said)
+    assert "names 'abacus', which is not a tool; there are calculator" in turns[3]["content"]
+    ending = "<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>\n<|im_start|>assistant\n6<|im_end|>"
+    assert tokenizer.decode(rollout.token_ids, skip_special_tokens=False).endswith(ending)
 
 
 async def test_a_restart_begins_the_conversation_anew() -> None:

@@ -1,4 +1,4 @@
-"""The mapping `generation.engine`: passed through, refused where it is ours, and checked without importing vLLM."""
+"""The mapping `generation.engine`: allowed and refused arguments, checked without importing vLLM."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_executors_of_one_host_pass() -> None:
 
 
 def test_every_argument_of_the_installed_vllm_is_ours_refused_or_allowed() -> None:
-    """A newer vLLM's arguments are put into one of the tables by whoever takes it in."""
+    """An upgrade of vLLM puts each new argument into one of the tables."""
     tables = [set(OWN_ARGS), set(REFUSED_ARGS), set(ALLOWED_ARGS)]
     package = importlib.util.find_spec("vllm")
     source = Path(package.submodule_search_locations[0], "engine", "arg_utils.py").read_text()

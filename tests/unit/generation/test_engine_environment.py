@@ -1,4 +1,4 @@
-"""What is set before vLLM is imported: threads that a fork cannot keep are off, and small models compile nothing."""
+"""Variables set before vLLM is imported: no threads that a fork would lose, no compilation for small models."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The state machine of one rollout: each action, what ends a piece, and what is saved. No engine, no environment."""
+"""The state machine of one rollout: each action, each end, each save. No engine, no environment."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_each_limit_within_a_turn_ends_the_conversation(play: Any, sampled: Comp
     rollout = conversation(**play)
     rollout.on_sampled(sampled)
     assert (action(rollout), outcome(rollout)) == (FinishAction(), expected)
-    # The environment has not seen the turn, and the conversation holds it all the same.
+    # The environment has not seen this turn, but the conversation has it.
     assert '"cut off"' in rollout.finished("cut off", 9.0).episode.turns_json
 
 

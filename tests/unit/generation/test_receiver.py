@@ -1,4 +1,4 @@
-"""Who may touch the staged copy of the weights: one push at a time, until its threads have let go of it."""
+"""Access to the staged copy of the weights: one push at a time, until its threads have ended."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def header(epoch: int) -> AsyncIterator[WeightFrame]:
     yield WeightFrame(header=PushHeader(run="run", epoch=epoch, dtype="float32", digest="another", num_tensors=1))
 
 
-async def turns_of_the_loop() -> None:
+async def run_loop() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -66,10 +66,10 @@ async def test_a_push_that_is_cancelled_twice_keeps_its_lock_while_a_thread_writ
     await asyncio.to_thread(copy.reached.wait, 20)
     for _ in range(2):  # as by the deadline of the push, and by gRPC's
         first.cancel()
-        await turns_of_the_loop()
+        await run_loop()
     admitted.clear()
     second = asyncio.create_task(receiver.receive(header(1), go_ahead, 20.0))
-    await turns_of_the_loop()
+    await run_loop()
     assert not admitted.is_set()
     assert not first.done()
     copy.may_go_on.set()
@@ -80,7 +80,7 @@ async def test_a_push_that_is_cancelled_twice_keeps_its_lock_while_a_thread_writ
     assert admitted.is_set()
 
 
-async def test_a_newer_learner_waits_for_an_older_push_that_is_late_already() -> None:
+async def test_a_newer_learner_waits_for_an_older_push_that_is_already_late() -> None:
     copy = BlockedCopy()
     receiver, copy.blocks_at = receiver_of(copy), "next_digest"
 
@@ -92,7 +92,7 @@ async def test_a_newer_learner_waits_for_an_older_push_that_is_late_already() ->
     while receiver._staging is None or not receiver._staging.expired():
         await asyncio.sleep(0.01)
     newer = asyncio.create_task(receiver.receive(header(2), go_ahead, 20.0))
-    await turns_of_the_loop()
+    await run_loop()
     copy.may_go_on.set()
     with pytest.raises(PushRefusedError, match="of epoch 2; this push is of"):
         await late

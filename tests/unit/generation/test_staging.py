@@ -1,4 +1,4 @@
-"""Staging in shared memory: whole, in pieces, by changes; and what does not fit."""
+"""Staging in shared memory: whole tensors, pieces, changes, and frames that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of vLLM's warnings are left out of its log."""
+"""The filter of vLLM's expected warnings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gspo.generation.engine.vllm_logs import filter_expected_warnings
 
 @pytest.fixture
 def handler() -> Iterator[logging.StreamHandler[io.StringIO]]:
-    """Writes what vLLM's logger says. pytest may have handlers of its own there, once vLLM has set its logger up."""
+    """A handler of vLLM's logger in place of pytest's own handlers."""
     logger, handler = logging.getLogger("vllm"), logging.StreamHandler(io.StringIO())
     before = logger.handlers
     logger.handlers = [handler]
@@ -21,7 +21,7 @@ def handler() -> Iterator[logging.StreamHandler[io.StringIO]]:
     logger.handlers = before
 
 
-def test_only_what_every_healthy_run_says_is_left_out(handler: logging.StreamHandler[io.StringIO]) -> None:
+def test_only_the_warnings_of_every_healthy_run_are_dropped(handler: logging.StreamHandler[io.StringIO]) -> None:
     filter_expected_warnings()
     filter_expected_warnings()
     assert len(handler.filters) == 1

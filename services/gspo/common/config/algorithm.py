@@ -1,7 +1,7 @@
-"""The `algorithm` section: what is optimised, under the names the field uses, and its presets.
+"""The section `algorithm`: the objective under the names that the field uses, and its presets.
 
-It computes nothing: gspo_core does, from plain numbers that the learner reads here. A preset fills the keys
-that the user left out; what a preset says and the user says otherwise is the user's. Neighbour: config.py.
+A preset fills the keys that the user has left out; the user's own keys override it. gspo_core computes the objective,
+from plain numbers that the learner reads here.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# Tokens of an answer that the paper's clip is taken to be for.
+# Length of an answer, in tokens, for which we take the paper's clip to be meant.
 _CLIP_TOKENS = 4096
 
 
 def fitting_clip(num_tokens: int) -> tuple[float, float]:
     """(low, high) sides of a sequence clip for answers of about so many tokens, with two digits.
 
-    log s is a mean over the tokens. Where the tokens move independently it spreads by 1 / sqrt(length), and sides that
+    log s is a mean over the tokens. If the tokens move independently, it spreads by 1 / sqrt(length), and sides that
     grow by the same factor clip the same share of sequences. A rule of thumb: a run reports the share that it clips.
     """
     factor = math.sqrt(_CLIP_TOKENS / num_tokens)
@@ -157,14 +157,14 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_from_preset(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("preset", "gspo") not in PRESETS:
-            return given
-        preset = PRESETS[given.get("preset", "gspo")]
+    def _fill_from_preset(cls, keys: Any) -> Any:
+        if not isinstance(keys, dict) or keys.get("preset", "gspo") not in PRESETS:
+            return keys
+        preset = PRESETS[keys.get("preset", "gspo")]
         return {
-            **{key: value for key, value in preset.items() if key not in _replaced(given, preset)},
-            **_implied(given, preset),
-            **given,
+            **{key: value for key, value in preset.items() if key not in _replaced(keys, preset)},
+            **_implied(keys, preset),
+            **keys,
         }
 
     @model_validator(mode="after")
@@ -282,27 +282,27 @@ class AlgorithmConfig(Section):
         return self.rollout_batch_size * self.num_return_sequences_in_group
 
 
-def _replaced(given: dict[str, Any], preset: dict[str, Any]) -> set[str]:
-    """Keys of a preset that another key of the user's stands for."""
+def _replaced(keys: dict[str, Any], preset: dict[str, Any]) -> set[str]:
+    """Keys of a preset that another key of the user replaces."""
     replaced = set()
-    if "pg_clip" in given:
+    if "pg_clip" in keys:
         replaced |= {"pg_clip_low", "pg_clip_high"}
-    if {"pg_clip_low", "pg_clip_high"} & given.keys():
+    if {"pg_clip_low", "pg_clip_high"} & keys.keys():
         replaced.add("pg_clip")
-    if "importance_sampling" in given and "pg_clip" not in preset:
+    if "importance_sampling" in keys and "pg_clip" not in preset:
         # The clip follows the ratio's kind: 3e-4 on token ratios would clip nearly everything.
         replaced |= {"pg_clip_low", "pg_clip_high"}
-    if "adv_estimator" in given:
+    if "adv_estimator" in keys:
         replaced.add("reward_norm")
     return replaced
 
 
-def _implied(given: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:
+def _implied(keys: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:
     """Keys whose value follows from another one's."""
     implied: dict[str, Any] = {}
-    if given.get("adv_estimator", preset["adv_estimator"]) == "grpo":
+    if keys.get("adv_estimator", preset["adv_estimator"]) == "grpo":
         implied["reward_norm"] = "group"
     sides = {"pg_clip_low", "pg_clip_high"}
-    if "pg_clip" in preset and "pg_clip" not in given and sides & given.keys():
+    if "pg_clip" in preset and "pg_clip" not in keys and sides & keys.keys():
         implied |= dict.fromkeys(sides, preset["pg_clip"])
     return implied

@@ -181,14 +181,14 @@ def _check_tool(key: str, tool: str | Mapping[str, Any]) -> None:
     if isinstance(tool, str):
         if tool not in BUILTIN_TOOLS:
             raise ConfigError(
-                key, NO_VALUE, f"'{tool}' is no built-in tool", f"Built in are {', '.join(BUILTIN_TOOLS)}"
+                key, NO_VALUE, f"'{tool}' is not a built-in tool", f"Built in are {', '.join(BUILTIN_TOOLS)}"
             )
         return
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         fix = "Write {type: function, function: {name: ..., ...}}"
-        raise ConfigError(key, tool, "is no description of a tool", fix)
+        raise ConfigError(key, tool, "does not describe a tool", fix)
     parameters = function.get("parameters", {})
     if not isinstance(parameters, dict) or not isinstance(parameters.get("properties", {}), dict):
-        rule = f"the parameters of '{function['name']}' are no JSON schema of an object"
+        rule = f"the parameters of '{function['name']}' are not a JSON schema of an object"
         raise ConfigError(key, NO_VALUE, rule, "Give properties by name")

@@ -1,4 +1,4 @@
-"""The sections `evaluation` and `tracking`: what is measured on held-out prompts, and where figures are shown."""
+"""The sections `evaluation` and `tracking`: measurements on held-out prompts, and programs that show figures."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class EvaluationConfig(Section):
         # A function may return named parts, part_FUNCTION/NAME_mean, and only the function knows their names.
         starts = tuple(f"part_{label}/" for label in part_labels)
         if best.figure not in known and not (best.figure.startswith(starts) and best.figure.endswith("_mean")):
-            rule = "is no figure of an evaluation that grows as the policy gets better"
+            rule = "is not a figure of an evaluation that grows as the policy gets better"
             raise ConfigError("evaluation.keep_best", best.figure, rule, nearest(best.figure, known))
         return best
 

@@ -1,6 +1,6 @@
 """Reading a configuration file, writing it, and comparing it with a run's own on resume.
 
-It validates form only; whether files, models and ports are there is each service's own check.
+Only the form is validated here. Each service checks that its files, models and ports exist.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONFIG_NAME = "config.yaml"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without tags, and without a key that is there twice: YAML's own rule, which PyYAML does not hold."""
+    """YAML without tags and without repeated keys, which YAML forbids and PyYAML accepts."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -43,7 +43,7 @@ def read_config(path: Path) -> Config:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The keys of a YAML file, before anything is known of them.
+    """The keys of a YAML file, not validated.
 
     Raises:
         InputError: The file is missing, not YAML, or no mapping.
@@ -59,25 +59,25 @@ def read_mapping(path: Path) -> dict[str, Any]:
             "Give the path of a YAML file; `gspo init DIR` writes one",
         ) from error
     try:
-        given = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
+        content = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
     except yaml.YAMLError as error:
         raise _not_yaml(path, error) from error
-    if not isinstance(given, dict):
+    if not isinstance(content, dict):
         raise InputError(str(path), "is not a mapping of keys", "Start from the file that `gspo init DIR` writes")
-    return given
+    return content
 
 
 def _not_yaml(path: Path, error: yaml.YAMLError) -> InputError:
-    """The file's name, line and column, where PyYAML has them, and what it found there."""
+    """The file's name, line and column, if PyYAML has them, and its problem."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         text = str(error).replace('in "<unicode string>", ', "at ").replace("\n", " ")
-        return InputError(str(path), f"is not YAML: {text}", "Mend it")
-    mark, context = error.problem_mark, f"{error.context}: " if error.context else ""
-    place = f"line {mark.line + 1}, column {mark.column + 1}"
-    return InputError(str(path), f"is not YAML: {place}: {context}{error.problem}", "Mend that line")
+        return InputError(str(path), f"is not YAML: {text}", "Correct it")
+    context = f"{error.context}: " if error.context else ""
+    place = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return InputError(str(path), f"is not YAML: {place}: {context}{error.problem}", "Correct that line")
 
 
-def parse_config(given: dict[str, Any], base: Path, *, source: str = "configuration") -> Config:
+def parse_config(keys: dict[str, Any], base: Path, *, source: str = "configuration") -> Config:
     """Validate a mapping; relative paths in it are taken from `base`.
 
     Args:
@@ -87,7 +87,7 @@ def parse_config(given: dict[str, Any], base: Path, *, source: str = "configurat
         InputError: As for `read_config`, with every wrong key named.
     """
     try:
-        return Config.model_validate(given, context={"base": base.resolve()})
+        return Config.model_validate(keys, context={"base": base.resolve()})
     except ValidationError as error:
         raise _as_input_error(error, source) from error
 
@@ -112,7 +112,7 @@ def describe_change(name: str, before: Any, after: Any) -> str:
 
 
 def check_resume(old: Config, new: Config) -> None:
-    """Refuse a change of a key that is fixed for a run's life.
+    """Refuse a change of a key that is fixed within a run.
 
     Raises:
         InputError: Names every such key with both values; learner.ranks where a checkpoint could not be read.
@@ -123,7 +123,7 @@ def check_resume(old: Config, new: Config) -> None:
         raise InputError(
             refused[0][0],
             f"cannot change on resume ({changes})",
-            "Set it back, or start a new run under another name; `gspo config` marks the keys that may change",
+            "Set it back, or start a new run under another name; `gspo config` shows the keys that may change",
         )
     before, after = old.learner.ranks, new.learner.ranks
     if new.learner.zero_stage and before != after:
@@ -146,7 +146,7 @@ def _as_input_error(error: ValidationError, source: str) -> InputError:
     """One error for everything that is wrong.
 
     Args:
-        source: What is read, for the head of a list: the file's name.
+        source: Name of the file, for the head of a list.
     """
     problems: dict[str, InputError] = {}
     for problem in _without_consequences(error.errors()):
@@ -155,7 +155,7 @@ def _as_input_error(error: ValidationError, source: str) -> InputError:
     if len(problems) == 1:
         return next(iter(problems.values()))
     listed = "".join(f"\n  {problem}" for problem in problems.values())
-    return InputError(source, f"{len(problems)} keys are wrong", f"Mend each of them:{listed}")
+    return InputError(source, f"{len(problems)} keys are wrong", f"Correct each of them:{listed}")
 
 
 def _explain(problem: ErrorDetails) -> InputError:

@@ -1,7 +1,4 @@
-"""Every key of the configuration, with what `gspo config` says about it.
-
-It reads no file.
-"""
+"""Every key of the configuration, with the description that `gspo config` prints."""
 
 from __future__ import annotations
 
@@ -93,16 +90,16 @@ def _type_name(annotation: Any) -> str:
 
 def _bounds(field: FieldInfo) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "min_length": "at least"}
-    found = list(field.metadata)
+    metadata = list(field.metadata)
     for part in get_args(field.annotation):
-        found += getattr(part, "__metadata__", ())
+        metadata += getattr(part, "__metadata__", ())
     shown = [
         f"{sign} {value}"
-        for item in found
+        for item in metadata
         for name, sign in signs.items()
         if (value := getattr(item, name, None)) is not None
     ]
-    shown += [PATTERNS[pattern] for item in found if (pattern := getattr(item, "pattern", None)) is not None]
+    shown += [PATTERNS[pattern] for item in metadata if (pattern := getattr(item, "pattern", None)) is not None]
     return ", ".join(dict.fromkeys(shown))
 
 
@@ -130,7 +127,7 @@ def section_at(prefix: str) -> type[BaseModel] | None:
 
 
 def meaning(where: str) -> str:
-    """What a key or section is for, for the fix of a message."""
+    """The description of a key or section, for the fix of a message."""
     for key in explain():
         if key.name == where or where.startswith(key.name + "."):
             return f"{key.meaning} ({key.type})"

@@ -1,4 +1,4 @@
-"""What an answer is worth, and how functions are run: the configuration's section `reward`."""
+"""The section `reward`: the functions that score answers, their limits, and the registry of functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gspo.common.config.fields import (
 )
 from gspo.common.errors import NO_VALUE, ConfigError
 
-# What `reward.functions.N.builtin` may name; the reward service has a file or a client for each.
+# Values of `reward.functions.N.builtin`; the reward service has a file or a client for each.
 Builtin = Literal[
     "exact_match",
     "numeric",
@@ -100,7 +100,7 @@ class RewardFunction(Section):
 
 
 class RegistryQuotas(Section):
-    """How much may be registered over REST; what is beyond is refused until versions are removed."""
+    """Limits of the functions registered over REST. Beyond them, submissions are refused until versions are removed."""
 
     versions: PositiveInt = Field(1000, description="Versions of all names together", json_schema_extra=ON_RESUME)
     versions_per_name: PositiveInt = Field(200, description="Versions of one name", json_schema_extra=ON_RESUME)
@@ -113,7 +113,7 @@ class RegistryQuotas(Section):
 
 
 class RewardConfig(Section):
-    """What an answer is worth."""
+    """The reward of an answer."""
 
     functions: tuple[RewardFunction, ...] = Field(
         (),

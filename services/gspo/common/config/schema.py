@@ -319,7 +319,7 @@ class Config(Section):
         return self.evaluation.best_figure([*labels, *([ENVIRONMENT_PART] if self.environment.used else [])])
 
     def is_measured(self, step: int) -> bool:
-        """Whether the version that a step makes is measured while training goes on; the last one is at the end."""
+        """Whether the version of a step is measured during training; the last version is measured at the end."""
         every = self.evaluation.every
         return bool(self.evaluation.files and every) and step % every == 0 and 0 < step != self.run.total_steps
 

@@ -1,4 +1,4 @@
-"""Where the services listen, and how they trust each other: the configuration's section `services`."""
+"""The section `services`: addresses, TLS and credentials of the services, and their supervision."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TlsConfig(Section):
 
 
 class ServicesConfig(Section):
-    """Where the services listen."""
+    """Addresses and credentials of the services."""
 
     host: str = Field(
         "127.0.0.1",

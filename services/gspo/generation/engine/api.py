@@ -1,7 +1,4 @@
-"""What the service asks of an engine and what it answers: plain carriers, and the calls as a protocol. No vLLM here.
-
-It samples nothing.
-"""
+"""The interface of an engine: its calls as a protocol, and the plain types of arguments and results. No vLLM here."""
 
 from __future__ import annotations
 
@@ -39,11 +36,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What was sampled of an answer.
+    """Sampled tokens of an answer.
 
-    The lists have one element a sampled token; an end-of-sequence token that ended it is among them. `logp` is the
-    log-prob of exactly that token under the distribution it was sampled from (after temperature); `version` the
-    version of the weights that sampled it.
+    Each list has one element a token, with the end-of-sequence token if there is one. `logp` is the token's log-prob
+    under the distribution that it was sampled from (after temperature), and `version` the version of the weights.
     """
 
     token_ids: list[int]
@@ -53,7 +49,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Completion(Tokens):
-    """What one request sampled, and what ended it; `restart` is a change of weights under on_update: restart."""
+    """The tokens of one request and the reason of its end; `restart` is a weight update under on_update: restart."""
 
     finish: Finish
     stop_string: str | None = None
@@ -69,7 +65,7 @@ class LoadTimes:
 
 
 class EngineLike(Protocol):
-    """The calls of engine.Engine, which says what each does; a benchmark may stand something else in its place."""
+    """The calls of vllm_engine.Engine, which describes each; benchmarks have an engine that only simulates."""
 
     version: int
 
@@ -77,10 +73,10 @@ class EngineLike(Protocol):
         """One answer to one prompt, or the next piece of one."""
 
     def num_sampled(self, request_id: str) -> int:
-        """Tokens that a request under way has sampled so far; 0 for one that is not."""
+        """Tokens that a running request has sampled so far; 0 for an unknown request."""
 
     def partial_output(self, request_id: str) -> Tokens:
-        """What a request under way has sampled so far; nothing for one that is not."""
+        """The tokens of a running request so far; none for an unknown request."""
 
     async def abort(self, request_id: str) -> None:
         """End a request."""

@@ -1,7 +1,6 @@
-"""Which of vLLM's engine arguments a user may pass through `generation.engine`, and why the others are refused.
+"""The engine arguments of vLLM that a user may pass through `generation.engine`, and the reason against each other.
 
-What it is not: a check of values, which vLLM makes itself when the engine starts. It imports no vLLM, which takes
-seconds and much memory.
+Only names are checked here, without importing vLLM, which takes seconds and much memory. vLLM checks the values.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ def check_engine_args(engine: Mapping[str, Any]) -> None:
         if name in REFUSED_ARGS:
             raise ConfigError(key, value, f"is refused: {REFUSED_ARGS[name]}", "Remove the key")
         if name not in ALLOWED_ARGS:
-            rule = "is no engine argument of the vLLM that this version knows"
+            rule = "is not an engine argument of vLLM in the version that gspo supports"
             raise ConfigError(key, value, rule, nearest(name, ALLOWED_ARGS))
         if name == "distributed_executor_backend" and value not in _EXECUTORS:
             raise ConfigError(

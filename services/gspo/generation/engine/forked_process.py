@@ -1,8 +1,7 @@
-"""A process that is forked early, while it is safe, and told later what to run.
+"""A process that is forked early, while it is safe, and gets its work later. It knows nothing of vLLM.
 
-A fork has every module that its parent has imported, and ends without taking an interpreter apart. It is safe only
-while there is one thread: a lock that another thread holds would stay held in the fork for ever. It knows nothing of
-vLLM. Neighbour: engine_process.py hands it to vLLM.
+A fork has every module that its parent has imported, and ends without tearing an interpreter down. It is safe only
+while there is one thread: another thread's lock would stay locked in the fork for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 class ForkedProcess:
     """A forked process that waits for its work; a multiprocessing.Process, and the context that makes it, in one.
 
-    It ends by itself when this process ends before it has work.
+    It also ends when this process ends before it has work.
 
     Raises:
         RuntimeError: This process has more than one thread.
@@ -68,7 +67,7 @@ def _wait_for_work(receiver: Connection, sender: Connection) -> None:
     except EOFError:
         return
     receiver.close()
-    # What was there at the fork is never looked through again: vLLM would, three times, before it ends (2 s).
+    # The objects of the fork stay frozen: vLLM would collect them three times before it ends (2 s).
     gc.unfreeze = _nothing
     os.environ.clear()
     os.environ.update(environment)

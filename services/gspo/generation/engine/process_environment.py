@@ -15,8 +15,8 @@ from gspo.common.model.folder import read_model_config
 
 # Threads float over the cores: a learner shares them, and a bound thread would wait for a core that is taken.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **WAITING}
-# The engine's process is forked from one without threads. numpy starts some for linear algebra when it is imported,
-# and pyarrow one for an allocator that is not its default. Neither has anything to do here.
+# The engine's process is forked from one without threads. numpy would start some for linear algebra at its import, and
+# pyarrow one for an allocator. The service needs neither.
 _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # vLLM compiles one function of its sampler even where it compiles no model: it counts the tokens that are likelier than
 # the sampled one. Compiling takes 24 s at the first start on a machine and 2 s at each later one. Uncompiled it takes
@@ -25,7 +25,7 @@ _SMALL_VOCABULARY = 4096
 
 
 def import_variables(config: Config) -> dict[str, str]:
-    """What is to be set, unless the user has set it; the number of threads is always ours."""
+    """Variables to set unless the user has set them."""
     if not torch_is_for_cpus():
         return {}
     values = {**CPU_ENVIRONMENT, **_NO_THREADS}
@@ -40,7 +40,7 @@ def generation_threads(configured: int) -> int:
 
 
 def threads(config: Config) -> dict[str, str]:
-    """The number of threads: vLLM leaves one that is set alone, and takes one thread where none is."""
+    """The number of threads, which is always ours: without it vLLM takes one thread."""
     return {"OMP_NUM_THREADS": str(generation_threads(config.generation.threads))}
 
 

@@ -1,6 +1,6 @@
-"""The generator's two copies of the policy in shared memory: the one that serves and the one being staged.
+"""The generator's two copies of the policy in shared memory: the current one serves, the next one is being staged.
 
-What it is not: it neither receives (the gRPC door does) nor loads into vLLM (weights.py, in vLLM's process, does).
+`receiver.py` fills the next copy, and `weights.py` loads it in vLLM's process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BITS: Mapping[str, type[np.unsignedinteger[Any]]] = {
 
 
 class StagingError(ValueError):
-    """What was sent does not fit this policy: an unknown tensor, a position beyond its end, a wrong width."""
+    """A frame does not fit this policy: an unknown tensor, a position beyond its end, a wrong width."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class TensorPlace:
 class PolicyCopy:
     """One whole policy in an anonymous shared-memory file.
 
-    The file has no name (memfd): it goes with the process, however that ends, and a container's small /dev/shm
-    does not bound it. vLLM's processes open it by the path of our file descriptor.
+    The file has no name (memfd), so it vanishes with the process, and a container's small /dev/shm does not bound it.
+    vLLM's processes open it by the path of our file descriptor.
 
     Attributes:
         names: The tensors of this policy. A model folder may hold more than the learner pushes: those that the
@@ -100,7 +100,7 @@ class PolicyCopy:
         return policy_digest((place.name, place.dtype, place.shape, self.bits(place.name)) for place in places)
 
     def update_info(self) -> dict[str, Any]:
-        """What vLLM's processes need to read this copy: weights.SharedPolicy's fields."""
+        """The fields of weights.SharedPolicy, by which vLLM's processes read this copy."""
         path = f"/proc/{os.getpid()}/fd/{self._file}"
         present: list[dict[str, Any]] = []
         absent: list[dict[str, Any]] = []
@@ -131,10 +131,10 @@ class StagedWeights:
 
     Attributes:
         places: Where each of them lies in a copy.
-        num_bytes: Of all of them.
+        num_bytes: Bytes of all of them.
 
     Raises:
-        InputError: There is no room for both.
+        InputError: The memory is too small for both copies.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[int, ...]], dtype: str) -> None:
@@ -158,7 +158,8 @@ class StagedWeights:
     def from_folder(cls, folder: Path, dtype: str) -> StagedWeights:
         """The policy of a model folder, cast as vLLM casts it at start, so that version 0 has a digest.
 
-        FileNotFoundError when the folder has no safetensors or no config.json.
+        Raises:
+            FileNotFoundError: The folder has no safetensors or no config.json.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for name, part in _checkpoint_tensors(folder):
@@ -169,10 +170,7 @@ class StagedWeights:
         return staged
 
     def begin(self, *, changes: bool) -> None:
-        """Start a push: of what changes in `current`, or of every element of the tensors that it names.
-
-        What it leaves out shows in the digest.
-        """
+        """Start a push, of changes to `current` or of whole tensors. A tensor that is left out changes the digest."""
         if changes:
             self.next.copy_from(self.current)
         else:

@@ -22,13 +22,12 @@ from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 def import_engine(model: ModelConfig) -> bool:
     """Import the modules that vLLM imports in the engine's process, the model's class among them.
 
-    vLLM asks an imported class about itself in this process. For another class it starts one more process at the first
-    start on a machine (8 s of processor time), so that no GPU is opened here.
+    vLLM inspects an imported class in this process. For another class it starts one more process at the first start on
+    a machine (8 s of processor time), so that no GPU is opened here.
 
     Returns:
-        Whether the engine's process is to be forked from this one, as it is on a CPU. vLLM would spawn it: a new
-        interpreter that imports everything again, 7 s of processor time before the model loads and 5 s at the end.
-        On a GPU forking was not tried, so vLLM spawns.
+        Whether to fork the engine's process from this one, as on a CPU. A spawned process imports everything again: 7 s
+        of processor time before the model loads, and 5 s at the end. On a GPU forking was not tried, so vLLM spawns.
     """
     if not current_platform.is_cpu():
         return False
@@ -87,5 +86,5 @@ def _as_input_error(config: Config, folder: Path) -> Iterator[None]:
         raise InputError(
             "generation.engine",
             f"vLLM refuses {arguments or 'no arguments'} for {folder}: {reason}",
-            "Mend that argument, or take a model that vLLM serves",
+            "Change that argument, or take a model that vLLM serves",
         ) from error

@@ -1,6 +1,6 @@
 """vLLM as this service uses it: generate with a log-prob and a version for every token, load, pause, stop.
 
-What it is not: it knows no streams, no gRPC and no rollouts; a failed load never serves a mixture of weights.
+A failed load never serves a mixture of weights: the old ones are restored, or the engine is broken.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from gspo.generation.engine.weights import BACKEND
 _GIB = 1 << 30
 
 # On a CPU vLLM's default is a worker process of its own, bound to all cores but one, and a scheduler process that
-# spins for its answers on the other. In one process there is no hop between the two, nothing to spin for, and one
-# import of everything less at start. Named by its path: vLLM turns the short name "uni" back into "mp".
+# spins for its answers on the other. One process needs no hop, no spinning, and one import less at the start. It is
+# named by its path, since vLLM turns the short name "uni" back into "mp".
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-# On a GPU vLLM forks its engine by default. This process has threads by then, and gRPC's may hold locks that nobody
-# in the child would let go, so it spawns. On a CPU vLLM spawns anyway, unless it is given a process.
+# On a GPU vLLM forks its engine by default. This process has threads by then, and a child would never release the
+# locks of gRPC's threads, so vLLM has to spawn. On a CPU vLLM spawns unless it gets a forked process.
 GPU_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
@@ -70,8 +70,10 @@ class Engine:
     async def start(cls, args: AsyncEngineArgs, version: int = 0, process: ForkedProcess | None = None) -> Engine:
         """Start vLLM with `engine_arguments` and answer one short request, so that the first real one is not slow.
 
-        Takes some 3 s of processor time in `process`, and some 10 where vLLM starts a process itself. ValueError for an
-        argument that vLLM refuses.
+        It takes some 3 s of processor time in `process`, and some 10 s if vLLM starts a process itself.
+
+        Raises:
+            ValueError: vLLM refuses an argument.
         """
         environment = _environment(CPU_ENVIRONMENT if current_platform.is_cpu() else GPU_ENVIRONMENT)
         with environment, _starting_in(process) if process else nullcontext():
@@ -82,10 +84,13 @@ class Engine:
         return started
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Completion:
-        """One answer to one prompt; the same id twice at a time is allowed, and aborted together.
+        """One answer to one prompt. Cancelling the call ends the request in vLLM.
 
-        Cancelling the call ends the request in vLLM. ValueError for a request that vLLM refuses, such as a prompt
-        longer than max_model_len; EngineBrokenError when there is no engine to ask.
+        Two requests may have one id at a time; `abort` ends both.
+
+        Raises:
+            ValueError: vLLM refuses the request, for example a prompt longer than max_model_len.
+            EngineBrokenError: The engine cannot serve any more.
         """
         # A request that is sent while the weights change would carry the salt of the old ones into the new.
         await self._serving.wait()
@@ -104,12 +109,12 @@ class Engine:
         raise EngineBrokenError(f"vLLM ended request {request_id} without an output")
 
     def num_sampled(self, request_id: str) -> int:
-        """Tokens that a request under way has sampled so far; 0 for one that is not."""
+        """Tokens that a running request has sampled so far; 0 for an unknown request."""
         state = self._request_state(request_id)
         return int(state.detokenizer.num_output_tokens()) if state is not None else 0
 
     def partial_output(self, request_id: str) -> Tokens:
-        """What a request under way has sampled so far, from vLLM's own account: nothing is streamed for it."""
+        """The tokens of a running request so far, from vLLM's own records: streaming every token would cost more."""
         state = self._request_state(request_id)
         if state is None or state.logprobs_processor.logprobs is None:
             return Tokens([], [], [])
@@ -118,24 +123,29 @@ class Engine:
         return Tokens(token_ids, logp, _version_of_each(state._weight_version_spans()))
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its `generate` returns what was sampled so far, as `aborted`."""
+        """End a request; its `generate` returns the tokens sampled so far, as `aborted`."""
         await self._llm.abort(request_id)
 
     async def load(self, version: int, staged: StagedWeights, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
-        """Serve the staged copy as `version`; requests in flight go on under it.
+        """Serve the staged copy as `version`; in-flight requests continue under it.
 
-        `recompute` drops their KV and computes it again under the new weights, so later log-probs are exactly
-        the new version's; `keep` keeps it: cheaper, and later tokens are conditioned on old KV; `restart` ends them,
-        and their `generate` returns with `finish` restart. LoadFailedError when the old weights are back in place;
-        EngineBrokenError when they are not, or `timeout_s` went by. A cancelled call goes on in the background: a
-        load is never left half done.
+        If the call is cancelled, the load still ends in the background.
+
+        Args:
+            on_update: `recompute` computes the KV of in-flight requests again, so later log-probs are exactly the new
+                version's. `keep` keeps the old KV, which is cheaper. `restart` ends the requests, and their `generate`
+                returns with `finish` restart.
+
+        Raises:
+            LoadFailedError: The new weights did not load, and the old ones serve again.
+            EngineBrokenError: The old weights could not be restored, or `timeout_s` has passed.
         """
         return await asyncio.shield(asyncio.ensure_future(self._load(version, staged, on_update, timeout_s)))
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End vLLM's processes; requests in flight fail with EngineBrokenError."""
         self._break("stopped")
-        # In this order: whoever waits for an answer is told, and the end of vLLM's processes is no surprise to it.
+        # In this order: requests fail first, so that vLLM does not report the end of its processes as a crash.
         self._llm.output_processor.propagate_error(EngineDeadError())
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()
@@ -198,7 +208,7 @@ class Engine:
             raise self._break(f"neither the new weights load ({failure}) nor the old ({again})") from again
 
     async def _try_weights(self, policy: PolicyCopy, version: str) -> Exception | None:
-        """Load a whole policy into the paused engine, or say why not. What vLLM's processes raise has no one type."""
+        """Load a whole policy into the paused engine; returns the error of a failure."""
         try:
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(policy.update_info()))
@@ -210,7 +220,7 @@ class Engine:
         return None
 
     def _request_state(self, request_id: str) -> Any:
-        """vLLM's account of a request under way; the first one where an id is there twice."""
+        """vLLM's record of a running request; the first of two requests with one id."""
         processor = self._llm.output_processor
         ids = processor.external_req_ids.get(request_id)
         return processor.request_states.get(ids[0]) if ids else None
@@ -239,13 +249,14 @@ def engine_arguments(
 ) -> AsyncEngineArgs:
     """vLLM's arguments, ours and the user's.
 
-    `kv_cache_gib` bounds the KV cache on a CPU; on a GPU, and without it, vLLM takes its share of the memory.
-    `max_num_seqs` requests run at a time. `engine` are further engine arguments of vLLM, which `check_engine_args` has
-    checked.
+    Args:
+        max_num_seqs: Requests that run at a time.
+        kv_cache_gib: Bound of the KV cache on a CPU. On a GPU, and without a bound, vLLM takes its share of memory.
+        engine: Further engine arguments of vLLM, which `check_engine_args` has checked.
     """
     own: dict[str, Any] = {}
     if current_platform.is_cpu():
-        # To compile takes a CPU half a minute at the first start and ten seconds at each later one.
+        # Compiling takes a CPU half a minute at the first start and ten seconds at each later one.
         own["enforce_eager"] = True
         own["distributed_executor_backend"] = IN_PROCESS_EXECUTOR
         own["kv_cache_memory_bytes"] = None if kv_cache_gib is None else int(kv_cache_gib * _GIB)
@@ -267,7 +278,7 @@ def engine_arguments(
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables for the processes that are started inside; what the user has set stays."""
+    """Variables for the processes that are started inside; the user's own values stay."""
     added = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -309,7 +320,7 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
         # Only stop strings need text.
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
-        # vLLM copies the parameters of each request; a shallow copy will do for ones that nobody changes.
+        # vLLM copies the parameters of each request; these never change, so a shallow copy is enough.
         skip_clone=True,
     )
 

@@ -1,7 +1,6 @@
-"""vLLM's warnings that say nothing to a user of ours: they follow from what we set, or hold for every CPU.
+"""A filter of vLLM's expected warnings, which follow from our own settings or hold for every CPU.
 
-They would stand in the log of every healthy run, and hide the ones that matter. Neighbour: weights.py calls it in
-every process of vLLM.
+They would be in the log of every healthy run, and hide warnings that matter. It runs in every process of vLLM.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import warnings
 
 from vllm.logger import DEFAULT_LOGGING_CONFIG
 
-# How they begin.
+# The beginnings of their texts.
 _EXPECTED = (
     # Of generation.engine's enforce_eager, which is ours unless a user says otherwise, and what follows from it.
     "Enforce eager set",
@@ -23,7 +22,7 @@ _EXPECTED = (
     # Preloading them changed nothing that could be measured.
     "libtcmalloc is not found",
     "libiomp is not found",
-    # Said of models that have no such layers, too.
+    # It also appears for models without such layers.
     "Reset SSM cache type",
     # After every push: its table is computed, and no checkpoint holds it.
     "RotaryEmbedding: Failed to load weights",
@@ -31,7 +30,7 @@ _EXPECTED = (
 
 
 class ExpectedWarningFilter(logging.Filter):
-    """Lets everything through but these warnings."""
+    """Drops the expected warnings."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record is to be written."""
@@ -46,7 +45,7 @@ def filter_expected_warnings() -> None:
     DEFAULT_LOGGING_CONFIG.setdefault("filters", {})["unexpected"] = {"()": ExpectedWarningFilter}
     DEFAULT_LOGGING_CONFIG["handlers"]["vllm"]["filters"] = ["unexpected"]
     for handler in logging.getLogger("vllm").handlers:
-        if not any(isinstance(found, ExpectedWarningFilter) for found in handler.filters):
+        if not any(isinstance(installed, ExpectedWarningFilter) for installed in handler.filters):
             handler.addFilter(ExpectedWarningFilter())
     # vLLM looks through every name of torch, deprecated ones too.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.reduce_op", category=FutureWarning)

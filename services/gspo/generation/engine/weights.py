@@ -1,6 +1,6 @@
-"""The part of a weight push that runs inside vLLM's processes: load the policy that lies in shared memory.
+"""The part of a weight update that runs inside vLLM's processes: load the policy that lies in shared memory.
 
-What it is not: transport or bookkeeping; the bytes were checked by digest before vLLM was paused.
+The receiver has checked the digest of its bytes before vLLM is paused.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SharedPolicy(WeightTransferUpdateInfo):  # type: ignore[misc]
 class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # type: ignore[misc]
     """Loads checkpoint-format weights from shared memory, layer by layer, into a model that is serving.
 
-    vLLM repacks weights after loading, so they cannot be written in place: the layerwise reload puts every layer
-    back into checkpoint form, and repacks it once its last tensor has come.
+    vLLM repacks weights after loading, so they cannot be written in place. The layerwise reload puts every layer back
+    into checkpoint form, and repacks it after its last tensor.
     """
 
     init_info_cls = NoInitInfo
@@ -76,7 +76,7 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
             raise
 
     def finish_weight_update(self) -> None:
-        """Repack what is not repacked yet, and bring the layers back to serving form."""
+        """Repack the remaining layers, and bring all back to serving form."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -93,7 +93,7 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
 
 def _mapped_tensors(path: str, places: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
     with Path(path).open("rb") as file:
-        # Private: vLLM's loaders may write to what they are given without changing the staged copy.
+        # Private: vLLM's loaders may write to their tensors without changing the staged copy.
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     for place in places:
         dtype, shape = getattr(torch, place["dtype"]), place["shape"]
@@ -113,10 +113,10 @@ def _with_head(tensors: Iterator[tuple[str, torch.Tensor]], tied: bool) -> Itera
 
 
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Have the kernels of a mixture's experts made anew with the next weights.
+    """Have the kernels of a mixture's experts built again with the next weights.
 
-    On a CPU vLLM brings experts into their kernel's layout only when it makes the kernel: of weights that come later
-    it would read every element as another.
+    On a CPU vLLM brings experts into the kernel's layout only when it builds the kernel. It would misread the elements
+    of later weights.
     """
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
@@ -125,7 +125,11 @@ def _forget_expert_kernels(model: torch.nn.Module) -> None:
 
 
 def _refuse_untouched_layers(model: torch.nn.Module) -> None:
-    """RuntimeError for a layer that got no tensor: vLLM only warns, and would serve old weights beside new."""
+    """Refuse a layer that got no tensor: vLLM only warns, and would serve old weights beside new ones.
+
+    Raises:
+        RuntimeError: Names the layer.
+    """
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         has_weights = next(layer.parameters(recurse=False), None) is not None
@@ -134,9 +138,12 @@ def _refuse_untouched_layers(model: torch.nn.Module) -> None:
 
 
 def _refuse_missing_tensors(model: torch.nn.Module, policy: SharedPolicy) -> None:
-    """RuntimeError for an absent tensor that the model would load: its old values would serve beside new ones.
+    """Refuse an absent tensor that the model would load: its old values would serve beside new ones.
 
-    The architecture alone knows which tensors of a folder it ignores, so it is offered each of them.
+    Only the architecture knows which tensors of a folder it ignores, so it is offered each of them.
+
+    Raises:
+        RuntimeError: Names the tensor.
     """
     layers = [get_layerwise_info(layer) for layer in model.modules()]
     load_weights: Any = model.load_weights
@@ -148,7 +155,7 @@ def _refuse_missing_tensors(model: torch.nn.Module, policy: SharedPolicy) -> Non
 
 
 def register() -> None:
-    """Make the backend known to this vLLM process, and its log quieter; vLLM calls it once or more in each."""
+    """Register the backend in this vLLM process, and filter its log; vLLM calls it once or more in each process."""
     filter_expected_warnings()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)

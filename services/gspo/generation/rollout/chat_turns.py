@@ -1,8 +1,7 @@
-"""What stands between two turns of the policy, as tokens: an observation in the words of the chat template.
+"""The tokens between two turns of the policy: an observation in the form of the chat template.
 
-Token in, token out: nothing that the policy wrote is rendered or tokenised here, so a template that drops earlier
-thinking, or trims what it is given, changes nothing of it. An observation is rendered behind a made-up conversation
-that is always the same, and what the template writes behind the made-up answer is taken. Neighbour: episodes.py.
+Token in, token out: the policy's own text is neither rendered nor tokenised, so no template can drop or trim it. An
+observation is rendered behind a fixed example conversation, and the text behind the example's answer is taken.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from gspo_proto.rollout_pb2 import Prompt
 
 Message = dict[str, Any]
-# No template trims, splits or drops it; what follows it is what follows an answer.
+# No template trims, splits or drops it; the text behind it is the text behind any answer.
 _ANSWER = "the-answer-of-the-policy"
 _BEFORE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
 
@@ -37,7 +36,7 @@ class ChatTurns:
         self._tokenizer, self._tools = tokenizer, list(tools) or None
 
     def opening(self, prompt: Prompt, observation: Any) -> Prompt:
-        """The prompt with what `reset` has to say behind it.
+        """The prompt, followed by the first observation of `reset`.
 
         Raises:
             ObservationError: The template does not take it.
@@ -54,16 +53,16 @@ class ChatTurns:
 
         Args:
             observation: Text, which becomes a message of `role`, or messages.
-            last_token_id: The last token of the turn; the template's own end of a turn is not repeated where it is
-                this one, and is added where the turn was cut off.
+            last_token_id: The last token of the policy's turn. If it is the template's own end of a turn, that is not
+                repeated.
 
         Raises:
             ObservationError: The template does not take it.
         """
         text = self._render([*_BEFORE, *as_messages(observation, role)])
-        _, found, behind = text.partition(_ANSWER)
-        if not found:
-            raise ObservationError("cannot be placed: the chat template does not show answers as they are given")
+        _, answer, behind = text.partition(_ANSWER)
+        if not answer:
+            raise ObservationError("cannot be placed: the chat template does not show answers unchanged")
         token_ids: list[int] = self._tokenizer.encode(behind, add_special_tokens=False)
         return token_ids[1:] if token_ids and token_ids[0] == last_token_id else token_ids
 
@@ -84,7 +83,7 @@ class PlainTurns:
         self._tokenizer = tokenizer
 
     def opening(self, prompt: Prompt, observation: Any) -> Prompt:
-        """The prompt with what `reset` has to say behind it.
+        """The prompt, followed by the first observation of `reset`.
 
         Raises:
             ObservationError: It is messages.

@@ -1,7 +1,7 @@
-"""The text of an answer from its tokens: what the tokenizer decodes, quicker where it only lays pieces end to end.
+"""The text of an answer from its tokens: the tokenizer's own decoding, and faster for byte-level tokenizers.
 
-A byte-level tokenizer (GPT-2's kind, which most models have) gives every token its bytes wherever it stands. Those are
-looked up here; any other tokenizer is asked itself. Neighbour: rollouts.py has every answer decoded.
+A byte-level tokenizer (GPT-2's kind, which most models have) gives a token the same bytes at every place. Those are
+looked up here; any other tokenizer decodes itself.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Detokenizer:
 
     @property
     def looks_up(self) -> bool:
-        """Whether the tokenizer's pieces are known, so that it is not asked."""
+        """Whether tokens are looked up instead of decoded by the tokenizer."""
         return self._pieces is not None
 
     def text(self, token_ids: Iterable[int]) -> str:
-        """The text of an answer, or of a turn of one; a token that the tokenizer does not know has none."""
+        """The text of an answer or of the policy's turn; unknown tokens have no text."""
         if self._pieces is None:
             # As an array: of a list the tokenizer makes one first, which costs as much as the decoding.
             return str(self._tokenizer.decode(np.array(token_ids, np.int64), skip_special_tokens=True))
@@ -44,14 +44,14 @@ class Detokenizer:
 
 
 class _Pieces(dict[int, bytes]):
-    """Token -> its bytes; none for a token that there is not, as models have more rows than their tokenizers."""
+    """Token -> its bytes; none for an unknown token, since models have more rows than their tokenizers."""
 
     def __missing__(self, token: int) -> bytes:
         return b""
 
 
 def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> _Pieces | None:
-    """The bytes of every token, where the decoder only puts them one behind the other; special ones have none."""
+    """The bytes of every token, if the decoder only concatenates them; special tokens have none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or tokenizer.clean_up_tokenization_spaces:
         return None

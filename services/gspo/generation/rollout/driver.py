@@ -154,7 +154,7 @@ class RolloutDriver:
 def cut_at_stop(
     tokenizer: PreTrainedTokenizerBase, earlier_token_ids: Sequence[int], piece: Completion, stops: Sequence[str]
 ) -> Completion:
-    """The piece, cut after the token that completes a stop string which the turn's earlier tokens began.
+    """The piece, cut after the token that completes a stop string which earlier tokens began.
 
     vLLM searches the text of one request alone, and an answer that is sampled in pieces has several requests.
     """

@@ -136,7 +136,7 @@ class Episodes:
     def _calls(self, play: Play, turn_token_ids: Sequence[int]) -> tuple[list[dict[str, Any]], str]:
         """The tool calls in a turn of the policy, and the problem where they cannot be read.
 
-        The token that ended the turn is cut off. Other special tokens stay, since a call may be between two of them.
+        The end-of-sequence token is cut off. Other special tokens stay, since a call may be between two of them.
         """
         if not play.tools_json:
             return [], ""

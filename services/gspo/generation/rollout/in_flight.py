@@ -3,14 +3,14 @@
 The machine asks no engine and no environment, writes to no stream, counts no metric, and gets the time as an argument.
 `driver.py` carries out its actions and reports their results back:
 
-    next_action()   reported back by
-    SampleAction    on_sampled
-    ResetAction     on_reset, and on_opening where the environment shows something first
-    StepAction      on_malformed_call or on_step, then on_observation or on_environment_done
-    PauseAction     nothing: the rollout's tokens of this step are used up
-    FinishAction    nothing: the outcome is known
+Each action is reported back by its methods:
 
-An environment that gives no answer is reported by on_environment_failed or on_time_over.
+SampleAction: on_sampled.
+ResetAction: on_reset, then on_opening if the environment shows an observation.
+StepAction: on_malformed_call or on_step, then on_observation or on_environment_done.
+PauseAction and FinishAction: none, since the driver stops.
+
+An environment that fails or is too slow is reported by on_environment_failed or on_time_over.
 
 Between two actions the state is whole: a rollout that is saved then, on any generator, continues with the same action.
 """
@@ -82,7 +82,7 @@ class InFlightRollout:
             versions.
 
     Attributes:
-        state: What is saved of the rollout.
+        state: The saved part of the rollout.
         request_id: The engine's request that samples for it now; empty while there is none.
         num_saved: Tokens in the newest save.
         saved_s: Time of the newest save, by the monotonic clock.
@@ -103,7 +103,7 @@ class InFlightRollout:
 
     @property
     def prompt(self) -> Prompt:
-        """The task's prompt, or the one that the environment's reset made of it."""
+        """The task's prompt, or the prompt with the environment's first observation."""
         return self.state.prompt if self.state.HasField("prompt") else self.task.prompt
 
     @property
@@ -214,7 +214,7 @@ class InFlightRollout:
         self.state.prompt.CopyFrom(prompt)
 
     def on_turn_read(self, text: str) -> None:
-        """Write the policy's ended turn to the conversation."""
+        """Write the text of the policy's last turn to the conversation."""
         self._add_messages([{"role": "assistant", "content": text}])
 
     def on_malformed_call(self, text: str) -> None:

@@ -1,7 +1,4 @@
-"""The tool calls in a turn of the policy, read by vLLM's own parsers, and what is wrong with those that cannot be.
-
-It calls no tool.
-"""
+"""The tool calls in a turn of the policy, read by vLLM's own parsers, or the problem with them."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
-# What a turn that means to call a tool has in it, in both formats.
+# Parts of a tool call in either format: the policy meant to call a tool.
 _CALL_TOKENS = ("<tool_call>", "</tool_call>", "<function=")
 _THOUGHT_ENDS = "</think>"
 _FORMS = {
@@ -27,7 +24,7 @@ logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
 
 @dataclass(frozen=True)
 class ToolCalls:
-    """What a turn calls: `calls` as {name, arguments}, or the problem for which none of them is made."""
+    """The calls of the policy's turn as {name, arguments}, or the problem because of which none is carried out."""
 
     calls: list[dict[str, Any]] = field(default_factory=list)
     problem: str = ""
@@ -38,7 +35,7 @@ class ToolParser:
 
     Args:
         format_name: vLLM's name of the parser.
-        tools: Descriptions of what may be called.
+        tools: Descriptions of the tools.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format_name: str, tools: list[dict[str, Any]]) -> None:
@@ -48,15 +45,15 @@ class ToolParser:
         self._request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], model="", tools=tools)
 
     def read(self, text: str) -> ToolCalls:
-        """The calls in a turn's text, special tokens left in; what it only thinks of calling is no call."""
+        """The calls in the policy's text, which has its special tokens; calls within its thoughts do not count."""
         text = text.rpartition(_THOUGHT_ENDS)[2]
-        # A parser for each turn: it keeps what it has seen of a text that streams in.
-        found = self._parser(self._tokenizer, self._request.tools).extract_tool_calls(text, self._request)
-        if not found.tools_called:
-            means_to_call = any(mark in text for mark in _CALL_TOKENS)
+        # A parser for each text: it keeps the state of a stream.
+        parsed = self._parser(self._tokenizer, self._request.tools).extract_tool_calls(text, self._request)
+        if not parsed.tools_called:
+            means_to_call = any(part in text for part in _CALL_TOKENS)
             return ToolCalls(problem=f"cannot be read; write {_FORMS[self._format]}" if means_to_call else "")
         calls = []
-        for call in found.tool_calls:
+        for call in parsed.tool_calls:
             arguments = _arguments(call.function.arguments)
             if problem := self._problem(call.function.name, arguments):
                 return ToolCalls(problem=problem)
@@ -66,13 +63,13 @@ class ToolParser:
     def _problem(self, name: str, arguments: Any) -> str:
         parameters = self._parameters.get(name)
         if parameters is None:
-            return f"names '{name}', which is no tool; there are {', '.join(self._parameters)}"
+            return f"names '{name}', which is not a tool; there are {', '.join(self._parameters)}"
         if not isinstance(arguments, dict):
-            return f"gives '{name}' arguments that are no JSON object"
+            return f"gives '{name}' arguments that are not a JSON object"
         known = parameters.get("properties", {})
         if missing := [need for need in parameters.get("required", []) if need not in arguments]:
             return f"leaves out '{missing[0]}', which '{name}' needs"
-        if unknown := [given for given in arguments if known and given not in known]:
+        if unknown := [name for name in arguments if known and name not in known]:
             return f"gives '{name}' '{unknown[0]}', and it takes {', '.join(known)}"
         return ""
 

@@ -13,7 +13,7 @@ from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.loading import parse_config
 from gspo.common.errors import InputError
 
-# As it stands in the documentation of ROLL's GSPO settings, comments and headings included.
+# Copied from the documentation of ROLL's GSPO settings, with comments and headings.
 ROLL_BLOCK = """
 # GSPO related
 adv_estimator: "reinforce"
@@ -66,9 +66,9 @@ def algorithm(**keys: Any) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate(keys)
 
 
-def test_rolls_block_pasted_under_algorithm_loads(given: dict[str, Any]) -> None:
-    given["algorithm"] = yaml.safe_load(ROLL_BLOCK)
-    loaded = parse_config(given, Path()).algorithm
+def test_rolls_block_pasted_under_algorithm_loads(minimal: dict[str, Any]) -> None:
+    minimal["algorithm"] = yaml.safe_load(ROLL_BLOCK)
+    loaded = parse_config(minimal, Path()).algorithm
     assert {key: getattr(loaded, key) for key in ROLL_VALUES} == ROLL_VALUES
     assert loaded.clip == (3e-4, 4e-4)  # the block sets no clip, and the ratio is a sequence's
     assert loaded.dual_clip == 1.4
@@ -175,10 +175,10 @@ def test_reinforce_has_no_norm_of_its_own() -> None:
          "algorithm.num_mini_batches: 3"),
     ],
 )  # fmt: skip
-def test_a_contradiction_names_key_value_and_fix(given: dict[str, Any], keys: dict[str, Any], named: str) -> None:
-    given["algorithm"] = keys
+def test_a_contradiction_names_key_value_and_fix(minimal: dict[str, Any], keys: dict[str, Any], named: str) -> None:
+    minimal["algorithm"] = keys
     with pytest.raises(InputError) as error:
-        parse_config(given, Path())
+        parse_config(minimal, Path())
     assert str(error.value).startswith(named)
     assert error.value.rule
     assert error.value.fix
@@ -203,10 +203,10 @@ def test_a_contradiction_names_key_value_and_fix(given: dict[str, Any], keys: di
         {"max_refill": 0},
     ],
 )
-def test_a_value_out_of_bounds_names_its_key(given: dict[str, Any], keys: dict[str, Any]) -> None:
-    given["algorithm"] = keys
+def test_a_value_out_of_bounds_names_its_key(minimal: dict[str, Any], keys: dict[str, Any]) -> None:
+    minimal["algorithm"] = keys
     with pytest.raises(InputError) as error:
-        parse_config(given, Path())
+        parse_config(minimal, Path())
     assert error.value.where.startswith(f"algorithm.{next(iter(keys))}")
 
 
@@ -220,9 +220,9 @@ def test_a_value_out_of_bounds_names_its_key(given: dict[str, Any], keys: dict[s
         ("whiten_advantage", "whiten_advantages"),
     ],
 )
-def test_an_unknown_key_names_the_nearest(given: dict[str, Any], unknown: str, known: str) -> None:
-    given["algorithm"] = {unknown: 1}
+def test_an_unknown_key_names_the_nearest(minimal: dict[str, Any], unknown: str, known: str) -> None:
+    minimal["algorithm"] = {unknown: 1}
     with pytest.raises(InputError) as error:
-        parse_config(given, Path())
+        parse_config(minimal, Path())
     assert error.value.where == f"algorithm.{unknown}"
     assert known in error.value.fix

@@ -1,4 +1,4 @@
-"""The section `environment`: what it is, what a contradiction says, and what a task carries of it."""
+"""The section `environment`: its forms, its contradictions, and its part in a task."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from gspo_proto.rollout_pb2 import Prompt
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
-def with_environment(given: dict[str, Any], **keys: Any) -> Config:
-    return parse_config({**given, "environment": keys}, Path("/folder"))
+def with_environment(minimal: dict[str, Any], **keys: Any) -> Config:
+    return parse_config({**minimal, "environment": keys}, Path("/folder"))
 
 
-def test_an_environment_of_ones_own(given: dict[str, Any]) -> None:
-    config = with_environment(given, path="maze.py", reads=["maps"], tools=[LOOK])
+def test_an_environment_of_ones_own(minimal: dict[str, Any]) -> None:
+    config = with_environment(minimal, path="maze.py", reads=["maps"], tools=[LOOK])
     assert (config.environment.label, config.environment.path) == ("maze", Path("/folder/maze.py"))
     assert config.environment.reads == (Path("/folder/maps"),)
     assert config.environment.descriptions == [LOOK]
 
 
-def test_it_may_be_all_that_rewards(given: dict[str, Any]) -> None:
-    del given["reward"]
-    assert with_environment(given, name="maze", version="0123abcd").environment.registered
+def test_it_may_be_all_that_rewards(minimal: dict[str, Any]) -> None:
+    del minimal["reward"]
+    assert with_environment(minimal, name="maze", version="0123abcd").environment.registered
     with pytest.raises(InputError, match="there is no environment that rewards") as error:
-        parse_config(given, Path())
+        parse_config(minimal, Path())
     assert error.value.where == "reward.functions"
 
 
@@ -45,25 +45,25 @@ def test_it_may_be_all_that_rewards(given: dict[str, Any]) -> None:
         ({"path": "a.py", "version": "01234567"}, "environment.version", "only a registered environment has one"),
         ({"name": "a", "entry": "Maze"}, "environment.entry", "belongs to a file"),
         ({"builtin": "tools"}, "environment.tools", "answers calls of built-in tools alone"),
-        ({"builtin": "tools", "tools": ["calculater"]}, "environment.tools.0", "is no built-in tool"),
+        ({"builtin": "tools", "tools": ["calculater"]}, "environment.tools.0", "is not a built-in tool"),
         ({"builtin": "tools", "tools": ["python", "python"]}, "environment.tools.1", "'python' is there twice"),
         ({"path": "a.py", "tools": ["python"]}, "environment.tools", "an environment of yours answers its own"),
-        ({"path": "a.py", "tools": [{"name": "look"}]}, "environment.tools.0", "is no description of a tool"),
+        ({"path": "a.py", "tools": [{"name": "look"}]}, "environment.tools.0", "does not describe a tool"),
         ({"path": "a.py", "long_turn": "end"}, "environment.long_turn", "end needs a limit that ends turns"),
         ({"path": "reward.py"}, "reward.functions.0.name", "'reward' is the environment's name"),
     ],
 )
-def test_a_contradiction_names_its_key(given: dict[str, Any], keys: dict[str, Any], where: str, rule: str) -> None:
+def test_a_contradiction_names_its_key(minimal: dict[str, Any], keys: dict[str, Any], where: str, rule: str) -> None:
     with pytest.raises(InputError) as error:
-        with_environment(given, **keys)
+        with_environment(minimal, **keys)
     assert error.value.where == where
     assert rule in error.value.rule
     assert error.value.fix
 
 
-def test_a_task_carries_how_it_is_played(given: dict[str, Any]) -> None:
+def test_a_task_carries_how_it_is_played(minimal: dict[str, Any]) -> None:
     config = with_environment(
-        given, builtin="tools", tools=["calculator"], weight=0.5, max_turns=3, turn_tokens=9, long_turn="end"
+        minimal, builtin="tools", tools=["calculator"], weight=0.5, max_turns=3, turn_tokens=9, long_turn="end"
     )
     for task in (
         training_task(config, 7, Prompt(text="a")),
@@ -77,14 +77,14 @@ def test_a_task_carries_how_it_is_played(given: dict[str, Any]) -> None:
         assert [(use.name, use.weight) for use in task.rewards] == [("reward", 1.0), ("environment", 0.5)]
 
 
-def test_without_an_environment_nothing_of_it_is_in_a_task(given: dict[str, Any]) -> None:
-    task = training_task(parse_config(given, Path()), 7, Prompt(text="a"))
+def test_a_task_without_an_environment_has_no_trace_of_one(minimal: dict[str, Any]) -> None:
+    task = training_task(parse_config(minimal, Path()), 7, Prompt(text="a"))
     assert not task.environment
     assert not task.HasField("play")
     assert [use.name for use in task.rewards] == ["reward"]
 
 
-def test_reset_is_told_the_prompt_and_every_column() -> None:
+def test_reset_receives_the_prompt_and_every_column() -> None:
     messages = [{"role": "user", "content": "Guess"}]
     prompt = Prompt(messages_json=json.dumps(messages), columns_json='{"number": 3}')
     assert json.loads(task_json(prompt)) == {"prompt": messages, "number": 3}

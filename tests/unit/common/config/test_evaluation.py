@@ -1,4 +1,4 @@
-"""What evaluation.keep_best may name, and what it is refused for."""
+"""The section `evaluation`: the figure of keep_best, held-out files, and the steps that are measured."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FILES = {"easy": "e.jsonl", "hard": "h.jsonl"}
 
 def read(folder: Path, **evaluation: Any) -> Config:
     functions = [{"path": "right.py"}, {"path": "form.py"}]
-    given = {"name": "a", "model": {"path": "."}, "data": {"prompts": "p.jsonl"}, "run": {"total_steps": 9}}
-    return parse_config({**given, "reward": {"functions": functions}, "evaluation": evaluation}, folder)
+    settings = {"name": "a", "model": {"path": "."}, "data": {"prompts": "p.jsonl"}, "run": {"total_steps": 9}}
+    return parse_config({**settings, "reward": {"functions": functions}, "evaluation": evaluation}, folder)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,14 @@ def test_a_figure_of_a_file(tmp_path: Path, prompts: Any, keep_best: str, expect
             {"keep_best": "sampled_mean"},
             r"evaluation.keep_best: sampled_mean .* there are none. Set evaluation.prompts",
         ),
-        ({"prompts": FILES, "keep_best": "sampled_maen"}, "sampled_maen is no figure .* Did you mean 'sampled_mean'"),
-        ({"prompts": FILES, "keep_best": "pass_at_3"}, "pass_at_3 is no figure"),
-        ({"prompts": FILES, "keep_best": "greedy_mean", "greedy": False}, "greedy_mean is no figure"),
-        ({"prompts": FILES, "keep_best": "response_tokens_mean"}, "response_tokens_mean is no figure"),
-        ({"prompts": FILES, "keep_best": "part_other_mean"}, "part_other_mean is no figure"),
+        (
+            {"prompts": FILES, "keep_best": "sampled_maen"},
+            "sampled_maen is not a figure .* mean 'sampled_mean'",
+        ),
+        ({"prompts": FILES, "keep_best": "pass_at_3"}, "pass_at_3 is not a figure"),
+        ({"prompts": FILES, "keep_best": "greedy_mean", "greedy": False}, "greedy_mean is not a figure"),
+        ({"prompts": FILES, "keep_best": "response_tokens_mean"}, "response_tokens_mean is not a figure"),
+        ({"prompts": FILES, "keep_best": "part_other_mean"}, "part_other_mean is not a figure"),
         (
             {"prompts": FILES, "keep_best": "sampled_mean", "hold_weights": False},
             "several versions under hold_weights: false. Set evaluation.hold_weights: true",
@@ -57,7 +60,7 @@ def test_a_figure_of_a_file(tmp_path: Path, prompts: Any, keep_best: str, expect
         ({"prompts": {"a/b": "e.jsonl"}}, r"evaluation.prompts"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, evaluation: dict[str, Any], message: str) -> None:
+def test_a_figure_that_no_evaluation_has_is_refused(tmp_path: Path, evaluation: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         read(tmp_path, **evaluation)
 

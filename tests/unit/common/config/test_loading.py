@@ -15,14 +15,14 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import NO_VALUE, ConfigError, InputError
 
 
-def refusal(given: dict[str, Any]) -> InputError:
+def refusal(minimal: dict[str, Any]) -> InputError:
     with pytest.raises(InputError) as error:
-        parse_config(given, Path())
+        parse_config(minimal, Path())
     return error.value
 
 
-def test_a_complete_configuration_has_every_default(given: dict[str, Any]) -> None:
-    config = parse_config(given, Path())
+def test_a_complete_configuration_has_every_default(minimal: dict[str, Any]) -> None:
+    config = parse_config(minimal, Path())
     assert (config.staleness.max_lag, config.algorithm.rollout_batch_size, config.num_slots) == (1, 64, 128)
     assert config.staleness.token_age_limit == 1
 
@@ -37,44 +37,44 @@ def test_a_complete_configuration_has_every_default(given: dict[str, Any]) -> No
         ("algorithm", "max_lag", "Did you mean staleness.max_lag?"),
     ],
 )
-def test_an_unknown_key_names_the_nearest(given: dict[str, Any], section: str | None, key: str, fix: str) -> None:
-    (given.setdefault(section, {}) if section else given)[key] = 7
-    error = refusal(given)
+def test_an_unknown_key_names_the_nearest(minimal: dict[str, Any], section: str | None, key: str, fix: str) -> None:
+    (minimal.setdefault(section, {}) if section else minimal)[key] = 7
+    error = refusal(minimal)
     assert error.where == (f"{section}.{key}" if section else key)
     assert error.rule == "is not a key (value 7)"
     assert error.fix == fix
 
 
-def test_an_unknown_key_of_a_reward_function_names_the_nearest(given: dict[str, Any]) -> None:
-    given["reward"]["functions"][0]["wheight"] = 2
-    error = refusal(given)
+def test_an_unknown_key_of_a_reward_function_names_the_nearest(minimal: dict[str, Any]) -> None:
+    minimal["reward"]["functions"][0]["wheight"] = 2
+    error = refusal(minimal)
     assert error.where == "reward.functions.0.wheight"
     assert error.fix.startswith("Did you mean 'weight'?")
 
 
-def test_a_missing_key_says_what_it_means(given: dict[str, Any]) -> None:
-    del given["data"]["prompts"]
-    error = refusal(given)
+def test_a_missing_key_says_what_it_means(minimal: dict[str, Any]) -> None:
+    del minimal["data"]["prompts"]
+    error = refusal(minimal)
     assert (error.where, error.rule) == ("data.prompts", "is missing")
     assert "Training prompts" in error.fix
 
 
-def test_a_wrong_type_shows_the_value(given: dict[str, Any]) -> None:
-    given["run"]["total_steps"] = "many"
-    error = refusal(given)
+def test_a_wrong_type_shows_the_value(minimal: dict[str, Any]) -> None:
+    minimal["run"]["total_steps"] = "many"
+    error = refusal(minimal)
     assert error.where == "run.total_steps"
     assert error.rule.startswith("many is not allowed")
 
 
-def test_every_wrong_key_is_listed(given: dict[str, Any], tmp_path: Path) -> None:
-    given["run"] |= {"total_steps": -1, "checkpoint_every": 0}
-    given["algorithm"] = {"dual_clip_loss": "much", "learning_rate": 1}
-    del given["name"]
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(given))
+def test_every_wrong_key_is_listed(minimal: dict[str, Any], tmp_path: Path) -> None:
+    minimal["run"] |= {"total_steps": -1, "checkpoint_every": 0}
+    minimal["algorithm"] = {"dual_clip_loss": "much", "learning_rate": 1}
+    del minimal["name"]
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(minimal))
     with pytest.raises(InputError) as error:
         read_config(tmp_path / "c.yaml")
     head, *lines = str(error.value).splitlines()
-    assert head == f"{tmp_path / 'c.yaml'}: 5 keys are wrong. Mend each of them:"
+    assert head == f"{tmp_path / 'c.yaml'}: 5 keys are wrong. Correct each of them:"
     assert [line.split(": ")[0].strip() for line in lines] == [
         "name",
         "algorithm.dual_clip_loss",
@@ -91,12 +91,12 @@ def _float_keys() -> list[str]:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), "1e999"])
-def test_no_number_of_any_key_may_be_infinite(given: dict[str, Any], value: Any) -> None:
+def test_no_number_of_any_key_may_be_infinite(minimal: dict[str, Any], value: Any) -> None:
     keys = _float_keys()
     assert len(keys) > 30
     for key in keys:
         *sections, name = key.split(".")
-        changed = deepcopy(given)
+        changed = deepcopy(minimal)
         place = changed
         for section in sections:
             place = place.setdefault(section, {})
@@ -113,33 +113,33 @@ def test_no_number_of_any_key_may_be_infinite(given: dict[str, Any], value: Any)
         ("environment.tools.0", {"environment": {"path": "e.py", "tools": [{"x": float("inf")}]}}),
     ],
 )
-def test_nor_one_within_a_value(given: dict[str, Any], where: str, change: dict[str, Any]) -> None:
-    assert refusal(given | change).where == where
+def test_no_number_within_a_value_may_be_infinite(minimal: dict[str, Any], where: str, change: dict[str, Any]) -> None:
+    assert refusal(minimal | change).where == where
 
 
-def test_no_message_shows_a_python_value(given: dict[str, Any]) -> None:
+def test_no_message_shows_a_python_value(minimal: dict[str, Any]) -> None:
     """Values are shown as YAML, as their user wrote them."""
-    given["data"]["shuffle"], given["modle"] = [True, None, {"a": "b"}], {"path": "x"}
-    given["learner"] = {"lora": {"target_modules": ["q_proj"]}}
-    text = str(refusal(given))
+    minimal["data"]["shuffle"], minimal["modle"] = [True, None, {"a": "b"}], {"path": "x"}
+    minimal["learner"] = {"lora": {"target_modules": ["q_proj"]}}
+    text = str(refusal(minimal))
     assert "data.shuffle: [true, null, {a: b}] is not allowed" in text
     assert "modle: is not a key (value {path: x})" in text
     assert "learner.lora.target_modules: [q_proj] has no effect" in text
 
 
-def test_a_changed_list_of_functions_is_shown_as_yaml(given: dict[str, Any]) -> None:
-    new = {**given, "reward": {"functions": [{"builtin": "numeric", "args": {"x": 1}}]}}
+def test_a_changed_list_of_functions_is_shown_as_yaml(minimal: dict[str, Any]) -> None:
+    new = {**minimal, "reward": {"functions": [{"builtin": "numeric", "args": {"x": 1}}]}}
     with pytest.raises(InputError) as error:
-        check_resume(parse_config(given, Path("/a")), parse_config(new, Path("/a")))
+        check_resume(parse_config(minimal, Path("/a")), parse_config(new, Path("/a")))
     assert error.value.rule == (
         "cannot change on resume (reward.functions was [{path: /a/reward.py}] and is now "
         "[{builtin: numeric, args: {x: 1}}])"
     )
 
 
-def test_an_unknown_key_in_a_list_is_one_problem(given: dict[str, Any]) -> None:
-    given["reward"]["functions"][0]["wieght"] = 2
-    error = refusal(given)
+def test_an_unknown_key_in_a_list_is_one_problem(minimal: dict[str, Any]) -> None:
+    minimal["reward"]["functions"][0]["wieght"] = 2
+    error = refusal(minimal)
     assert (error.where, error.fix) == ("reward.functions.0.wieght", "Did you mean 'weight'?")
 
 
@@ -155,11 +155,11 @@ def test_an_unknown_key_in_a_list_is_one_problem(given: dict[str, Any]) -> None:
         ("learner", {"lora": {"alpha": 8}}, "learner.lora.alpha"),
     ],
 )
-def test_a_contradiction_names_its_key(given: dict[str, Any], section: str, keys: dict[str, Any], where: str) -> None:
+def test_a_contradiction_names_its_key(minimal: dict[str, Any], section: str, keys: dict[str, Any], where: str) -> None:
     if section == "learner":
-        given["run"] = {"total_hours": 1}
-    given.setdefault(section, {}).update(keys)
-    error = refusal(given)
+        minimal["run"] = {"total_hours": 1}
+    minimal.setdefault(section, {}).update(keys)
+    error = refusal(minimal)
     assert error.where == where
     assert error.fix
 
@@ -171,15 +171,15 @@ def test_a_rule_of_two_sentences_stays_apart_from_the_fix() -> None:
 
 
 @pytest.mark.parametrize("off", [{"top_p": 1.0}, {"top_k": -1}, {"top_k": 0}, {"min_p": 0.0}])
-def test_sampling_that_is_off_is_allowed(given: dict[str, Any], off: dict[str, float]) -> None:
-    given["sampling"] = off
-    parse_config(given, Path())
+def test_sampling_that_is_off_is_allowed(minimal: dict[str, Any], off: dict[str, float]) -> None:
+    minimal["sampling"] = off
+    parse_config(minimal, Path())
 
 
 @pytest.mark.parametrize("name", ["", "-x", "a/b", "a b", "x" * 65, "{x}"])
-def test_a_name_is_also_a_folder_and_part_of_a_key(given: dict[str, Any], name: str) -> None:
-    given["name"] = name
-    error = refusal(given)
+def test_a_name_is_also_a_folder_and_part_of_a_key(minimal: dict[str, Any], name: str) -> None:
+    minimal["name"] = name
+    error = refusal(minimal)
     assert error.where == "name"
     assert "letters a-z and A-Z, digits, and . _ -" in error.fix
 
@@ -192,7 +192,7 @@ def test_a_name_is_also_a_folder_and_part_of_a_key(given: dict[str, Any], name: 
         ("", "is not a mapping"),
     ],
 )
-def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str, rule: str) -> None:
+def test_a_file_without_a_mapping_is_named(tmp_path: Path, text: str, rule: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(InputError) as error:
@@ -210,7 +210,7 @@ def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str, rule: str
         ("name: \x07", "at position 6"),
     ],
 )
-def test_what_is_no_yaml_is_named_with_its_line(tmp_path: Path, text: str, problem: str) -> None:
+def test_an_error_of_yaml_is_named_with_its_line(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(InputError) as error:
         read_config(tmp_path / "config.yaml")
@@ -219,7 +219,7 @@ def test_what_is_no_yaml_is_named_with_its_line(tmp_path: Path, text: str, probl
     assert "<unicode string>" not in error.value.rule
 
 
-def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(b"name: \xff\n")
     with pytest.raises(InputError, match=r"config\.yaml: is not UTF-8"):
         read_config(tmp_path / "config.yaml")
@@ -230,12 +230,12 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_config(tmp_path / "none.yaml")
 
 
-def test_paths_are_relative_to_the_file(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_paths_are_relative_to_the_file(tmp_path: Path, minimal: dict[str, Any]) -> None:
     (tmp_path / "model").mkdir()
-    given["evaluation"] = {"prompts": "held-out.jsonl"}
-    given["services"] = {"token_file": "/run/secrets/token"}
+    minimal["evaluation"] = {"prompts": "held-out.jsonl"}
+    minimal["services"] = {"token_file": "/run/secrets/token"}
     path = tmp_path / "c.yaml"
-    path.write_text(yaml.safe_dump(given))
+    path.write_text(yaml.safe_dump(minimal))
     config = read_config(path)
     assert config.data.prompts == tmp_path / "prompts.jsonl"
     assert config.evaluation.prompts == tmp_path / "held-out.jsonl"
@@ -246,34 +246,34 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, given: dict[str, Any]) -
 
 
 def test_every_path_is_relative_to_the_file_and_a_second_reading_changes_none(
-    tmp_path: Path, given: dict[str, Any]
+    tmp_path: Path, minimal: dict[str, Any]
 ) -> None:
     """A key of the type path that is not of FilePath would stay relative."""
     names = [key.name for key in explain() if "path" in key.type.split(" | ")]
     assert len(names) > 10
     for name in names:
         *sections, last = name.split(".")
-        section = given
+        section = minimal
         for part in sections:
             section = section.setdefault(part, {})
         section[last] = f"folder/{last}"
-    given["reward"]["functions"][0]["reads"] = ["folder/reads"]
-    given["environment"]["reads"] = ["folder/reads"]
-    given["evaluation"]["prompts"] = {"a": "folder/prompts"}
-    config = parse_config(given, tmp_path)
+    minimal["reward"]["functions"][0]["reads"] = ["folder/reads"]
+    minimal["environment"]["reads"] = ["folder/reads"]
+    minimal["evaluation"]["prompts"] = {"a": "folder/prompts"}
+    config = parse_config(minimal, tmp_path)
     written = str(config.model_dump(mode="json"))
     assert written.count("folder/") == written.count(f"{tmp_path}/folder/") == len(names) + 2
     assert parse_config(config.model_dump(), tmp_path / "elsewhere") == config
 
 
-def test_a_model_that_is_no_folder_beside_the_file_is_a_hub_name(tmp_path: Path, given: dict[str, Any]) -> None:
-    given["model"]["path"] = "Qwen/Qwen3-0.6B"
-    assert parse_config(given, tmp_path).model.path == "Qwen/Qwen3-0.6B"
+def test_a_model_path_without_a_folder_is_a_hub_name(tmp_path: Path, minimal: dict[str, Any]) -> None:
+    minimal["model"]["path"] = "Qwen/Qwen3-0.6B"
+    assert parse_config(minimal, tmp_path).model.path == "Qwen/Qwen3-0.6B"
 
 
-def test_a_written_configuration_has_every_key_and_reads_as_the_same(tmp_path: Path, given: dict[str, Any]) -> None:
-    given["algorithm"] = {"preset": "roll-gspo", "dual_clip_loss": 3.0}
-    config = parse_config(given, tmp_path)
+def test_a_written_configuration_has_every_key_and_reads_as_the_same(tmp_path: Path, minimal: dict[str, Any]) -> None:
+    minimal["algorithm"] = {"preset": "roll-gspo", "dual_clip_loss": 3.0}
+    config = parse_config(minimal, tmp_path)
     path = tmp_path / "elsewhere" / "config.yaml"
     path.parent.mkdir()
     write_config(config, path)
@@ -286,15 +286,15 @@ def test_a_written_configuration_has_every_key_and_reads_as_the_same(tmp_path: P
             value = value[part]
 
 
-def _changed(given: dict[str, Any], section: str, **keys: Any) -> Config:
-    changed = deepcopy(given)
+def _changed(minimal: dict[str, Any], section: str, **keys: Any) -> Config:
+    changed = deepcopy(minimal)
     changed.setdefault(section, {}).update(keys)
     return parse_config(changed, Path())
 
 
-def test_a_resume_may_change_what_is_marked(given: dict[str, Any]) -> None:
-    old = parse_config(given, Path())
-    new = _changed(given, "learner", learning_rate=1e-5)
+def test_a_resume_may_change_the_keys_that_allow_it(minimal: dict[str, Any]) -> None:
+    old = parse_config(minimal, Path())
+    new = _changed(minimal, "learner", learning_rate=1e-5)
     check_resume(old, new)
     assert [(key.name, before, after) for key, before, after in changed_keys(old, new)] == [
         ("learner.learning_rate", 1e-6, 1e-5)
@@ -311,8 +311,8 @@ def test_a_resume_may_change_what_is_marked(given: dict[str, Any]) -> None:
         ("services", {"log_level": "debug"}),
     ],
 )
-def test_keys_that_may_change(given: dict[str, Any], section: str, keys: dict[str, Any]) -> None:
-    check_resume(parse_config(given, Path()), _changed(given, section, **keys))
+def test_keys_that_may_change(minimal: dict[str, Any], section: str, keys: dict[str, Any]) -> None:
+    check_resume(parse_config(minimal, Path()), _changed(minimal, section, **keys))
 
 
 @pytest.mark.parametrize(
@@ -328,17 +328,17 @@ def test_keys_that_may_change(given: dict[str, Any], section: str, keys: dict[st
         ({"max_lag": 1, "on_stale": "mask"}, "recompute", None),
     ],
 )
-def test_segments_need_steps_to_go_on_in(
-    given: dict[str, Any], staleness: dict[str, Any], on_update: str, fix: str | None
+def test_segments_need_later_steps(
+    minimal: dict[str, Any], staleness: dict[str, Any], on_update: str, fix: str | None
 ) -> None:
     """Answers of 1,000 tokens in segments of 300 take four steps."""
-    given["staleness"] = staleness
-    given["algorithm"] = {"response_length": 1000}
-    given["generation"] = {"segment_tokens": 300, "on_update": on_update}
+    minimal["staleness"] = staleness
+    minimal["algorithm"] = {"response_length": 1000}
+    minimal["generation"] = {"segment_tokens": 300, "on_update": on_update}
     if fix is None:
-        assert parse_config(given, Path()).generation.segment_tokens == 300
+        assert parse_config(minimal, Path()).generation.segment_tokens == 300
         return
-    error = refusal(given)
+    error = refusal(minimal)
     assert error.where == "generation.segment_tokens"
     assert error.fix.startswith(fix)
 
@@ -354,26 +354,26 @@ def test_segments_need_steps_to_go_on_in(
         ("learner", {"dtype": "bfloat16"}),
     ],
 )
-def test_any_other_change_is_refused_by_name(given: dict[str, Any], section: str, keys: dict[str, Any]) -> None:
+def test_any_other_change_is_refused_by_name(minimal: dict[str, Any], section: str, keys: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="cannot change on resume") as error:
-        check_resume(parse_config(given, Path()), _changed(given, section, **keys))
+        check_resume(parse_config(minimal, Path()), _changed(minimal, section, **keys))
     for key, value in keys.items():
         assert f"{section}.{key} was " in str(error.value)
         assert str(value) in str(error.value)
 
 
-def test_the_number_of_ranks_may_change_where_every_rank_has_everything(given: dict[str, Any]) -> None:
-    check_resume(_changed(given, "learner", ranks=2), parse_config(given, Path()))
-    old, new = (_changed(given, "learner", ranks=ranks, zero_stage=2) for ranks in (2, 1))
+def test_the_number_of_ranks_may_change_where_every_rank_has_everything(minimal: dict[str, Any]) -> None:
+    check_resume(_changed(minimal, "learner", ranks=2), parse_config(minimal, Path()))
+    old, new = (_changed(minimal, "learner", ranks=ranks, zero_stage=2) for ranks in (2, 1))
     check_resume(old, old)
     with pytest.raises(InputError, match=r"learner\.ranks: was 2 and is now 1: under ZeRO 2 .* with zero_stage 0 can"):
         check_resume(old, new)
 
 
-def test_every_refused_change_is_listed(given: dict[str, Any]) -> None:
-    new = _changed({**given, "seed": 7}, "data", shuffle=False)
+def test_every_refused_change_is_listed(minimal: dict[str, Any]) -> None:
+    new = _changed({**minimal, "seed": 7}, "data", shuffle=False)
     with pytest.raises(InputError) as error:
-        check_resume(parse_config(given, Path()), new)
+        check_resume(parse_config(minimal, Path()), new)
     assert error.value.where == "seed"
     assert "seed was 0 and is now 7; data.shuffle was true and is now false" in error.value.rule
 

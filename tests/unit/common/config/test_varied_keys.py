@@ -1,6 +1,6 @@
 """Every key of the configuration has another value than its default in some test, example or benchmark.
 
-A key that nothing varies is a constant: nobody has seen another value work.
+A key that nothing varies is better a constant: no other value was ever seen to work.
 """
 
 from __future__ import annotations

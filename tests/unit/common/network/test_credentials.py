@@ -34,8 +34,8 @@ def secret(tmp_path: Path) -> str:
     return "secret"
 
 
-def configured(given: dict[str, Any], folder: Path, **services: Any) -> Config:
-    return parse_config(given | {"services": services}, folder)
+def configured(minimal: dict[str, Any], folder: Path, **services: Any) -> Config:
+    return parse_config(minimal | {"services": services}, folder)
 
 
 def tls_of(cluster: dict[str, Path], **other: Any) -> dict[str, Any]:
@@ -50,19 +50,21 @@ def test_loopback_needs_no_secret(host: str, config: Config) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gpu-3"])
-def test_a_server_beyond_loopback_needs_a_token(host: str, given: dict[str, Any], tmp_path: Path, secret: str) -> None:
+def test_a_server_beyond_loopback_needs_a_token(
+    host: str, minimal: dict[str, Any], tmp_path: Path, secret: str
+) -> None:
     with pytest.raises(InputError, match="token_file") as error:
-        check_credentials(configured(given, tmp_path), host, "redis://127.0.0.1:6379/0")
+        check_credentials(configured(minimal, tmp_path), host, "redis://127.0.0.1:6379/0")
     assert error.value.where == "services.host"
     assert host in error.value.rule
-    check_credentials(configured(given, tmp_path, token_file=secret), host, "redis://127.0.0.1:6379/0")
+    check_credentials(configured(minimal, tmp_path, token_file=secret), host, "redis://127.0.0.1:6379/0")
 
 
 def test_plain_text_beyond_loopback_is_said(
-    given: dict[str, Any], tmp_path: Path, secret: str, cluster: dict[str, Path]
+    minimal: dict[str, Any], tmp_path: Path, secret: str, cluster: dict[str, Path]
 ) -> None:
-    plain = configured(given, tmp_path, token_file=secret)
-    encrypted = configured(given, tmp_path, token_file=secret, tls=tls_of(cluster))
+    plain = configured(minimal, tmp_path, token_file=secret)
+    encrypted = configured(minimal, tmp_path, token_file=secret, tls=tls_of(cluster))
     with capture_logs() as said:
         warn_of_plain_text(plain, "127.0.0.1")
         warn_of_plain_text(encrypted, "10.1.2.3")
@@ -75,20 +77,20 @@ def test_plain_text_beyond_loopback_is_said(
 
 @pytest.mark.parametrize("url", ["redis://redis:6379/0", "rediss://10.1.2.3:6380/0", None])
 def test_a_redis_beyond_loopback_needs_a_password(
-    url: str | None, given: dict[str, Any], tmp_path: Path, secret: str
+    url: str | None, minimal: dict[str, Any], tmp_path: Path, secret: str
 ) -> None:
     """Of an address that is given, and of the one that a run starts beside services beyond loopback."""
     with pytest.raises(InputError, match="redis_password_file") as error:
-        check_credentials(configured(given, tmp_path, token_file=secret), "10.1.2.3", url)
+        check_credentials(configured(minimal, tmp_path, token_file=secret), "10.1.2.3", url)
     assert error.value.where == ("services.redis_url" if url else "services.host")
-    check_credentials(configured(given, tmp_path, token_file=secret, redis_password_file=secret), "10.1.2.3", url)
+    check_credentials(configured(minimal, tmp_path, token_file=secret, redis_password_file=secret), "10.1.2.3", url)
 
 
 def test_with_tls_nothing_beyond_loopback_is_plain(
-    given: dict[str, Any], tmp_path: Path, secret: str, cluster: dict[str, Path]
+    minimal: dict[str, Any], tmp_path: Path, secret: str, cluster: dict[str, Path]
 ) -> None:
     services = {"token_file": secret, "redis_password_file": secret, "tls": tls_of(cluster)}
-    config = configured(given, tmp_path, **services)
+    config = configured(minimal, tmp_path, **services)
     check_credentials(config, "10.1.2.3", "rediss://redis:6379/0")
     check_credentials(config, "10.1.2.3", "redis://127.0.0.1:6379/0")
     with pytest.raises(InputError, match=r"services\.redis_url: redis://redis:6379/0 is in plain text"):
@@ -110,28 +112,28 @@ def test_with_tls_nothing_beyond_loopback_is_plain(
     ],
 )
 def test_a_secret_is_one_long_word(
-    key: str, content: bytes | None, said: str, given: dict[str, Any], tmp_path: Path
+    key: str, content: bytes | None, said: str, minimal: dict[str, Any], tmp_path: Path
 ) -> None:
     if content is not None:
         (tmp_path / "it").write_bytes(content)
     with pytest.raises(InputError) as error:
-        check_credentials(configured(given, tmp_path, **{key: "it"}), "127.0.0.1", None)
+        check_credentials(configured(minimal, tmp_path, **{key: "it"}), "127.0.0.1", None)
     assert error.value.where == f"services.{key}"
     assert said in error.value.rule
     assert "hunter2" not in str(error.value)
 
 
-def test_a_secret_has_no_line_end(given: dict[str, Any], tmp_path: Path, secret: str) -> None:
-    config = configured(given, tmp_path, token_file=secret, redis_password_file=secret)
+def test_a_secret_has_no_line_end(minimal: dict[str, Any], tmp_path: Path, secret: str) -> None:
+    config = configured(minimal, tmp_path, token_file=secret, redis_password_file=secret)
     assert (shared_token(config), redis_password(config)) == (SECRET, SECRET)
 
 
 def test_what_gspo_certs_makes_is_taken_as_it_is_printed(
-    cluster: dict[str, Path], given: dict[str, Any], tmp_path: Path
+    cluster: dict[str, Path], minimal: dict[str, Any], tmp_path: Path
 ) -> None:
     import yaml
 
-    config = parse_config(given | yaml.safe_load(settings(cluster)), tmp_path)
+    config = parse_config(minimal | yaml.safe_load(settings(cluster)), tmp_path)
     # By its name on any host.
     check_credentials(config, "gpu-17", "rediss://redis:6379/0")
     assert len({shared_token(config), redis_password(config)}) == 2
@@ -142,9 +144,9 @@ def test_what_gspo_certs_makes_is_taken_as_it_is_printed(
 
 
 def test_a_certificate_is_for_the_host_that_others_call(
-    cluster: dict[str, Path], given: dict[str, Any], tmp_path: Path, secret: str
+    cluster: dict[str, Path], minimal: dict[str, Any], tmp_path: Path, secret: str
 ) -> None:
-    config = configured(given, tmp_path, token_file=secret, tls=tls_of(cluster))
+    config = configured(minimal, tmp_path, token_file=secret, tls=tls_of(cluster))
     for host in ("127.0.0.1", "localhost", "10.1.2.3", "0.0.0.0"):
         check_credentials(config, host, "redis://127.0.0.1/0")
     rule = r"services\.tls\.cert: a service that trusts .* refuses .*cert\.pem for 10\.9\.9\.9 \("
@@ -166,20 +168,20 @@ def test_a_certificate_is_for_the_host_that_others_call(
     ],
 )
 def test_files_that_do_not_belong_together_are_named(
-    wrong: dict[str, str], said: str, cluster: dict[str, Path], given: dict[str, Any], tmp_path: Path, secret: str
+    wrong: dict[str, str], said: str, cluster: dict[str, Path], minimal: dict[str, Any], tmp_path: Path, secret: str
 ) -> None:
     make_secrets(tmp_path / "other", (), days=1)
-    config = configured(given, tmp_path, tls=tls_of(cluster) | wrong)
+    config = configured(minimal, tmp_path, tls=tls_of(cluster) | wrong)
     with pytest.raises(InputError, match=said):
         check_credentials(config, "127.0.0.1", None)
 
 
 def test_a_certificate_whose_time_is_over_is_refused(
-    cluster: dict[str, Path], given: dict[str, Any], tmp_path: Path
+    cluster: dict[str, Path], minimal: dict[str, Any], tmp_path: Path
 ) -> None:
     old = make_secrets(tmp_path / "old", (), days=0)
     with pytest.raises(InputError, match=r"services\.tls\.cert: .*expired"):
-        check_credentials(configured(given, tmp_path, tls=tls_of(old)), "127.0.0.1", None)
+        check_credentials(configured(minimal, tmp_path, tls=tls_of(old)), "127.0.0.1", None)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +193,11 @@ def test_a_certificate_whose_time_is_over_is_refused(
         ({"redis_url": f"redis://:{SECRET}@h/0"}, r"services\.redis_url: holds a password.*redis_password_file"),
     ],
 )
-def test_half_a_setting_is_refused(services: dict[str, Any], said: str, given: dict[str, Any], tmp_path: Path) -> None:
+def test_half_a_setting_is_refused(
+    services: dict[str, Any], said: str, minimal: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=said) as error:
-        configured(given, tmp_path, **services)
+        configured(minimal, tmp_path, **services)
     assert SECRET not in str(error.value)
 
 

@@ -12,8 +12,8 @@ from gspo.common.config.schema import Config
 from gspo.common.telemetry.advice import advice
 
 
-def configured(given: dict[str, Any], **sections: dict[str, Any]) -> Config:
-    return Config.model_validate(given | sections)
+def configured(minimal: dict[str, Any], **sections: dict[str, Any]) -> Config:
+    return Config.model_validate(minimal | sections)
 
 
 def steps(num: int, **figures: float) -> list[dict[str, float]]:
@@ -30,13 +30,13 @@ def test_ten_steps_over_forty_percent_are_too_much(config: Config) -> None:
     assert advice([*steps(9, clipped_sequences=0.9), {"clipped_sequences": 0.4}], config) == {}
 
 
-def test_the_remedies_for_clipping_fit_the_run(given: dict[str, Any]) -> None:
+def test_the_remedies_for_clipping_fit_the_run(minimal: dict[str, Any]) -> None:
     high = steps(10, clipped_sequences=0.5)
-    text = advice(high, configured(given))["clipped_too_much"]
+    text = advice(high, configured(minimal))["clipped_too_much"]
     assert "50% of sequences" in text
     assert "old_logprobs: recompute" in text
     assert "max_lag below 1" in text
-    other = configured(given, algorithm={"old_logprobs": "recompute"}, staleness={"max_lag": 0})
+    other = configured(minimal, algorithm={"old_logprobs": "recompute"}, staleness={"max_lag": 0})
     text = advice(high, other)["clipped_too_much"]
     assert "recompute" not in text
     assert "max_lag" not in text
@@ -54,23 +54,23 @@ def test_steps_before_the_last_ones_do_not_count(config: Config) -> None:
     assert list(advice(figures, config)) == ["clip_is_silent"]
 
 
-def test_noise_that_clips_a_third_is_said_unless_log_probs_are_recomputed(given: dict[str, Any]) -> None:
+def test_noise_that_clips_a_third_is_said_unless_log_probs_are_recomputed(minimal: dict[str, Any]) -> None:
     noisy = steps(1, noise_share=0.64)
-    assert "64% of sequences" in advice(noisy, configured(given))["clip_is_noise"]
-    assert advice(noisy, configured(given, algorithm={"old_logprobs": "recompute"})) == {}
-    assert advice(steps(1, noise_share=0.3), configured(given)) == {}
+    assert "64% of sequences" in advice(noisy, configured(minimal))["clip_is_noise"]
+    assert advice(noisy, configured(minimal, algorithm={"old_logprobs": "recompute"})) == {}
+    assert advice(steps(1, noise_share=0.3), configured(minimal)) == {}
 
 
-def test_a_dtype_that_the_run_has_is_no_remedy_for_noise(given: dict[str, Any]) -> None:
+def test_a_dtype_that_the_run_has_is_no_remedy_for_noise(minimal: dict[str, Any]) -> None:
     noisy = steps(1, noise_share=0.64)
     for dtype, is_named in (("float32", False), ("bfloat16", True)):
-        text = advice(noisy, configured(given, generation={"dtype": dtype}))["clip_is_noise"]
+        text = advice(noisy, configured(minimal, generation={"dtype": dtype}))["clip_is_noise"]
         assert ("generation.dtype: float32, which a resume takes" in text) is is_named
         assert "algorithm.old_logprobs: recompute, or a wider clip" in text
 
 
-def test_under_token_ratios_the_share_is_that_of_tokens(given: dict[str, Any]) -> None:
-    config = configured(given, algorithm={"preset": "grpo"})
+def test_under_token_ratios_the_share_is_that_of_tokens(minimal: dict[str, Any]) -> None:
+    config = configured(minimal, algorithm={"preset": "grpo"})
     # Nearly every long answer has a clipped token somewhere; that is no loss of signal.
     assert advice(steps(20, clipped_sequences=0.99, clipped_tokens=0.01), config) == {}
     found = advice(steps(20, clipped_sequences=0.99, clipped_tokens=0.5, noise_share=0.5), config)
@@ -79,8 +79,8 @@ def test_under_token_ratios_the_share_is_that_of_tokens(given: dict[str, Any]) -
     assert "none of the tokens" in advice(steps(20, clipped_tokens=0.0), config)["clip_is_silent"]
 
 
-def test_a_batch_that_could_not_be_filled_is_said(given: dict[str, Any]) -> None:
-    config = configured(given, algorithm={"rollout_batch_size": 4, "max_refill": 2, "filter_zero_spread": True})
+def test_a_batch_that_could_not_be_filled_is_said(minimal: dict[str, Any]) -> None:
+    config = configured(minimal, algorithm={"rollout_batch_size": 4, "max_refill": 2, "filter_zero_spread": True})
     text = advice(steps(1, groups=3, groups_filtered=7, groups_failed=1), config)["batch_is_small"]
     assert "3 of 4 groups were trained, since 8 were filtered" in text
     assert advice(steps(1, groups=4, groups_filtered=9), config) == {}
