@@ -23,7 +23,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parents[2]
 RULES = tomllib.loads(Path(__file__).with_name("prose.toml").read_text())
 MESSAGES = ("services/", "gspo_core/", "deploy/")  # their string literals are messages to people
-CHECKED = re.compile(r"\.(md|md\.j2|ya?ml|toml|sh)$|(^|/)(Makefile|Dockerfile)$")
+CHECKED = re.compile(r"\.(md|md\.j2|ya?ml|toml|sh|proto)$|(^|/)(Makefile|Dockerfile)$")
 STANDS_FOR = {"code_inline": "`x`", "softbreak": "\n", "hardbreak": " "}
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 CODE = re.compile(r"`[^`]*`|\{\{.*?\}\}|https?://\S+")

@@ -64,7 +64,7 @@ class PushHeader(_message.Message):
     num_bytes: _builtins.int
     """of the whole policy"""
     learner: _builtins.str
-    """which learner: two of one epoch are told apart"""
+    """id of the learner: it distinguishes two of one epoch"""
     def __init__(
         self,
         *,
@@ -248,7 +248,7 @@ class GeneratorDescription(_message.Message):
     """at a time"""
     num_running: _builtins.int
     learner: _builtins.str
-    """which learner that is"""
+    """id of that learner"""
     def __init__(
         self,
         *,

@@ -63,9 +63,9 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PushWeights(self, request_iterator, context):
-        """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
-        PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest. The server's initial
-        metadata come when the header is admitted: frames sent before may hide a refusal.
+        """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest.
+        PERMISSION_DENIED: another learner has taken over. DATA_LOSS: the received weights have another digest. The
+        server's initial metadata come when the header is admitted: frames sent before may hide a refusal.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

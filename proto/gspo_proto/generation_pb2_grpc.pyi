@@ -35,9 +35,9 @@ class GenerationStub:
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _rollout_pb2.Rollout]
     """Rollouts of one task, each as soon as it is finished; for interactive use and outside clients."""
     PushWeights: _grpc.StreamUnaryMultiCallable[_generation_pb2.WeightFrame, _generation_pb2.PushResult]
-    """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
-    PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest. The server's initial
-    metadata come when the header is admitted: frames sent before may hide a refusal.
+    """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest.
+    PERMISSION_DENIED: another learner has taken over. DATA_LOSS: the received weights have another digest. The
+    server's initial metadata come when the header is admitted: frames sent before may hide a refusal.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DescribeRequest, _generation_pb2.GeneratorDescription]
 
@@ -47,9 +47,9 @@ class GenerationAsyncStub(GenerationStub):
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _rollout_pb2.Rollout]  # type: ignore[assignment]
     """Rollouts of one task, each as soon as it is finished; for interactive use and outside clients."""
     PushWeights: _aio.StreamUnaryMultiCallable[_generation_pb2.WeightFrame, _generation_pb2.PushResult]  # type: ignore[assignment]
-    """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
-    PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest. The server's initial
-    metadata come when the header is admitted: frames sent before may hide a refusal.
+    """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest.
+    PERMISSION_DENIED: another learner has taken over. DATA_LOSS: the received weights have another digest. The
+    server's initial metadata come when the header is admitted: frames sent before may hide a refusal.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_generation_pb2.DescribeRequest, _generation_pb2.GeneratorDescription]  # type: ignore[assignment]
 
@@ -68,9 +68,9 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_generation_pb2.WeightFrame],
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.PushResult, _abc.Awaitable[_generation_pb2.PushResult]]:
-        """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest;
-        PERMISSION_DENIED: another learner has taken over; DATA_LOSS: what came has another digest. The server's initial
-        metadata come when the header is admitted: frames sent before may hide a refusal.
+        """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest.
+        PERMISSION_DENIED: another learner has taken over. DATA_LOSS: the received weights have another digest. The
+        server's initial metadata come when the header is admitted: frames sent before may hide a refusal.
         """
 
     @_abc_1.abstractmethod

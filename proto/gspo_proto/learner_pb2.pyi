@@ -103,7 +103,7 @@ class ProgressReply(_message.Message):
     """newest version that a generator has, -1 before the first"""
     end_reason: _builtins.str
     end: _rollout_pb2.RunEnd.ValueType
-    """of the training; unspecified while it goes on"""
+    """of the training; unspecified while it runs"""
     @_builtins.property
     def settled(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRange]: ...
     @_builtins.property

@@ -102,7 +102,7 @@ class StepRequest(_message.Message):
     """the one that the reset's reply named, so that a rollout stays with one"""
     state_json: _builtins.str
     action: _builtins.str
-    """what the policy wrote, without special tokens"""
+    """text of the policy, without special tokens"""
     calls_json: _builtins.str
     """tool calls in it: list of {name, arguments}; step then gets {text, calls} as its action"""
     def __init__(
