@@ -1,4 +1,4 @@
-"""A learner's publisher and generators for tests of the push: everything real but the engine behind the door.
+"""A learner's publisher and generators for tests of the push: everything real but the engine.
 
 The stand-in engine loads by promoting the staged copy, as slowly or badly as a test wants.
 """
@@ -49,7 +49,7 @@ class StandInEngine:
     Attributes:
         load_s: How long a load takes.
         may_load: A load stands still, as one that has paused the engine, until it is set.
-        loading: Set while a load is under way.
+        loading: Set during a load.
         refusing: Whether loads fail.
     """
 
@@ -75,12 +75,12 @@ class StandInEngine:
 
 
 class IdleWorker:
-    """What the door asks of a worker."""
+    """The part of a worker that the servicer calls."""
 
     num_running = 0
 
     def weights_changed(self) -> None:
-        """Nobody waits."""
+        """There is nothing to wait for."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class PushTarget:
 
     engine: StandInEngine
     staged: StagedWeights
-    door: GenerationGrpcServicer
+    servicer: GenerationGrpcServicer
     address: str = ""
     headers: list[PushHeader] = field(default_factory=list)
     corrupt: Callable[[WeightFrame], WeightFrame] | None = None
@@ -108,7 +108,7 @@ class PushTarget:
 
 def serve(generators: list[PushTarget], version: PolicyWeights) -> bool:
     """Whether each of them serves a version, by number and digest."""
-    return all(one.serves == (version.version, version.digest) for one in generators)
+    return all(generator.serves == (version.version, version.digest) for generator in generators)
 
 
 class RecordingServicer(GenerationGrpcServicer):
@@ -146,10 +146,10 @@ async def generator(
     engine, staged = StandInEngine(), StagedWeights({**SHAPES, **(ignored or {})}, "bfloat16")
     for tensor, bits in policy(0).bits.items():
         staged.current.bits(tensor)[:] = bits.reshape(-1)
-    door = RecordingServicer(service, engine, staged, None, IdleWorker())
-    door.generator = running = PushTarget(engine, staged, door)
+    servicer = RecordingServicer(service, engine, staged, None, IdleWorker())
+    servicer.generator = running = PushTarget(engine, staged, servicer)
     server = GrpcServer(
-        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(door, server),
+        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server),
         (SERVICE_NAME,),
         host="127.0.0.1",
         port=0,
@@ -160,7 +160,7 @@ async def generator(
     # The same process id for all, as the first process of every container has.
     instance = Instance("generation", name, grpc=server.address, pid=1)
     beating = asyncio.create_task(
-        Registration(service.redis, service.keys, instance, service.activity, door.facts).run()
+        Registration(service.redis, service.keys, instance, service.activity, servicer.facts).run()
     )
     try:
         yield running

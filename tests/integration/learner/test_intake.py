@@ -1,4 +1,4 @@
-"""The learner's end of the stream on a real Redis: what is held, and what is acknowledged and counted at once."""
+"""The learner's intake on a real Redis: entries that stay pending, and entries acknowledged and counted at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="function")
 
 
 class RunningIntake:
-    """An intake that runs, and what it has made of its stream."""
+    """An intake that runs, and its assembler."""
 
     def __init__(self, redis: Redis, keys: Keys, redis_url: str, folder: Path) -> None:
         (folder / "config.json").write_text('{"model_type": "x", "vocab_size": 20}')
@@ -41,14 +41,14 @@ class RunningIntake:
         self._redis, self._keys, self._service = redis, keys, service_of("learner-0", config, redis_url)
 
     async def take(self, *payloads: bytes) -> int:
-        """Let these come, of which groups 1 to 5 were issued; how many entries are held afterwards."""
+        """Append entries, with groups 1 to 5 issued; how many are pending afterwards."""
         await self._redis.hset(self._keys.open, mapping={str(group): "{}" for group in range(1, 6)})
         await append(self._redis, self._keys.scored, payloads)
         intake = Intake(self._service, self.assembler)
         running = asyncio.create_task(intake.run())
         async with asyncio.timeout(10):
-            # All are taken once a last one is.
-            while await self._left():
+            # All are delivered once the last one is.
+            while await self._has_undelivered():
                 await asyncio.sleep(0.02)
         await asyncio.sleep(0.1)
         running.cancel()
@@ -57,7 +57,7 @@ class RunningIntake:
         assert pending["pending"] == await self._redis.xlen(self._keys.scored)
         return int(pending["pending"])
 
-    async def _left(self) -> bool:
+    async def _has_undelivered(self) -> bool:
         stream = await self._redis.xinfo_stream(self._keys.scored)
         (group,) = await self._redis.xinfo_groups(self._keys.scored)
         return bool(group["last-delivered-id"] != stream["last-generated-id"])
@@ -71,63 +71,65 @@ def skipped(reason: str) -> float:
 
 
 @pytest.fixture
-async def desk(redis: Redis, keys: Keys, redis_url: str, tmp_path: Path) -> Any:
-    made = RunningIntake(redis, keys, redis_url, tmp_path)
-    yield made
-    await made.close()
+async def intake(redis: Redis, keys: Keys, redis_url: str, tmp_path: Path) -> Any:
+    running = RunningIntake(redis, keys, redis_url, tmp_path)
+    yield running
+    await running.close()
 
 
-async def test_late_and_repeated_rollouts_are_acknowledged_and_counted(desk: RunningIntake) -> None:
+async def test_late_and_repeated_rollouts_are_acknowledged_and_counted(intake: RunningIntake) -> None:
     late, repeated = skipped("late"), skipped("duplicate")
     # Of a trained group, of a failed one, and one of an open group twice.
-    held = await desk.take(scored(1, 0, 0), scored(2, 0, 0), scored(2, 1, 0), scored(5, 0, 0), scored(5, 0, 0))
-    assert held == 1
+    num_pending = await intake.take(scored(1, 0, 0), scored(2, 0, 0), scored(2, 1, 0), scored(5, 0, 0), scored(5, 0, 0))
+    assert num_pending == 1
     assert (skipped("late") - late, skipped("duplicate") - repeated) == (2, 2)
 
 
-async def test_a_rollout_that_does_not_fit_is_a_dead_letter(desk: RunningIntake, redis: Redis, keys: Keys) -> None:
-    wrong = Scored.FromString(scored(5, 0, 0))
-    del wrong.rollout.rollout.logp[0]
+async def test_a_rollout_that_does_not_fit_is_a_dead_letter(intake: RunningIntake, redis: Redis, keys: Keys) -> None:
+    malformed = Scored.FromString(scored(5, 0, 0))
+    del malformed.rollout.rollout.logp[0]
     before = skipped("malformed")
-    # In its place comes one that failed, so that the group does not wait for it.
-    assert await desk.take(wrong.SerializeToString(), *(scored(5, number, 0) for number in (1, 2, 3))) == 4
-    (found,) = await letters(redis, keys)
-    assert (found.letter.group, found.letter.number, found.letter.stream) == (5, 0, "scored")
-    assert "have lengths" in found.letter.reason
+    # A failed rollout replaces it, so that the group does not wait.
+    assert await intake.take(malformed.SerializeToString(), *(scored(5, number, 0) for number in (1, 2, 3))) == 4
+    (dead,) = await letters(redis, keys)
+    assert (dead.letter.group, dead.letter.number, dead.letter.stream) == (5, 0, "scored")
+    assert "have lengths" in dead.letter.reason
     assert skipped("malformed") == before + 1
-    ended = desk.assembler.next_batch(0, {5: 0}, num_groups=3)
+    ended = intake.assembler.next_batch(0, {5: 0}, num_groups=3)
     assert isinstance(ended, Batch)
     (failed,) = [row for row in ended.rows if row.skipped]
-    assert (failed.number, failed.failure) == (0, found.letter.reason)
+    assert (failed.number, failed.failure) == (0, dead.letter.reason)
 
 
-async def test_what_nobody_asked_for_is_a_dead_letter(desk: RunningIntake, redis: Redis, keys: Keys) -> None:
+async def test_a_group_or_number_that_was_never_issued_is_a_dead_letter(
+    intake: RunningIntake, redis: Redis, keys: Keys
+) -> None:
     failure = Scored(schema=1, failure=GroupFailure(group=9, reason="lost"))
     no_such_number = Scored.FromString(scored(5, 0, 0))
     no_such_number.rollout.rollout.number = 4
-    held = await desk.take(
+    num_pending = await intake.take(
         scored(8, 0, 0), failure.SerializeToString(), no_such_number.SerializeToString(), scored(5, 0, 0)
     )
-    assert held == 1
-    assert [found.letter.reason for found in await letters(redis, keys)] == [
+    assert num_pending == 1
+    assert [dead.letter.reason for dead in await letters(redis, keys)] == [
         "group 8 was never issued",
         "group 9 was never issued",
         "rollout 5-4: number 4 of 4, and a group of this run has 4",
     ]
 
 
-async def test_what_learner_after_learner_dies_over_fails_its_group(
-    desk: RunningIntake, redis: Redis, keys: Keys, monkeypatch: pytest.MonkeyPatch
+async def test_an_entry_that_several_learners_died_over_fails_its_group(
+    intake: RunningIntake, redis: Redis, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(intake_module, "_MAX_DELIVERIES", 3)
-    assert await desk.take(scored(5, 0, 0)) == 1
+    assert await intake.take(scored(5, 0, 0)) == 1
     for _ in range(2):
-        desk.assembler._groups.clear()  # a new learner knows nothing
-        assert await desk.take() == 1
-    desk.assembler._groups.clear()
-    assert await desk.take() == 0
-    (found,) = await letters(redis, keys)
-    assert (found.letter.group, found.letter.attempts) == (5, 4)
-    ended = desk.assembler.next_batch(0, {5: 0})
+        intake.assembler._groups.clear()  # as in a new learner
+        assert await intake.take() == 1
+    intake.assembler._groups.clear()
+    assert await intake.take() == 0
+    (dead,) = await letters(redis, keys)
+    assert (dead.letter.group, dead.letter.attempts) == (5, 4)
+    ended = intake.assembler.next_batch(0, {5: 0})
     assert [(group.group, group.settlement) for group in ended.settled] == [(5, Settlement.FAILED)]
     assert "3 learners" in ended.settled[0].reason

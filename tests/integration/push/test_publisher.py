@@ -200,7 +200,7 @@ async def test_an_admitted_push_of_an_older_learner_ends_too(redis: Redis, redis
         await asyncio.sleep(50.0)
 
     async with generator(config, redis_url) as only, learner(config, redis_url, epoch=2) as new:
-        stuck = asyncio.create_task(only.door._receiver.receive(header_alone(), slow_go_ahead, 50.0))
+        stuck = asyncio.create_task(only.servicer._receiver.receive(header_alone(), slow_go_ahead, 50.0))
         await admitted.wait()
         new.publisher.publish(policy(1))
         await new.until(lambda: serve([only], policy(1)))
@@ -239,7 +239,7 @@ async def test_a_push_that_stalls_ends_at_the_generator_too(redis: Redis, redis_
         assert only.serves == (0, policy(0).digest)
         # Also without a cancellation: a learner that stands still cancels nothing.
         with pytest.raises(PushRefusedError, match="was not here by the deadline of the call; nothing was loaded"):
-            await only.door._receiver.receive(stalling(), admitted, 0.1)
+            await only.servicer._receiver.receive(stalling(), admitted, 0.1)
         # It is free for the next one at once.
         async with learner(config, redis_url, epoch=2) as learning:
             learning.publisher.publish(policy(1))

@@ -52,9 +52,9 @@ class LearnerFeed:
         """The num-th event of a kind."""
         events, deadline = Events(self._redis, self.keys, "test"), time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            found = [event for _, event in await events.read(FROM_START, 0.1) if event.WhichOneof("what") == what]
-            if len(found) >= num:
-                return found[num - 1]
+            matching = [event for _, event in await events.read(FROM_START, 0.1) if event.WhichOneof("what") == what]
+            if len(matching) >= num:
+                return matching[num - 1]
             await asyncio.sleep(0.1)
         raise AssertionError(f"{num} {what} did not come within {timeout_s} s")
 
