@@ -36,7 +36,7 @@ from gspo_proto.rollout_pb2 import (
 STEP_S = 0.05
 
 
-def told(service: str) -> list[str]:
+def behaviours(service: str) -> list[str]:
     """The words for this service."""
     pairs = [word.split(":", 1) for word in os.environ.get("FAKE", "").split()]
     return [what for to, what in pairs if to == service]
@@ -45,7 +45,7 @@ def told(service: str) -> list[str]:
 def main() -> None:
     """`fake_service.py SERVICE <the command line of a service>`."""
     name = sys.argv.pop(1)
-    words = told(name)
+    words = behaviours(name)
     options = await_start(parse_options(name, lambda _config: _refuse(name), meaning="a service for tests"))
     (options.run_dir / f"{options.name}.starts").open("a").write(f"{os.getpid()} {' '.join(sys.argv[1:])}\n")
     (options.run_dir / f"{options.name}.gpus").open("a").write(f"{os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
@@ -63,9 +63,9 @@ def main() -> None:
 
 
 def _refuse(service: str) -> None:
-    if "refuse-check" in told(service):
+    if "refuse-check" in behaviours(service):
         raise InputError("model.path", "is not a model", "Give one")
-    if "warn-check" in told(service):
+    if "warn-check" in behaviours(service):
         sys.stderr.write("what a library prints\nwarning: 3 of 8 prompts are skipped\n")
 
 

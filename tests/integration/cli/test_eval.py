@@ -1,4 +1,4 @@
-"""`gspo init` and `gspo eval` with the real services and a random model: the example works as it stands."""
+"""`gspo init` and `gspo eval` with the real services and a random model: the example works unchanged."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ START_S = 60.0
 
 
 def gspo(*words: object, url: str, code: int = 0) -> str:
-    """What a command prints, or says on standard error where it fails."""
+    """The output of a command, or its errors if it fails."""
     environment = {**os.environ, "GSPO_REWARD_URL": url, "COLUMNS": "200"}
     command = [sys.executable, "-m", "gspo.cli", "reward", *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -39,18 +39,18 @@ def gspo(*words: object, url: str, code: int = 0) -> str:
     return done.stderr if code else done.stdout
 
 
-def until_said(path: Path, pattern: str) -> str:
+def until_printed(path: Path, pattern: str) -> str:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        if found := re.search(pattern, path.read_text()):
-            return found[1]
+        if match := re.search(pattern, path.read_text()):
+            return match[1]
         time.sleep(0.1)
     raise TimeoutError(path.read_text())
 
 
 def with_functions(config: Config, functions: list[dict[str, Any]]) -> Config:
-    given = config.model_dump(mode="json")
-    return parse_config({**given, "reward": {**given["reward"], "functions": functions}}, Path.cwd())
+    raw_config = config.model_dump(mode="json")
+    return parse_config({**raw_config, "reward": {**raw_config["reward"], "functions": functions}}, Path.cwd())
 
 
 def test_a_function_is_submitted_without_a_run_and_found_by_the_next(tmp_path: Path) -> None:
@@ -59,16 +59,16 @@ def test_a_function_is_submitted_without_a_run_and_found_by_the_next(tmp_path: P
         InputError, match=r"functions.0.name: there is no reward function 'exact' in .*gspo reward serve"
     ):
         check(config)
-    file, said = tmp_path / "config.yaml", tmp_path / "said"
+    file, output = tmp_path / "config.yaml", tmp_path / "said"
     write_config(config, file)
-    with said.open("wb") as out:
+    with output.open("wb") as out:
         command = [sys.executable, "-m", "gspo.cli", "reward", "serve", str(file)]
         process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "COLUMNS": "200"})
     try:
-        _use(tmp_path, until_said(said, r"reward functions at (\S+),"))
+        _use(tmp_path, until_printed(output, r"reward functions at (\S+),"))
     finally:
         process.send_signal(signal.SIGINT)
-        assert wait_exit(process, 40) == 0, said.read_text()
+        assert wait_exit(process, 40) == 0, output.read_text()
     with pytest.raises(InputError, match="exact was retired, and no version of it is asked for"):
         check(config)
     check(with_functions(config, [{"name": "exact", "version": _version(tmp_path, 1)}]))

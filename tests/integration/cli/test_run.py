@@ -33,23 +33,23 @@ class Gspo:
 
     def configure(self, **sections: dict[str, object]) -> None:
         """Write the configuration, with these keys on top."""
-        given: dict[str, dict[str, object]] = {"run": {"total_steps": 3}, "learner": {}, "services": {}}
+        values: dict[str, dict[str, object]] = {"run": {"total_steps": 3}, "learner": {}, "services": {}}
         for section, keys in sections.items():
-            given[section] |= keys
+            values[section] |= keys
         fixed = {"name": "small", "model": {"path": "."}, "data": {"prompts": "p.jsonl"}}
         reward = {"reward": {"functions": [{"path": "r.py"}]}}
-        (self.folder / "config.yaml").write_text(yaml.safe_dump({**fixed, **reward, **given}))
+        (self.folder / "config.yaml").write_text(yaml.safe_dump({**fixed, **reward, **values}))
 
     def start(self, *words: str, fake: str, services: str = "coordinator learner") -> subprocess.Popen[str]:
         """Start `gspo run WORDS` in a session of its own."""
-        given = {**os.environ, **self.environment}
+        values = {**os.environ, **self.environment}
         path = os.pathsep.join(
-            filter(None, [str(ROOT), str(ROOT / "proto"), str(ROOT / "services"), given.get("PYTHONPATH")])
+            filter(None, [str(ROOT), str(ROOT / "proto"), str(ROOT / "services"), values.get("PYTHONPATH")])
         )
         process = subprocess.Popen(
             [sys.executable, str(HERE / "gspo_with_fake_services.py"), "run", *words],
             cwd=self.folder,
-            env={**given, "PYTHONPATH": path, "FAKE": fake, "FAKE_SERVICES": services, "COLUMNS": "200"},
+            env={**values, "PYTHONPATH": path, "FAKE": fake, "FAKE_SERVICES": services, "COLUMNS": "200"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -64,8 +64,8 @@ class Gspo:
         output, _ = process.communicate(timeout=PATIENCE_S)
         return process.returncode, output
 
-    def left(self) -> list[psutil.Process]:
-        """Living processes that were started for this folder."""
+    def remaining(self) -> list[psutil.Process]:
+        """Running processes that were started for this folder."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def starts(self, name: str) -> list[str]:
@@ -78,12 +78,12 @@ class Gspo:
         return (self.run_dir / f"{name}.gpus").read_text().splitlines()
 
     def close(self) -> None:
-        """End what is left."""
+        """End the remaining processes."""
         for process in self._started:
             process.kill()
             process.communicate()
-        for left in self.left():
-            left.kill()
+        for remaining in self.remaining():
+            remaining.kill()
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:
@@ -115,7 +115,7 @@ def test_a_run_goes_to_its_end_and_leaves_no_process(gspo: Gspo) -> None:
     assert code == 0, output
     assert "step 3/3  reward 0.300" in output
     assert re.search(r"held-out reward +0\.250 -> 0\.750", output)
-    assert gspo.left() == [], "a grandchild in a session of its own must go too"
+    assert gspo.remaining() == [], "a grandchild in a session of its own must go too"
     assert yaml.safe_load((gspo.run_dir / "config.yaml").read_text())["staleness"]["max_lag"] == 1
     assert {path.name for path in (gspo.run_dir / "services").glob("*.log")} == {
         "redis.log",
@@ -147,7 +147,7 @@ def test_a_service_that_dies_too_often_ends_the_run_with_its_last_words(gspo: Gs
     assert "error: learner-0 died 2 times (exit code 1; services.max_restarts is 1)" in output
     assert "Its last words: learner was told to die" in output
     assert len(gspo.starts("learner-0")) == 2
-    assert gspo.left() == []
+    assert gspo.remaining() == []
 
 
 def test_a_service_that_refuses_its_input_is_not_started_again(gspo: Gspo) -> None:
@@ -155,7 +155,7 @@ def test_a_service_that_refuses_its_input_is_not_started_again(gspo: Gspo) -> No
     assert code == 2, output
     assert "error: learner.deepspeed: is refused. Leave it out" in output
     assert len(gspo.starts("learner-0")) == 1
-    assert gspo.left() == []
+    assert gspo.remaining() == []
 
 
 def test_a_check_that_refuses_starts_nothing(gspo: Gspo) -> None:
@@ -181,18 +181,18 @@ def test_a_service_that_never_gets_ready_ends_the_start(gspo: Gspo) -> None:
     code, output = gspo.run(fake="coordinator:never-ready coordinator:hang")
     assert code == 1, output
     assert "not ready after 8 s (run.start_timeout_s): coordinator-0: waiting for rewards of 3 groups (for " in output
-    # What is still starting has nothing to drain: it is given less time than the 15 s of one that trains.
+    # A starting service has nothing to drain: it gets less than the 15 s of a training one.
     assert "waiting up to 2 s for coordinator-0 to end" in output
     assert "coordinator-0 did not end within 4 s of SIGTERM; killing it" in output
-    assert gspo.left() == []
+    assert gspo.remaining() == []
 
 
 def test_kill_9_of_the_command_line_leaves_no_process(gspo: Gspo) -> None:
     process = gspo.start("config.yaml", fake="learner:child learner:hang")
     until((gspo.run_dir / "grandchild").exists, "the grandchild")
-    assert len(gspo.left()) >= 5, "command line, guard, redis, coordinator, learner, grandchild"
+    assert len(gspo.remaining()) >= 5, "command line, guard, redis, coordinator, learner, grandchild"
     process.kill()
-    until(lambda: not gspo.left(), "every process to go")
+    until(lambda: not gspo.remaining(), "every process to go")
 
 
 def test_ctrl_c_stops_says_how_to_resume_and_resumes(gspo: Gspo) -> None:
@@ -203,7 +203,7 @@ def test_ctrl_c_stops_says_how_to_resume_and_resumes(gspo: Gspo) -> None:
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, output
     assert f"gspo run --resume {gspo.run_dir}" in output
-    assert gspo.left() == []
+    assert gspo.remaining() == []
 
     code, output = gspo.run(fake="")
     assert (code, f"{gspo.run_dir}: already holds this run" in output) == (2, True), output
@@ -227,7 +227,7 @@ def test_a_drain_that_takes_too_long_is_given_up(gspo: Gspo) -> None:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, "longer than run.drain_timeout_s (1 s)" in output) == (130, True), output
-    assert gspo.left() == []
+    assert gspo.remaining() == []
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(gspo: Gspo) -> None:
@@ -239,7 +239,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(gspo: Gspo) -> None:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)  # far below the drain's 60 s, and the 15 s that SIGTERM would be given
     assert process.returncode == 130
-    assert gspo.left() == []
+    assert gspo.remaining() == []
 
 
 def test_a_running_run_is_shown_and_not_shared(gspo: Gspo) -> None:

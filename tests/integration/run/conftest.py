@@ -1,4 +1,4 @@
-"""The whole run that several tests look at, and what was seen of it while it went."""
+"""The whole run of several tests, with the observations during it."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def versions(folder: Path) -> list[str]:
 def watched(folder: Path) -> Iterator[RunObservations]:
     prometheus = Prometheus(folder / "prometheus", free_port())
     try:
-        with collector() as found:
-            yield RunObservations(prometheus, found)
+        with collector() as spans:
+            yield RunObservations(prometheus, spans)
     finally:
         prometheus.close()
 
 
 @pytest.fixture(scope="session")
 def run(folder: Path, versions: list[str], watched: RunObservations) -> WholeRun:
-    """Three synchronous steps, watched; in the middle another version of the function is made the one that scores."""
+    """Three synchronous steps, watched; in the middle another version of the function becomes active."""
 
     def meanwhile(process: subprocess.Popen[bytes], run_dir: Path) -> None:
         def look(coordinator: str) -> None:

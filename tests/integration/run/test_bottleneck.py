@@ -1,4 +1,4 @@
-"""One stage is made slow at a time, in runs whose engine and training only take time: who is found to bound the run.
+"""One stage is made slow at a time, in runs with a simulated engine and trainer: the verdict names that stage.
 
 The verdict on figures made up by hand is in tests/unit/common/telemetry/test_bottleneck.py.
 """
@@ -36,7 +36,7 @@ _STEPS = 7
 
 @dataclass(frozen=True)
 class SlowStage:
-    """A run with one slow stage, and what is to be said of it."""
+    """A run with one slow stage, and its verdict."""
 
     stage: str
     settings: Settings = QUICK
@@ -49,7 +49,7 @@ class SlowStage:
 
 RUNS = {
     "training": SlowStage("training", Settings(**{**vars(QUICK), "train_s": 2.0}), change="a faster learner"),
-    # Room for one group: the others of a step wait for it.
+    # Capacity for one group: the others of a step wait for it.
     "queue": SlowStage(
         "generation",
         Settings(**{**vars(QUICK), "decode_s": 0.12}),
@@ -82,7 +82,7 @@ def summaries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     names = [item.callspec.params["name"] for item in selected if isinstance(item, pytest.Function)]
     with ThreadPoolExecutor(len(names)) as threads:
         running = {name: threads.submit(run, folder / name, model, RUNS[name]) for name in names}
-        return {name: one.result() for name, one in running.items()}
+        return {name: task.result() for name, task in running.items()}
 
 
 def run(folder: Path, model: Path, slow: SlowStage) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def run(folder: Path, model: Path, slow: SlowStage) -> dict[str, Any]:
     "name", [name if name in IN_EVERY_SUITE else pytest.param(name, marks=pytest.mark.long) for name in RUNS]
 )
 def test_the_slow_stage_is_found_and_what_to_change(name: str, summaries: dict[str, dict[str, Any]]) -> None:
-    slow, found = RUNS[name], summaries[name]["bound"]
-    assert found["stage"] == slow.stage, found
-    assert slow.because in found["because"]
-    assert any(change.startswith(slow.change) for change in found["change"]), found["change"]
+    slow, bound = RUNS[name], summaries[name]["bound"]
+    assert bound["stage"] == slow.stage, bound
+    assert slow.because in bound["because"]
+    assert any(change.startswith(slow.change) for change in bound["change"]), bound["change"]

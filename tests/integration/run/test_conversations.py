@@ -101,8 +101,8 @@ def test_the_calculator_is_called_and_its_answers_are_in_the_conversations(tmp_p
     called = [row for row in rows if row["num_tool_calls"]]
     assert called
     for row in called:
-        said = [turn for turn in json.loads(row["turns_json"]) if turn["role"] == "tool"]
-        assert len(said) == row["num_tool_calls"] + row["num_malformed_calls"]
+        replies = [turn for turn in json.loads(row["turns_json"]) if turn["role"] == "tool"]
+        assert len(replies) == row["num_tool_calls"] + row["num_malformed_calls"]
     # A turn without a call is the last.
     assert {row["outcome"] for row in rows if row["num_turns"] == 1} <= {"environment_done", "truncated"}
     assert {row["outcome"] for row in called} >= {"environment_done"}

@@ -52,9 +52,9 @@ def test_the_export_is_the_base_with_its_adapters(run: WholeRun) -> None:
     exported = load_file(run.run_dir / "export" / "model.safetensors")
     digest = policy_digest((name, "float32", tuple(t.shape), t.numpy()) for name, t in exported.items())
     assert run.lines("policy.jsonl")[-1]["digest"] == digest
-    given = load_file(run.folder / "model" / "model.safetensors")
-    changed = {name for name, tensor in exported.items() if not torch.equal(tensor, given[name])}
-    assert exported.keys() == given.keys()
+    original = load_file(run.folder / "model" / "model.safetensors")
+    changed = {name for name, tensor in exported.items() if not torch.equal(tensor, original[name])}
+    assert exported.keys() == original.keys()
     assert {"self_attn.q_proj", "experts.0.down_proj", "mlp.gate"} <= {
         kind for name in changed for kind in ("self_attn.q_proj", "experts.0.down_proj", "mlp.gate") if kind in name
     }

@@ -40,14 +40,14 @@ def panels() -> list[Any]:
 @pytest.mark.parametrize("query", panels())
 def test_every_panel_has_data_of_a_real_run(query: str, run: WholeRun, watched: RunObservations) -> None:
     asked = query.replace("$__rate_interval", RATE_INTERVAL)
-    found = watched.prometheus.query_range(asked, watched.began_unix_s, watched.ended_unix_s)
-    values = [float(value) for series in found for _, value in series["values"]]
-    assert any(math.isfinite(value) for value in values), found
+    result = watched.prometheus.query_range(asked, watched.began_unix_s, watched.ended_unix_s)
+    values = [float(value) for series in result for _, value in series["values"]]
+    assert any(math.isfinite(value) for value in values), result
 
 
 def test_the_rules_are_evaluated_on_a_real_run(run: WholeRun, watched: RunObservations) -> None:
-    found = watched.prometheus.query_range("gspo:step_time_share:rate5m", watched.began_unix_s, watched.ended_unix_s)
-    last = {series["metric"]["cause"]: float(series["values"][-1][1]) for series in found}
+    result = watched.prometheus.query_range("gspo:step_time_share:rate5m", watched.began_unix_s, watched.ended_unix_s)
+    last = {series["metric"]["cause"]: float(series["values"][-1][1]) for series in result}
     assert last["training"] > 0
     assert sum(last.values()) == pytest.approx(1)
 
@@ -58,8 +58,8 @@ def test_no_process_serves_what_is_another_service_s(run: WholeRun, watched: Run
         ("gspo_slots", "coordinator"),
         ("gspo_rollouts_running", "generation"),
     ):
-        found = watched.prometheus.query_range(metric, watched.began_unix_s, watched.ended_unix_s)
-        assert {series["metric"]["job"] for series in found} == {job}
+        result = watched.prometheus.query_range(metric, watched.began_unix_s, watched.ended_unix_s)
+        assert {series["metric"]["job"] for series in result} == {job}
 
 
 STATIONS = [
@@ -72,9 +72,9 @@ STATIONS = [
 def stations(spans: list[Span]) -> dict[tuple[str, str, str], Span]:
     """(service, name, what it is the queue of) -> the span below the root; fails where two are the same."""
     below = [span for span in spans if span.parent]
-    found = {(s.service.removeprefix("gspo-"), s.name, s.attributes.get("gspo.before", "")): s for s in below}
-    assert len(found) == len(below)
-    return found
+    result = {(s.service.removeprefix("gspo-"), s.name, s.attributes.get("gspo.before", "")): s for s in below}
+    assert len(result) == len(below)
+    return result
 
 
 def test_every_rollout_that_was_trained_has_its_whole_way_in_one_trace(run: WholeRun, watched: RunObservations) -> None:
@@ -88,15 +88,15 @@ def test_every_rollout_that_was_trained_has_its_whole_way_in_one_trace(run: Whol
         (root,) = [span for span in spans if not span.parent]
         assert (root.span, root.name, root.service) == (root_id, "rollout", "gspo-coordinator")
         assert {span.parent for span in spans if span is not root} == {root_id}
-        found = stations(spans)
-        assert set(found) == set(STATIONS)
-        way = [found[station] for station in STATIONS[1:]]
+        result = stations(spans)
+        assert set(result) == set(STATIONS)
+        way = [result[station] for station in STATIONS[1:]]
         for before, after in pairwise(way):
-            # Each station begins where the one before ended; a version is held back until the one before is measured.
+            # Each station begins where the one before ended; a version waits until the previous one is measured.
             assert after.start_unix_s == pytest.approx(before.end_unix_s, abs=1e-3) or after.name == "push"
             assert before.start_unix_s <= before.end_unix_s <= after.end_unix_s
-        assert root.start_unix_s <= found[STATIONS[0]].start_unix_s + 1e-3
-        generate, score = found[STATIONS[2]], found[STATIONS[4]]
+        assert root.start_unix_s <= result[STATIONS[0]].start_unix_s + 1e-3
+        generate, score = result[STATIONS[2]], result[STATIONS[4]]
         assert generate.attributes["gspo.tokens"] == len(row["token_ids"])
         assert generate.end_unix_s == pytest.approx(row["finished_unix_s"], abs=1e-3)
         assert score.attributes["gspo.reward"] == row["reward"]
@@ -108,9 +108,9 @@ def test_all_was_seen(run: WholeRun, watched: RunObservations) -> None:
 
 @pytest.mark.parametrize("command", documented_commands())
 def test_the_pages_commands_work_while_a_run_goes(command: str, run: WholeRun, watched: RunObservations) -> None:
-    (found,) = [(code, printed) for ran, code, printed in watched.commands if ran == command]
-    assert found[0] == 0, found[1]
-    assert found[1].strip()
+    (result,) = [(code, printed) for ran, code, printed in watched.commands if ran == command]
+    assert result[0] == 0, result[1]
+    assert result[1].strip()
 
 
 def test_status_says_what_everybody_waits_for_while_the_run_is_paused(run: WholeRun, watched: RunObservations) -> None:

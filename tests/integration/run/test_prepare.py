@@ -67,8 +67,8 @@ def test_an_example_that_is_mounted_alone_becomes_a_run(
     assert config.run.total_steps == read_config(mounted / "config.yaml").run.total_steps
     assert Path(config.model.path) == inputs / "model"
     assert config.data.prompts == inputs / "prompts.jsonl"
-    found = [config.environment.path, *(function.path for function in config.reward.functions)]
-    assert [path for path in found if path] == [inputs / file for file in code]
+    paths = [config.environment.path, *(function.path for function in config.reward.functions)]
+    assert [path for path in paths if path] == [inputs / file for file in code]
     assert all((inputs / file).read_text() == (mounted / file).read_text() for file in code)
 
 

@@ -36,8 +36,8 @@ def test_a_healthy_run_logs_no_warning(run: WholeRun) -> None:
     logs = sorted((run.run_dir / "services").glob("*-*.log"))
     assert [log.stem for log in logs] == ["coordinator-0", "generation-0", "learner-0", "reward-0"]
     lines = [line for log in logs for line in log.read_text().splitlines()]
-    told = [json.loads(line) for line in lines if line.startswith("{")]
-    assert [line for line in told if line["level"] not in ("debug", "info")] == []
+    entries = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [line for line in entries if line["level"] not in ("debug", "info")] == []
     assert [line for line in lines if ") WARNING " in line] == [], "vLLM's"
     assert "ReadTimeout" not in run.printed
 
@@ -90,12 +90,12 @@ def _plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: 
 
 
 def _advantages(rows: list[dict[str, Any]]) -> list[float]:
-    found = []
+    advantages = []
     for row in rows:
         rewards = torch.tensor([other["reward"] for other in rows if other["group"] == row["group"]])
         spread = rewards.max() > rewards.min()
-        found.append(float((row["reward"] - rewards.mean()) / (rewards.std() + 1e-6)) if spread else 0.0)
-    return found
+        advantages.append(float((row["reward"] - rewards.mean()) / (rewards.std() + 1e-6)) if spread else 0.0)
+    return advantages
 
 
 def _sequence_loss(model: torch.nn.Module, row: dict[str, Any], advantage: float) -> Tensor:

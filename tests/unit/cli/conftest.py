@@ -12,7 +12,7 @@ from gspo.common.config.schema import Config
 
 
 @pytest.fixture
-def given() -> dict[str, Any]:
+def raw_config() -> dict[str, Any]:
     """The smallest configuration."""
     return {
         "name": "small",
@@ -24,6 +24,6 @@ def given() -> dict[str, Any]:
 
 
 @pytest.fixture
-def config(given: dict[str, Any], tmp_path: Path) -> Config:
+def config(raw_config: dict[str, Any], tmp_path: Path) -> Config:
     """The same, read."""
-    return parse_config(given, tmp_path)
+    return parse_config(raw_config, tmp_path)

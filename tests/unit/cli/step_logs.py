@@ -1,4 +1,4 @@
-"""What a run leaves of steps whose answers have no score, as far as the command line reads it."""
+"""A log of steps with answers without a score, as far as the command line reads it."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_an_init_over_a_file_names_it(gspo: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"reward": {"functions": [{"path": "r.py", "wieght": 2}]}}, "functions.0.wieght: is not a key"),
         (
@@ -143,20 +143,22 @@ def test_an_init_over_a_file_names_it(gspo: Call, tmp_path: Path) -> None:
     ],
 )
 def test_bad_configuration_is_one_message_with_key_and_fix(
-    gspo: Call, tmp_path: Path, given: dict[str, Any], change: dict[str, Any], said: str
+    gspo: Call, tmp_path: Path, raw_config: dict[str, Any], change: dict[str, Any], message: str
 ) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump({**given, **change}))
+    file.write_text(yaml.safe_dump({**raw_config, **change}))
     code, _, errors = gspo("run", file)
     assert code == 2
     (line,) = errors.strip().splitlines()
-    assert line.startswith(f"error: {said}" if not said.startswith("functions") else f"error: reward.{said}"), line
+    assert line.startswith(
+        f"error: {message}" if not message.startswith("functions") else f"error: reward.{message}"
+    ), line
     assert "hunter2" not in errors
     assert not (tmp_path / "runs" / "small" / "config.yaml").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("run", "no.yaml"), r"no\.yaml: cannot be read \(No such file or directory\).*gspo init"),
         (("run", "broken.yaml"), r"broken\.yaml: is not YAML"),
@@ -172,7 +174,7 @@ def test_bad_configuration_is_one_message_with_key_and_fix(
     ],
 )
 def test_bad_words_are_one_message(
-    gspo: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+    gspo: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.yaml").write_text("a: [")
@@ -181,14 +183,14 @@ def test_bad_words_are_one_message(
     code, _, errors = gspo(*words)
     assert code == 2
     (line,) = errors.strip().splitlines()
-    assert re.match(f"error: (taken/)?{said}", line), line
+    assert re.match(f"error: (taken/)?{message}", line), line
 
 
-def test_a_port_in_use_is_named(gspo: Call, tmp_path: Path, given: dict[str, Any]) -> None:
+def test_a_port_in_use_is_named(gspo: Call, tmp_path: Path, raw_config: dict[str, Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         file = tmp_path / "config.yaml"
-        file.write_text(yaml.safe_dump({**given, "services": {"reward_port": port}}))
+        file.write_text(yaml.safe_dump({**raw_config, "services": {"reward_port": port}}))
         code, _, errors = gspo("run", file)
     assert (code, errors.startswith(f"error: services.reward_port: {port} cannot be bound on 127.0.0.1")) == (
         2,
@@ -225,7 +227,7 @@ def test_config_explains_one_section_or_key(gspo: Call) -> None:
     assert "reward.timeout_s" in output
     assert "services.redis_url" not in output
     _, output, _ = gspo("config", "reward.functions")
-    assert re.search(r"reward\.functions\.N\.part_weights .*Factor of each named part", output)
+    assert re.search(r"reward\.functions\.N\.part_weights .*Factors of named parts", output)
     assert "reward.sandbox_minimum" not in output
     _, output, _ = gspo("config", "reward.functions.N.weight")
     assert "Factor of this function's value" in output and "reward.functions " not in output
@@ -318,7 +320,7 @@ def test_doctor_says_once_what_several_checks_say() -> None:
         (4096, {}, (2048, 2048)),
         (512, {"prompt_length": 100}, (100, 412)),
         (512, {"response_length": 500}, (12, 500)),
-        # What the user says is refused where it cannot be, and never changed.
+        # A value of the user that cannot work is refused, and never changed.
         (512, {"prompt_length": 600, "response_length": 700}, (600, 700)),
         (512, {"response_length": 700}, (2048, 700)),
     ],
@@ -465,12 +467,12 @@ def test_doctor_finds_what_is_missing(gspo: Call, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_doctor_knows_ranks_and_zero_stage(
-    given: dict[str, Any], tmp_path: Path, keys: dict[str, Any], gib: float
+    raw_config: dict[str, Any], tmp_path: Path, keys: dict[str, Any], gib: float
 ) -> None:
     sections = {"staleness": {"max_lag": 0}, "generation": {}, **keys}
     sections["generation"] = {"kv_cache_gb": 1e-3, **sections["generation"]}
     files = ModelFiles({}, 1 << 30, None, None, {"q_proj": [8, 8]})
-    config = parse_config({**given, **sections}, tmp_path)
+    config = parse_config({**raw_config, **sections}, tmp_path)
     assert _memory_gib(config, files) == pytest.approx(findings.PROCESSES_GIB + gib, rel=1e-3)
     # On GPUs: every rank loads 4 bytes a parameter, and a generator holds two copies beside the learner's.
     learner = config.learner
@@ -481,7 +483,7 @@ def test_doctor_knows_ranks_and_zero_stage(
 
 
 @pytest.mark.parametrize(
-    ("told", "minimum", "level", "said"),
+    ("output", "minimum", "level", "message"),
     [
         ('{"level": "bubblewrap", "parts": ["seccomp"], "lacks": []}', "bubblewrap", "OK", "bubblewrap (seccomp)"),
         (
@@ -496,16 +498,16 @@ def test_doctor_knows_ranks_and_zero_stage(
     ],
 )
 def test_doctor_holds_the_sandbox_against_its_minimum(
-    monkeypatch: pytest.MonkeyPatch, told: str, minimum: str, level: str, said: str
+    monkeypatch: pytest.MonkeyPatch, output: str, minimum: str, level: str, message: str
 ) -> None:
-    done = subprocess.CompletedProcess([], 0, stdout=told, stderr="")
-    monkeypatch.setattr(subprocess, "run", lambda *_words, **_given: done)
+    done = subprocess.CompletedProcess([], 0, stdout=output, stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_words, **_options: done)
     finding = findings.sandbox(minimum)
-    assert (finding.level, said in finding.text) == (level, True), finding
+    assert (finding.level, message in finding.text) == (level, True), finding
     assert (finding.advice == "") is (level == "OK")
 
 
-def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, raw_config: dict[str, Any]) -> None:
     question = EvaluationSpec(
         model=str(tmp_path),
         prompts=(tmp_path / "e.jsonl",),
@@ -520,7 +522,7 @@ def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, 
     assert config.run_dir == tmp_path / "eval"
 
     base = tmp_path / "base.yaml"
-    base.write_text(yaml.safe_dump({**given, "seed": 5, "generation": {"max_rollouts": 32}}))
+    base.write_text(yaml.safe_dump({**raw_config, "seed": 5, "generation": {"max_rollouts": 32}}))
     config = eval_config(EvaluationSpec(model="other", prompts=(tmp_path / "e.jsonl",), base=base), tmp_path)
     assert (config.seed, config.generation.max_rollouts, config.model.path) == (5, 32, "other")
     assert config.reward.functions[0].path == tmp_path / "r.py"

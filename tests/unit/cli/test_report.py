@@ -35,7 +35,7 @@ NUM_STEPS, GROUPS_A_STEP, ROLLOUTS_A_GROUP = 20, 4, 2
 SCRIPT = "<script>alert('x')</script> & \x00 {{ 7 * 7 }}"
 
 
-def row(step: int, group: int, number: int, **given: Any) -> Row:
+def row(step: int, group: int, number: int, **changes: Any) -> Row:
     """A rollout of three tokens that was trained on; the second of a group has reward 1."""
     fields: dict[str, Any] = {
         "step": step,
@@ -69,7 +69,7 @@ def row(step: int, group: int, number: int, **given: Any) -> Row:
         "finished_unix_s": 3.0,
         "scored_unix_s": 4.0,
     }
-    return Row(**{**fields, **given})
+    return Row(**{**fields, **changes})
 
 
 def step_rows(step: int) -> list[Row]:
@@ -78,7 +78,7 @@ def step_rows(step: int) -> list[Row]:
     return [row(step, group, number) for group in groups for number in range(ROLLOUTS_A_GROUP)]
 
 
-def step_figures(step: int, **given: float) -> dict[str, float]:
+def step_figures(step: int, **changes: float) -> dict[str, float]:
     """Figures as the learner gives them; `log` says nothing about the noise, as on steps without fresh tokens."""
     wobble = math.sin(step)
     figures = {
@@ -110,7 +110,7 @@ def step_figures(step: int, **given: float) -> dict[str, float]:
     }
     if step % 2:
         figures["noise_share"] = 0.05
-    return {**figures, **given}
+    return {**figures, **changes}
 
 
 def train(run_dir: RunDir, first: int, last: int, **figures: float) -> None:
@@ -121,10 +121,10 @@ def train(run_dir: RunDir, first: int, last: int, **figures: float) -> None:
         run_dir.append_metrics(step, step, step_figures(step, **figures))
 
 
-def evaluate(run_dir: RunDir, version: int, sampled: float, file: str = "", **given: float) -> None:
+def evaluate(run_dir: RunDir, version: int, sampled: float, file: str = "", **changes: float) -> None:
     """An evaluation of 50 prompts, with the sampled mean as its score."""
     figures = {"sampled_mean": sampled, "sampled_stderr": 0.03, "greedy_mean": sampled + 0.1, "greedy_stderr": 0.04}
-    figures |= {"pass_at_1": sampled, "pass_at_4": sampled + 0.125, "num_prompts": 50.0, **given}
+    figures |= {"pass_at_1": sampled, "pass_at_4": sampled + 0.125, "num_prompts": 50.0, **changes}
     run_dir.append_evaluation(f"v{version}{file}", version, version, figures, file=file, score=sampled)
 
 
@@ -173,12 +173,12 @@ def test_a_report_without_losses_to_age_has_no_table_of_them(ended: Path) -> Non
 
 
 def page(run_dir: Path) -> str:
-    """The report as it stands on the disk."""
+    """The report on the disk."""
     return (run_dir / "report.html").read_text()
 
 
 def report(run_dir: Path) -> tuple[dict[str, Any], str]:
-    """Summary and page of a run that nobody ended, without plots, which take their time."""
+    """Summary and page of a run without an end; without plots, which take seconds."""
     log = read_history(run_dir)
     summary = summarise(log, None, None)
     return summary, render(log, summary, [], run_dir)
@@ -238,7 +238,7 @@ def test_the_page_says_what_lora_trained_and_over_how_many_ranks(ended: Path) ->
     assert "adapters (LoRA) of rank 8, alpha 32, at all-linear" in page(ended)
 
 
-def test_several_files_and_the_best_version_are_told_apart(path: Path) -> None:
+def test_several_files_and_the_best_version_are_distinguished(path: Path) -> None:
     with RunDir(path) as run_dir:
         for version, easy, hard in ((0, 0.5, 0.125), (10, 0.875, 0.25), (20, 0.75, 0.375)):
             evaluate(run_dir, version, easy, "easy")
@@ -451,13 +451,13 @@ def test_a_run_without_a_step_has_a_report(path: Path, make: Callable[[Path], No
 def test_what_could_not_be_read_is_said(path: Path) -> None:
     break_everything(path)
     _, text = report(path)
-    for said in (
+    for sentence in (
         "is not YAML",
         "environment.json cannot be read",
         "step-000001.parquet cannot be read",
         "metrics.jsonl: 3",
     ):
-        assert said in text, said
+        assert sentence in text, sentence
 
 
 def test_a_run_killed_after_a_step_was_logged(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""May a run start in its run directory, and what is said where it may not."""
+"""The decision whether a run may start in its run directory, and the refusals."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gspo.cli.rundir.plan import RunPlan, plan_run, prepare
 from gspo.common.errors import InputError
 
 
-def write(path: Path, given: dict[str, Any]) -> Path:
+def write(path: Path, raw_config: dict[str, Any]) -> Path:
     """Write a configuration file."""
-    path.write_text(yaml.safe_dump(given))
+    path.write_text(yaml.safe_dump(raw_config))
     return path
 
 
@@ -32,8 +32,8 @@ def started(file: Path, *, trained: bool) -> RunPlan:
     return plan
 
 
-def test_a_new_run_writes_every_key_and_the_environment(tmp_path: Path, given: dict[str, Any]) -> None:
-    plan = started(write(tmp_path / "config.yaml", given), trained=False)
+def test_a_new_run_writes_every_key_and_the_environment(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    plan = started(write(tmp_path / "config.yaml", raw_config), trained=False)
     assert plan.run_dir == tmp_path / "runs" / "small"
     written = yaml.safe_load((plan.run_dir / "config.yaml").read_text())
     assert written["staleness"]["max_lag"] == 1
@@ -41,19 +41,19 @@ def test_a_new_run_writes_every_key_and_the_environment(tmp_path: Path, given: d
     assert {"python", "gspo", "redis", "cores", "learner_threads"} <= facts.keys()
 
 
-def test_an_existing_run_is_not_started_again_without_resume(tmp_path: Path, given: dict[str, Any]) -> None:
-    file = write(tmp_path / "config.yaml", given)
+def test_an_existing_run_is_not_started_again_without_resume(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    file = write(tmp_path / "config.yaml", raw_config)
     started(file, trained=True)
     with pytest.raises(InputError, match=f"already holds this run.*gspo run {file} --resume"):
         plan_run(file, resume=False)
 
 
-def test_a_start_that_trained_nothing_is_replaced(tmp_path: Path, given: dict[str, Any]) -> None:
-    file = write(tmp_path / "config.yaml", given)
+def test_a_start_that_trained_nothing_is_replaced(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    file = write(tmp_path / "config.yaml", raw_config)
     run_dir = started(file, trained=False).run_dir
     (run_dir / "redis").mkdir()
-    given["seed"] = 7
-    plan = plan_run(write(file, given), resume=False)
+    raw_config["seed"] = 7
+    plan = plan_run(write(file, raw_config), resume=False)
     assert (plan.clear, plan.resume) == (True, False)
     with lock_run_dir(run_dir):
         prepare(plan)
@@ -61,28 +61,28 @@ def test_a_start_that_trained_nothing_is_replaced(tmp_path: Path, given: dict[st
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["seed"] == 7
 
 
-def test_a_directory_of_another_configuration_is_refused_by_key(tmp_path: Path, given: dict[str, Any]) -> None:
-    file = write(tmp_path / "config.yaml", given)
+def test_a_directory_of_another_configuration_is_refused_by_key(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    file = write(tmp_path / "config.yaml", raw_config)
     started(file, trained=True)
-    changed = {**copy.deepcopy(given), "seed": 3}
+    changed = {**copy.deepcopy(raw_config), "seed": 3}
     with pytest.raises(InputError, match=r"belongs to another configuration \(seed was 0 and is now 3\)"):
         plan_run(write(file, changed), resume=False)
     with pytest.raises(InputError, match=r"seed: cannot change on resume \(seed was 0 and is now 3\)"):
         plan_run(file, resume=True)
 
 
-def test_resume_takes_the_keys_that_may_change(tmp_path: Path, given: dict[str, Any]) -> None:
-    file = write(tmp_path / "config.yaml", given)
+def test_resume_takes_the_keys_that_may_change(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    file = write(tmp_path / "config.yaml", raw_config)
     started(file, trained=True)
-    given["run"]["total_steps"] = 20
-    plan = plan_run(write(file, given), resume=True)
+    raw_config["run"]["total_steps"] = 20
+    plan = plan_run(write(file, raw_config), resume=True)
     assert (plan.resume, plan.changes) == (True, ("run.total_steps: 10 -> 20",))
     assert prepare(plan) == ["changed on resume: run.total_steps: 10 -> 20"]
     assert yaml.safe_load((plan.run_dir / "config.yaml").read_text())["run"]["total_steps"] == 20
 
 
-def test_resume_takes_a_run_directory(tmp_path: Path, given: dict[str, Any]) -> None:
-    run_dir = started(write(tmp_path / "config.yaml", given), trained=True).run_dir
+def test_resume_takes_a_run_directory(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    run_dir = started(write(tmp_path / "config.yaml", raw_config), trained=True).run_dir
     moved = run_dir.rename(tmp_path / "elsewhere")
     plan = plan_run(moved, resume=True)
     assert (plan.run_dir, plan.resume, plan.config.name) == (moved, True, "small")
@@ -90,9 +90,9 @@ def test_resume_takes_a_run_directory(tmp_path: Path, given: dict[str, Any]) -> 
         plan_run(moved, resume=False)
 
 
-def test_resume_without_a_run_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_resume_without_a_run_is_refused(tmp_path: Path, raw_config: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"has no run to resume.*Leave --resume out"):
-        plan_run(write(tmp_path / "config.yaml", given), resume=True)
+        plan_run(write(tmp_path / "config.yaml", raw_config), resume=True)
     with pytest.raises(InputError, match=r"nope: is neither a run directory nor a configuration file"):
         plan_run(tmp_path / "nope", resume=True)
     (tmp_path / "empty").mkdir()
@@ -100,9 +100,9 @@ def test_resume_without_a_run_is_refused(tmp_path: Path, given: dict[str, Any]) 
         plan_run(tmp_path / "empty", resume=True)
 
 
-def test_a_folder_stands_for_the_configuration_in_it(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_a_folder_stands_for_the_configuration_in_it(tmp_path: Path, raw_config: dict[str, Any]) -> None:
     """As `gspo init` makes one; `gspo run my-run` is what everyone tries first."""
-    file = write(tmp_path / "config.yaml", given)
+    file = write(tmp_path / "config.yaml", raw_config)
     assert plan_run(tmp_path, resume=False) == plan_run(file, resume=False)
     with pytest.raises(InputError, match=r"has no run to resume"):
         plan_run(tmp_path, resume=True)
@@ -112,33 +112,35 @@ def finish(run_dir: Path, **summary: Any) -> None:
     """As the end of a run of one step leaves it."""
     (run_dir / "log").mkdir(exist_ok=True)
     (run_dir / "log" / "step-000001.parquet").write_text("")
-    found = {"steps": 1, "end": "completed", "end_reason": "all 10 steps are trained"} | summary
-    (run_dir / "summary.json").write_text(json.dumps(found))
+    content = {"steps": 1, "end": "completed", "end_reason": "all 10 steps are trained"} | summary
+    (run_dir / "summary.json").write_text(json.dumps(content))
 
 
-def test_a_finished_run_is_not_started_again_unless_its_end_is_moved(tmp_path: Path, given: dict[str, Any]) -> None:
-    file = write(tmp_path / "config.yaml", given)
+def test_a_finished_run_is_not_started_again_unless_its_end_is_moved(
+    tmp_path: Path, raw_config: dict[str, Any]
+) -> None:
+    file = write(tmp_path / "config.yaml", raw_config)
     run_dir = started(file, trained=True).run_dir
     for path in (run_dir / "log").glob("*"):
         path.unlink()
     finish(run_dir)
     assert [plan_run(target, resume=True).finished for target in (run_dir, file)] == ["all 10 steps are trained"] * 2
-    given["run"]["total_steps"] = 20
-    assert plan_run(write(file, given), resume=True).finished == ""
+    raw_config["run"]["total_steps"] = 20
+    assert plan_run(write(file, raw_config), resume=True).finished == ""
     for summary in ({"end": "failed"}, {"end": "stopped"}, {"end": None, "end_reason": None}, {"steps": 0}):
         finish(run_dir, **summary)
         assert plan_run(run_dir, resume=True).finished == "", summary
 
 
-def test_a_folder_with_other_files_is_no_run_directory(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_a_folder_with_other_files_is_no_run_directory(tmp_path: Path, raw_config: dict[str, Any]) -> None:
     (tmp_path / "runs" / "small").mkdir(parents=True)
     (tmp_path / "runs" / "small" / "thesis.tex").touch()
     with pytest.raises(InputError, match="holds files that are not of a run"):
-        plan_run(write(tmp_path / "config.yaml", given), resume=False)
+        plan_run(write(tmp_path / "config.yaml", raw_config), resume=False)
 
 
-def test_a_changed_environment_is_said_on_resume(tmp_path: Path, given: dict[str, Any]) -> None:
-    file = write(tmp_path / "config.yaml", given)
+def test_a_changed_environment_is_said_on_resume(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    file = write(tmp_path / "config.yaml", raw_config)
     path = started(file, trained=True).run_dir / "environment.json"
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, "redis": "0.0.1"}))

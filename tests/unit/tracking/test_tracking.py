@@ -1,4 +1,4 @@
-"""What trackers are sent, read back with TensorBoard's and Weights & Biases' own readers."""
+"""The figures in trackers, read back with TensorBoard's and Weights & Biases' own readers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    given = {
+    raw_config = {
         "name": "small",
         "model": {"path": "."},
         "data": {"prompts": "p.jsonl"},
@@ -44,7 +44,7 @@ def config(tmp_path: Path) -> Config:
             "wandb": {"project": "sums", "entity": "team", "mode": "offline", "tags": ["a", "b"]},
         },
     }
-    config = parse_config(given, tmp_path)
+    config = parse_config(raw_config, tmp_path)
     (config.run_dir / "log").mkdir(parents=True)
     write_config(config, config.run_dir / CONFIG_NAME)
     return config
@@ -66,7 +66,7 @@ def evaluation(config: Config, version: int, **figures: float) -> None:
 
 
 def session(config: Config, tracker: str) -> None:
-    """One session from its start to the end of what is recorded."""
+    """One session from its start to the last record."""
     ended = threading.Event()
     ended.set()
     follow(config.run_dir, tracker, config, ended)
@@ -152,21 +152,21 @@ def wandb_records(path: Path) -> Iterator[WandbRecord]:
 def _whole(path: Path) -> list[WandbRecord]:
     """The records of a session that has ended: wandb's own process may still write when `finish` returns."""
     deadline = time.monotonic() + 20
-    while not ((found := [*wandb_records(path)]) and found[-1].HasField("exit")):
+    while not ((records := [*wandb_records(path)]) and records[-1].HasField("exit")):
         assert time.monotonic() < deadline, f"{path} has no end"
         time.sleep(0.05)
-    return found
+    return records
 
 
 def wandb_history(config: Config) -> list[tuple[str, dict[str, Any]]]:
     """(run id, values) of every line of every offline session, in order."""
-    found = []
+    records = []
     for path in sorted((config.run_dir / "wandb").glob("offline-run-*/run-*.wandb")):
         for line in _whole(path):
             if line.HasField("history"):
                 items = {item.key or "/".join(item.nested_key): item.value_json for item in line.history.item}
-                found.append((path.stem, {key: json.loads(value) for key, value in items.items()}))
-    return found
+                records.append((path.stem, {key: json.loads(value) for key, value in items.items()}))
+    return records
 
 
 def test_an_offline_run_of_wandb_holds_every_step_once_and_is_gone_on_with(config: Config) -> None:
@@ -180,7 +180,7 @@ def test_an_offline_run_of_wandb_holds_every_step_once_and_is_gone_on_with(confi
     assert len({run_id for run_id, _ in lines}) == 1
     runs = [record.run for path in config.run_dir.glob("wandb/offline-run-*/run-*.wandb") for record in _whole(path)]
     assert {(run.entity, run.project) for run in runs if run.run_id} == {("team", "sums")}
-    # wandb's own counter goes on where the first session ended; the x axis is `step`.
+    # wandb's own counter continues after the first session; the x axis is `step`.
     assert [
         {name: value for name, value in values.items() if name in ("_step", "step") or "/" in name}
         for _, values in lines

@@ -1,4 +1,4 @@
-"""What `gspo status` says of generators that pushes do not reach."""
+"""The page of `gspo status`: generators with failed pushes, answers without a score, a new configuration."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_answers_without_a_score_are_said_with_their_reasons(config: Config, tmp
 
 
 def test_a_page_that_is_watched_takes_a_new_configuration(config: Config, tmp_path: Path) -> None:
-    """A resume may raise run.total_steps while somebody looks."""
+    """A resume may raise run.total_steps while the page is shown."""
     write_log(tmp_path, {11: [None]})
     write_config(config, tmp_path / "config.yaml")
     look = StatusPage(tmp_path, config)
@@ -101,14 +101,14 @@ def test_a_push_that_takes_long_is_worth_one() -> None:
     assert generator_problems([learner(**behind, waiting=True)]) == [expected + "waits for another push"]
 
 
-def test_departure_and_return_are_told_once_each_while_a_run_is_watched() -> None:
+def test_departure_and_return_are_reported_once_each_while_a_run_is_watched() -> None:
     news = GeneratorAlerts()
     back = {"name": "generation-0 (b:1)"}
-    told = [news.lines([learner(**generator)]) for generator in (back, out(), out(), back, back)]
-    assert [[line.kind for line in lines] for lines in told] == [[], ["warning"], [], ["note"], []]
-    assert told[1][0].text.startswith("generation-0 (b:1) is out for 1 min 30 s")
-    assert told[3][0].text == "generation-0 (b:1) has caught up"
-    # What a recovery had to pass over is said once in the terminal, and at each look by `gspo status`.
+    reports = [news.lines([learner(**generator)]) for generator in (back, out(), out(), back, back)]
+    assert [[line.kind for line in lines] for lines in reports] == [[], ["warning"], [], ["note"], []]
+    assert reports[1][0].text.startswith("generation-0 (b:1) is out for 1 min 30 s")
+    assert reports[3][0].text == "generation-0 (b:1) has caught up"
+    # A notice of the learner is a line once in the terminal, and in every page of `gspo status`.
     damaged = replace(learner(), facts={"notices": ["The checkpoint of step 4 is damaged (model.pt)."]})
     assert [line.text for line in news.lines([damaged])] == generator_problems([damaged]) == damaged.facts["notices"]
     assert news.lines([damaged]) == []

@@ -1,4 +1,4 @@
-"""What a view makes of events, and how it is drawn."""
+"""The view after events, and its drawing."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def drawn(view: View, *, ended: bool = False) -> str:
 
 
 def test_answers_without_a_score_are_a_warning_with_their_reason(view: View) -> None:
-    """A reason is said when it is new; then again when there are ten times as many."""
+    """A new reason is a line, and each tenfold number of answers."""
     few = [WHY.format(number) for number in range(3)]
     write_log(view.run_dir, {1: [None, *few], 2: few, 3: few, 4: few, 5: [*few, "r: timed out after 10 s"]})
-    said = [view.apply(step(number, skipped_failed=3))[1:] for number in range(1, 6)]
-    assert [[line.kind for line in lines] for lines in said] == [["warning"], [], [], ["warning"], ["warning"]]
-    assert said[0][0].text == f"step 1: 3 answers have no score, and are left out: 3 times: {WHY.format(0)}"
-    assert said[3][0].text.startswith("step 4: 3 answers have no score, 12 so far, and are left out: 12 times: ")
-    assert said[4][0].text.endswith("r: timed out after 10 s")
+    warnings = [view.apply(step(number, skipped_failed=3))[1:] for number in range(1, 6)]
+    assert [[line.kind for line in lines] for lines in warnings] == [["warning"], [], [], ["warning"], ["warning"]]
+    assert warnings[0][0].text == f"step 1: 3 answers have no score, and are left out: 3 times: {WHY.format(0)}"
+    assert warnings[3][0].text.startswith("step 4: 3 answers have no score, 12 so far, and are left out: 12 times: ")
+    assert warnings[4][0].text.endswith("r: timed out after 10 s")
     assert view.apply(step(6, reward_mean=1.0))[1:] == []
 
 

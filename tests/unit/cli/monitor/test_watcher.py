@@ -1,4 +1,4 @@
-"""What the command line makes of a service that is asked whether it is ready."""
+"""The readiness of a process after its health probe was asked."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def answered(config: Config, folder: Path, status: int, body: dict[str, An
 
 
 async def test_one_that_imports_or_loads_has_no_problem(config: Config, tmp_path: Path) -> None:
-    """Its event loop answers nobody meanwhile; what it does is in its heartbeat."""
+    """Its event loop answers no request meanwhile; its heartbeat names its activity."""
 
     async def silent(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(1.0)

@@ -70,7 +70,7 @@ def test_the_guard_kills_its_processes_when_its_input_closes() -> None:
 
 
 def test_the_guard_kills_the_sessions_it_knows() -> None:
-    """Redis and vLLM's engine write over their environment, so no mark is found in it."""
+    """Redis and vLLM's engine overwrite their environment, so it lacks the supervisor's id."""
     child = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], start_new_session=True)
     ended = subprocess.Popen(["sleep", "300"], start_new_session=True)
     try:

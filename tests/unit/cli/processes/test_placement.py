@@ -1,4 +1,4 @@
-"""Which GPUs each process gets, and what is refused where they do not fit."""
+"""The GPUs of each process, and the refusals if they do not fit."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def run_of(folder: Path, *, tensor: int = 1, replicas: int = 1, ranks: int = 1, 
     return make_run(folder, folder, generation={"engine": engine, "replicas": replicas}, learner={"ranks": ranks})
 
 
-def placed(config: Config, found: list[Gpu], services: tuple[str, ...] = SERVICES) -> Placement:
-    return place(config, process_names(config, services), found)
+def placed(config: Config, visible: list[Gpu], services: tuple[str, ...] = SERVICES) -> Placement:
+    return place(config, process_names(config, services), visible)
 
 
 @pytest.mark.parametrize(
-    ("number", "wanted", "expected"),
+    ("number", "demand", "expected"),
     [
         (1, {}, {"generation-0": "0", "learner-0": "0"}),
         (2, {}, {"generation-0": "0", "learner-0": "1"}),
@@ -50,17 +50,17 @@ def placed(config: Config, found: list[Gpu], services: tuple[str, ...] = SERVICE
         (8, {"tensor": 4, "ranks": 6}, {"generation-0": "0,1,2,3", "learner-0": "0,1,4,5,6,7"}),
     ],
 )  # fmt: skip
-def test_who_gets_which(tmp_path: Path, number: int, wanted: dict[str, int], expected: dict[str, str]) -> None:
-    placement = placed(run_of(tmp_path, **wanted), gpus(number))
-    found = {it.process: placement.environment(it.process)["CUDA_VISIBLE_DEVICES"] for it in placement.assignments}
-    assert found == expected
+def test_who_gets_which(tmp_path: Path, number: int, demand: dict[str, int], expected: dict[str, str]) -> None:
+    placement = placed(run_of(tmp_path, **demand), gpus(number))
+    visible = {it.process: placement.environment(it.process)["CUDA_VISIBLE_DEVICES"] for it in placement.assignments}
+    assert visible == expected
     # An index means what nvidia-smi shows, not CUDA's own order.
     assert placement.environment("generation-0")["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert placement.environment("coordinator-0") == placement.environment("reward-0") == {}
 
 
 @pytest.mark.parametrize(
-    ("number", "wanted", "told"),
+    ("number", "demand", "sharers"),
     [
         (1, {}, "1"),
         (2, {}, "0"),
@@ -68,19 +68,19 @@ def test_who_gets_which(tmp_path: Path, number: int, wanted: dict[str, int], exp
         (8, {"replicas": 4, "ranks": 4}, "0,0,0,0"),
     ],
 )
-def test_the_learner_is_told_who_shares_its_gpus(
-    tmp_path: Path, number: int, wanted: dict[str, int], told: str
+def test_the_learner_knows_how_many_generators_share_its_gpus(
+    tmp_path: Path, number: int, demand: dict[str, int], sharers: str
 ) -> None:
-    placement = placed(run_of(tmp_path, **wanted), gpus(number))
-    assert placement.environment("learner-0")["GSPO_GENERATORS_PER_GPU"] == told
+    placement = placed(run_of(tmp_path, **demand), gpus(number))
+    assert placement.environment("learner-0")["GSPO_GENERATORS_PER_GPU"] == sharers
     assert "GSPO_GENERATORS_PER_GPU" not in placement.environment("generation-0")
 
 
 def test_the_names_are_those_that_the_caller_gave(tmp_path: Path) -> None:
-    found = [Gpu("GPU-7"), Gpu("MIG-1"), Gpu("5")]
-    placement = placed(run_of(tmp_path), found)
+    visible = [Gpu("GPU-7"), Gpu("MIG-1"), Gpu("5")]
+    placement = placed(run_of(tmp_path), visible)
     assert placement.environment("learner-0")["CUDA_VISIBLE_DEVICES"] == "MIG-1"
-    assert placement.free == (found[2],)
+    assert placement.free == (visible[2],)
 
 
 def test_without_gpus_or_engines_nothing_is_placed(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "wanted", "key", "rule"),
+    ("number", "demand", "key", "rule"),
     [
         (2, {"tensor": 4}, TENSOR, "generation-0 wants 4 GPUs, each a different one, and 2 can be seen"),
         (1, {"ranks": 2}, "learner.ranks", "learner-0 wants 2 GPUs, each a different one, and 1 can be seen"),
@@ -110,10 +110,10 @@ def test_the_table(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_placed_is_refused_with_who_wants_what(
-    tmp_path: Path, number: int, wanted: dict[str, Any], key: str, rule: str
+    tmp_path: Path, number: int, demand: dict[str, Any], key: str, rule: str
 ) -> None:
     with pytest.raises(InputError, match=rule) as caught:
-        placed(run_of(tmp_path, **wanted), gpus(number))
+        placed(run_of(tmp_path, **demand), gpus(number))
     assert caught.value.where == key
     table = caught.value.fix.splitlines()[1:]
     assert table[0].startswith("process  ") and len(table) >= 2

@@ -1,4 +1,4 @@
-"""A service's first process: its verdict, its start with the same process, its end where nobody starts it."""
+"""A service's first process: its verdict, its start with the same process, its end if it is not taken."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ async def test_those_that_nobody_takes_end_with_the_block(tmp_path: Path, monkey
     with Preflight(tmp_path) as first:
         for service in ("coordinator", "reward"):
             assert (await first.check(service, Path("config.yaml"), {}))[0] == 0
-        left, taken = first._processes["coordinator-0"], first.take("reward-0")
+        remaining, taken = first._processes["coordinator-0"], first.take("reward-0")
     assert taken is not None
     command = psutil.Process(taken._process.pid).cmdline()
     assert command[-4:] == ["--name", "reward-0", "--run-dir", str(tmp_path)]
-    assert await left._process.wait() == -9
+    assert await remaining._process.wait() == -9
     assert taken._process.returncode is None
     taken.end()

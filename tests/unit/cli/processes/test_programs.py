@@ -1,4 +1,4 @@
-"""Which programs a run starts."""
+"""The programs of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ URL = "redis://127.0.0.1:7000/0"
 
 @pytest.mark.parametrize(("ranks", "started"), [(1, True), (8, True), (0, False)])
 def test_a_learner_of_no_ranks_is_left_to_the_user(tmp_path: Path, ranks: int, started: bool) -> None:
-    given = {
+    raw_config = {
         "name": "test",
         "model": {"path": "model"},
         "data": {"prompts": "prompts.jsonl"},
@@ -22,11 +22,11 @@ def test_a_learner_of_no_ranks_is_left_to_the_user(tmp_path: Path, ranks: int, s
         "run": {"total_steps": 1},
         "learner": {"ranks": ranks},
     }
-    job = Job(parse_config(given, tmp_path), tmp_path / "runs" / "test")
+    job = Job(parse_config(raw_config, tmp_path), tmp_path / "runs" / "test")
     names = [program.name for program in service_programs(job, URL)]
-    # One program whatever the ranks: it starts them.
+    # One program for any number of ranks: it starts them.
     assert names.count("learner-0") == started
-    # It is watched like any other, whoever started it.
+    # It is watched like any other, also if the user started it.
     assert job.names == ["coordinator-0", "generation-0", "reward-0", "learner-0"]
-    told = external_learner_command(job, URL)
-    assert f"-m gspo.learner --run-dir {tmp_path}/runs/test --redis-url {URL}" in told
+    command = external_learner_command(job, URL)
+    assert f"-m gspo.learner --run-dir {tmp_path}/runs/test --redis-url {URL}" in command

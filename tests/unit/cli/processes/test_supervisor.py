@@ -1,4 +1,4 @@
-"""How the supervisor answers deaths: pauses that grow while a start fails, and do not after a life that was long."""
+"""How the supervisor answers deaths: pauses that grow while a start fails, and stay short after a long run."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from gspo.cli.processes.supervisor import ProcessSupervisor
 
 
 async def pauses(tmp_path: Path, command: str) -> tuple[list[float], str]:
-    """Seconds before each restart of a program that dies again and again, and what is said at the end."""
-    said: list[str] = []
-    async with ProcessSupervisor(tmp_path, 3, said.append) as supervisor:
+    """Seconds before each restart of a program that dies again and again, and the final message."""
+    messages: list[str] = []
+    async with ProcessSupervisor(tmp_path, 3, messages.append) as supervisor:
         supervisor.start([Program("worker", ("sh", "-c", command))])
         with pytest.raises(RunError) as ended:
             await supervisor.watch()
         assert supervisor.restarts == {"worker": 3}
-    return [float(re.search(r"again in ([\d.]+) s", line)[1]) for line in said], str(ended.value)
+    return [float(re.search(r"again in ([\d.]+) s", line)[1]) for line in messages], str(ended.value)
 
 
 async def test_pauses_grow_while_it_dies_soon_after_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.05)
-    found, words = await pauses(tmp_path, "echo no port is free; exit 3")
-    assert found == [0.05, 0.1, 0.2]
+    pauses_s, words = await pauses(tmp_path, "echo no port is free; exit 3")
+    assert pauses_s == [0.05, 0.1, 0.2]
     assert "worker died 4 times (exit code 3; services.max_restarts is 3). Its last words: no port is free" in words
 
 
 async def test_one_that_lived_is_started_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(supervisor_module, "_STARTED_S", 0.1)
-    found, _ = await pauses(tmp_path, "sleep 0.2; exit 3")
-    assert found == [0.05, 0.05, 0.05]
+    pauses_s, _ = await pauses(tmp_path, "sleep 0.2; exit 3")
+    assert pauses_s == [0.05, 0.05, 0.05]
