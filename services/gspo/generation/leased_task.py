@@ -87,7 +87,7 @@ class LeasedTask:
         return task
 
     def rollouts(self) -> Iterator[tuple[Inbox, Delivery, InFlightRollout]]:
-        """Every rollout in flight, with what is needed to save it."""
+        """Every rollout in flight, with the inbox and the delivery that a save needs."""
         for rollout in self.in_flight.values():
             yield self.source.inbox, self.delivery, rollout
 

@@ -1,8 +1,7 @@
 """The generation loop: leased groups keep the engine full, and each rollout is written as soon as it has ended.
 
 consumes: prompts, paused_prompts, eval_prompts. produces: rollouts, eval_rollouts, paused_prompts.
-waits for: capacity of the engine, a task, weights new enough for it. unblocked by: a finished rollout, the coordinator,
-a weight update.
+waits for: capacity, a task, newer weights. unblocked by: a finished rollout, the coordinator, a weight update.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from gspo.generation.rollout.saver import Saver
 from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Rollout, Scored
 
 log = structlog.get_logger()
-# A version that is live elsewhere is here soon, unless something is wrong with this generator: then its tasks go to
-# others, and it takes none until its weights change, or for so long.
+# A version that another generator serves comes soon. If it does not, the tasks go to others, and this generator takes
+# none until its weights change, or for so long.
 _WEIGHTS_PATIENCE_S = 5.0
 _TOO_OLD_S = 30.0
 # Waiting for weights looks again after this, so that a lost signal costs no more.

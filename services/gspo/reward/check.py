@@ -20,7 +20,7 @@ from gspo.common.config.reward import RewardFunction
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest, warn
 from gspo.common.network.credentials import redis_arguments
-from gspo.common.streams.environment_task import task_json
+from gspo.common.streams.entries import task_json
 from gspo.reward.functions.arguments import arguments_for, check_columns
 from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function

@@ -1,4 +1,4 @@
-"""Leases on a real Redis: who may write, who may not, and that nothing is written twice."""
+"""Leases on a real Redis: only the owner writes, and no output is written twice."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ async def take_one(redis: Redis, keys: Keys, consumer: str) -> tuple[Inbox, Deli
     return worker, delivery
 
 
-async def put(worker: Inbox, delivery: Delivery, keys: Keys, payload: bytes, mark: str) -> bool:
-    (kept,) = await worker.put([EntryOutput(delivery, keys.rollouts, payload, mark)])
+async def put(worker: Inbox, delivery: Delivery, keys: Keys, payload: bytes, key: str) -> bool:
+    (kept,) = await worker.put([EntryOutput(delivery, keys.rollouts, payload, key)])
     return kept
 
 
@@ -51,14 +51,14 @@ async def test_finish_writes_the_output_and_removes_the_entry(redis: Redis, keys
 async def test_a_stream_that_is_not_made_yet_is_no_warning_and_one_that_is_lost_is(redis: Redis, keys: Keys) -> None:
     worker = inbox(redis, keys, "a")
     await redis.delete(keys.prompts)
-    with capture_logs() as said:
+    with capture_logs() as lines:
         assert await worker.take(1, block_s=0) == []
-    assert [(line["event"], line["log_level"]) for line in said] == [("stream_not_made_yet", "debug")]
+    assert [(line["event"], line["log_level"]) for line in lines] == [("stream_not_made_yet", "debug")]
     assert await worker.take(1, block_s=0) == []
     await redis.delete(keys.prompts)
-    with capture_logs() as said:
+    with capture_logs() as lines:
         assert await worker.take(1, block_s=0) == []
-    assert [(line["event"], line["log_level"]) for line in said] == [("stream_missing", "warning")]
+    assert [(line["event"], line["log_level"]) for line in lines] == [("stream_missing", "warning")]
 
 
 async def test_a_burst_writes_what_is_ours_and_renews_it(redis: Redis, keys: Keys) -> None:

@@ -1,7 +1,7 @@
-"""The consumer loop: it takes entries, keeps their leases, hands them to a handler, and gives up on the hopeless ones.
+"""The consumer loop: it takes entries, keeps their leases, hands them to a handler, and dead-letters the hopeless ones.
 
-consumes: the streams of its subscriptions. produces: dead letters; results are the handler's to write.
-waits for: capacity, entries. unblocked by: a handler that ends, `wake`, a service that writes a stream.
+consumes: the streams of its subscriptions. produces: dead letters; results are the handler's.
+waits for: capacity, entries. unblocked by: the end of a handler, `wake`, the writers of the streams.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Consumer:
         subscriptions: The streams, the most urgent first. One without capacity also keeps those behind it from taking,
             so that small work does not starve large work.
         stopping: Once it is set, nothing more is taken, and `run` ends with the last handler.
-        drain_s: Time that handlers have after that. What is then unfinished goes back to its stream at once.
+        drain_s: Time that handlers have after that. Entries that are unfinished then go back to their streams at once.
         max_batches: Nothing is taken while so many batches are in flight, of all streams together.
         order: Called before each look at the streams for the subscriptions to look at; all of them by default.
         on_cut_off: Called when the drain has taken too long, while the handlers still run.
@@ -101,7 +101,7 @@ class Consumer:
             await self._drain()
 
     async def _take(self, tasks: asyncio.TaskGroup) -> None:
-        """Start a handler for what can be taken, or wait for entries or capacity."""
+        """Start handlers for the entries of one stream, or wait for entries or capacity."""
         self._changed.clear()
         order = await self._order() if self._order else self._subscriptions
         if not self._capacity(order[0]):

@@ -1,10 +1,11 @@
-"""From the bytes of a stream entry to its message, or why it is none: unknown schema, cut off, other bytes, too large.
+"""From the bytes of a stream entry to its message, or to its error: unknown schema, cut off, other bytes, too large.
 
-Also the letter about an entry that is given up. It takes nothing from a stream.
+Also the dead letter of an entry that is given up, and the task of an environment. Nothing here talks to Redis.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
@@ -12,7 +13,17 @@ from typing import Any, Literal, TypeVar
 from google.protobuf.message import DecodeError
 
 from gspo.common.streams.keys import Keys
-from gspo_proto.rollout_pb2 import DeadLetter, GroupTask, Outcome, Rollout, RolloutState, Score, Scored, ScoredRollout
+from gspo_proto.rollout_pb2 import (
+    DeadLetter,
+    GroupTask,
+    Outcome,
+    Prompt,
+    Rollout,
+    RolloutState,
+    Score,
+    Scored,
+    ScoredRollout,
+)
 
 SCHEMA = 1
 # A group of long rollouts stays well below this; it is also what gRPC takes.
@@ -21,14 +32,14 @@ MAX_ENTRY_BYTES = 64 * 2**20
 _MAX_ID, _MAX_COUNT = 2**63 - 1, 2**31 - 1
 # Rollouts of one group: far beyond any use, and few enough to be asked for at once.
 MAX_GROUP_SIZE = 4096
-# Of an entry that is too large, a letter holds the beginning: it would stay in Redis until somebody drops it.
+# Of an entry that is too large, a dead letter keeps the beginning: it stays in Redis until a user drops it.
 _KEPT_BYTES = 64 * 2**10
 Kind = Literal["too_large", "undecodable", "schema", "malformed"]
 _Kind = TypeVar("_Kind", bound=Any)
 
 
 class MalformedEntryError(ValueError):
-    """The bytes are not an entry that this version reads; `kind` is the bounded name of what is wrong."""
+    """The bytes are not an entry that this version reads; `kind` is the bounded name of the problem."""
 
     def __init__(self, detail: str, kind: Kind = "malformed") -> None:
         super().__init__(detail)
@@ -36,7 +47,7 @@ class MalformedEntryError(ValueError):
 
 
 def entry_kinds(keys: Keys) -> dict[str, type[Any]]:
-    """Stream -> what its entries are."""
+    """Stream -> the message type of its entries."""
     return {
         keys.prompts: GroupTask,
         keys.paused_prompts: GroupTask,
@@ -52,7 +63,7 @@ def read_entry(kind: type[_Kind], payload: bytes) -> _Kind:
     """The message.
 
     Raises:
-        MalformedEntryError: Says what is wrong with the bytes.
+        MalformedEntryError: Names the problem of the bytes.
     """
     name = kind.DESCRIPTOR.name
     if len(payload) > MAX_ENTRY_BYTES:
@@ -66,28 +77,28 @@ def read_entry(kind: type[_Kind], payload: bytes) -> _Kind:
 
 
 def saved_state(payload: bytes | None) -> RolloutState | None:
-    """What was saved of a rollout; None where nothing was, or where it cannot be read and the rollout begins anew."""
+    """The saved state of a rollout; None where there is no readable one, and the rollout begins anew."""
     with suppress(MalformedEntryError):
         return read_entry(RolloutState, payload) if payload else None
     return None
 
 
 def scored_entry(rollout: bytes, score: Score) -> bytes:
-    """The entry of `scored` for a rollout whose entry is given: its bytes go in as they are.
+    """The entry of `scored` for the entry of a rollout, whose bytes go in unchanged.
 
-    What is concatenated on the wire is merged, so nothing is taken apart and put together again.
+    Protobuf merges concatenated fields, so the rollout is not parsed and serialized again.
     """
     scored = _field(ScoredRollout.ROLLOUT_FIELD_NUMBER, rollout) + ScoredRollout(score=score).SerializeToString()
     return Scored(schema=SCHEMA).SerializeToString() + _field(Scored.ROLLOUT_FIELD_NUMBER, scored)
 
 
 def _field(number: int, payload: bytes) -> bytes:
-    """A field of bytes or of a message on the wire: its number and kind in one byte, its length, what it holds."""
-    length, left = bytearray(), len(payload)
-    while left > 0x7F:
-        length.append(left & 0x7F | 0x80)
-        left >>= 7
-    return bytes((number << 3 | 2, *length, left)) + payload
+    """A field of bytes or of a message on the wire: its number and kind in one byte, its length, its content."""
+    length, rest = bytearray(), len(payload)
+    while rest > 0x7F:
+        length.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    return bytes((number << 3 | 2, *length, rest)) + payload
 
 
 def check_message(message: Any) -> None:
@@ -103,7 +114,7 @@ def check_message(message: Any) -> None:
 
 
 def _problem(message: Any) -> str:
-    """What random bytes that happen to parse would still lack."""
+    """The contradiction in a message, which random bytes may parse as; empty where there is none."""
     if isinstance(message, GroupTask):
         lacks = {
             "no rollouts": not message.num_rollouts,
@@ -132,7 +143,7 @@ def _scored_problem(scored: Scored) -> str:
 
 
 def _rollout_problem(rollout: Rollout) -> str:
-    """What would end the training that a rollout reaches; whether its arrays fit together, the learner asks."""
+    """A problem that would end the training. The learner checks the arrays (`rollout_limits.py`)."""
     if _too_big(rollout):
         return "an id or a count beyond what the log holds"
     if rollout.outcome not in Outcome.values():
@@ -149,7 +160,7 @@ def make_letter(stream: str, payload: bytes, message: Any, *, reason: str, by: s
 
     Args:
         stream: Name of the stream that the entry was in, without the run's prefix.
-        message: What the payload was read as; None where it could not be.
+        message: The message of the payload; None where it is unreadable.
         attempts: How often it was handed out.
     """
     letter = DeadLetter(
@@ -166,7 +177,7 @@ def make_letter(stream: str, payload: bytes, message: Any, *, reason: str, by: s
 
 
 def _name(letter: DeadLetter, message: Any) -> None:
-    """Whose entry it is, as far as that could be read."""
+    """Write the group and the number of a readable entry into its dead letter."""
     if isinstance(message, GroupTask):
         letter.group, letter.evaluation = message.group, message.evaluation
     elif isinstance(message, Rollout):
@@ -175,3 +186,12 @@ def _name(letter: DeadLetter, message: Any) -> None:
         _name(letter, message.rollout.rollout)
     elif isinstance(message, Scored):
         letter.group = message.failure.group
+
+
+def task_json(prompt: Prompt) -> str:
+    """The task of an environment's `reset`, as a JSON object.
+
+    It has `prompt` (text, or chat messages as they came) and every other column of the data set.
+    """
+    content: Any = json.loads(prompt.messages_json) if prompt.messages_json else prompt.text
+    return json.dumps({"prompt": content, **json.loads(prompt.columns_json or "{}")})

@@ -1,6 +1,6 @@
-"""The events stream: what happened in the run, in order, for everyone who watches.
+"""The events stream: the course of the run, in order, for every service and command that follows it.
 
-Events are read by position and acknowledged by nobody.
+Events are read by position and never acknowledged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gspo_proto.rollout_pb2 import Event, Finished
 FROM_START = b"0"
 log = structlog.get_logger()
 
-# KEYS: events, dead. ARGV: entry, letter. Of all who read the entry, whoever removes it writes the letter.
+# KEYS: events, dead. ARGV: entry, letter. Of all its readers, only the first removes the entry and writes the letter.
 _REMOVE_UNREADABLE = """
 local first = redis.call('XDEL', KEYS[1], ARGV[1])
 if first == 1 then redis.call('XADD', KEYS[2], '*', 'd', ARGV[2]) end
@@ -54,7 +54,7 @@ class Events:
     async def read(self, position: bytes, block_s: float, count: int = 256) -> list[tuple[bytes, Event]]:
         """Events after `position` with their own positions; waits `block_s` at most, and returns none then.
 
-        One that cannot be read is a dead letter, and an empty event here: whoever follows goes on behind it.
+        An unreadable one becomes a dead letter, and is an empty event here, so that its readers continue after it.
         """
         reply: Any = await self._redis.xread(
             {self._keys.events: position}, count=count, block=max(1, round(block_s * 1000))
@@ -66,27 +66,27 @@ class Events:
     async def follow(self, position: bytes = FROM_START) -> AsyncIterator[Event]:
         """Every event after `position`, for ever; ends with its task."""
         while True:
-            found = await self.read(position, block_s=1.0)
-            for entry, event in found:
+            events = await self.read(position, block_s=1.0)
+            for entry, event in events:
                 position = entry
                 yield event
-            if not found and _number(await self.newest()) < _number(position):
-                # Redis was wiped, and its clock may have been set back since: what comes now would lie before.
+            if not events and _number(await self.newest()) < _number(position):
+                # Redis was wiped, and its clock may have been set back: new events may lie before the position.
                 position = FROM_START
 
     async def newest(self) -> bytes:
-        """Position of the newest event: what comes after it is new to a service that starts now."""
+        """Position of the newest event: later ones are new to a service that starts now."""
         try:
-            found: Any = await self._redis.xinfo_stream(self._keys.events)
+            stream: Any = await self._redis.xinfo_stream(self._keys.events)
         except ResponseError:
             return FROM_START
-        return bytes(found["last-generated-id"])
+        return bytes(stream["last-generated-id"])
 
     async def wait_for_finished(self, position: bytes) -> Finished:
         """Wait for the end of the run; for a background task, which ends with it.
 
-        `position` is `newest()` of the service's start: a run that is resumed still holds the Finished of its
-        earlier life, which must not end it.
+        `position` is `newest()` of the service's start: a resumed run still has the Finished of its earlier
+        session, which must not end it.
         """
         async for event in self.follow(position):
             if isinstance(finished := body_of(event), Finished):
@@ -105,5 +105,5 @@ class Events:
 
 
 def _number(position: bytes) -> tuple[int, ...]:
-    """A position as what it is ordered by."""
+    """A position in a form that is ordered."""
     return tuple(int(part) for part in position.split(b"-"))

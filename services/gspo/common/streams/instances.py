@@ -1,7 +1,7 @@
-"""Who is in the run: every process registers in Redis with a heartbeat, and finds the others there.
+"""The instances of a run: every process registers in Redis with a heartbeat, and reads there where the others are.
 
-It is the only directory of addresses; nothing is configured twice. A name says which place in the run a process
-fills, its uid which process it is: two may share a name, as replicas in containers or a killed one and its successor.
+It is the only directory of addresses; nothing is configured twice. The name is the process's place in the run, the uid
+is the process: replicas in containers share a name, and so do a killed process and its successor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Instance:
     """One process of the run.
 
     `facts` holds what the service adds: a generator its version, digest and dtype. `uid` is of no other process.
-    `grpc` is empty where it cannot be called: while it starts, and of a service without such a door.
+    `grpc` is empty while it starts, and of a service without a gRPC server.
     """
 
     service: str
@@ -49,17 +49,17 @@ class Registration:
     def __init__(
         self, redis: Redis, keys: Keys, instance: Instance, activity: Activity, facts: Callable[[], dict[str, Any]]
     ) -> None:
-        self._redis, self._keys, self._member, self._activity, self._facts = redis, keys, instance, activity, facts
+        self._redis, self._keys, self._instance, self._activity, self._facts = redis, keys, instance, activity, facts
 
     async def open(self, grpc: str, facts: Callable[[], dict[str, Any]]) -> None:
-        """Say where a service is called that has been starting until now, and what it adds from now on."""
-        self._member, self._facts = replace(self._member, grpc=grpc), facts
+        """Register the gRPC address of a service that has started, and the facts that it adds."""
+        self._instance, self._facts = replace(self._instance, grpc=grpc), facts
         await self.beat()
 
     async def beat(self) -> None:
         """Write one heartbeat now, as after a change that others wait for."""
         self._activity.set(self._activity.kind, self._activity.what, self._activity.detail)
-        instance = asdict(self._member) | {
+        instance = asdict(self._instance) | {
             "activity": self._activity.describe(),
             "facts": self._facts(),
             "beat_unix_s": time.time(),
@@ -81,30 +81,30 @@ class Registration:
 
     @property
     def _entry(self) -> str:
-        return f"{self._member.service}:{self._member.uid}"
+        return f"{self._instance.service}:{self._instance.uid}"
 
     @property
     def _key(self) -> str:
-        return self._keys.instance(self._member.service, self._member.uid)
+        return self._keys.instance(self._instance.service, self._instance.uid)
 
 
 async def list_instances(redis: Redis, keys: Keys, service: str | None = None) -> list[Instance]:
-    """Every living instance, or those of one service: by service and name, of one name the newest first."""
+    """Every instance with a heartbeat, or those of one service: by service and name, of one name the newest first."""
     registered: Any = await redis.smembers(keys.instances)
     entries = [entry.decode().split(":", 1) for entry in registered]
-    wanted = [(of, uid) for of, uid in entries if service in (None, of)]
-    if not wanted:
+    chosen = [(of, uid) for of, uid in entries if service in (None, of)]
+    if not chosen:
         return []
-    found = await redis.mget([keys.instance(of, uid) for of, uid in wanted])
-    if gone := [f"{of}:{uid}" for (of, uid), text in zip(wanted, found, strict=True) if not text]:
-        # One that was only silent for long registers again with its next beat.
+    heartbeats = await redis.mget([keys.instance(of, uid) for of, uid in chosen])
+    if gone := [f"{of}:{uid}" for (of, uid), text in zip(chosen, heartbeats, strict=True) if not text]:
+        # A process that was only silent for long registers again with its next beat.
         await redis.srem(keys.instances, *gone)
-    alive = [instance for text in found if text and (instance := _read(text))]
+    alive = [instance for text in heartbeats if text and (instance := _read(text))]
     return sorted(alive, key=lambda instance: (instance.service, instance.name, -instance.beat_unix_s))
 
 
 def _read(text: bytes | str) -> Instance | None:
-    """A heartbeat; None for what is none, which is nobody who could be called."""
+    """The instance of a heartbeat; None where it is malformed, and nothing could be called."""
     try:
         return Instance(**json.loads(text))
     except (ValueError, TypeError):
@@ -112,14 +112,14 @@ def _read(text: bytes | str) -> Instance | None:
 
 
 async def wait_for_instance(redis: Redis, keys: Keys, service: str, timeout_s: float) -> Instance:
-    """The first living instance of a service that can be called: one that is starting has no gRPC address yet.
+    """The first instance of a service that can be called: one that is starting has no gRPC address yet.
 
     Raises:
         TimeoutError: None has registered within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if found := [instance for instance in await list_instances(redis, keys, service) if instance.grpc]:
-            return found[0]
+        if callable_ones := [instance for instance in await list_instances(redis, keys, service) if instance.grpc]:
+            return callable_ones[0]
         await asyncio.sleep(0.2)
     raise TimeoutError(f"no {service} registered within {timeout_s:g} s")

@@ -1,19 +1,19 @@
-"""Every name in Redis, and how long each lives.
+"""Every name in Redis, and its expiry.
 
 Nothing here talks to Redis. The braces put all keys of a run into one hash slot, so that transactions and scripts
-also work on a Redis Cluster. Neighbour: streams.py.
+also work on a Redis Cluster.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A instance that stops its heartbeat is forgotten after this; three beats may be lost.
+# An instance that stops its heartbeat is forgotten after this; three beats may be lost.
 INSTANCE_TTL_S = 6
 HEARTBEAT_S = 1.5
-# Events are read by position and acknowledged by nobody, so trimming them loses no pending entry.
+# Events are read by position and never acknowledged, so trimming them loses no pending entry.
 EVENTS_KEPT = 10_000
-# What `paused` holds where a user asked for it.
+# The value of `paused` where a user asked for the pause.
 PAUSED_BY_USER = b"1"
 
 
@@ -43,7 +43,7 @@ class Keys:
 
     @property
     def scored(self) -> str:
-        """Stream of Scored: reward (or whoever gives a group up) to the learner."""
+        """Stream of Scored: reward, or the service that gives a group up, to the learner."""
         return self._key("scored")
 
     @property
@@ -77,7 +77,7 @@ class Keys:
 
     @property
     def partial(self) -> str:
-        """Hash `group-number` -> a rollout under way, or the mark of a finished one; removed with its group."""
+        """Hash `group-number` -> the saved state of a rollout in flight, or `done`; removed with its group."""
         return self._key("partial")
 
     @property
@@ -87,7 +87,7 @@ class Keys:
 
     @property
     def redis_epoch(self) -> str:
-        """A random mark of this Redis's memory: absent or changed means that it was wiped."""
+        """A random value: absent or changed means that Redis was wiped."""
         return self._key("redis_epoch")
 
     @property
@@ -96,7 +96,7 @@ class Keys:
         return self._key("instances")
 
     def instance(self, service: str, uid: str) -> str:
-        """Heartbeat of one process, as JSON; lives INSTANCE_TTL_S."""
+        """Heartbeat of one process, as JSON; expires after INSTANCE_TTL_S."""
         return self._key(f"instance:{service}:{uid}")
 
     @property

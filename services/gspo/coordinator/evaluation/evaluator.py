@@ -1,7 +1,7 @@
-"""Measuring the policy on held-out prompts: sends the tasks, collects the scored answers, gives the figures.
+"""One evaluation of the policy on held-out prompts: it sends the tasks, collects the scored answers, returns figures.
 
-When to measure is loop.py's; what the figures are is tally.py's. Consumes eval_scored, produces eval_prompts; waits
-for answers, unblocked by generation and reward, given up after evaluation.timeout_s.
+consumes: eval_scored. produces: eval_prompts. waits for: answers, evaluation.timeout_s at most. unblocked by:
+generation and reward. `scheduler.py` decides when to evaluate, `results.py` has the figures.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Evaluator:
         self._tally: EvaluationResults | None = None
 
     def describe(self) -> str:
-        """How far the evaluation under way is; empty where there is none."""
+        """How far the running evaluation is; empty where there is none."""
         tally = self._tally
         return f"{tally.label}: {len(tally)} of {tally.num_expected} answers scored" if tally else ""
 
@@ -100,11 +100,11 @@ class Evaluator:
         return None if NEWEST_VERSION in figures else figures.get(best.figure)
 
     async def resend_tasks(self) -> None:
-        """Send every task under way again: Redis lost them."""
+        """Send every task in flight again: Redis lost them."""
         await append(self._redis, self._keys.eval_prompts, [t.SerializeToString() for t in self._in_flight.values()])
 
     async def _collect(self, tally: EvaluationResults, prompts: PromptSet) -> str:
-        """Feed tasks and take answers until all are in or time is up; returns what went wrong."""
+        """Send tasks and take answers until all are in or time is up; returns the problem, if there is one."""
         complete, limit_s = asyncio.Event(), self._config.evaluation.timeout_s
         rows = iter(range(0, tally.num_prompts, _PROMPTS_AT_ONCE))
 
@@ -152,15 +152,15 @@ class Evaluator:
         self._in_flight = {group: task for group, task in self._in_flight.items() if group in missing}
 
     async def _remove_leftovers(self, tally: EvaluationResults) -> None:
-        """Remove the tasks and marks of this label: a mark without its answer would keep it from being made."""
+        """Remove the tasks and rollout keys of this label: a key without its answer would prevent that answer."""
         entries = await all_entries(self._redis, self._keys.eval_prompts)
-        marks = [f"{tally.label}:{rollout_id(group, number)}" for group, number in tally.expected()]
+        rollout_keys = [f"{tally.label}:{rollout_id(group, number)}" for group, number in tally.expected()]
         async with self._redis.pipeline(transaction=True) as pipe:
             for entry, _ in entries:
                 pipe.xack(self._keys.eval_prompts, GENERATION, entry)
                 pipe.xdel(self._keys.eval_prompts, entry)
-            for start in range(0, len(marks), _KEYS_AT_ONCE):
-                pipe.hdel(self._keys.partial, *marks[start : start + _KEYS_AT_ONCE])
+            for start in range(0, len(rollout_keys), _KEYS_AT_ONCE):
+                pipe.hdel(self._keys.partial, *rollout_keys[start : start + _KEYS_AT_ONCE])
             await pipe.execute()
 
 

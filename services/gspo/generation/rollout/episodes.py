@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from gspo.common.streams.environment_task import task_json
+from gspo.common.streams.entries import task_json
 from gspo.common.telemetry import metrics
 from gspo.generation.rollout.chat_turns import ChatTurns, ObservationError, PlainTurns, as_messages
 from gspo.generation.rollout.environment_client import EnvironmentClient

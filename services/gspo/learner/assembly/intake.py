@@ -1,7 +1,8 @@
 """Scored rollouts come in: from the stream into the assembler, while the learner trains.
 
-consumes: scored. produces: nothing; an entry is acknowledged once its rollout is on disk or its group has ended.
-waits for: the reward service.
+consumes: scored. produces: dead letters. waits for: entries. unblocked by: the reward service.
+An entry stays pending until its rollout is on disk or its group has ended. The learner keeps its consumer name over
+restarts: no lease is renewed or reclaimed, so the shared consumer loop is not used here.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from gspo_proto.rollout_pb2 import GroupFailure, Rollout, Score, Scored, ScoredR
 log = structlog.get_logger()
 _BLOCK_S = 1.0
 _AT_A_TIME = 256
-# All that an earlier life took and did not finish; the open groups bound it.
+# All entries that an earlier process took and did not finish; the open groups bound them.
 _EVERYTHING = 1_000_000
-# A learner that is killed hands on everything that waits for its group, so this is far more than accidents make.
+# A killed learner hands on every entry that waits for its group, so accidents alone never reach this number.
 _MAX_DELIVERIES = 20
 
 
 class Intake:
-    """Takes entries of `scored` and remembers which of them stand for which group.
+    """Takes entries of `scored` and keeps those of each group for their acknowledgement.
 
     Attributes:
-        arrived: Set when something new came.
-        timelines: Where the rollouts that are held have been, and when.
+        arrived: Set when a new entry has come.
+        timelines: The times of every kept rollout at each service.
     """
 
     def __init__(self, service: Service, assembler: Assembler) -> None:
@@ -58,7 +59,7 @@ class Intake:
         self.arrived, self.timelines = asyncio.Event(), RolloutTimelines()
 
     async def run(self) -> None:
-        """Take entries until cancelled; first those of an earlier life."""
+        """Take entries until cancelled; first those of an earlier process."""
         await self._add(await self._inbox.take_own_pending(_EVERYTHING))
         while True:
             if taken := await self._inbox.take(_AT_A_TIME, _BLOCK_S):
@@ -69,9 +70,9 @@ class Intake:
         await self._inbox.acknowledge([entry for group in groups for entry in self._unacknowledged.pop(group, [])])
 
     async def open_groups(self) -> dict[int, int]:
-        """Groups issued and not settled -> the least version of their tokens, as the coordinator says."""
-        found = await self._service.redis.hgetall(self._service.keys.open)
-        return {int(group): _min_version(text) for group, text in found.items()}
+        """Groups that the coordinator has issued and that are not settled -> the least version of their tokens."""
+        groups = await self._service.redis.hgetall(self._service.keys.open)
+        return {int(group): _min_version(text) for group, text in groups.items()}
 
     async def _add(self, deliveries: list[Delivery]) -> None:
         strange = await self._never_issued(deliveries)
@@ -85,7 +86,7 @@ class Intake:
         self.arrived.set()
 
     async def _never_issued(self, deliveries: Iterable[Delivery]) -> set[int]:
-        """Groups that nobody has asked for: they are in no hand, have not ended, and are not in `open`.
+        """Groups that were never issued: the assembler does not know them, and they are not in `open`.
 
         A group is in `open` from the transaction that issues it until the coordinator has heard that it is settled.
         """
@@ -93,11 +94,11 @@ class Intake:
         unknown = [group for group in groups if not self._assembler.knows(group)]
         if not unknown:
             return set()
-        found = await self._service.redis.hmget(self._service.keys.open, [str(group) for group in unknown])
-        return {group for group, entry in zip(unknown, found, strict=True) if entry is None}
+        entries = await self._service.redis.hmget(self._service.keys.open, [str(group) for group in unknown])
+        return {group for group, entry in zip(unknown, entries, strict=True) if entry is None}
 
     async def _take_in(self, delivery: Delivery) -> bool:
-        """Whether the entry is to be held; if not, it has no further use."""
+        """Whether the entry has to be kept; otherwise it has no further use."""
         entry = _content(delivery.message)
         if delivery.attempt > _MAX_DELIVERIES:
             entry = await self._give_up(delivery, entry)
@@ -109,7 +110,7 @@ class Intake:
             await self._refuse(delivery, str(error), self._replacement_for(entry, str(error)))
             return True
         if added is AddResult.NEW:
-            # For its acknowledgement; what it says is in the assembler, and would be here twice.
+            # For its acknowledgement; the assembler has its content.
             self._unacknowledged[_group(entry)].append(replace(delivery, payload=b"", message=None))
             if isinstance(entry, ScoredRollout):
                 self.timelines.add(entry)
@@ -122,24 +123,28 @@ class Intake:
         await self._inbox.dead_letter(delivery, reason, [(self._service.keys.scored, entry) for entry in in_its_place])
 
     def _replacement_for(self, entry: ScoredRollout | GroupFailure, reason: str) -> list[bytes]:
-        """A rollout without tokens that failed for the reason: what was refused has a mark, and is not made again."""
+        """A failed rollout without tokens: a refused rollout is done for the generators, which do not repeat it."""
         if isinstance(entry, GroupFailure) or not self._limits.has_rollout(entry.rollout):
             return []
-        of = entry.rollout
+        refused = entry.rollout
         rollout = Rollout(
-            schema=SCHEMA, group=of.group, number=of.number, attempt=of.attempt, num_rollouts=of.num_rollouts
+            schema=SCHEMA,
+            group=refused.group,
+            number=refused.number,
+            attempt=refused.attempt,
+            num_rollouts=refused.num_rollouts,
         )
         score = Score(failure=reason, failure_kind="malformed", scored_unix_s=time.time())
         return [Scored(schema=SCHEMA, rollout=ScoredRollout(rollout=rollout, score=score)).SerializeToString()]
 
     async def _give_up(self, delivery: Delivery, entry: ScoredRollout | GroupFailure) -> GroupFailure:
-        """An entry that so many learners died over: its group fails, so that it holds no slot."""
+        """Dead-letter an entry that so many learners died over: its group fails, and its slot is free."""
         reason = f"handed to {delivery.attempt - 1} learners, and each died with it in hand"
         await self._inbox.dead_letter(delivery, reason)
         return GroupFailure(group=_group(entry), attempt=delivery.attempt, reason=reason)
 
 
-@lru_cache(maxsize=100_000)  # an entry changes with its issue alone, and all are looked at many times a step
+@lru_cache(maxsize=100_000)  # an entry changes only when it is issued again, and is read many times a step
 def _min_version(open_group: bytes) -> int:
     return int(json.loads(open_group)["min_version"])
 

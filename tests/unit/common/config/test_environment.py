@@ -11,7 +11,7 @@ import pytest
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.streams.environment_task import task_json
+from gspo.common.streams.entries import task_json
 from gspo.coordinator.groups.tasks import evaluation_tasks, training_task
 from gspo_proto.rollout_pb2 import Prompt
 
