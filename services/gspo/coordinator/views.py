@@ -115,7 +115,7 @@ class RecentRollouts:
         self._seen: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
 
     async def run(self) -> None:
-        """Keep looking until cancelled."""
+        """Keep the newest until cancelled."""
         while True:
             await self._refresh(_REFRESH_COUNT)
             await asyncio.sleep(_REFRESH_S)

@@ -1,4 +1,4 @@
-"""A run directory, the coordinator as a process that has no torch, and the learner's side of the conversation."""
+"""A run directory, the coordinator as a process that has no torch, and the learner's side of the contract."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 from tests.support.tiny_model import make_tokenizer
 
 ROOT = Path(__file__).parents[3]
-# What an interpreter without torch looks like: the module is not found, everything else is.
+# Of a run that `configure` writes: two batches of two groups.
+NUM_SLOTS = 4
+# Makes an interpreter without torch: no import finds that one module.
 NO_TORCH = """
 import importlib.machinery, sys
 class WithoutTorch(importlib.machinery.PathFinder):
@@ -39,7 +41,7 @@ sys.meta_path[:] = [WithoutTorch if f is importlib.machinery.PathFinder else f f
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the coordinator needs of a model: its tokenizer."""
+    """A model folder with a tokenizer alone: the coordinator needs no more."""
     folder = tmp_path_factory.mktemp("model")
     make_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
@@ -116,9 +118,28 @@ class CoordinatorProcess:
 
 
 async def http_address(redis: Redis, keys: Keys) -> str:
-    """Where the newest coordinator answers; one that was killed is still registered for a while."""
+    """The newest coordinator's address; a killed one is still registered for a while."""
     newest, *_ = await list_instances(redis, keys, "coordinator")
     return f"http://{newest.http}"
+
+
+def has_open(redis: Redis, keys: Keys, count: int = NUM_SLOTS) -> Callable[[], Awaitable[bool]]:
+    """Whether so many groups are open; by default every slot's."""
+
+    async def condition() -> bool:
+        return bool(await redis.hlen(keys.open) == count)
+
+    return condition
+
+
+def waits_for_a_learner(redis: Redis, keys: Keys) -> Callable[[], Awaitable[bool]]:
+    """Whether a coordinator is registered that waits for the learner."""
+
+    async def condition() -> bool:
+        coordinators = await list_instances(redis, keys, "coordinator")
+        return bool(coordinators) and coordinators[0].activity["what"] == "learner"
+
+    return condition
 
 
 @pytest.fixture
@@ -130,7 +151,7 @@ def coordinator(redis_url: str, no_torch_env: dict[str, str]) -> Iterator[Coordi
 
 @pytest_asyncio.fixture(loop_scope="function")
 async def learner(redis: Redis) -> AsyncIterator[LearnerPeer]:
-    """A learner that answers Progress and says what the test tells it to."""
+    """A learner that answers Progress and sends the events that the test asks for."""
     peer = LearnerPeer(redis, Keys("test"))
     await peer.start()
     yield peer
@@ -139,7 +160,7 @@ async def learner(redis: Redis) -> AsyncIterator[LearnerPeer]:
 
 @pytest_asyncio.fixture(loop_scope="function")
 async def generator(redis: Redis) -> AsyncIterator[GeneratorPeer]:
-    """A generator that is in the run, and does what the test tells it to."""
+    """A registered generator that the test drives."""
     peer = GeneratorPeer(redis, Keys("test"))
     await peer.start()
     yield peer
@@ -151,7 +172,7 @@ Until = Callable[..., Awaitable[None]]
 
 @pytest.fixture
 def until() -> Until:
-    """Waits until a condition holds, and fails with what it waited for."""
+    """Waits until a condition holds, and fails with the description of the condition."""
 
     async def wait(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s

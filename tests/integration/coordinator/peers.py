@@ -118,18 +118,18 @@ class LearnerPeer:
         await self.send(Event(version_live=VersionLive(version=version)))
 
     async def training_done(self, reason: str, end: RunEnd.ValueType = RUN_END_COMPLETED) -> None:
-        """The last step is trained; from here on what is open is settled, as after a stop it is not."""
+        """The last step is trained; from now on open groups are settled, unless the run was stopped."""
         self.progress.end, self.progress.end_reason = end, reason
         await self.send(Event(training_done=TrainingDone(version=self.progress.version, reason=reason, end=end)))
         if end != RUN_END_STOPPED and not self.down:
             self._settles = asyncio.create_task(self._settle_open())
 
     async def _settle_open(self) -> None:
-        """The coordinator may issue more before it has heard that training is done."""
+        """The coordinator may issue more groups before TrainingDone reaches it."""
         while True:
             settled = {group for part in self.progress.settled for group in range(part.first, part.last + 1)}
-            if left := {int(group) for group in await self.redis.hkeys(self.keys.open)} - settled:
-                await self.filtered(*left)
+            if unsettled := {int(group) for group in await self.redis.hkeys(self.keys.open)} - settled:
+                await self.filtered(*unsettled)
             await asyncio.sleep(0.1)
 
     async def send(self, event: Event) -> None:
@@ -143,7 +143,7 @@ class LearnerPeer:
 
 
 class GeneratorPeer:
-    """Registers as a generator, takes tasks, and answers evaluation tasks with given rewards."""
+    """Registers as a generator, takes tasks, and answers evaluation tasks with the rewards of the test."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self.redis, self.keys = redis, keys
@@ -163,24 +163,24 @@ class GeneratorPeer:
 
     async def take(self, count: int = 64, block_s: float = 0.05) -> list[GroupTask]:
         """Tasks taken and finished at once: their rollouts are of no interest."""
-        found = []
+        tasks = []
         for delivery in await self._tasks.take(count, block_s):
-            found.append(GroupTask.FromString(delivery.payload))
+            tasks.append(GroupTask.FromString(delivery.payload))
             await self._tasks.finish(delivery)
-        return found
+        return tasks
 
     async def answer(self, rewards: dict[int, list[float]], count: int = 64) -> list[GroupTask]:
         """Take evaluation tasks and write scored answers; `rewards` by kind: sampled (0), greedy (1)."""
-        found = []
+        tasks = []
         for delivery in await self._eval_tasks.take(count, 0.05):
             task = GroupTask.FromString(delivery.payload)
-            found.append(task)
+            tasks.append(task)
             for number in range(task.num_rollouts):
                 scored = _scored(task, number, rewards[task.group % 2][number])
-                mark = f"{task.evaluation}:{rollout_id(task.group, number)}"
-                await self._eval_tasks.put([EntryOutput(delivery, self.keys.eval_scored, scored, mark)])
+                key = f"{task.evaluation}:{rollout_id(task.group, number)}"
+                await self._eval_tasks.put([EntryOutput(delivery, self.keys.eval_scored, scored, key)])
             await self._eval_tasks.finish(delivery)
-        return found
+        return tasks
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -1,4 +1,4 @@
-"""`--check`: one message and exit code 2 for what cannot work, a warning for what can, and no torch."""
+"""`--check`: exit code 2 with one message for an error, a warning for a doubtful configuration, and no torch."""
 
 from __future__ import annotations
 

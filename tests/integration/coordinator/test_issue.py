@@ -23,12 +23,11 @@ from gspo.coordinator.groups.slots import Slots
 from gspo.coordinator.groups.spans import GroupTraces
 from gspo.coordinator.groups.task_writer import MOST_AT_ONCE, TaskWriter
 from gspo_proto.rollout_pb2 import GroupTask, RolloutState, Scored
-from tests.integration.coordinator.conftest import CoordinatorProcess, Until, http_address
+from tests.integration.coordinator.conftest import NUM_SLOTS, CoordinatorProcess, Until, has_open, http_address
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 Configure = Callable[..., Path]
-NUM_SLOTS = 4
 
 
 async def tasks(redis: Redis, keys: Keys) -> list[GroupTask]:
@@ -42,8 +41,8 @@ async def groups(redis: Redis, keys: Keys) -> list[int]:
 
 
 async def open_groups(redis: Redis, keys: Keys) -> dict[int, dict[str, Any]]:
-    found: Any = await redis.hgetall(keys.open)
-    return {int(group): json.loads(text) for group, text in sorted(found.items())}
+    entries: Any = await redis.hgetall(keys.open)
+    return {int(group): json.loads(text) for group, text in sorted(entries.items())}
 
 
 async def test_as_many_groups_as_slots_and_no_more(
@@ -51,13 +50,10 @@ async def test_as_many_groups_as_slots_and_no_more(
 ) -> None:
     coordinator.start(configure(data={"shuffle": False}))
 
-    async def all_issued() -> bool:
-        return len(await tasks(redis, keys)) >= NUM_SLOTS
-
-    await until(all_issued, "the first groups")
-    found = await tasks(redis, keys)
-    assert [task.group for task in found] == [0, 1, 2, 3]
-    first = found[0]
+    await until(has_open(redis, keys), "the first groups")
+    issued = await tasks(redis, keys)
+    assert [task.group for task in issued] == [0, 1, 2, 3]
+    first = issued[0]
     assert (first.schema, first.attempt, first.num_rollouts, first.min_version, first.evaluation) == (1, 1, 2, 0, "")
     assert (first.prompt.text, first.prompt.columns_json) == ("0+1=", '{"answer": 1}')
     assert (first.sampling.temperature, first.sampling.max_tokens) == (1.0, 8)
@@ -76,33 +72,33 @@ async def test_as_many_groups_as_slots_and_no_more(
 
 
 async def test_any_number_of_slots_is_filled_in_parts(redis: Redis, keys: Keys, configure: Configure) -> None:
-    """A turn reads, prepares and writes so many groups at most, however many slots are free."""
+    """A tick reads, prepares and writes at most MOST_AT_ONCE groups for any number of free slots."""
     config = read_config(configure() / "config.yaml")
     prompts = training_prompts(config, load_tokenizer(config.model))
     order = PromptOrder(len(prompts), seed=0, shuffle=False, total_epochs=None)
     slots = Slots(10**12, 10**12)
     traces = Traces("coordinator", name="coordinator-0", run=keys.run, endpoint=None)
-    issuer = TaskWriter(redis, keys, config, prompts, order, slots, GroupTraces(traces, 2))
-    await issuer.prepare(slots.num_free)
-    assert await issuer.issue_new(slots.num_free) == await issuer.issue_new(slots.num_free) == MOST_AT_ONCE
+    writer = TaskWriter(redis, keys, config, prompts, order, slots, GroupTraces(traces, 2))
+    await writer.prepare(slots.num_free)
+    assert await writer.issue_new(slots.num_free) == await writer.issue_new(slots.num_free) == MOST_AT_ONCE
     assert await groups(redis, keys) == list(range(2 * MOST_AT_ONCE))
     await redis.delete(keys.prompts, keys.open)
     await create_consumer_groups(redis, keys)
-    await issuer.reissue_open()
+    await writer.reissue_open()
     assert await groups(redis, keys) == list(range(2 * MOST_AT_ONCE))
 
 
 async def test_a_batch_beyond_one_part_is_issued_whole(
     redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
-    wanted = 2 * (MOST_AT_ONCE + 10)
-    coordinator.start(configure(algorithm={"rollout_batch_size": wanted // 2}))
+    num_groups = 2 * (MOST_AT_ONCE + 10)
+    coordinator.start(configure(algorithm={"rollout_batch_size": num_groups // 2}))
 
     async def all_issued() -> bool:
-        return int(await redis.xlen(keys.prompts)) >= wanted
+        return int(await redis.xlen(keys.prompts)) >= num_groups
 
     await until(all_issued, "every slot's group")
-    assert sorted(await groups(redis, keys)) == list(range(wanted))
+    assert sorted(await groups(redis, keys)) == list(range(num_groups))
 
 
 async def test_slots_follow_steps_and_versions(
@@ -166,10 +162,10 @@ async def test_an_expired_group_is_issued_again_and_then_given_up(
     await until(only_new, "new groups, and the tasks of settled ones gone")
 
 
-async def test_a_group_that_goes_on_is_not_issued_again_at_its_deadline(
+async def test_a_group_that_still_grows_is_not_issued_again_at_its_deadline(
     redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
-    """Group 0's rollouts grow from look to look, group 1's do not."""
+    """Group 0's rollouts grow between two checks, group 1's do not."""
     coordinator.start(configure(staleness={"max_lag": 0, "group_deadline_s": 1.0, "max_attempts": 2}))
     lengths = iter(range(1, 1000))
 
@@ -196,10 +192,7 @@ async def test_a_killed_coordinator_misses_no_group_and_repeats_none(
     run_dir = configure()
     coordinator.start(run_dir)
 
-    async def all_issued() -> bool:
-        return len(await tasks(redis, keys)) >= NUM_SLOTS
-
-    await until(all_issued, "the first groups")
+    await until(has_open(redis, keys), "the first groups")
     coordinator.kill()
     # While it is away: a step whose version goes live, a group filtered, and one lost with a part of Redis.
     await learner.trained([0, 2])
@@ -214,7 +207,7 @@ async def test_a_killed_coordinator_misses_no_group_and_repeats_none(
             instance.activity["what"] == "resume" for instance in await list_instances(redis, keys, "coordinator")
         )
 
-    await until(paused, "the coordinator to go on in the middle of a pause")
+    await until(paused, "the coordinator to continue in the middle of a pause")
     assert await open_groups(redis, keys) == {}
     await redis.delete(keys.paused)
 
@@ -225,8 +218,8 @@ async def test_a_killed_coordinator_misses_no_group_and_repeats_none(
     # Tasks of settled groups are gone; the lost one is there twice, once for each issue.
     assert sorted(await groups(redis, keys)) == [1, 1, 4, 5, 6]
     # The step that ended while there was no coordinator is the last one.
-    async with httpx.AsyncClient(base_url=await http_address(redis, keys)) as door:
-        last = (await door.get("/v1/status")).json()["last_step"]
+    async with httpx.AsyncClient(base_url=await http_address(redis, keys)) as api:
+        last = (await api.get("/v1/status")).json()["last_step"]
     assert (last["seconds"], [cause["cause"] for cause in last["by_cause"]]) == (1.0, ["training"])
 
 
@@ -241,16 +234,13 @@ async def test_a_wiped_redis_gets_its_open_groups_again(
 ) -> None:
     coordinator.start(configure())
 
-    async def all_issued() -> bool:
-        return len(await open_groups(redis, keys)) == NUM_SLOTS
-
-    await until(all_issued, "the first groups")
+    await until(has_open(redis, keys), "the first groups")
     taken = {task.group: task for task in await generator.take()}
     assert len(taken) == NUM_SLOTS
     await learner.trained([0, 1], silent=True)  # its event is lost
     async with redis.pipeline(transaction=True) as pipe:
         pipe.flushall()
-        # As when a group is issued before anybody sees that everything is gone.
+        # As when a group is issued before the wipe is noticed.
         pipe.xadd(keys.prompts, {FIELD: taken[3].SerializeToString()})
         await pipe.execute()
     learner.progress.live_version = 1
@@ -263,13 +253,13 @@ async def test_a_wiped_redis_gets_its_open_groups_again(
     assert again == [(2, 1), (3, 1), (4, 1), (5, 1)]
     await learner.filtered(2)
 
-    async def went_on() -> bool:
+    async def continued() -> bool:
         return set(await open_groups(redis, keys)) == {3, 4, 5, 6}
 
-    await until(went_on, "events to be heard after the wipe")
+    await until(continued, "events to count after the wipe")
 
 
-async def test_what_a_wiped_redis_had_twice_is_taken_away_with_its_group(
+async def test_a_second_task_after_a_wipe_is_removed_with_its_group(
     redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
     """The learner trains rollouts of before the wipe, while a generator works on the group again."""
@@ -282,9 +272,9 @@ async def test_what_a_wiped_redis_had_twice_is_taken_away_with_its_group(
     await redis.flushall()
     await until(issued, "the same groups again")
     inbox = Inbox(redis, keys, keys.prompts, consumer="again", lease_s=30.0)
-    held = {delivery.message.group: delivery for delivery in await inbox.take(64, block_s=1.0)}
-    assert {0, 1} <= set(held)
-    assert await inbox.save([EntryState(held[0], rollout_id(0, 0), b"of the second copy")]) == 1
+    leased = {delivery.message.group: delivery for delivery in await inbox.take(64, block_s=1.0)}
+    assert {0, 1} <= set(leased)
+    assert await inbox.save([EntryState(leased[0], rollout_id(0, 0), b"of the second copy")]) == 1
 
     await learner.trained([0, 1])
 
@@ -292,8 +282,8 @@ async def test_what_a_wiped_redis_had_twice_is_taken_away_with_its_group(
         return not set(await open_groups(redis, keys)) & {0, 1}
 
     await until(removed, "the trained groups to be closed")
-    assert await inbox.save([EntryState(held[1], rollout_id(1, 0), b"too late")]) == 0
-    assert await inbox.put([EntryOutput(held[0], keys.rollouts, b"too late", rollout_id(0, 1))]) == [False]
+    assert await inbox.save([EntryState(leased[1], rollout_id(1, 0), b"too late")]) == 0
+    assert await inbox.put([EntryOutput(leased[0], keys.rollouts, b"too late", rollout_id(0, 1))]) == [False]
     assert await redis.hgetall(keys.partial) == {}
 
 
@@ -302,30 +292,24 @@ async def test_a_step_whose_event_was_never_sent_is_found_in_the_learners_accoun
 ) -> None:
     coordinator.start(configure())
 
-    async def all_issued() -> bool:
-        return len(await open_groups(redis, keys)) == NUM_SLOTS
-
-    await until(all_issued, "the first groups")
+    await until(has_open(redis, keys), "the first groups")
     await learner.trained([0, 1], silent=True)
     learner.progress.epoch = 2
     await learner.live(1)
 
-    async def went_on() -> bool:
+    async def continued() -> bool:
         return list(await open_groups(redis, keys)) == [2, 3, 4, 5]
 
-    await until(went_on, "the lost step to be settled")
+    await until(continued, "the lost step to be settled")
 
 
-async def test_events_of_a_learner_that_lost_the_run_are_passed_over(
+async def test_events_of_a_learner_that_lost_the_run_are_dropped(
     redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:
     learner.progress.epoch = 5
     coordinator.start(configure())
 
-    async def all_issued() -> bool:
-        return len(await open_groups(redis, keys)) == NUM_SLOTS
-
-    await until(all_issued, "the first groups")
+    await until(has_open(redis, keys), "the first groups")
     old = LearnerPeer(redis, keys)
     old.progress.epoch = 4
     await old.filtered(0, 1, 2, 3)

@@ -1,6 +1,6 @@
-"""What the coordinator's metrics say of Redis: of a learner that is not there, of work that nobody has taken.
+"""The coordinator's metrics of Redis: registered services, entries of the streams, entries that are not leased.
 
-What it is not: the rules that alert by them (tests/prometheus).
+tests/prometheus has the rules that alert by them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def shown(metric: str, stream: str) -> float | None:
 
 
 async def served(url: str) -> dict[tuple[str, str], float]:
-    """(metric, service) -> value, of what a door serves."""
+    """(metric, service) -> value, of the metrics at an address."""
     async with httpx.AsyncClient(trust_env=False) as client:
         text = (await client.get(f"{url}/metrics")).text
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
@@ -45,22 +45,21 @@ async def test_a_service_that_never_came_is_counted_as_none(
     generator: GeneratorPeer,
     until: Until,
 ) -> None:
-    """GspoServiceGone is about a number; nobody is absent from one that is not served."""
+    """The alert GspoServiceGone compares the number, so a service that never registered must be 0."""
     coordinator.start(configure())
 
     async def waits_for_the_learner() -> bool:
         if not await list_instances(redis, keys, "coordinator"):
             return False
-        found = await served(await http_address(redis, keys))
-        return ("gspo_instances", "learner") in found
+        return ("gspo_instances", "learner") in await served(await http_address(redis, keys))
 
-    await until(waits_for_the_learner, "the coordinator to count who is there")
-    found = await served(await http_address(redis, keys))
-    assert (found["gspo_instances", "learner"], found["gspo_instances", "reward"]) == (0, 0)
-    assert found["gspo_instances", "generation"] == 1
+    await until(waits_for_the_learner, "the coordinator to count the instances")
+    instances = await served(await http_address(redis, keys))
+    assert (instances["gspo_instances", "learner"], instances["gspo_instances", "reward"]) == (0, 0)
+    assert instances["gspo_instances", "generation"] == 1
 
 
-async def test_what_is_under_work_is_not_untaken(redis: Redis, keys: Keys) -> None:
+async def test_leased_entries_are_not_counted_as_untaken(redis: Redis, keys: Keys) -> None:
     for _ in range(NUM_ENTRIES):
         await append(redis, keys.prompts, [b"x"])
     await redis.xreadgroup("generation", "g", {keys.prompts: ">"}, count=NUM_TAKEN)
@@ -70,7 +69,7 @@ async def test_what_is_under_work_is_not_untaken(redis: Redis, keys: Keys) -> No
     assert shown("gspo_stream_untaken", "scored") == 0
 
 
-async def test_a_redis_that_was_wiped_in_between_ends_nothing(redis: Redis, keys: Keys) -> None:
+async def test_the_gauges_survive_a_wipe_of_redis(redis: Redis, keys: Keys) -> None:
     await append(redis, keys.rollouts, [b"x"])
     await update_gauges(redis, keys)
     assert shown("gspo_stream_untaken", "rollouts") == 1

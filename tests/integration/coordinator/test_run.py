@@ -1,4 +1,4 @@
-"""The coordinator as a process, from the first evaluation to Finished: measuring, the door, stops and ends."""
+"""The coordinator as a process, from the first evaluation to Finished: evaluations, the HTTP API, stops and ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from redis.asyncio import Redis
 
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.inbox import append
-from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import (
     RUN_END_COMPLETED,
@@ -27,7 +26,13 @@ from gspo_proto.rollout_pb2 import (
     ScoredRollout,
     ScoringFails,
 )
-from tests.integration.coordinator.conftest import CoordinatorProcess, Until, http_address
+from tests.integration.coordinator.conftest import (
+    CoordinatorProcess,
+    Until,
+    has_open,
+    http_address,
+    waits_for_a_learner,
+)
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -54,7 +59,7 @@ FIGURES = {
 
 
 async def heard(redis: Redis, keys: Keys, kind: str) -> list[Any]:
-    """Every event of a kind so far."""
+    """The bodies of every event of a kind so far."""
     events = await Events(redis, keys, "test").read(FROM_START, block_s=0.01)
     return [getattr(event, kind) for _, event in events if event.WhichOneof("what") == kind]
 
@@ -66,11 +71,11 @@ def hears(redis: Redis, keys: Keys, kind: str, count: int = 1) -> Callable[[], A
     return enough
 
 
-def answers(generator: GeneratorPeer, found: list[Any], redis: Redis, keys: Keys, count: int) -> Callable[[], Any]:
-    """Answers evaluation tasks until `count` evaluations are done."""
+def answers(generator: GeneratorPeer, tasks: list[Any], redis: Redis, keys: Keys, count: int) -> Callable[[], Any]:
+    """Answers evaluation tasks, which it adds to `tasks`, until `count` evaluations are done."""
 
     async def done() -> bool:
-        found.extend(await generator.answer(REWARDS))
+        tasks.extend(await generator.answer(REWARDS))
         return len(await heard(redis, keys, "evaluation_done")) >= count
 
     return done
@@ -86,36 +91,33 @@ async def test_measured_before_between_and_after(
     until: Until,
 ) -> None:
     coordinator.start(configure(held_out=3, evaluation={"limit_between": 1, "every": 2}))
-    found: list[Any] = []
+    tasks: list[Any] = []
 
     async def all_asked() -> bool:
         return await redis.xlen(keys.eval_prompts) == 6
 
     await until(all_asked, "the evaluation's tasks")
-    assert await redis.xlen(keys.prompts) == 0  # training groups are held back
-    await until(answers(generator, found, redis, keys, 1), "the first evaluation")
+    assert await redis.xlen(keys.prompts) == 0  # training groups wait for it
+    await until(answers(generator, tasks, redis, keys, 1), "the first evaluation")
     first = (await heard(redis, keys, "evaluation_done"))[0]
     assert (first.evaluation, first.version, first.step) == ("v0", 0, 0)
     assert dict(first.figures) == FIGURES | {"num_prompts": 3.0}
-    kinds = sorted((task.group, task.num_rollouts, task.sampling.temperature) for task in found)
+    kinds = sorted((task.group, task.num_rollouts, task.sampling.temperature) for task in tasks)
     assert kinds == [(0, 2, 1.0), (1, 1, 0.0), (2, 2, 1.0), (3, 1, 0.0), (4, 2, 1.0), (5, 1, 0.0)]
-    assert {task.evaluation for task in found} == {"v0"}
+    assert {task.evaluation for task in tasks} == {"v0"}
 
-    async def all_issued() -> bool:
-        return await redis.hlen(keys.open) == 4
-
-    await until(all_issued, "training groups after the evaluation")
+    await until(has_open(redis, keys), "training groups after the evaluation")
     for groups in ([0, 1], [2, 3]):
         await learner.live(await learner.trained(groups))
-    await until(answers(generator, found, redis, keys, 2), "the evaluation after step 2")
+    await until(answers(generator, tasks, redis, keys, 2), "the evaluation after step 2")
     between = (await heard(redis, keys, "evaluation_done"))[1]
     assert (between.evaluation, between.version, between.step) == ("v2", 2, 2)
     assert between.figures["num_prompts"] == 1.0
     assert not between.HasField("score")
-    assert {task.min_version for task in found if task.evaluation == "v2"} == {2}
+    assert {task.min_version for task in tasks if task.evaluation == "v2"} == {2}
 
     await learner.training_done("2 steps are done")
-    await until(answers(generator, found, redis, keys, 3), "the last evaluation")
+    await until(answers(generator, tasks, redis, keys, 3), "the last evaluation")
     last = (await heard(redis, keys, "evaluation_done"))[2]
     assert (last.evaluation, last.figures["num_prompts"]) == ("v2", 3.0)
     await until(hears(redis, keys, "finished"), "Finished")
@@ -137,13 +139,13 @@ async def test_several_files_are_measured_one_by_one_and_the_best_is_scored_on_e
     until: Until,
 ) -> None:
     files = {"easy": "easy.jsonl", "hard": "hard.jsonl"}
-    wanted = {"prompts": files, "limit_between": 1, "every": 1, "keep_best": "hard/best_at_2"}
-    run_dir = configure(evaluation=wanted)
+    evaluation = {"prompts": files, "limit_between": 1, "every": 1, "keep_best": "hard/best_at_2"}
+    run_dir = configure(evaluation=evaluation)
     (run_dir / "easy.jsonl").write_text('{"prompt": "1+2="}\n')
     (run_dir / "hard.jsonl").write_text('{"prompt": "9+9="}\n{"prompt": "8+9="}\n')
     coordinator.start(run_dir)
-    found: list[Any] = []
-    await until(answers(generator, found, redis, keys, 2), "both evaluations before training")
+    tasks: list[Any] = []
+    await until(answers(generator, tasks, redis, keys, 2), "both evaluations before training")
     easy, hard = await heard(redis, keys, "evaluation_done")
     assert [(e.evaluation, e.file, e.figures["num_prompts"]) for e in (easy, hard)] == [
         ("v0/easy", "easy", 1.0),
@@ -152,22 +154,19 @@ async def test_several_files_are_measured_one_by_one_and_the_best_is_scored_on_e
     assert not easy.HasField("score")
     assert hard.score == 1.0
 
-    async def all_issued() -> bool:
-        return await redis.hlen(keys.open) == 4
-
-    await until(all_issued, "training groups after both")
-    # A learner that died between its step and saying so: its successor waits for the figures of version 1.
+    await until(has_open(redis, keys), "training groups after both")
+    # A learner that died before it sent StepDone: its successor waits for the figures of version 1.
     await learner.trained([0, 1], silent=True)
     learner.progress.epoch = 2
     await learner.live(1)
-    await until(answers(generator, found, redis, keys, 4), "what came due while nobody said so")
+    await until(answers(generator, tasks, redis, keys, 4), "the evaluation of the step without an event")
     again = (await heard(redis, keys, "evaluation_done"))[2:]
     assert [(e.evaluation, e.version, e.figures["num_prompts"]) for e in again] == [
         ("v1/easy", 1, 1.0),
         ("v1/hard", 1, 1.0),
     ]
-    async with httpx.AsyncClient(base_url=await http_address(redis, keys)) as door:
-        text = (await door.get("/metrics")).text
+    async with httpx.AsyncClient(base_url=await http_address(redis, keys)) as api:
+        text = (await api.get("/metrics")).text
     assert 'gspo_evaluation_figure{figure="pass_at_2",file="hard"} 1.0' in text
     assert 'gspo_evaluation_version{file="easy"} 1.0' in text
 
@@ -190,13 +189,10 @@ async def test_an_evaluation_that_gets_no_answers_is_given_up_and_training_begin
     (measured,) = await heard(redis, keys, "evaluation_done")
     assert dict(measured.figures) == {"num_prompts": 2.0, "num_answers": 2.0, "num_failed": 6.0}
 
-    async def all_issued() -> bool:
-        return await redis.hlen(keys.open) == 4
-
-    await until(all_issued, "training groups")
+    await until(has_open(redis, keys), "training groups")
     assert await redis.xlen(keys.eval_prompts) == 0
-    async with httpx.AsyncClient(base_url=await http_address(redis, keys)) as door:
-        (shown,) = (await door.get("/v1/state")).json()["evaluations"]
+    async with httpx.AsyncClient(base_url=await http_address(redis, keys)) as api:
+        (shown,) = (await api.get("/v1/state")).json()["evaluations"]
     assert shown["problem"] == "given up after 0.5 s (evaluation.timeout_s) with answers missing"
 
 
@@ -208,18 +204,15 @@ async def test_the_http_api_shows_pauses_and_stops_the_run(
     learner.progress.evaluations.append("v0")
     coordinator.start(run_dir)
 
-    async def all_issued() -> bool:
-        return await redis.hlen(keys.open) == 4
-
-    await until(all_issued, "the first groups")
+    await until(has_open(redis, keys), "the first groups")
     url = await http_address(redis, keys)
     assert httpx.get(f"{url}/v1/state").status_code == 401
     assert httpx.post(f"{url}/v1/pause", json={}, headers={"Authorization": "Bearer wrong"}).status_code == 401
-    async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer a-secret-of-tests"}) as door:
-        assert (await door.get("/readyz")).json() == {"ready": True, "problems": {}}
-        page = (await door.get("/docs")).text
+    async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer a-secret-of-tests"}) as api:
+        assert (await api.get("/readyz")).json() == {"ready": True, "problems": {}}
+        page = (await api.get("/docs")).text
         assert "swagger-ui-bundle.js" in page and "://" not in page, "it needs no internet"
-        state = (await door.get("/v1/state")).json()
+        state = (await api.get("/v1/state")).json()
         assert (state["run"], state["step"], state["version"], state["live_version"]) == ("test", 0, 0, 0)
         assert state["slots"] == {"all": 4, "taken": 4, "free": 0, "trained": 0}
         assert state["groups"] == {"issued": 4, "open": 4}
@@ -229,68 +222,68 @@ async def test_the_http_api_shows_pauses_and_stops_the_run(
         assert state["waits_for"] == waits
         assert {instance["service"] for instance in state["members"]} == {"coordinator", "learner"}
         assert state["ended"] is None
-        await _look_at_rollouts(redis, keys, door)
+        await _check_newest_rollouts(redis, keys, api)
 
-        assert (await door.post("/v1/pause", json={})).json() == {"paused": True}
+        assert (await api.post("/v1/pause", json={})).json() == {"paused": True}
 
         async def paused() -> bool:
-            return bool((await door.get("/v1/state")).json()["paused"])
+            return bool((await api.get("/v1/state")).json()["paused"])
 
         await until(paused, "the pause")
         await learner.filtered(0, 1)
 
         async def settled() -> bool:
-            return (await door.get("/v1/state")).json()["groups"] == {"issued": 4, "open": 2, "filtered": 2}
+            return (await api.get("/v1/state")).json()["groups"] == {"issued": 4, "open": 2, "filtered": 2}
 
         await until(settled, "the settlement")
         assert await redis.hlen(keys.open) == 2  # nothing new while paused
-        assert (await door.post("/v1/resume", json={})).json() == {"paused": False}
-        await _scoring_fails(redis, keys, door, until)
+        assert (await api.post("/v1/resume", json={})).json() == {"paused": False}
+        await _scoring_fails(redis, keys, api, until)
         await until(hears(redis, keys, "prompts_exhausted"), "half a pass of ten prompts to be issued")
         assert [event.num_groups for event in await heard(redis, keys, "prompts_exhausted")] == [5]
         assert await redis.hlen(keys.open) == 3
 
-        assert (await door.post("/v1/stop", json={"reasons": "x"})).status_code == 422
-        assert (await door.post("/v1/stop", json={"reason": "enough"})).status_code == 202
+        assert (await api.post("/v1/stop", json={"reasons": "x"})).status_code == 422
+        assert (await api.post("/v1/stop", json={"reason": "enough"})).status_code == 202
     await until(hears(redis, keys, "stop_requested"), "StopRequested")
     await learner.training_done("stopped: enough", RUN_END_STOPPED)
     await until(hears(redis, keys, "finished"), "Finished")
     assert (await heard(redis, keys, "finished"))[0].reason == "stopped: enough"
     assert await coordinator.exit_code() == 0
     assert await heard(redis, keys, "evaluation_done") == []  # nothing is measured after a stop
-    assert await redis.hlen(keys.open) == 3  # a resume goes on with them
+    assert await redis.hlen(keys.open) == 3  # a resumed run continues them
 
 
-async def _scoring_fails(redis: Redis, keys: Keys, door: httpx.AsyncClient, until: Until) -> None:
-    """What a scorer says of failures pauses the run with its words, until a user resumes it."""
+async def _scoring_fails(redis: Redis, keys: Keys, api: httpx.AsyncClient, until: Until) -> None:
+    """A scorer's ScoringFails pauses the run with its reason, until a user resumes it."""
     await Events(redis, keys, "reward-0").send(Event(scoring_fails=ScoringFails(reason="75% failed: KeyError")))
 
-    async def told() -> bool:
-        state = (await door.get("/v1/state")).json()
+    async def paused_with_its_reason() -> bool:
+        state = (await api.get("/v1/state")).json()
         return bool(state["paused"]) and state["paused_because"] == "75% failed: KeyError"
 
-    await until(told, "the pause with its reason")
-    assert "issue is paused (75% failed: KeyError)" in (await door.get("/v1/state")).json()["waits_for"]
-    assert (await door.post("/v1/resume", json={})).json() == {"paused": False}
+    await until(paused_with_its_reason, "the pause with its reason")
+    assert "issue is paused (75% failed: KeyError)" in (await api.get("/v1/state")).json()["waits_for"]
+    assert (await api.post("/v1/resume", json={})).json() == {"paused": False}
 
-    async def goes_on() -> bool:
-        state = (await door.get("/v1/state")).json()
+    async def resumed() -> bool:
+        state = (await api.get("/v1/state")).json()
         return not state["paused"] and state["paused_because"] == ""
 
-    await until(goes_on, "the run to go on")
+    await until(resumed, "the run to continue")
 
 
-async def _look_at_rollouts(redis: Redis, keys: Keys, door: httpx.AsyncClient) -> None:
+async def _check_newest_rollouts(redis: Redis, keys: Keys, api: httpx.AsyncClient) -> None:
     arrays = {"token_ids": [5, 6, 7], "version": [3, 4, -1], "mask": b"\x01\x01\x00", "logp": [-0.5, -0.25, 0.0]}
     rollout = Rollout(group=1, number=1, num_rollouts=2, text="42", **arrays)
     good = Scored(schema=1, rollout=ScoredRollout(rollout=rollout, score=Score(reward=0.0)))
     bad = Scored(schema=1, rollout=ScoredRollout(rollout=rollout, score=Score(failure="raised")))
     await append(redis, keys.scored, [good.SerializeToString(), bad.SerializeToString()])
-    newest, older = (await door.get("/v1/rollouts", params={"limit": 5})).json()
+    newest, older = (await api.get("/v1/rollouts", params={"limit": 5})).json()
     assert (newest["reward"], newest["failure"], older["reward"], older["failure"]) == (None, "raised", 0.0, None)
     assert (newest["text"], newest["version_first"], newest["version_last"], newest["num_tokens"]) == ("42", 3, 4, 2)
     await redis.xtrim(keys.scored, maxlen=0)
-    assert len((await door.get("/v1/rollouts", params={"limit": 1})).json()) == 1  # kept for whoever looks later
+    assert len((await api.get("/v1/rollouts", params={"limit": 1})).json()) == 1  # kept for later readers
 
 
 async def test_a_new_learner_learns_what_was_requested_before_its_start(
@@ -308,7 +301,7 @@ async def test_a_new_learner_learns_what_was_requested_before_its_start(
     await until(hears(redis, keys, "prompts_exhausted"), "all four groups to be issued")
     learner.down, learner.progress.epoch = False, 2
     await learner.live(0)
-    await until(hears(redis, keys, "prompts_exhausted", 2), "it to be said to the new learner")
+    await until(hears(redis, keys, "prompts_exhausted", 2), "the new learner to get it")
     assert {event.num_groups for event in await heard(redis, keys, "prompts_exhausted")} == {4}
     await until(hears(redis, keys, "evaluation_done", 2), "the figures to be sent to the new learner")
     assert learner.progress.evaluations == ["v0"]
@@ -326,10 +319,7 @@ async def test_the_end_waits_until_the_last_evaluation_is_recorded(
     learner.progress.evaluations.append("v0")
     coordinator.start(configure(held_out=1))
 
-    async def all_issued() -> bool:
-        return await redis.hlen(keys.open) == 4
-
-    await until(all_issued, "the first groups")
+    await until(has_open(redis, keys), "the first groups")
     await learner.live(await learner.trained([0, 1]))
     learner.down = True
     await learner.training_done("1 step is done")
@@ -337,7 +327,7 @@ async def test_the_end_waits_until_the_last_evaluation_is_recorded(
     await asyncio.sleep(1.0)
     assert await heard(redis, keys, "finished") == []
     learner.down, learner.progress.epoch = False, 2
-    # Its successor settles what was issued in the meantime.
+    # Its successor settles the groups issued in the meantime.
     await learner.filtered(*(int(group) for group in await redis.hkeys(keys.open)))
     await until(hears(redis, keys, "finished"), "Finished")
     assert learner.progress.evaluations == ["v0", "v1"]
@@ -349,10 +339,7 @@ async def test_a_learner_that_gives_up_ends_the_run(
 ) -> None:
     coordinator.start(configure())
 
-    async def all_issued() -> bool:
-        return await redis.hlen(keys.open) == 4
-
-    await until(all_issued, "the first groups")
+    await until(has_open(redis, keys), "the first groups")
     await learner.send(Event(finished=Finished(reason="every score failed", end=RUN_END_FAILED)))
     assert await coordinator.exit_code() == 0
     assert len(await heard(redis, keys, "finished")) == 1
@@ -363,11 +350,7 @@ async def test_a_run_that_fails_before_the_learner_is_ready_ends(
 ) -> None:
     coordinator.start(configure())
 
-    async def waits() -> bool:
-        found = await list_instances(redis, keys, "coordinator")
-        return bool(found) and found[0].activity["what"] == "learner"
-
-    await until(waits, "the coordinator to wait for a learner")
+    await until(waits_for_a_learner(redis, keys), "the coordinator to wait for a learner")
     await Events(redis, keys, "learner-0").send(Event(finished=Finished(reason="no memory", end=RUN_END_FAILED)))
     assert await coordinator.exit_code() == 0
 
@@ -377,11 +360,7 @@ async def test_sigterm_ends_the_wait_for_a_learner_in_which_nothing_is_issued(
 ) -> None:
     process = coordinator.start(configure())
 
-    async def waits() -> bool:
-        found = await list_instances(redis, keys, "coordinator")
-        return bool(found) and found[0].activity["what"] == "learner"
-
-    await until(waits, "the coordinator to wait for a learner")
+    await until(waits_for_a_learner(redis, keys), "the coordinator to wait for a learner")
     assert [await redis.xlen(stream) for stream in (keys.prompts, keys.eval_prompts)] == [0, 0]
     assert await redis.hlen(keys.open) == 0
     process.terminate()

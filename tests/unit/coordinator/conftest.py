@@ -23,7 +23,7 @@ def open_set(tokenizer: PreTrainedTokenizerFast) -> Callable[..., PromptSet]:
     """Opens a file with the defaults of these tests, each of which a test may change."""
 
     def opened(path: Path, **changes: Any) -> PromptSet:
-        given = {"column": "prompt", "limit": None, "prompt_length": 64, "on_long_prompt": "error"} | changes
-        return PromptSet("data.prompts", path, given.pop("tokenizer", tokenizer), **given)
+        arguments = {"column": "prompt", "limit": None, "prompt_length": 64, "on_long_prompt": "error"} | changes
+        return PromptSet("data.prompts", path, arguments.pop("tokenizer", tokenizer), **arguments)
 
     return opened

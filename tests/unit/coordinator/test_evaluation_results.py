@@ -139,7 +139,7 @@ def test_parts_of_the_reward_have_their_means() -> None:
     assert (figures["part_right_mean"], figures["part_form_mean"]) == (0.5, 0.75)
 
 
-def test_newer_weights_that_took_part_are_told() -> None:
+def test_newer_weights_that_took_part_are_a_figure() -> None:
     tally = tally_of(1, 2, version=3)
     tally.add(answer(0, 0, reward(1.0), label="v3", version=3))
     assert "newest_version" not in tally.figures()

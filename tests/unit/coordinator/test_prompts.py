@@ -1,4 +1,4 @@
-"""Prompts of every format, and what a user hears of those that cannot be used. One token is one character."""
+"""Prompts of every format, and the messages for invalid ones. One token is one character."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the learner does and whenever the coordinator restarts: the budget holds and every group ends once."""
+"""Under any order of events and restarts of the coordinator, the budget holds and every group ends once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTLEMENTS = ("filtered", "stale", "failed")
 
 
 class SlotsMachine(RuleBasedStateMachine):
-    """A learner that trains and settles what is open, a coordinator that hears late, twice, or after a restart."""
+    """A learner that trains and settles; a coordinator whose events come late, twice, or after a restart."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,15 +80,15 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @rule()
     def restart_without_redis(self) -> None:
-        """The same after a wipe: the `open` hash is empty, and what was open is issued again."""
+        """The same after a wipe: the `open` hash is empty, and the open groups are issued again."""
         self.open = {}
         self.restart()
 
     @invariant()
     def the_budget_holds(self) -> None:
         known_open = set(self.issued) - set(self.ended)
-        held = sum(len(groups) for version, groups in self.made_from.items() if version > self.live)
-        assert len(known_open & set(self.open)) + held <= NUM_SLOTS
+        num_trained = sum(len(groups) for version, groups in self.made_from.items() if version > self.live)
+        assert len(known_open & set(self.open)) + num_trained <= NUM_SLOTS
 
     @invariant()
     def what_has_ended_is_not_issued_again(self) -> None:

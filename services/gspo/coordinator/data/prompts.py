@@ -259,11 +259,11 @@ def _message_problem(messages: list[Any]) -> str:
 
 
 def _messages(value: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as given: `datasets` fills a key that only some of them have with None."""
+    """The messages as in the file: `datasets` fills a key that only some of them have with None."""
     return [{name: part for name, part in message.items() if part is not None} for message in value]
 
 
 def _never_more_tokens_than_bytes(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a token stands for at least one byte of the text as given: a normalizer could lengthen it first."""
+    """Whether a token stands for at least one byte of the text: a normalizer could lengthen it first."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return backend is not None and backend.normalizer is None

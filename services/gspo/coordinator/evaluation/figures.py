@@ -38,10 +38,10 @@ def sampled_figures(
 ) -> dict[str, float]:
     """Figures of the sampled answers; one without a scored answer behind it is left out.
 
-    sampled_mean is the mean reward of all answers (mean@k, k being their number). pass_at_K is the chance that the
-    best of K answers has at least `pass_reward`. best_at_K, for the largest K, is the expected reward of the best.
-    Both are over the prompts that have K scored answers. Standard errors are over prompts, for the answers to one
-    prompt are not independent.
+    The mean reward of all answers is sampled_mean: mean@k, k being their number. The chance that the best of K answers
+    has at least `pass_reward` is pass_at_K. The expected reward of the best, for the largest K, is best_at_K. Both are
+    over the prompts that have K scored answers. Standard errors are over prompts, for the answers to one prompt are
+    not independent.
 
     Args:
         prompts: The answers to each prompt.

@@ -30,7 +30,7 @@ from gspo.coordinator.redis_state import all_entries, readable
 from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Prompt, Scored
 
 log = structlog.get_logger()
-# Groups that are read, prepared and written at a time: it bounds a tick of the loop, whatever the number of slots.
+# Groups that are read, prepared and written at a time: they bound a tick of the loop for any number of slots.
 MOST_AT_ONCE = 1024
 # Groups with their `open` entries and tasks. An entry is of one issue alone, so one that is there was written before.
 _ISSUE = """
