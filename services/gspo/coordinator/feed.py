@@ -22,7 +22,7 @@ class EventFeed:
     """Reads the events from the coordinator's start on, without those of a learner that has lost the run.
 
     Attributes:
-        epoch: The newest learner's, as far as events and its own answers tell.
+        epoch: The newest learner's, by the events and by its own answers.
     """
 
     def __init__(self, service: Service) -> None:

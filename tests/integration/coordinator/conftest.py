@@ -81,8 +81,8 @@ def configure(tmp_path: Path, model_folder: Path) -> Callable[..., Path]:
             "evaluation": {"every": 2, "num_answers": 2},
         }
         if held_out:
-            held = [{"prompt": f"{number}+2="} for number in range(held_out)]
-            (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+            rows_held_out = [{"prompt": f"{number}+2="} for number in range(held_out)]
+            (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_held_out))
             config["evaluation"]["prompts"] = "held_out.jsonl"
         for section, keys in changes.items():
             config.setdefault(section, {}).update(keys)

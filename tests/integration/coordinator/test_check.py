@@ -64,7 +64,7 @@ def test_a_model_without_a_tokenizer(configure: Configure, model_folder: Path, n
 
 
 def test_a_default_tokenizer_without_a_vocabulary_is_none(tmp_path: Path) -> None:
-    """transformers makes one up for some kinds of model where the folder holds no file of any."""
+    """transformers has a default tokenizer for some kinds of model, also where the folder holds none."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(InputError, match=r"no tokenizer loads from .* \(it holds no vocabulary\)"):
         load_tokenizer(ModelConfig(path=str(tmp_path)))

@@ -99,9 +99,9 @@ def write_lengths(folder: Path) -> Path:
 def test_a_long_prompt_is_an_error_with_count_and_first_line(tmp_path: Path, open_set: OpenSet) -> None:
     with pytest.raises(InputError) as caught:
         open_set(write_lengths(tmp_path), prompt_length=4)
-    said = str(caught.value)
-    assert said.startswith("data.prompts: 3 of 5 prompts are longer than algorithm.prompt_length: 4 tokens")
-    assert "line 2 with 5 tokens" in said
+    message = str(caught.value)
+    assert message.startswith("data.prompts: 3 of 5 prompts are longer than algorithm.prompt_length: 4 tokens")
+    assert "line 2 with 5 tokens" in message
 
 
 def test_long_prompts_are_skipped(tmp_path: Path, open_set: OpenSet) -> None:
@@ -167,9 +167,9 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_used_is_named(tmp_path: Path, case: str, open_set: OpenSet) -> None:
-    rows, changes, said = BAD[case]
+    rows, changes, message = BAD[case]
     changes = {key: value() if key == "tokenizer" else value for key, value in changes.items()}
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         open_set(write(tmp_path / "p.jsonl", rows), **changes)
 
 
