@@ -84,7 +84,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 for rows, z_SV, logp_SV in blocks:
                     g_S1 = None if g_N is None else g_N[rows, None]
                     e_S1 = None if e_N is None else e_N[rows, None]
-                    _turn_into_gradient(z_SV, logp_SV, target_N[rows, None], entropy_N[rows, None], g_S1, e_S1)
+                    _replace_by_gradient(z_SV, logp_SV, target_N[rows, None], entropy_N[rows, None], g_S1, e_S1)
                 if grad_hidden_ND is not None:
                     grad_hidden_ND[chunk] = (dz_RV @ weight / ctx.temperature).to(hidden_ND.dtype)
                 if grad_weight_VD is not None:
@@ -93,7 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden_ND, grad_weight, None, None, None
 
 
-def _turn_into_gradient(
+def _replace_by_gradient(
     z_SV: Tensor, logp_SV: Tensor, target_S1: Tensor, entropy_S1: Tensor, g_S1: Tensor | None, e_S1: Tensor | None
 ) -> None:
     """Write dz into z: the class above says which; None is a gradient of 0. logp is lost."""

@@ -1,7 +1,6 @@
 """How each kind of strike is done, and undone.
 
-It decides nothing about when or whom (schedule.py) and waits for no recovery. Neighbour: world.py has the processes.
-"""
+It decides nothing about when or whom (schedule.py) and waits for no recovery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run left, held against the invariants of ARCHITECTURE.md: from the step files and the log alone.
+"""Check a finished run against the invariants of ARCHITECTURE.md, from its step files and log alone.
 
 The version's weights are made again from the log, step by step, so every digest and every log-prob is computed anew.
 It needs no process of the run.
@@ -28,7 +28,7 @@ ENDINGS = ("trained", "filtered", "stale", "failed", "unused")
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What there is to look at.
+    """A finished run: its directory, its log and its rest in Redis.
 
     Attributes:
         exit_code: Of `gspo run`.

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-# Nobody has this address, so what is sent to it is lost.
+# No process has this address, so packets to it are lost.
 _NOBODY = "02:00:00:00:00:fe"
 _DEVICE, _BRIDGE = "eth0", "bridge"
 
@@ -59,7 +59,7 @@ class Network:
             yield
 
     def cut(self, one: str, other: str) -> None:
-        """Part two processes: what each sends the other goes to nobody."""
+        """Part two processes: packets between them are lost."""
         for name, peer in ((one, other), (other, one)):
             where, device = self._place(name)
             _ip(f"{where} neigh replace {self.address(peer)} lladdr {_NOBODY} dev {device} nud permanent")

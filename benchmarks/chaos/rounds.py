@@ -1,4 +1,4 @@
-"""One round: a run from start to end, its strikes one after the other, and what was found; as plain values."""
+"""One round: a run from start to end, its faults one after the other, and the findings as plain values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.chaos.schedule import Fault
 from benchmarks.chaos.target import RunUnderTest
 
 _START_S, _RECOVERY_S = 200.0, 120.0
-# What a recovery may take before the run ends.
+# Longest recovery before the run ends.
 _MARGIN_S = 40.0
 
 
@@ -42,7 +42,7 @@ class FaultOutcome:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round came to."""
+    """The result of a round."""
 
     seed: int
     number: int
@@ -67,7 +67,7 @@ class Round:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What a round is made of.
+    """The plan of a round.
 
     Attributes:
         lasts_s: Seconds of training in the run; strikes for which no time is left are not played.

@@ -30,25 +30,25 @@ _OUR_SAMPLING: dict[str, Any] = {
 }
 
 
-def measure(orders: dict[str, Any]) -> dict[str, Any]:
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds and tokens of every round over the prompts; the first one warms up."""
-    ours = orders["settings"] == "ours"
+    ours = spec["settings"] == "ours"
     if ours:
         # For the engine process, which loads torch anew.
         os.environ.update({**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(generation_threads(0))})
     began = time.monotonic()
     llm = LLM(
-        model=orders["model"],
-        dtype=orders["dtype"],
-        max_model_len=orders["max_model_len"],
-        kv_cache_memory_bytes=orders["kv_cache_bytes"],
+        model=spec["model"],
+        dtype=spec["dtype"],
+        max_model_len=spec["max_model_len"],
+        kv_cache_memory_bytes=spec["kv_cache_bytes"],
         disable_log_stats=True,
         **(_OUR_ENGINE if ours else {}),
     )
     start_s = time.monotonic() - began
-    sampling = SamplingParams(temperature=1.0, max_tokens=orders["max_tokens"], **(_OUR_SAMPLING if ours else {}))
-    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in orders["prompts"]]
-    return {"start_s": start_s, "rounds": [_round(llm, prompts, sampling) for _ in range(orders["rounds"])]}
+    sampling = SamplingParams(temperature=1.0, max_tokens=spec["max_tokens"], **(_OUR_SAMPLING if ours else {}))
+    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in spec["prompts"]]
+    return {"start_s": start_s, "rounds": [_round(llm, prompts, sampling) for _ in range(spec["rounds"])]}
 
 
 def _round(llm: LLM, prompts: list[TokensPrompt], sampling: SamplingParams) -> dict[str, float]:

@@ -44,7 +44,7 @@ def _measure(lengths: Lengths, dtype: Dtype, settings: str, rounds: int) -> dict
     if settings == SERVICE:
         found = measure_service(lengths, dtype, rounds)
     else:
-        found = run_child("engine.bare_vllm", _orders(lengths, dtype, settings, rounds), timeout_s=_TIMEOUT_S)
+        found = run_child("engine.bare_vllm", _spec(lengths, dtype, settings, rounds), timeout_s=_TIMEOUT_S)
     measured = found["rounds"][1:]
     return {
         "lengths": lengths,
@@ -58,7 +58,7 @@ def _measure(lengths: Lengths, dtype: Dtype, settings: str, rounds: int) -> dict
     }
 
 
-def _orders(lengths: Lengths, dtype: Dtype, settings: str, rounds: int) -> dict[str, Any]:
+def _spec(lengths: Lengths, dtype: Dtype, settings: str, rounds: int) -> dict[str, Any]:
     return {
         "settings": settings,
         "model": str(model_folder(lengths)),

@@ -1,6 +1,6 @@
 """Measurements in processes of their own: each starts with fresh memory and its own environment, and leaves nothing.
 
-A child module takes two paths, its orders as JSON and where its results go.
+A child module takes two paths: of its spec as JSON, and of its results.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def started(
 
 
 def run_child(
-    module: str, orders: Mapping[str, Any], *, timeout_s: float, environment: Mapping[str, str] | None = None
+    module: str, spec: Mapping[str, Any], *, timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run `benchmarks.MODULE` on `orders`; its results.
+    """Run `benchmarks.MODULE` on `spec`; its results.
 
     Raises:
         MeasurementError: It failed, or took longer than `timeout_s`; with the end of what it printed.
     """
     folder = CACHE / "children"
     folder.mkdir(parents=True, exist_ok=True)
-    asked, answered, log = (folder / f"{module}.{end}" for end in ("orders.json", "results.json", "log"))
-    asked.write_text(json.dumps(orders))
+    asked, answered, log = (folder / f"{module}.{end}" for end in ("spec.json", "results.json", "log"))
+    asked.write_text(json.dumps(spec))
     answered.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"benchmarks.{module}", str(asked), str(answered)]
     with started(command, log, environment) as process:
@@ -87,6 +87,6 @@ def tail(log: Path) -> str:
 
 
 def serve(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """The whole of a child's main: orders in, results out."""
+    """Read the spec, measure, and write the results: the main function of a child."""
     asked, answered = (Path(word) for word in sys.argv[1:])
     answered.write_text(json.dumps(measure(json.loads(asked.read_text()))))

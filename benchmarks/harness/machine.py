@@ -1,4 +1,4 @@
-"""What was measured on: processor, cores, memory, library versions, and how busy the machine was with other things."""
+"""The measured machine: processor, cores, memory, library versions, and its load by other programs."""
 
 from __future__ import annotations
 

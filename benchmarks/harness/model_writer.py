@@ -12,10 +12,10 @@ from tests.support.tiny_model import make_tiny_model
 _ENDS = ("eos_token", "eos_token_id")
 
 
-def make(orders: dict[str, Any]) -> dict[str, Any]:
+def make(spec: dict[str, Any]) -> dict[str, Any]:
     """Write a model folder; without `ends` no file of it names an end-of-sequence token."""
-    folder = make_tiny_model(Path(orders["folder"]), hidden_size=orders["hidden_size"], layers=orders["layers"])
-    if not orders["ends"]:
+    folder = make_tiny_model(Path(spec["folder"]), hidden_size=spec["hidden_size"], layers=spec["layers"])
+    if not spec["ends"]:
         _remove_end(folder)
     return {}
 

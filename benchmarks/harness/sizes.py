@@ -1,4 +1,4 @@
-"""What is measured: how many rollouts of which length, in which arithmetic, and where files go. Only numbers."""
+"""The sizes of the measurements: rollouts, lengths and dtypes, and the folders of results. Only numbers."""
 
 from __future__ import annotations
 

@@ -57,10 +57,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """A number with thousands marked; a dash for what was not measured."""
+    """A number with separators of thousands; a dash for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def percent(value: float | None) -> str:
-    """A share in percent; a dash for what was not measured."""
+    """A share in percent; a dash for None."""
     return "-" if value is None else f"{value:.0%}"

@@ -1,4 +1,4 @@
-"""What a benchmark runs on: a random Qwen3 of 3.2 M parameters, prompts, a trivial reward, a configuration.
+"""The workload of a benchmark: a random Qwen3 of 3.2 M parameters, prompts, a trivial reward, a configuration.
 
 Two models: one has no end-of-sequence token, so every answer is exactly as long as allowed; the other ends an answer
 at a random token, so lengths are near exponential.
@@ -47,8 +47,8 @@ def model_folder(lengths: Lengths) -> Path:
     if not folder.exists():
         half_made = CACHE / f"model-{lengths}.tmp"
         shutil.rmtree(half_made, ignore_errors=True)
-        orders = {"folder": str(half_made), "hidden_size": HIDDEN_SIZE, "layers": LAYERS, "ends": lengths != "fixed"}
-        run_child("harness.model_writer", orders, timeout_s=_MODEL_S)
+        spec = {"folder": str(half_made), "hidden_size": HIDDEN_SIZE, "layers": LAYERS, "ends": lengths != "fixed"}
+        run_child("harness.model_writer", spec, timeout_s=_MODEL_S)
         half_made.rename(folder)
     return folder
 

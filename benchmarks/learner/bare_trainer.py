@@ -19,15 +19,15 @@ from gspo.learner.training.trainer import Trainer
 _STEP = 1
 
 
-def measure(orders: dict[str, Any]) -> dict[str, Any]:
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds of every training of the step, and of handing the weights over; the first one warms up."""
-    config: Config = read_config(Path(orders["config"]))
-    rows = StepLog(Path(orders["log"])).read(_STEP)
+    config: Config = read_config(Path(spec["config"]))
+    rows = StepLog(Path(spec["log"])).read(_STEP)
     began = time.monotonic()
     trainer = Trainer(config, model_folder(config.model), seed=config.seed)
     start_s = time.monotonic() - began
     rounds = []
-    for _ in range(orders["rounds"]):
+    for _ in range(spec["rounds"]):
         began = time.monotonic()
         figures = trainer.train(_STEP, rows).metrics
         trained = time.monotonic()

@@ -34,16 +34,16 @@ def chunked(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"plain": plain, "chunked": chunked}
 
 
-def measure(orders: dict[str, Any]) -> dict[str, Any]:
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds and peak memory above the inputs of every round of each way, in turn."""
     torch.manual_seed(0)
-    hidden_ND = torch.randn(orders["tokens"], orders["width"], requires_grad=True)
-    weight_VD = (torch.randn(orders["vocabulary"], orders["width"]) / orders["width"] ** 0.5).requires_grad_()
-    target_N = torch.randint(orders["vocabulary"], (orders["tokens"],))
+    hidden_ND = torch.randn(spec["tokens"], spec["width"], requires_grad=True)
+    weight_VD = (torch.randn(spec["vocabulary"], spec["width"]) / spec["width"] ** 0.5).requires_grad_()
+    target_N = torch.randint(spec["vocabulary"], (spec["tokens"],))
     for way in WAYS.values():
         _once(way, hidden_ND[:_WARM_UP_TOKENS].detach().requires_grad_(), weight_VD, target_N[:_WARM_UP_TOKENS])
     rounds: dict[str, Any] = {name: [] for name in WAYS}
-    for _ in range(orders["rounds"]):
+    for _ in range(spec["rounds"]):
         for name, way in WAYS.items():
             rounds[name].append(_once(way, hidden_ND, weight_VD, target_N))
     return rounds

@@ -1,4 +1,4 @@
-"""Which causal language models the learner trains, and how near its log-probs are to the model's own.
+"""Causal language models that the learner trains, and the difference of its log-probs to the model's own.
 
 Of every architecture that transformers has a tiny random form is made, written to disk, loaded as the learner loads a
 model, and compared with the model's own attention and full logits. `python -m benchmarks.learner.model_types` writes
@@ -56,7 +56,7 @@ Long rollouts take more memory and time. The learner logs it at startup.
 {rows}
 """
 
-# Whatever of these a configuration has.
+# Set if the configuration has them.
 _SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers"), 2),
@@ -110,7 +110,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ModelVerdict:
-    """What became of one architecture.
+    """The verdict on one architecture.
 
     Attributes:
         kind: Its model_type.

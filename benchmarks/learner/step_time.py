@@ -31,8 +31,8 @@ def cases(*, quick: bool) -> Iterator[Measurement]:
 def _measure(lengths: Lengths, dtype: Dtype, threads: str, rounds: int) -> dict[str, Any]:
     log = logged_step(lengths)
     config = write_config(f"learner-{lengths}-{dtype}", lengths, dtype)
-    orders = {"config": str(config), "log": str(log), "rounds": rounds}
-    found = run_child("learner.bare_trainer", orders, timeout_s=_TIMEOUT_S, environment=THREADS[threads])
+    spec = {"config": str(config), "log": str(log), "rounds": rounds}
+    found = run_child("learner.bare_trainer", spec, timeout_s=_TIMEOUT_S, environment=THREADS[threads])
     measured = found["rounds"][1:]
     return {
         "lengths": lengths,

@@ -77,18 +77,18 @@ def changed(before: Experts, after: Experts) -> dict[str, float]:
 
 
 def _compared_experts(folder: Path, run_dir: Path, steps: int, dtypes: Sequence[str]) -> dict[str, Any]:
-    orders = {"run_dir": str(run_dir), "step": steps, "before": str(folder / "before"), "after": str(folder / "after")}
-    learner = run_child("moe.learner_experts", orders, timeout_s=_CHILD_S)
+    spec = {"run_dir": str(run_dir), "step": steps, "before": str(folder / "before"), "after": str(folder / "after")}
+    learner = run_child("moe.learner_experts", spec, timeout_s=_CHILD_S)
     engine = {
         dtype: run_child(
             "moe.engine_experts",
-            {"model": orders["before"], "dtype": dtype, "inputs": learner["inputs"], "starts": learner["starts"]},
+            {"model": spec["before"], "dtype": dtype, "inputs": learner["inputs"], "starts": learner["starts"]},
             timeout_s=_CHILD_S,
         )["experts"]
         for dtype in dtypes
     }
     for name in ("before", "after"):
-        shutil.rmtree(orders[name])
+        shutil.rmtree(spec[name])
     return {
         "num_tokens": sum(len(answer) for answer in learner["before"]),
         **{dtype: changed(chosen, learner["before"]) for dtype, chosen in engine.items()},

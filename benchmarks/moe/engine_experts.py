@@ -21,15 +21,15 @@ _LONGEST = 256
 _KV_CACHE_BYTES = 1 << 28
 
 
-def measure(orders: dict[str, Any]) -> dict[str, Any]:
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """`experts`: for each of `inputs`, [T, layers, 2] from its place in `starts` on."""
     from vllm import LLM, SamplingParams
 
     from gspo.generation.engine.vllm_engine import IN_PROCESS_EXECUTOR
 
     llm = LLM(
-        model=orders["model"],
-        dtype=orders["dtype"],
+        model=spec["model"],
+        dtype=spec["dtype"],
         enforce_eager=True,
         distributed_executor_backend=IN_PROCESS_EXECUTOR,
         max_model_len=_LONGEST,
@@ -39,15 +39,15 @@ def measure(orders: dict[str, Any]) -> dict[str, Any]:
     )
     chosen: dict[int, list[torch.Tensor]] = defaultdict(list)
     llm.apply_model(partial(_listen, chosen))
-    prompts = [{"prompt_token_ids": token_ids} for token_ids in orders["inputs"]]
+    prompts = [{"prompt_token_ids": token_ids} for token_ids in spec["inputs"]]
     llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
-    lengths = [len(token_ids) for token_ids in orders["inputs"]]
+    lengths = [len(token_ids) for token_ids in spec["inputs"]]
     for forwards in chosen.values():
         if [len(expert_TK) for expert_TK in forwards] != lengths:
             raise AssertionError("the routers did not see each answer once, in its order")
     layers = [chosen[layer] for layer in sorted(chosen)]
     answers = [torch.stack(of_layers, dim=1) for of_layers in zip(*layers, strict=True)]
-    return {"experts": [a[start:].tolist() for a, start in zip(answers, orders["starts"], strict=True)]}
+    return {"experts": [a[start:].tolist() for a, start in zip(answers, spec["starts"], strict=True)]}
 
 
 def _listen(chosen: dict[int, list[torch.Tensor]], model: torch.nn.Module) -> None:

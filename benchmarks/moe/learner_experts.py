@@ -19,23 +19,23 @@ from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer import Trainer
 
 
-def measure(orders: dict[str, Any]) -> dict[str, Any]:
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """`inputs`: prompt and answer of each rollout without its last token; `starts`: the place in it from which on an
     answer's tokens are predicted; `before` and `after`: experts at these places, [T, layers, 2] each. Both policies
     stay in their folders, in float32.
     """
-    run_dir, step = Path(orders["run_dir"]), orders["step"]
+    run_dir, step = Path(spec["run_dir"]), spec["step"]
     given = read_config(run_dir / "config.yaml")
     config: Config = given.model_copy(update={"generation": given.generation.model_copy(update={"dtype": "float32"})})
     rows = StepLog(run_dir / "log").read(step)
     trainer = Trainer(config, model_folder(config.model), seed=config.seed)
     trainer.load(run_dir / "checkpoints" / f"step-{step - 1:06d}")
-    trainer.export(Path(orders["before"]))
+    trainer.export(Path(spec["before"]))
     trainer.train(step, rows)
-    trainer.export(Path(orders["after"]))
+    trainer.export(Path(spec["after"]))
     inputs = [[*row.prompt_token_ids.tolist(), *row.token_ids[:-1].tolist()] for row in rows]
     starts = [len(row.prompt_token_ids) - 1 for row in rows]
-    experts = {name: _experts(Path(orders[name]), inputs, starts) for name in ("before", "after")}
+    experts = {name: _experts(Path(spec[name]), inputs, starts) for name in ("before", "after")}
     return {"inputs": inputs, "starts": starts, **experts}
 
 

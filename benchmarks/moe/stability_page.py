@@ -1,6 +1,6 @@
 """docs/moe.md from the runs of the mixture-of-experts benchmark: tables, a plot, and all numbers as JSON beside it.
 
-What stands above the mark in the page is written by hand and stays.
+The text above the line GENERATED is written by hand and stays.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _changed(by: str, unit: str) -> Callable[[Run], float | None]:
     return lambda run: run["experts"].get(by, {}).get(unit)
 
 
-# What a row says, how it is read from a run (None: not measured in it), and how its numbers are shown.
+# Label of a row, its value in a run (None if not measured), and the format of its numbers.
 Row = tuple[str, Callable[[Run], float | None], str]
 _TRAINING: tuple[Row, ...] = (
     ("held-out accuracy, sampled, before", _accuracy(0), ".3f"),

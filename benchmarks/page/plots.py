@@ -1,7 +1,6 @@
 """The plots of the page: time a step against its floor, what the services wait for, accuracy over steps and time.
 
-No numbers are made here. Neighbour: page.py shows the files.
-"""
+No numbers are made here."""
 
 from __future__ import annotations
 

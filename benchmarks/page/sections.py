@@ -30,7 +30,7 @@ _ALONE = tuple(name for name in SETTINGS if name != SERVICE)
 
 
 def cases(results: Results, part: str) -> list[Record]:
-    """What a part has measured; nothing where it has not."""
+    """Return the cases of a part; none if it was not measured."""
     return list(results[part]["cases"]) if part in results else []
 
 
@@ -199,7 +199,7 @@ def _curve(case: Record, x: str) -> list[tuple[float, float]]:
 
 
 def reward(results: Results) -> str:
-    """What the sandbox costs, each figure beside what it is measured against."""
+    """Return the cost of the sandbox, each figure beside its baseline."""
     found = [_REWARD_ROWS[case["what"]](case) for case in cases(results, "reward")]
     return table(("", "sandbox", "beside", ""), found)
 

@@ -1,6 +1,6 @@
-"""docs/benchmarks.md from the results of the parts: what was measured on what and how, tables, plots.
+"""docs/benchmarks.md from the results of the parts: machine, method, tables, plots.
 
-What stands above the mark in the page is written by hand and stays.
+The text above the line GENERATED is written by hand and stays.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ ENCODINGS: Mapping[str, tuple[Callable[..., Any], Callable[..., None]]] = {
 _ROUNDS = 3
 
 
-def measure(orders: dict[str, Any]) -> dict[str, Any]:
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Changed share, bytes and seconds of both encodings for every version of a learning rate."""
     found = []
-    base = policy(orders["rate"], 0)
-    for version in range(1, orders["versions"] + 1):
-        newest = policy(orders["rate"], version)
+    base = policy(spec["rate"], 0)
+    for version in range(1, spec["versions"] + 1):
+        newest = policy(spec["rate"], version)
         found.append(_compare(newest, base))
         base = newest
     return {"versions": found}

@@ -31,12 +31,12 @@ _HOST = "127.0.0.1"
 _ROUNDS = 7
 
 
-def measure(orders: dict[str, Any]) -> dict[str, Any]:
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds of a whole policy on each way, and of the changes of every learning rate's last version by gRPC."""
     keep_freed_memory()  # as the learner does
     whole = policy(0, 0)
-    last = orders["versions"]
-    changes = {f"{rate:g}": WeightFrames(policy(rate, last), policy(rate, last - 1)) for rate in orders["rates"]}
+    last = spec["versions"]
+    changes = {f"{rate:g}": WeightFrames(policy(rate, last), policy(rate, last - 1)) for rate in spec["rates"]}
     grpc_s, changes_s = asyncio.run(_by_grpc(whole, changes))
     return {
         "bytes": whole.num_bytes,
@@ -117,10 +117,10 @@ class ReceiverProcess:
         self._process.join(10)
 
 
-def _receive_tcp(told: Connection) -> None:
+def _receive_tcp(address_pipe: Connection) -> None:
     buffer = bytearray(FRAME_BYTES)
     with socket.create_server((_HOST, 0)) as listening:
-        told.send(f"{_HOST}:{listening.getsockname()[1]}")
+        address_pipe.send(f"{_HOST}:{listening.getsockname()[1]}")
         while True:
             connection, _ = listening.accept()
             with connection:
@@ -136,12 +136,12 @@ class DiscardingServicer(generation_pb2_grpc.GenerationServicer):
         return PushResult()
 
 
-def _receive_grpc(told: Connection) -> None:
+def _receive_grpc(address_pipe: Connection) -> None:
     keep_freed_memory()  # as the generation service does
-    asyncio.run(_serve_grpc(told))
+    asyncio.run(_serve_grpc(address_pipe))
 
 
-async def _serve_grpc(told: Connection) -> None:
+async def _serve_grpc(address_pipe: Connection) -> None:
     server = GrpcServer(
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(DiscardingServicer(), server),
         ("gspo.Generation",),
@@ -150,7 +150,7 @@ async def _serve_grpc(told: Connection) -> None:
         token="",
     )
     await server.start()
-    told.send(server.address)
+    address_pipe.send(server.address)
     await asyncio.Event().wait()
 
 

@@ -29,21 +29,21 @@ _LEARN_STEPS, _LEARN_RATE = 24, 3e-4
 _MAX_GRAD_NORM = 1.0
 
 
-def make(orders: Mapping[str, Any]) -> dict[str, Any]:
+def make(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Write FOLDER/model and FOLDER/RATE-VERSION.safetensors for every learning rate and version."""
-    folder = Path(orders["folder"])
+    folder = Path(spec["folder"])
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(_shape())
     batches = _batches(_words())
     _learn(model, batches)
     _save_model(model, folder / "model")
     start = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    for rate in orders["rates"]:
+    for rate in spec["rates"]:
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.copy_(start[name])
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
-        for version in range(1, orders["versions"] + 1):
+        for version in range(1, spec["versions"] + 1):
             for _ in range(_MINI_BATCHES):
                 _step(model, optimizer, next(batches), torch.randn(_TEXTS))
             save_file(_policy(model), folder / f"{rate:g}-{version}.safetensors")

@@ -23,8 +23,8 @@ def model() -> Path:
     if not FOLDER.exists():
         half_made = FOLDER.with_suffix(".tmp")
         shutil.rmtree(half_made, ignore_errors=True)
-        orders = {"folder": str(half_made), "rates": RATES, "versions": VERSIONS}
-        run_child("push.version_trainer", orders, timeout_s=_MAKE_S)
+        spec = {"folder": str(half_made), "rates": RATES, "versions": VERSIONS}
+        run_child("push.version_trainer", spec, timeout_s=_MAKE_S)
         half_made.rename(FOLDER)
     return FOLDER / "model"
 

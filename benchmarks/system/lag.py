@@ -31,8 +31,8 @@ def cases(*, quick: bool, steps: int | None) -> Iterator[Measurement]:
     num_steps = 2 if quick else steps or 40
     for old_logprobs in OLD_LOGPROBS[:1] if quick else OLD_LOGPROBS:
         for max_lag in LAGS[1:2] if quick else LAGS:
-            orders = (max_lag, old_logprobs, num_steps)
-            yield Measurement(f"max_lag {max_lag}, old_logprobs {old_logprobs}, {num_steps} steps", _measure, orders)
+            spec = (max_lag, old_logprobs, num_steps)
+            yield Measurement(f"max_lag {max_lag}, old_logprobs {old_logprobs}, {num_steps} steps", _measure, spec)
 
 
 def _measure(max_lag: int, old_logprobs: str, num_steps: int) -> dict[str, Any]:

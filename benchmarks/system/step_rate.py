@@ -31,8 +31,8 @@ def cases(*, quick: bool, steps: int | None) -> Iterator[Measurement]:
     for lengths in LENGTHS:
         for dtype in DTYPES if lengths == "fixed" and not quick else DTYPES[:1]:
             for max_lag in LAGS[1:2] if quick else LAGS:
-                orders = (lengths, dtype, max_lag, num_steps, dropped)
-                yield Measurement(f"max_lag {max_lag}, {lengths}, {dtype}", _measure, orders)
+                spec = (lengths, dtype, max_lag, num_steps, dropped)
+                yield Measurement(f"max_lag {max_lag}, {lengths}, {dtype}", _measure, spec)
 
 
 def _measure(lengths: Lengths, dtype: Dtype, max_lag: int, num_steps: int, dropped: int) -> dict[str, Any]:

@@ -28,13 +28,13 @@ def cases(*, quick: bool) -> Iterator[Measurement]:
 
 
 def _measure(rounds: int) -> dict[str, Any]:
-    orders = {
+    spec = {
         "model": str(model_folder("long-tailed")),
         "prompts": prompts(_NUM_PROMPTS),
         "max_tokens": MAX_TOKENS["fixed"],
         "rounds": rounds,
     }
-    found = run_child("system.trl_trainer", orders, timeout_s=_TIMEOUT_S)
+    found = run_child("system.trl_trainer", spec, timeout_s=_TIMEOUT_S)
     seconds = middle([round_["seconds"] for round_ in found["rounds"][1:]])
     tokens = found["rounds"][0]["tokens"]
     return {"trl": version("trl"), "seconds": seconds, "tokens_per_s": tokens / seconds, "rounds": found["rounds"]}

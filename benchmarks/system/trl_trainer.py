@@ -30,15 +30,15 @@ class StepEndCallback(TrainerCallback):
         self.ends.append(time.monotonic())
 
 
-def measure(orders: dict[str, Any]) -> dict[str, Any]:
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds of every step of the whole shape, which is one generation and all its optimizer steps."""
-    clock, max_tokens = StepEndCallback(), orders["max_tokens"]
+    clock, max_tokens = StepEndCallback(), spec["max_tokens"]
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(orders["model"]),
+        model=AutoModelForCausalLM.from_pretrained(spec["model"]),
         reward_funcs=_reward,
-        args=_config(max_tokens, orders["rounds"]),
-        train_dataset=Dataset.from_dict({"prompt": orders["prompts"]}),
-        processing_class=AutoTokenizer.from_pretrained(orders["model"], padding_side="left"),
+        args=_config(max_tokens, spec["rounds"]),
+        train_dataset=Dataset.from_dict({"prompt": spec["prompts"]}),
+        processing_class=AutoTokenizer.from_pretrained(spec["model"], padding_side="left"),
         callbacks=[clock],
     )
     trainer.train()

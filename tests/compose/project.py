@@ -25,7 +25,7 @@ def report_progress(text: str) -> None:
 
 
 def until(what: str, ask: Callable[[], T | None], timeout_s: float) -> T:
-    """Ask until there is an answer; AssertionError says what did not come. A closed door is no answer yet."""
+    """Ask until there is an answer; AssertionError says what did not come. A refused connection counts as no answer."""
     deadline = time.monotonic() + timeout_s
     seen: object = None
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Which room may import what, and what may stand nowhere: read from the source of every module.
+"""Allowed imports of each package, and forbidden constructions, read from the source of every module.
 
 What it is not: a check of behaviour. Each rule is shown to fail on a small source that breaks it.
 """
@@ -57,7 +57,7 @@ def imports(path: str, source: str) -> set[str]:
 
 
 def broken_rules(path: str, source: str) -> list[str]:
-    """What a module at `path` does that the house does not allow."""
+    """Return the rules that the module at `path` breaks."""
     imported = imports(path, source)
     return [
         *_foreign_services(path, imported),

@@ -1,4 +1,4 @@
-"""The documents against the code: what they name exists, and what is made from the code is fresh.
+"""The documents against the code: named files, keys and tests exist, and generated pages are fresh.
 
 What it is not: a judge of the prose.
 """
@@ -44,7 +44,7 @@ def quoted(document: Path) -> set[str]:
 
 
 def quoted_in_columns_of_others(document: Path) -> set[str]:
-    """What stands between backticks behind the first column of a table: names of other projects."""
+    """Texts between backticks behind the first column of a table: names of other projects."""
     rows = [line.partition(" | ")[2] for line in document.read_text().splitlines() if line.startswith("| ")]
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)} - {key.name for key in explain()}
 
