@@ -90,7 +90,7 @@ def config(
     key: Annotated[str, typer.Argument(help="A key or a section; by default all keys.", show_default=False)] = "",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
-    """Explain the keys of a configuration: type, default, bounds, meaning, and whether a resume may change them.
+    """Explain the keys of a configuration: type, default, bounds, meaning, changes on resume.
 
     Example: [bold]gspo config algorithm[/]
 

@@ -169,7 +169,7 @@ def test_the_report_says_which_lengths_were_lost_to_age(path: Path) -> None:
 
 
 def test_a_report_without_losses_to_age_has_no_table_of_them(ended: Path) -> None:
-    assert "What age has cost" not in report(ended)[1]
+    assert "Answers dropped as too old" not in report(ended)[1]
 
 
 def page(run_dir: Path) -> str:
@@ -219,7 +219,7 @@ def test_the_page_shows_the_headline_and_stands_alone(ended: Path) -> None:
     # sqrt(0.03^2 + 0.03^2) = 0.0424
     assert "policy version 0 to 20: +0.500 ± 0.042" in text
     assert "the five endings add up to it" in text
-    assert "To know when reading this" not in text
+    assert "Notes on these numbers" not in text
     drawn = {plot.name for plot in PLOTS} - {"turns", "tools", "ends"}  # those are of conversations
     assert text.count("data:image/png;base64,") == len(drawn)
     assert {file.stem for file in (ended / "plots").iterdir()} == drawn
