@@ -93,7 +93,17 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
-def test_a_replay_leaves_out_what_the_log_says_was_left_out(config: Config, scored) -> None:
+def test_the_weights_it_hands_on_are_those_on_record(config: Config, scored) -> None:
+    with RunDir(config.run_dir) as run:
+        new = recovered(config, run)
+        assert [(version.version, version.digest) for version in run.versions()] == [(0, new.weights.digest)]
+        train_run(config, run, scored, steps=2, checkpoints=(2,))
+        resumed = recovered(config, run)
+        assert (resumed.weights.version, list(resumed.trainer.skipped)) == (2, []), "a step was replayed"
+        assert resumed.weights.digest == run.version(2).digest == weights_from(2, resumed.trainer.policy()).digest
+
+
+def test_a_replay_skips_the_updates_that_the_log_records_as_not_applied(config: Config, scored) -> None:
     with RunDir(config.run_dir) as run:
         for step in (1, 2):
             run.write_step(step, [replace(row_from_scored(scored(step)), step=step)])
@@ -261,6 +271,9 @@ def test_a_version_that_is_not_finite_is_refused_wherever_one_is_made(config: Co
     with pytest.raises(NotFiniteError, match=r"version 7 is not published: 1 of \d+ of its tensors .* and resume"):
         weights_from(7, NonFiniteTrainer(config, config.run_dir.parent / "model", config.run_dir).policy())
     with RunDir(config.run_dir) as run:
+        with pytest.raises(InputError, match="version 0 is not published") as refused:
+            recovered(config, run, NonFiniteTrainer)
+        assert (refused.value.where, refused.value.fix) == ("model.path", "Give another model")
         run.write_step(1, [replace(row_from_scored(scored(1)), step=1)])
         with pytest.raises(InputError, match="replaying it ends as it did before: version 1 is not published"):
             recovered(config, run, NonFiniteTrainer)
