@@ -57,6 +57,7 @@ class WorkerLink(asyncio.Protocol):
         self._buffer = bytearray()
         self._id, self._last_id = "", ""
         self._reply: asyncio.Future[Reply] | None = None
+        self._inspections: asyncio.Task[None] | None = None
         self._tail, self._num_printed = b"", 0
 
     @classmethod
@@ -94,27 +95,30 @@ class WorkerLink(asyncio.Protocol):
         self._reply = reply
         self._tail, self._num_printed = b"", 0
         self._transport.write(data)
-        inspection: asyncio.Task[None] | None = None
-        deadline, next_inspection = loop.time() + timeout_s, loop.time() + FIRST_INSPECTION_S
+        # A quick call costs two timers; only a slow one gets a task that inspects it.
+        too_long = f"took longer than {timeout_s:g} s and was killed"
+        deadline = loop.call_later(timeout_s, self.fail, "timeout", too_long)
+        first_inspection = loop.call_later(FIRST_INSPECTION_S, self._start_inspections, inspect)
         try:
-            while not reply.done():
-                await asyncio.wait({reply}, timeout=min(next_inspection, deadline) - loop.time())
-                if reply.done():
-                    break
-                if loop.time() >= deadline:
-                    self.fail("timeout", f"took longer than {timeout_s:g} s and was killed")
-                elif loop.time() >= next_inspection:
-                    next_inspection = loop.time() + INSPECTION_S
-                    if inspection is None or inspection.done():  # else the supervisor is busy
-                        inspection = asyncio.create_task(inspect(), name=f"inspect worker {self.number}")
-            return reply.result()
+            return await reply
         except BaseException:  # its reply could still come, and would be taken for the next one's
             self.tainted = True
             raise
         finally:
             self._reply = None
-            if inspection:
-                inspection.cancel()
+            deadline.cancel()
+            first_inspection.cancel()
+            if self._inspections:
+                self._inspections.cancel()
+                self._inspections = None
+
+    def _start_inspections(self, inspect: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def inspections() -> None:
+            while True:
+                await inspect()
+                await asyncio.sleep(INSPECTION_S)
+
+        self._inspections = asyncio.create_task(inspections(), name=f"inspect worker {self.number}")
 
     @property
     def alive(self) -> bool:
