@@ -9,6 +9,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ WITHOUT_TORCH = (
     "services/gspo/runlog",
     "services/gspo/cli",
 )
+# The sandbox knows none of the others, the HTTP API may use all.
+REWARD_LAYERS = ("sandbox", "registry", "functions", "submissions", "scoring", "http_api")
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 
@@ -148,6 +151,27 @@ def test_every_service_is_checked() -> None:
     assert services == {"cli", *SHARED, *SERVICES}
 
 
+def upward_imports(path: str, source: str) -> list[str]:
+    """Imports of a package of the reward service from one that is above it in REWARD_LAYERS."""
+    package = path.split("/")[3]
+    names = {name.split(".")[2] for name in imports(path, source) if name.startswith("gspo.reward.")}
+    above = REWARD_LAYERS[REWARD_LAYERS.index(package) + 1 :] if package in REWARD_LAYERS else ()
+    return sorted(names & set(above))
+
+
+def test_the_packages_of_the_reward_service_import_downward() -> None:
+    paths = [path for path in modules() if path.startswith("services/gspo/reward/")]
+    assert {path: names for path in paths if (names := upward_imports(path, (ROOT / path).read_text()))} == {}
+    broken = "from gspo.reward.submissions.admission import Admission"
+    assert upward_imports("services/gspo/reward/functions/library.py", broken) == ["submissions"]
+
+
+def test_no_module_beside_the_sandbox_shadows_a_library() -> None:
+    # launch.py puts the folder on sys.path for the import of `inside`.
+    stems = {path.stem for path in (SOURCES / "gspo/reward/sandbox").glob("*.py")} - {"__init__", "__main__"}
+    assert stems.isdisjoint({*sys.stdlib_module_names, *packages_distributions()})
+
+
 def test_exactly_one_file_imports_deepspeed() -> None:
     having = [p for p in modules() if any(_top(name) == "deepspeed" for name in imports(p, (ROOT / p).read_text()))]
     assert having == [DEEPSPEED_FILE]
@@ -217,7 +241,7 @@ def test_a_rule_fails_when_it_is_broken(path: str, source: str, said: str) -> No
         ("services/gspo/learner/loop.py", "from gspo_core.loss import policy_loss\nfrom gspo.common import metrics"),
         ("services/gspo/learner/storage/step_log.py", "from gspo.runlog.step_files import step_files"),
         ("services/gspo/coordinator/http_api.py", "from fastapi import FastAPI"),
-        ("services/gspo/reward/http_api/application.py", "from fastapi import FastAPI"),
+        ("services/gspo/reward/http_api/routes.py", "from fastapi import FastAPI"),
         (TORCH_PROGRAM, "import torch\nfrom transformers import AutoTokenizer"),
         ("services/gspo/common/streams/events.py", "redis.xadd(self._keys.events, fields, maxlen=10)"),
         ("services/gspo/common/streams/inbox.py", '"""Never with MAXLEN."""'),
