@@ -1,0 +1,1 @@
+"""The reward service: scores rollouts by user functions in sandboxes."""

@@ -1,0 +1,1 @@
+"""The functions that score: their sources, arguments and callees."""

@@ -1,5 +1,1 @@
-"""The faces of the reward service: REST for people and scripts, gRPC for programs that want scores.
-
-They decide nothing: scorer.py scores as it does for the streams, registry.py keeps, admission.py refuses. Here alone
-is FastAPI.
-"""
+"""The HTTP API of the reward service: functions, their versions and trials. Only this package imports FastAPI."""

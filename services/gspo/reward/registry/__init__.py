@@ -1,0 +1,1 @@
+"""Registered functions: names, versions, usage; in Redis, with a copy on disk."""

@@ -1,0 +1,1 @@
+"""Sandboxes for user code. Of this folder only `inside` is visible to that code."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gspo.reward.sandbox import inside
 
@@ -92,20 +92,15 @@ async def start_supervisor(
         # Its user is known only once the supervisor has tried to become one; the folders in it are 0700.
         scratch.chmod(0o1777)
     places = [*python_places(), *reads]
-    shared_user = not wrapped and uid == 0
     num_slots = num_workers + _MORE_SLOTS if wrapped else 0
     task = {
         "scratch": str(scratch or _SCRATCH_INSIDE),
-        "reads": [str(path) for path in (*map(Path, _SYSTEM + _ETC + _FACTS), *places)],
-        "devices": _DEVICES,
         "uid": uid,
         "user_namespace": wrapped and bool(uid),
-        "num_files": NUM_FILES,
-        "num_tasks": _TASKS_OF_SHARED_USER if shared_user else _TASKS_OF_OWN_USER,
-        "file_bytes": FILE_BYTES,
+        "num_tasks": _TASKS_OF_OWN_USER if wrapped or uid else _TASKS_OF_SHARED_USER,
         "packages": list(packages),
         "num_slots": num_slots,
-        "filter": bool(level.filter),
+        **_resources(level, places),
     }
     program = _PROGRAM.format(folder=str(_INSIDE.parent), paths=_site_folders())
     python = [sys.executable, "-I", "-X", "utf8", "-c", program]
@@ -127,6 +122,17 @@ async def start_supervisor(
     if level.filter:
         here.send(level.filter)
     return SupervisorProcess(process, here, scratch)
+
+
+def _resources(level: ConfinementLevel, places: Sequence[Path]) -> dict[str, Any]:
+    """The part of a supervisor's task about the files and limits of its workers."""
+    return {
+        "reads": [str(path) for path in (*map(Path, _SYSTEM + _ETC + _FACTS), *places)],
+        "devices": _DEVICES,
+        "num_files": NUM_FILES,
+        "file_bytes": FILE_BYTES,
+        "filter": bool(level.filter),
+    }
 
 
 def environment() -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""Scores of rollouts, from the streams and on request."""

@@ -1,0 +1,1 @@
+"""Submitted functions before they are registered: callers, checks, trials."""
