@@ -96,7 +96,7 @@ def asking(name: str, text: str, columns: dict[str, Any]) -> Rollout:
     return rollout
 
 
-async def test_each_built_in_gives_what_it_says() -> None:
+async def test_each_built_in_gives_its_documented_value() -> None:
     async with open_scorer(config_of(FUNCTIONS, timeout_s=3.0), name="reward-0") as scorer:
         for name, text, columns, expected in CASES:
             (score,) = await scorer.score([asking(name, text, columns)])

@@ -88,7 +88,7 @@ def test_a_file_that_hangs_at_its_import_is_ended_soon(tmp_path: Path, monkeypat
         ("def compute_score(solution_str, ground_truth): raise KeyError('x')", "raised KeyError: 'x'"),
     ],
 )
-def test_what_a_made_up_answer_may_cause_is_a_warning(
+def test_a_failure_that_a_made_up_answer_may_cause_is_a_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], source: str, why: str
 ) -> None:
     check(run_with(tmp_path, source))

@@ -100,7 +100,7 @@ def test_values_without_end_are_not_read(value: Any) -> None:
         read_reply(sent[:HEAD_BYTES], sent[HEAD_BYTES:])
 
 
-def test_what_a_reply_does_not_name_makes_no_objects() -> None:
+def test_unknown_fields_of_a_reply_make_no_objects() -> None:
     members = {
         "id": "a",
         "more": [[]] * 2**20,

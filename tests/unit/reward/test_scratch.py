@@ -36,7 +36,7 @@ def test_a_deep_folder_is_taken_for_full_and_removed(tmp_path: Path) -> None:
     assert not top.exists()
 
 
-def test_what_is_closed_or_a_link_is_removed_and_nothing_outside(tmp_path: Path) -> None:
+def test_closed_folders_and_links_are_removed_and_nothing_outside(tmp_path: Path) -> None:
     outside, top = tmp_path / "outside", tmp_path / "scratch"
     outside.mkdir()
     (outside / "file").touch()

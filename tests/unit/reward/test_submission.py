@@ -77,7 +77,7 @@ def test_every_forbidden_import_is_named_at_once() -> None:
     assert [problem.line for problem in refused.value.problems] == [1, 3]
 
 
-def test_what_is_allowed_is_read() -> None:
+def test_allowed_imports_pass_and_definitions_have_their_place() -> None:
     outline = outline_of("import json, math_verify\nfrom numpy.linalg import norm\n\ndef reward(completions): ...")
     check_imports(outline, ALLOWED)
     assert outline.place_of(("reward",)) == outline.place_of(("other",)) == (4, 1)

@@ -62,7 +62,7 @@ def test_nothing_else_does(returned: Any, reason: str) -> None:
         {"parts": {"a": {}}},
     ],
 )
-def test_what_no_harness_would_send_is_a_failure_too(raw: Any) -> None:
+def test_a_forged_value_is_a_failure(raw: Any) -> None:
     value = read_value(raw, "trl")
     assert isinstance(value, Failure)
     assert value.kind == "invalid_return"

@@ -90,7 +90,7 @@ async def submit(client: httpx.AsyncClient, name: str, source: str, **more: Any)
     return await client.post("", json={"name": name, "source": source, **more})
 
 
-async def test_a_hostile_function_costs_nobody_else_a_score(redis: Redis, tmp_path: Path) -> None:
+async def test_a_hostile_function_costs_no_other_rollout_its_score(redis: Redis, tmp_path: Path) -> None:
     async with open_rest_client(tmp_path, redis, workers=2) as (client, scorer, _):
         for name, source in (("forger", FORGER), ("exact", SOURCE)):
             assert (await submit(client, name, source)).status_code == 201

@@ -92,7 +92,7 @@ async def test_two_redis_that_share_a_folder_agree(redis: Redis, redis_url: str,
         await other.aclose()
 
 
-async def test_what_does_not_fit_is_refused(redis: Redis, tmp_path: Path) -> None:
+async def test_an_unknown_name_version_or_kind_is_refused(redis: Redis, tmp_path: Path) -> None:
     registry = Registry(redis, tmp_path, replica="test")
     with pytest.raises(NotRegisteredError, match="Nothing is registered yet"):
         await registry.resolve("exact")
@@ -229,7 +229,7 @@ async def test_a_submission_beyond_a_quota_is_refused_until_space_is_free(redis:
         assert (await submit("b", 1)).status_code == 201
 
 
-async def test_an_unreadable_entry_costs_nobody_the_others(redis: Redis, tmp_path: Path) -> None:
+async def test_an_unreadable_entry_leaves_the_others_usable(redis: Redis, tmp_path: Path) -> None:
     async with open_rest_client(tmp_path, redis) as (client, scorer, registry):
         good = (await client.post("", json={"name": "good", "source": SOURCE})).json()["version"]
         bad = (await client.post("", json={"name": "bad", "source": NEWER})).json()["version"]

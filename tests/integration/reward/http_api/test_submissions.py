@@ -118,7 +118,7 @@ REFUSED: list[tuple[dict[str, Any], int, str | None, Any, str]] = [
 ]
 
 
-async def test_what_is_refused_and_where(redis: Redis, tmp_path: Path) -> None:
+async def test_a_refusal_names_rule_line_and_column(redis: Redis, tmp_path: Path) -> None:
     async with open_rest_client(tmp_path, redis) as (client, _, registry):
         for change, status, rule, place, message in REFUSED:
             body = json.dumps({"name": "exact", "source": SOURCE, **change})

@@ -83,7 +83,7 @@ def test_a_call_of_another_function_is_answered_at_once_all_the_while(contained:
     assert max(contained["benign_s"]) < 0.5
 
 
-def test_a_level_is_made_of_what_its_name_says(contained: dict[str, Any], request: pytest.FixtureRequest) -> None:
+def test_a_level_has_the_parts_of_its_name(contained: dict[str, Any], request: pytest.FixtureRequest) -> None:
     parts = set(contained["parts"])
     assert {"seccomp", "rlimits"} < parts
     assert any(part.startswith("Landlock") for part in parts)

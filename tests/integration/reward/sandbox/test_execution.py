@@ -78,7 +78,7 @@ def reward(completions):
 """
 
 
-async def test_what_one_session_leaves_behind_no_other_sees(level: Any) -> None:
+async def test_no_session_sees_the_leftovers_of_another(level: Any) -> None:
     async with sandbox_of(STATEFUL, level) as sandbox:
         sessions = ("a", "a", "b", "a", None, None, "b")
         values = [(await ask(sandbox, "x", session=session)).values[0] for session in sessions]
@@ -212,7 +212,7 @@ async def test_one_full_scratch_leaves_the_others_theirs(level: Any) -> None:
         assert (await ask(sandbox, "x", session="other")).values == [1.0]
 
 
-async def test_what_many_quick_calls_leave_on_disk_is_found_while_they_go_on(level: Any) -> None:
+async def test_files_of_many_quick_calls_are_measured_between_them(level: Any) -> None:
     text = (
         "import os\n"
         "def reward(completions):\n"
@@ -354,7 +354,7 @@ async def test_processor_time_is_limited_over_all_threads(level: Any) -> None:
         assert (await ask(sandbox, "x")).values == [1.0]
 
 
-async def test_what_is_printed_comes_with_the_answer_and_with_the_failure(level: Any) -> None:
+async def test_printed_output_comes_with_the_answer_and_with_the_failure(level: Any) -> None:
     text = (
         "import sys\ndef reward(completions):\n    print('seen', completions[0])\n    print('err', file=sys.stderr)\n"
         "    return [1 / float(completions[0])]\n"
@@ -403,7 +403,7 @@ async def test_an_environment_is_two_functions_of_json(level: Any) -> None:
             pass
 
 
-async def test_what_an_environment_returns_is_checked(level: Any) -> None:
+async def test_values_of_an_environment_are_checked(level: Any) -> None:
     text = (
         "turns = {'ok': ({'n': 1}, [{'role': 'user', 'content': 'go'}], 1, False), 'three': (1, 2, 3),\n"
         "         'reward': (0, 'x', True, False), 'done': (0, 'x', 1.0, 1), 'observation': (0, 5, 1.0, True)}\n"
@@ -431,7 +431,7 @@ async def test_a_cancelled_call_leaves_nothing_running(level: Any) -> None:
         assert (await ask(sandbox, "0")).values == [5.0]
 
 
-async def test_calls_side_by_side_get_their_own_answers_whatever_the_others_do(level: Any) -> None:
+async def test_concurrent_calls_get_their_own_answers(level: Any) -> None:
     text = (
         "import os, threading, time\ndef reward(completions):\n    (c,) = completions\n"
         "    if c == 'crash': os._exit(1)\n    if c == 'timeout': time.sleep(60)\n    if c == 'exception': 1 / 0\n"
@@ -472,7 +472,7 @@ async def test_no_supervisor_is_left_when_a_sandbox_is_closed(level: Any) -> Non
     assert scratch is None or not scratch.exists()
 
 
-async def test_less_than_the_minimum_is_refused_with_what_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_level_below_the_minimum_is_refused_with_the_missing_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(levels.shutil, "which", lambda name: None)
     with pytest.raises(InputError, match=r"is bubblewrap, and .* reaches landlock: .*apt-get install bubblewrap"):
         await find_level("bubblewrap")
