@@ -1,4 +1,4 @@
-"""Dead letters on a real Redis: what is buried and counted, and that a retry sends an entry back once or not at all."""
+"""Dead letters on a real Redis: unreadable entries are counted, and a retry sends an entry back once or not at all."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ async def test_unreadable_entries_become_counted_dead_letters_and_the_rest_is_de
     await redis.xadd(keys.stream(stream), {b"another field": b"x"})
     (delivery,) = await inbox(redis, keys, stream).take(10, block_s=1)
     assert delivery.message == GOOD[stream]
-    found = [one.letter for one in await letters(redis, keys)]
-    assert [letter.stream for letter in found] == [stream] * 4
-    assert found[0].payload == b"\xff\x00 random"
-    assert "schema 9" in found[2].reason
-    assert {letter.by for letter in found} == {"worker"}
+    unreadable = [item.letter for item in await letters(redis, keys)]
+    assert [letter.stream for letter in unreadable] == [stream] * 4
+    assert unreadable[0].payload == b"\xff\x00 random"
+    assert "schema 9" in unreadable[2].reason
+    assert {letter.by for letter in unreadable} == {"worker"}
     assert counted(stream) == before + 4
-    assert await redis.xlen(keys.stream(stream)) == 1  # the good one, which is held
+    assert await redis.xlen(keys.stream(stream)) == 1  # the good one, which stays leased
 
 
 @function_loop
@@ -73,8 +73,8 @@ async def test_unreadable_entries_become_dead_letters_when_they_are_reclaimed(re
     await redis.xreadgroup("generation", "dead", {keys.prompts: ">"})
     await asyncio.sleep(0.1)
     assert await inbox(redis, keys, "prompts", lease_s=0.05).reclaim(10) == []
-    (found,) = await letters(redis, keys)
-    assert (found.letter.attempts, found.letter.HasField("group")) == (2, False)
+    (item,) = await letters(redis, keys)
+    assert (item.letter.attempts, item.letter.HasField("group")) == (2, False)
 
 
 @function_loop
@@ -86,19 +86,19 @@ async def test_events_that_cannot_be_read_are_passed_over(redis: Redis, keys: Ke
         assert (await events.wait_for_finished(FROM_START)).reason == "done"
 
 
-async def buried(redis: Redis, keys: Keys) -> Any:
+async def given_up(redis: Redis, keys: Keys) -> Any:
     """The letter of a task that was handed out and given up."""
     await append(redis, keys.prompts, [TASK.SerializeToString()])
     worker = inbox(redis, keys, "prompts")
     (delivery,) = await worker.take(1, block_s=1)
     assert await worker.dead_letter(delivery, "the engine refuses it", [(keys.scored, b"failure")])
-    (found,) = await letters(redis, keys)
-    return found
+    (item,) = await letters(redis, keys)
+    return item
 
 
 @function_loop
 async def test_a_letter_names_what_was_given_up(redis: Redis, keys: Keys) -> None:
-    letter = (await buried(redis, keys)).letter
+    letter = (await given_up(redis, keys)).letter
     assert (letter.group, letter.stream, letter.attempts) == (7, "prompts", 1)
     assert (letter.reason, letter.by) == ("the engine refuses it", "worker")
     assert await redis.xlen(keys.prompts) == 0
@@ -107,10 +107,10 @@ async def test_a_letter_names_what_was_given_up(redis: Redis, keys: Keys) -> Non
 
 @function_loop
 async def test_a_retry_sends_an_entry_once_however_many_ask(redis: Redis, keys: Keys) -> None:
-    found = await buried(redis, keys)
+    item = await given_up(redis, keys)
     await redis.hset(keys.open, "7", "{}")
-    told = await asyncio.gather(*(retry(redis, keys, found) for _ in range(20)))
-    assert sorted(told) == ["gone"] * 19 + ["sent"]
+    replies = await asyncio.gather(*(retry(redis, keys, item) for _ in range(20)))
+    assert sorted(replies) == ["gone"] * 19 + ["sent"]
     (delivery,) = await inbox(redis, keys, "prompts").take(10, block_s=1)
     assert delivery.message == TASK
     assert await letters(redis, keys) == []
@@ -118,11 +118,11 @@ async def test_a_retry_sends_an_entry_once_however_many_ask(redis: Redis, keys: 
 
 @function_loop
 async def test_the_entry_of_a_settled_group_is_not_sent(redis: Redis, keys: Keys) -> None:
-    found = await buried(redis, keys)
-    assert await retry(redis, keys, found) == "settled"
+    item = await given_up(redis, keys)
+    assert await retry(redis, keys, item) == "settled"
     assert await redis.xlen(keys.prompts) == 0
-    assert await letters(redis, keys) == [found]
-    assert await drop(redis, keys, [found.entry, "1-1"]) == 1
+    assert await letters(redis, keys) == [item]
+    assert await drop(redis, keys, [item.entry, "1-1"]) == 1
 
 
 def test_the_commands_list_retry_and_drop(redis_url: str, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_the_commands_list_retry_and_drop(redis_url: str, tmp_path: Path) -> Non
         redis = Redis.from_url(redis_url, protocol=2)
         await redis.flushall()
         await create_consumer_groups(redis, keys)
-        await buried(redis, keys)
+        await given_up(redis, keys)
         await append(redis, keys.rollouts, [b"\xff"])
         await inbox(redis, keys, "rollouts").take(1, block_s=1)
         await redis.aclose()
@@ -160,7 +160,7 @@ def test_the_commands_list_retry_and_drop(redis_url: str, tmp_path: Path) -> Non
         assert redis.xlen(keys.prompts) == 1
     assert call("drop", "--all").output.strip() == "1 removed"
     assert call("list").output.strip() == "nothing was given up"
-    for words, said in (((), "name letters"), (("5-5",), "there is no letter 5-5"), (("5-5", "--all"), "not both")):
+    for words, message in (((), "name letters"), (("5-5",), "there is no letter 5-5"), (("5-5", "--all"), "not both")):
         error = call("drop", *words).exception
         assert isinstance(error, InputError)
-        assert said in str(error)
+        assert message in str(error)

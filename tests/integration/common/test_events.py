@@ -1,4 +1,4 @@
-"""Events on a real Redis: the end of the run is seen once, and that of an earlier life is not."""
+"""Events on a real Redis: the end of the run is seen once, and that of an earlier session is not."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ async def test_an_unreadable_event_is_one_dead_letter_for_all_readers(redis: Red
     waiting = [asyncio.create_task(events.wait_for_finished(position)) for events in (first, second)]
     payload = Event(schema=2, finished=Finished(reason="of a later version")).SerializeToString()
     await redis.xadd(keys.events, {"d": payload})
-    # Longer than a look of whoever follows: nobody begins anew because the newest event is gone.
+    # Longer than one read: no reader begins anew because the newest event is gone.
     done, _ = await asyncio.wait(waiting, timeout=1.5)
     assert not done
-    (found,) = await letters(redis, keys)
-    assert (found.letter.stream, found.letter.payload) == ("events", payload)
-    assert found.letter.reason == "schema 2, and this version reads 1"
+    (item,) = await letters(redis, keys)
+    assert (item.letter.stream, item.letter.payload) == ("events", payload)
+    assert item.letter.reason == "schema 2, and this version reads 1"
     await first.send(Event(finished=Finished(reason="the second life")))
     assert {(await asyncio.wait_for(task, 5)).reason for task in waiting} == {"the second life"}

@@ -24,9 +24,12 @@ async def test_two_processes_of_one_name_and_process_id_are_two_members(redis: R
     await asyncio.sleep(0.01)
     await registration(redis, keys, second).beat()
     await registration(redis, keys, Instance("reward", "reward-0")).beat()
-    found = await list_instances(redis, keys, "generation")
-    assert [(instance.uid, instance.grpc) for instance in found] == [(second.uid, "host-1:1"), (first.uid, "host-0:1")]
-    assert found[0].facts == {"version": 3}
+    instances = await list_instances(redis, keys, "generation")
+    assert [(instance.uid, instance.grpc) for instance in instances] == [
+        (second.uid, "host-1:1"),
+        (first.uid, "host-0:1"),
+    ]
+    assert instances[0].facts == {"version": 3}
     assert len(await list_instances(redis, keys)) == 3
     assert (await wait_for_instance(redis, keys, "generation", 1)).uid == second.uid
 
@@ -38,8 +41,8 @@ async def test_one_that_is_starting_is_seen_and_not_called(redis: Redis, keys: K
     with pytest.raises(TimeoutError):
         await wait_for_instance(redis, keys, "generation", 0.1)
     await starting.open("host:1", lambda: {"version": 4})
-    found = await wait_for_instance(redis, keys, "generation", 1)
-    assert (found.grpc, found.facts) == ("host:1", {"version": 4})
+    running = await wait_for_instance(redis, keys, "generation", 1)
+    assert (running.grpc, running.facts) == ("host:1", {"version": 4})
 
 
 async def test_a_member_without_a_heartbeat_is_forgotten_and_comes_back_with_the_next(redis: Redis, keys: Keys) -> None:
@@ -50,7 +53,7 @@ async def test_a_member_without_a_heartbeat_is_forgotten_and_comes_back_with_the
     assert await list_instances(redis, keys) == []
     assert await redis.scard(keys.instances) == 0
     await alive.beat()
-    assert [found.uid for found in await list_instances(redis, keys, "reward")] == [instance.uid]
+    assert [item.uid for item in await list_instances(redis, keys, "reward")] == [instance.uid]
 
 
 async def test_a_member_that_ends_leaves(redis: Redis, keys: Keys) -> None:

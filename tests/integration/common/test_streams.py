@@ -144,8 +144,8 @@ async def test_a_partial_save_does_not_count_as_finished(redis: Redis, keys: Key
 
 async def test_a_restarted_consumer_finds_its_leased_entries(redis: Redis, keys: Keys) -> None:
     _, delivery = await take_one(redis, keys, "learner")
-    (found,) = await inbox(redis, keys, "learner").take_own_pending(10)
-    assert (found.entry, found.payload, found.attempt) == (delivery.entry, TASK, 2)
+    (received,) = await inbox(redis, keys, "learner").take_own_pending(10)
+    assert (received.entry, received.payload, received.attempt) == (delivery.entry, TASK, 2)
 
 
 async def test_a_wiped_redis_gives_nothing_and_no_error(redis: Redis, keys: Keys) -> None:
@@ -160,7 +160,7 @@ async def test_a_wiped_redis_gives_nothing_and_no_error(redis: Redis, keys: Keys
     assert await worker.num_untaken() == 0
     assert await worker.take(1, block_s=0.01) == []
     await append(redis, keys.prompts, [TASK])
-    assert [found.payload for found in await worker.take(1, block_s=1)] == [TASK]
+    assert [received.payload for received in await worker.take(1, block_s=1)] == [TASK]
 
 
 async def test_a_save_stands_until_the_output_is_written(redis: Redis, keys: Keys) -> None:
@@ -174,7 +174,7 @@ async def test_a_save_stands_until_the_output_is_written(redis: Redis, keys: Key
     assert await worker.load([]) == []
 
 
-async def test_a_worker_that_lost_its_lease_cannot_save_or_give_back(redis: Redis, keys: Keys) -> None:
+async def test_a_worker_that_lost_its_lease_cannot_save_or_requeue(redis: Redis, keys: Keys) -> None:
     sleeper, delivery = await take_one(redis, keys, "a")
     await asyncio.sleep(2 * LEASE_S)
     other = inbox(redis, keys, "b")
@@ -186,25 +186,25 @@ async def test_a_worker_that_lost_its_lease_cannot_save_or_give_back(redis: Redi
     assert await redis.xlen(keys.prompts) == 1
 
 
-async def test_what_is_given_back_goes_to_the_end_for_any_worker(redis: Redis, keys: Keys) -> None:
+async def test_a_requeued_entry_goes_to_the_end_for_any_worker(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
     await append(redis, keys.prompts, [task(1)])
     assert await worker.num_untaken() == 1
     assert await worker.requeue(delivery)
     assert await worker.num_untaken() == 2
-    found = await inbox(redis, keys, "b").take(2, block_s=1)
-    assert [(taken.payload, taken.attempt) for taken in found] == [(task(1), 1), (TASK, 1)]
+    received = await inbox(redis, keys, "b").take(2, block_s=1)
+    assert [(taken.payload, taken.attempt) for taken in received] == [(task(1), 1), (TASK, 1)]
 
 
-async def test_what_is_given_back_may_go_to_another_stream(redis: Redis, keys: Keys) -> None:
+async def test_a_requeued_entry_may_go_to_another_stream(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
     assert await worker.requeue(delivery, stream=keys.paused_prompts)
     assert await redis.xlen(keys.prompts) == 0
     paused = Inbox(redis, keys, keys.paused_prompts, consumer="b", lease_s=LEASE_S)
-    assert [found.payload for found in await paused.take(2, block_s=1)] == [TASK]
+    assert [received.payload for received in await paused.take(2, block_s=1)] == [TASK]
 
 
-async def test_what_is_given_back_after_its_group_has_ended_is_gone(redis: Redis, keys: Keys) -> None:
+async def test_an_entry_requeued_after_its_group_has_ended_is_gone(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
     await redis.hset(keys.open, "8", "{}")
     assert await worker.requeue(delivery, group=7)

@@ -1,7 +1,7 @@
 """Leases against a model, on a real Redis: any order of delivery, redelivery, crash, restart and wipe.
 
-The end of a lease is made by setting an entry's idle time, so nothing depends on a clock. Stale hands are kept: what a
-worker that lost its lease tries to write is part of every example.
+The end of a lease is made by setting an entry's idle time, so nothing depends on a clock. Stale hands are kept: every
+example has writes of workers that lost their lease.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ NUM_ROLLOUTS = 2
 class Model:
     """What Redis must hold: entry -> (owner, attempt, whether its lease ended), and what was written."""
 
-    held: dict[bytes, tuple[str, int, bool]] = field(default_factory=dict)
+    leased: dict[bytes, tuple[str, int, bool]] = field(default_factory=dict)
     waiting: list[bytes] = field(default_factory=list)
     written: Counter[bytes] = field(default_factory=Counter)
-    marks: set[str] = field(default_factory=set)
+    done_keys: set[str] = field(default_factory=set)
 
     def owns(self, worker: str, delivery: Delivery) -> bool:
         """Whether a worker may write for a delivery."""
-        return self.held.get(delivery.entry, ("", 0, False))[:2] == (worker, delivery.attempt)
+        return self.leased.get(delivery.entry, ("", 0, False))[:2] == (worker, delivery.attempt)
 
 
 class Leases(RuleBasedStateMachine):
@@ -71,38 +71,38 @@ class Leases(RuleBasedStateMachine):
             task = GroupTask(schema=1, group=self.num_added, num_rollouts=NUM_ROLLOUTS, prompt=Prompt(token_ids=[1]))
             self._do(append(self.redis, self.keys.prompts, [task.SerializeToString()]))
         entries = [entry for entry, _ in self._do(self.redis.xrange(self.keys.prompts))]
-        self.model.waiting = [entry for entry in entries if entry not in self.model.held]
+        self.model.waiting = [entry for entry in entries if entry not in self.model.leased]
 
     @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 3))
     def take(self, worker: str, count: int) -> None:
         taken = self._do(self.inboxes[worker].take(count, 0))
-        assert [one.entry for one in taken] == self.model.waiting[:count]
+        assert [item.entry for item in taken] == self.model.waiting[:count]
         del self.model.waiting[:count]
-        self._hand(worker, taken, attempts=dict.fromkeys((one.entry for one in taken), 1))
+        self._hand(worker, taken, attempts=dict.fromkeys((item.entry for item in taken), 1))
 
-    @precondition(lambda self: self.model.held)
+    @precondition(lambda self: self.model.leased)
     @rule(data=st.data())
     def let_a_lease_end(self, data: st.DataObject) -> None:
-        entry = data.draw(st.sampled_from(sorted(self.model.held)))
-        owner, attempt, _ = self.model.held[entry]
+        entry = data.draw(st.sampled_from(sorted(self.model.leased)))
+        owner, attempt, _ = self.model.leased[entry]
         self._do(self.redis.xclaim(self.keys.prompts, GENERATION, owner, 0, [entry], idle=EXPIRED_MS, justid=True))
-        self.model.held[entry] = (owner, attempt, True)
+        self.model.leased[entry] = (owner, attempt, True)
 
     @rule(worker=st.sampled_from(WORKERS))
     def reclaim(self, worker: str) -> None:
-        found = self._do(self.inboxes[worker].reclaim(100))
-        expired = {entry: attempt for entry, (_, attempt, is_over) in self.model.held.items() if is_over}
-        assert {one.entry for one in found} == set(expired)
-        self._hand(worker, found, attempts={entry: attempt + 1 for entry, attempt in expired.items()})
+        taken = self._do(self.inboxes[worker].reclaim(100))
+        expired = {entry: attempt for entry, (_, attempt, is_over) in self.model.leased.items() if is_over}
+        assert {item.entry for item in taken} == set(expired)
+        self._hand(worker, taken, attempts={entry: attempt + 1 for entry, attempt in expired.items()})
 
     @rule(worker=st.sampled_from(WORKERS))
     def crash_and_restart(self, worker: str) -> None:
-        """A process of the same name finds what it held; the hands of the one before stay, as a zombie's would."""
+        """A process of the same name takes its leased entries again; its predecessor's hands stay, as a zombie's."""
         self.inboxes[worker] = self._inbox(worker)
-        found = self._do(self.inboxes[worker].take_own_pending(100))
-        mine = {entry: attempt for entry, (owner, attempt, _) in self.model.held.items() if owner == worker}
-        assert {one.entry for one in found} == set(mine)
-        self._hand(worker, found, attempts={entry: attempt + 1 for entry, attempt in mine.items()})
+        taken = self._do(self.inboxes[worker].take_own_pending(100))
+        mine = {entry: attempt for entry, (owner, attempt, _) in self.model.leased.items() if owner == worker}
+        assert {item.entry for item in taken} == set(mine)
+        self._hand(worker, taken, attempts={entry: attempt + 1 for entry, attempt in mine.items()})
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
@@ -111,20 +111,20 @@ class Leases(RuleBasedStateMachine):
         is_ours = self.model.owns(worker, delivery)
         assert self._do(self.inboxes[worker].renew([delivery])) == ({delivery.entry} if is_ours else set())
         if is_ours:
-            self.model.held[delivery.entry] = (worker, delivery.attempt, False)
+            self.model.leased[delivery.entry] = (worker, delivery.attempt, False)
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data(), number=st.integers(0, NUM_ROLLOUTS - 1))
     def write_a_rollout(self, data: st.DataObject, number: int) -> None:
         worker, delivery = data.draw(st.sampled_from(self.hands))
-        mark, is_ours = f"{delivery.message.group}-{number}", self.model.owns(worker, delivery)
-        output = EntryOutput(delivery, self.keys.rollouts, mark.encode(), mark)
+        key, is_ours = f"{delivery.message.group}-{number}", self.model.owns(worker, delivery)
+        output = EntryOutput(delivery, self.keys.rollouts, key.encode(), key)
         assert self._do(self.inboxes[worker].put([output])) == [is_ours]
         if is_ours:
-            self.model.held[delivery.entry] = (worker, delivery.attempt, False)
-            if mark not in self.model.marks:
-                self.model.marks.add(mark)
-                self.model.written[mark.encode()] += 1
+            self.model.leased[delivery.entry] = (worker, delivery.attempt, False)
+            if key not in self.model.done_keys:
+                self.model.done_keys.add(key)
+                self.model.written[key.encode()] += 1
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data(), how=st.sampled_from(("finish", "finish_many", "dead_letter")))
@@ -139,7 +139,7 @@ class Leases(RuleBasedStateMachine):
             done = self._do(inbox.finish(delivery, [(self.keys.rollouts, payload)]))
         assert done == self.model.owns(worker, delivery)
         if done:
-            del self.model.held[delivery.entry]
+            del self.model.leased[delivery.entry]
             self.model.written[payload] += 1
 
     @precondition(lambda self: self._late())
@@ -168,12 +168,12 @@ class Leases(RuleBasedStateMachine):
         if not self.num_added:
             return
         pending = self._do(self.redis.xpending_range(self.keys.prompts, GENERATION, "-", "+", 1000))
-        held = {one["message_id"]: (one["consumer"].decode(), one["times_delivered"]) for one in pending}
-        assert held == {entry: (owner, attempt) for entry, (owner, attempt, _) in self.model.held.items()}
+        leased = {item["message_id"]: (item["consumer"].decode(), item["times_delivered"]) for item in pending}
+        assert leased == {entry: (owner, attempt) for entry, (owner, attempt, _) in self.model.leased.items()}
         written = Counter(fields[b"d"] for _, fields in self._do(self.redis.xrange(self.keys.rollouts)))
         assert written == self.model.written
         assert max(written.values(), default=0) <= 1
-        assert self._do(self.redis.xlen(self.keys.prompts)) == len(self.model.held) + len(self.model.waiting)
+        assert self._do(self.redis.xlen(self.keys.prompts)) == len(self.model.leased) + len(self.model.waiting)
 
     def teardown(self) -> None:
         self._do(self.redis.aclose())
@@ -182,7 +182,7 @@ class Leases(RuleBasedStateMachine):
     def _hand(self, worker: str, taken: list[Delivery], attempts: dict[bytes, int]) -> None:
         for delivery in taken:
             assert delivery.attempt == attempts[delivery.entry]
-            self.model.held[delivery.entry] = (worker, delivery.attempt, False)
+            self.model.leased[delivery.entry] = (worker, delivery.attempt, False)
             self.hands.append((worker, delivery))
 
     def _late(self) -> list[tuple[str, Delivery]]:
@@ -195,7 +195,7 @@ class Leases(RuleBasedStateMachine):
         return self.loop.run_until_complete(work)
 
 
-@pytest.mark.hypothesis
+@pytest.key.hypothesis
 def test_leases_hold_in_any_order_of_delivery_crash_and_wipe(redis_url: str) -> None:
     Leases.url = redis_url
     run_state_machine_as_test(

@@ -211,11 +211,12 @@ async def test_pushes_take_hold_or_change_nothing(running: RunningGenerator) -> 
 
 async def test_a_push_with_rollouts_in_flight_loses_none(running: RunningGenerator) -> None:
     version = (await describe(running)).version
+    # Made before the tasks: it takes as long as their rollouts.
+    newest = policy_of(Path(running.config.model.path), version + 1, scale=1.3)
     tasks = [task(100 + n, max_tokens=60, num_rollouts=8).SerializeToString() for n in range(8)]
     await append(running.redis, running.keys.prompts, tasks)
     while (await describe(running)).num_running < 32:
         await asyncio.sleep(0.01)
-    newest = policy_of(Path(running.config.model.path), version + 1, scale=1.3)
     await push(running, newest, epoch=5)
     finished = await rollouts(running, 64)
     assert len({(rollout.group, rollout.number) for rollout in finished}) == 64

@@ -1,4 +1,4 @@
-"""Workers on a real Redis, with a stand-in for the engine: who lacks the weights leaves the work to others."""
+"""Workers on a real Redis, with a stand-in for the engine: a worker without the weights leaves its tasks to others."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ async def rollouts(redis: Redis, keys: Keys, num: int) -> None:
     """Wait for so many rollouts under version 1, each once, and remove them."""
     while await redis.xlen(keys.rollouts) < num:
         await asyncio.sleep(0.02)
-    found = [Rollout.FromString(fields[b"d"]) for _, fields in await redis.xrange(keys.rollouts)]
-    assert len({(rollout.group, rollout.number) for rollout in found}) == len(found) == num
-    assert {version for rollout in found for version in rollout.version} == {1}
+    results = [Rollout.FromString(fields[b"d"]) for _, fields in await redis.xrange(keys.rollouts)]
+    assert len({(rollout.group, rollout.number) for rollout in results}) == len(results) == num
+    assert {version for rollout in results for version in rollout.version} == {1}
     await redis.delete(keys.rollouts)
     while await redis.xlen(keys.prompts):
         await asyncio.sleep(0.02)

@@ -69,7 +69,7 @@ def test_an_entry_that_was_cut_off_or_changed_is_a_message_or_one_refusal(kind: 
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "problem"),
     [
         (GroupTask(schema=2, num_rollouts=1, prompt=Prompt(token_ids=[1])), "schema 2, and this version reads 1"),
         (GroupTask(schema=1, prompt=Prompt(token_ids=[1])), "no rollouts"),
@@ -78,8 +78,8 @@ def test_an_entry_that_was_cut_off_or_changed_is_a_message_or_one_refusal(kind: 
         (Scored(failure=GroupFailure(group=1)), "schema 0"),
     ],
 )
-def test_the_refusal_says_what_is_wrong(message: GroupTask | Scored, said: str) -> None:
-    with pytest.raises(MalformedEntryError, match=said):
+def test_the_refusal_says_what_is_wrong(message: GroupTask | Scored, problem: str) -> None:
+    with pytest.raises(MalformedEntryError, match=problem):
         read_entry(type(message), message.SerializeToString())
 
 
@@ -104,5 +104,5 @@ def test_a_saved_state_is_a_state_or_none(payload: bytes) -> None:
     assert saved_state(whole.SerializeToString()) == whole
     whole.logp.append(-1.0)
     assert saved_state(whole.SerializeToString()) is None
-    found = saved_state(payload)
-    assert found is None or found.schema == 1
+    state = saved_state(payload)
+    assert state is None or state.schema == 1
