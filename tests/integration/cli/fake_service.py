@@ -1,8 +1,10 @@
 """A service in small for tests of the supervisor: it registers, answers probes, and does what the test says.
 
-Not an engine, a scorer or a trainer. `FAKE` holds words: `learner:die` dies at once, `learner:refuse` refuses its
-input, `learner:hang` ignores SIGTERM, `learner:steps=3` trains so many steps, `coordinator:deaf` takes no stop,
-`learner:child` leaves a grandchild in a session of its own, `coordinator:late` misses what happens at the start.
+It has no engine, scorer or trainer. The variable `FAKE` holds words:
+
+- `learner:die` dies at once, `learner:refuse` refuses its input, `learner:hang` ignores SIGTERM.
+- `learner:steps=3` trains so many steps, `learner:child` leaves a grandchild in a session of its own.
+- `coordinator:deaf` takes no stop, `coordinator:late` misses the events of the start.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ STEP_S = 0.05
 
 def behaviours(service: str) -> list[str]:
     """The words for this service."""
-    pairs = [word.split(":", 1) for word in os.environ.get("FAKE", "").split()]
-    return [what for to, what in pairs if to == service]
+    pairs = [pair.split(":", 1) for pair in os.environ.get("FAKE", "").split()]
+    return [word for addressee, word in pairs if addressee == service]
 
 
 def main() -> None:
@@ -50,7 +52,7 @@ def main() -> None:
     (options.run_dir / f"{options.name}.starts").open("a").write(f"{os.getpid()} {' '.join(sys.argv[1:])}\n")
     (options.run_dir / f"{options.name}.gpus").open("a").write(f"{os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     if "die" in words:
-        sys.stderr.write(json.dumps({"level": "error", "reason": f"{name} was told to die"}) + "\n")
+        sys.stderr.write(json.dumps({"level": "error", "reason": f"{name} was asked to die"}) + "\n")
         sys.exit(1)
     if "die-once" in words and "--resume" not in sys.argv:
         sys.stderr.write("Segmentation fault\n")

@@ -145,7 +145,7 @@ def test_a_service_that_dies_too_often_ends_the_run_with_its_last_words(gspo: Gs
     code, output = gspo.run(fake="learner:die")
     assert code == 1, output
     assert "error: learner-0 died 2 times (exit code 1; services.max_restarts is 1)" in output
-    assert "Its last words: learner was told to die" in output
+    assert "Its last words: learner was asked to die" in output
     assert len(gspo.starts("learner-0")) == 2
     assert gspo.remaining() == []
 

@@ -1,4 +1,4 @@
-"""The application skeleton on a real Redis: what is up when, what ends when, and which error ends the process."""
+"""The application skeleton on a real Redis: the order of startup and shutdown, and the error that ends the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch takes in memory: the constants against real entries in a real Redis, and what is refused by them."""
+"""The memory of a batch: the constants against real entries in a real Redis, and the batches that they refuse."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def scored(number: int, num_tokens: int) -> bytes:
 
 
 def python_bytes(make: Callable[[], object]) -> int:
-    """What Python holds more of while the result of `make` is there."""
+    """The memory that Python has more of while the result of `make` is there."""
     gc.collect()
     tracemalloc.start()
     try:

@@ -1,7 +1,4 @@
-"""Services that cannot do their work, as a container starts them: alive, not ready, with the reason, until SIGTERM.
-
-What it is not: what each service refuses; its own check's tests are.
-"""
+"""Services with bad input, as a container starts them: alive, not ready, with the reason, until SIGTERM."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ SECRET = "a-secret-of-many-characters"
 
 
 def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of a probe, once somebody answers."""
+    """Status and JSON of a probe, once the service answers."""
     deadline = time.monotonic() + START_S
     while True:
         try:
@@ -39,15 +36,15 @@ def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
 
 
 def problems(port: int, cause: str) -> str:
-    """What /readyz says keeps a service from being ready, once it is that."""
+    """The problem of this cause at /readyz, once it is there."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        status, told = ask(port, "/readyz")
+        status, facts = ask(port, "/readyz")
         assert status == 503
-        if cause in told["problems"]:
-            return str(told["problems"][cause])
+        if cause in facts["problems"]:
+            return str(facts["problems"][cause])
         time.sleep(0.1)
-    raise AssertionError(f"no {cause} in {told}")
+    raise AssertionError(f"no {cause} in {facts}")
 
 
 @pytest.mark.parametrize(

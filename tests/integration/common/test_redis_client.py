@@ -1,4 +1,4 @@
-"""A Redis that dies and comes back under a client, and one that has no room."""
+"""A client of a Redis that restarts, and of one whose memory is full."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_a_task_that_is_cancelled_as_its_command_has_been_sent_ends(
             patch.setattr(Connection, "_send_packed_command", sent_and_cancelled)
             await asyncio.wait({asking}, timeout=5.0)
         assert asking.cancelled()
-        # The answer that nobody read is nobody else's.
+        # An unread answer is not taken for the next one.
         assert await client.set("answer", "of now") is True
         assert await client.get("answer") == b"of now"
     finally:

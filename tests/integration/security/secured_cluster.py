@@ -1,7 +1,6 @@
-"""A whole cluster on this machine with everything that protects one: a Redis with a password behind TLS, a token,
-certificates; engine and training step are simulated, everything else is real.
+"""A whole cluster on this machine, with every protection: a Redis with a password behind TLS, a token, certificates.
 
-Not a test.
+Engine and training step are simulated, everything else is real.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class SecuredCluster:
         return until(found, f"{service} to register", START_S)
 
     def get(self, service: str, path: str) -> httpx.Response:
-        """An answer of its HTTP door, without a token."""
+        """An answer of its HTTP server, without a token."""
         with httpx.Client(verify=client_context(self.config.services.tls), trust_env=False, timeout=10) as client:
             extensions = {"sni_hostname": SERVER_NAME}
             return client.get(f"https://{self.instance(service)['http']}{path}", extensions=extensions)

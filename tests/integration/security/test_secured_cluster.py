@@ -1,5 +1,6 @@
-"""A run among enemies: callers without the token, without the certificate, without Redis's password; and messages that
-no writer of ours sends, in every call.
+"""A run with hostile callers: without the token, without the certificate, without Redis's password.
+
+Every call also gets messages that no writer of ours sends.
 
 Four real services over TLS, with engine and training step simulated.
 """
@@ -200,7 +201,7 @@ CALLS = {
     ("reward", "Reward/ResetEnvironment"): alone(messages(ResetRequest.DESCRIPTOR).map(ResetRequest.SerializeToString)),
     ("reward", "Reward/StepEnvironment"): alone(messages(StepRequest.DESCRIPTOR).map(StepRequest.SerializeToString)),
     ("learner", "Learner/Progress"): alone(st.binary(max_size=40)),
-    # Whatever can be read of it is a wish for a checkpoint: those bytes cannot.
+    # Every readable message asks for a checkpoint; these bytes are not readable.
     ("learner", "Learner/Checkpoint"): st.just([b"\xff"]),
 }
 

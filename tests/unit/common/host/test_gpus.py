@@ -1,4 +1,4 @@
-"""Which GPUs a process may use: nvidia-smi's table, and every form that CUDA_VISIBLE_DEVICES takes."""
+"""The GPUs that a process may use: nvidia-smi's table, and every form that CUDA_VISIBLE_DEVICES takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets and certificates: what cannot work is refused with its key before anything starts, and no secret is shown."""
+"""Bad secrets and certificates are refused with their key before anything starts, and no secret is shown."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_plain_text_beyond_loopback_is_said(
 def test_a_redis_beyond_loopback_needs_a_password(
     url: str | None, minimal: dict[str, Any], tmp_path: Path, secret: str
 ) -> None:
-    """Of an address that is given, and of the one that a run starts beside services beyond loopback."""
+    """For a configured address, and for the Redis of a run whose services bind beyond loopback."""
     with pytest.raises(InputError, match="redis_password_file") as error:
         check_credentials(configured(minimal, tmp_path, token_file=secret), "10.1.2.3", url)
     assert error.value.where == ("services.redis_url" if url else "services.host")

@@ -1,4 +1,4 @@
-"""Fields of a message are counted before it is read: no bytes make it expensive, whatever they are."""
+"""Fields of a message are counted before it is read: no bytes make it expensive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every HTTP API refuses before its app: a real server, and requests byte by byte as hostile callers send them."""
+"""The refusals of every HTTP server before its app: real servers, and requests byte by byte from hostile callers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def ask(port: int, *headers: str, method: str = "GET", host: str | None = 
 
 
 async def send_raw(port: int, data: bytes) -> tuple[int, str]:
-    """Status and body of what is answered; 0 where the connection is closed without an answer."""
+    """Status and body of the answer; 0 if the connection is closed without one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)
@@ -71,7 +71,7 @@ async def send_raw(port: int, data: bytes) -> tuple[int, str]:
     ("host", "status"),
     [
         ("127.0.0.1:8000", 200),
-        ("10.244.1.7:8000", 200),  # what kubelet sends: the pod's address
+        ("10.244.1.7:8000", 200),  # kubelet sends the pod's address
         ("[fd00::7]:8000", 200),
         ("localhost", 200),
         (socket.gethostname(), 200),
@@ -247,3 +247,18 @@ async def test_one_address_does_not_take_every_connection(port: int, monkeypatch
     async with asyncio.timeout(5):
         while await ask(port) != 200:
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("host", "name"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())])
+def test_the_address_of_a_server_is_one_that_others_can_call(host: str, name: str) -> None:
+    """0.0.0.0 in a heartbeat would send every caller to itself."""
+    server = HttpServer(_never_called, host, 0)
+    try:
+        assert server.address.rpartition(":")[0] == name
+        assert int(server.address.rpartition(":")[2]) > 0
+    finally:
+        server.close()
+
+
+async def _never_called(*_: object) -> None:
+    raise AssertionError("there is no request")

@@ -1,4 +1,4 @@
-"""What a service does or waits for: since when, counted by kind, and back to what was before."""
+"""The activity of a service: its beginning, its time by kind, and the return to the earlier one."""
 
 from __future__ import annotations
 

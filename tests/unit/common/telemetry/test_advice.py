@@ -1,4 +1,4 @@
-"""What the figures call for: each sentence appears exactly under its condition, and names keys that exist."""
+"""Advice from the figures: each sentence appears exactly under its condition, and names keys that exist."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_dtype_that_the_run_has_is_no_remedy_for_noise(minimal: dict[str, Any]
 
 def test_under_token_ratios_the_share_is_that_of_tokens(minimal: dict[str, Any]) -> None:
     config = configured(minimal, algorithm={"preset": "grpo"})
-    # Nearly every long answer has a clipped token somewhere; that is no loss of signal.
+    # Nearly every long answer has a clipped token somewhere; no signal is lost by that.
     assert advice(steps(20, clipped_sequences=0.99, clipped_tokens=0.01), config) == {}
     found = advice(steps(20, clipped_sequences=0.99, clipped_tokens=0.5, noise_share=0.5), config)
     assert list(found) == ["clipped_too_much", "clip_is_noise"]
@@ -84,7 +84,7 @@ def test_a_batch_that_could_not_be_filled_is_said(minimal: dict[str, Any]) -> No
     text = advice(steps(1, groups=3, groups_filtered=7, groups_failed=1), config)["batch_is_small"]
     assert "3 of 4 groups were trained, since 8 were filtered" in text
     assert advice(steps(1, groups=4, groups_filtered=9), config) == {}
-    # The last batch before the prompts end may be small, whatever was filtered.
+    # The last batch before the prompts end may be small, also with few groups filtered.
     assert advice(steps(1, groups=3, groups_filtered=7), config) == {}
 
 

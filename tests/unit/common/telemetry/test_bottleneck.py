@@ -43,7 +43,7 @@ def test_the_slow_stage_bounds_the_run(slow: dict[str, float], stage: str, chang
     assert found is not None
     assert found.stage == stage
     assert re.search(r" 4(\.1)? s of 4\.[34] s \(9\d%\)", found.because), found.because
-    # Without a lag, an overlap would save something too, and is said first.
+    # Without a lag, an overlap would save something too, and comes first.
     assert found.change[0].startswith(change) or change in " ".join(found.change)
 
 

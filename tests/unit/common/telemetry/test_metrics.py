@@ -18,7 +18,7 @@ from gspo.learner.training.step_metrics import row_metrics
 
 ROOT = Path(__file__).parents[4]
 DOCUMENT = ROOT / "docs" / "metrics.md"
-# Whatever grows with the run would make a time series for each of its values.
+# Labels that grow with the run would make a time series for each of their values.
 UNBOUNDED = {"group", "rollout", "prompt", "step", "run", "attempt", "entry"}
 METRICS = sorted((m for m in vars(metrics).values() if isinstance(m, MetricWrapperBase)), key=lambda m: m._name)
 

@@ -1,4 +1,4 @@
-"""Packed changes: the format by hand, any pair of versions gives the newer one back, and what is broken is refused."""
+"""Packed changes: the format by hand, any pair of versions gives the newer one back, and broken bytes are refused."""
 
 from __future__ import annotations
 
