@@ -56,7 +56,7 @@ def rows_of(prompts: Sequence[list[int]], completions: Sequence[Completion], num
 def learner_config(case: PartRun, model: Path, dtype: str, **learner: Any) -> Any:
     """A configuration of the learner on this model."""
     sizes = case.sizes
-    given = {
+    values = {
         "name": "gpu",
         "model": {"path": str(model)},
         "data": {"prompts": "prompts.jsonl"},
@@ -66,7 +66,7 @@ def learner_config(case: PartRun, model: Path, dtype: str, **learner: Any) -> An
         "run": {"total_steps": 10},
         "learner": {"dtype": dtype, "micro_batch_tokens": 8 * (sizes.prompt_tokens + sizes.answer_tokens), **learner},
     }
-    return parse_config(given, case.folder)
+    return parse_config(values, case.folder)
 
 
 @torch.no_grad()

@@ -40,9 +40,11 @@ async def run(case: PartRun) -> None:
             case.require(staged.digest() == policy.digest, f"version {version} serves with another digest")
             fresh = await answers(engine, prompts, case.sizes.answer_tokens // 2, f"after-{version}")
             case.require({v for it in fresh for v in it.version} == {version}, f"not all tokens are of {version}")
-            found = difference(case, folder, "bfloat16", prompts, fresh)
-            case.note(**{f"parity_after_{version}_std": found.std})
-            case.require(found.std <= LIMITS["bfloat16"], f"version {version} is not what vLLM computes with: {found}")
+            parity = difference(case, folder, "bfloat16", prompts, fresh)
+            case.note(**{f"parity_after_{version}_std": parity.std})
+            case.require(
+                parity.std <= LIMITS["bfloat16"], f"version {version} is not what vLLM computes with: {parity}"
+            )
     staged.close()
 
 
