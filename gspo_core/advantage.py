@@ -90,7 +90,7 @@ def groups_with_spread(rewards_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def overlong_penalty(length_B: Tensor, *, response_length: int, buffer: int, penalty: float) -> Tensor:
-    """What an answer's reward is lowered by for its length: soft, linear within the buffer before response_length.
+    """Penalty of an answer's reward for its length, linear within the buffer before response_length.
 
         0                                                    where L <= response_length - buffer
         penalty * (L - (response_length - buffer)) / buffer  beyond, at most `penalty`
@@ -184,7 +184,7 @@ def _mean_std_spread(
 
 
 def _has_spread(r_B: Tensor, index_B: Tensor, num_groups: int) -> Tensor:
-    """Maximum differs from minimum; a std of equal rewards is not always 0, so it is no test. Bool [groups]."""
+    """Maximum differs from minimum; a std of equal rewards is not always 0, so it cannot decide. Bool [groups]."""
     empty_G = r_B.new_zeros(num_groups)
     max_G = empty_G.scatter_reduce(0, index_B, r_B, "amax", include_self=False)
     min_G = empty_G.scatter_reduce(0, index_B, r_B, "amin", include_self=False)

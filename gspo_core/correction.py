@@ -1,4 +1,4 @@
-"""Weights for rollouts whose recomputed log-probs differ from what the inference engine reported.
+"""Weights for rollouts whose recomputed log-probs differ from those of the inference engine.
 
 Not the clip: that bounds how far the policy moves in a step; this bounds what sampling under old weights costs.
 """
@@ -61,7 +61,7 @@ def behavior_stats(
     behavior_level: str = "sequence",
     bounds: tuple[float, float],
 ) -> Stats:
-    """What the correction finds: `behavior_weight` (mean, std, max over tokens, before it is bounded), and
+    """Figures of the correction: `behavior_weight` (mean, std, max over tokens, before it is bounded), and
     `behavior_outside`, the share of tokens whose weight is outside `bounds`. Inputs as for `behavior_weights`."""
     lowest, highest = _checked(bounds)
     w_BT = _weights(old_logp_BT, behavior_logp_BT, mask_BT, behavior_level)

@@ -1,4 +1,4 @@
-"""What a step reports beside its loss: mismatch between engines, what noise does to the clip, spread, ages.
+"""The figures of a step beside its loss: mismatch between engines, what noise does to the clip, spread, ages.
 
 Not a metrics client: names and numbers only; the learner gives them to its log, its terminal and Prometheus.
 """

@@ -30,7 +30,7 @@ def token_logprobs(
 
     `hidden_BTD` is [..., D] with any leading dimensions and `target_BT` has those: [B, T, D] and [B, T], or only
     the rows that count, [N, D] and [N]. `hidden` at position t must be the state that predicts target t.
-    Returns two tensors shaped like `target_BT`, in float32 (float64 if an input is), whatever autocast says.
+    Returns two tensors shaped like `target_BT`, in float32 (float64 if an input is), also under autocast.
     Both are exact and differentiable, once, in hidden and weight. At most chunk_size x V logits and
     probabilities are held at a time, forward or backward: the backward pass makes them again.
     bf16 inputs are multiplied in float32, for which one float32 copy of the weight is held during each pass.
@@ -114,7 +114,7 @@ def _chunks(
 ) -> Iterator[tuple[slice, Tensor, Tensor, Iterator[Block]]]:
     """Yield (rows, hidden / temperature, logits, blocks), the logits in a buffer that the next turn reuses.
 
-    Half of chunk_size is enough rows for a fast product, and leaves room for the log-probs of a block. One buffer,
+    Half of chunk_size is enough rows for a fast product, and leaves memory for the log-probs of a block. One buffer,
     made once, also spares the CPU the page faults of fresh memory in every turn.
     """
     num_rows, vocabulary = len(hidden_ND), len(weight_VD)

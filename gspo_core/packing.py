@@ -54,7 +54,7 @@ def packed_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
 
 
 def pad(rows: Sequence[Sequence[float]], *, fill: float = 0, dtype: torch.dtype = torch.long) -> tuple[Tensor, Tensor]:
-    """Lay rows side by side, filled up on the right: values [B, T] and a bool mask [B, T] of what was given.
+    """Lay rows side by side, filled up on the right: values [B, T] and a bool mask [B, T] of the given values.
 
     T is the longest row's length, B the number of rows; either may be 0.
     """

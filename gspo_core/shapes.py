@@ -1,4 +1,4 @@
-"""Checks at the door: every public function refuses tensors whose shapes do not fit, by name.
+"""Shape checks: every public function refuses tensors of wrong shapes, by name.
 
 Not a tensor library: three checks and the dtype that sums are made in.
 """

@@ -1,7 +1,7 @@
 """Makes the secrets that the containers share, where they are missing: `python make_secrets.py FOLDER`.
 
 Not part of the package: it runs once, before Redis. A file that is there stays as it is, so a folder of your own may
-hold all of them or some. Standard library only. Neighbour: docker-compose.yml.
+hold all of them or some. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EXIT_BAD_INPUT = 2
 
 
 def make(folder: Path) -> list[str]:
-    """Write what is missing; the names of what was written. OSError: the folder cannot be written."""
+    """Write the missing secrets; return their names. OSError: the folder cannot be written."""
     made = []
     password = _password(folder / "redis_password")
     contents = {

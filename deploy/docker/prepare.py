@@ -2,7 +2,7 @@
 
 The folder holds what a user's run consists of: config.yaml, and what it names by relative paths. One that holds a
 cold_start.py makes its own model and prompts first; so the examples need nothing but this repository.
-Where the run is there already it goes on. Not a service: it runs once and ends.
+An existing run continues. Not a service: it runs once and ends.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from gspo.common.config.loading import (
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, exit_bad_input
 
-# Name of a link to the run directory, by which every service is told where it is.
+# Name of a link to the run directory, which every service follows.
 CURRENT = "current"
 COLD_START = "cold_start.py"
 _SERVICES = ("coordinator", "generation", "learner", "reward")
-# What the services are called by in a Compose network, and in Kubernetes within their namespace and beyond it.
+# Names of the services in a Compose network, and in Kubernetes within their namespace and beyond it.
 HTTP_HOSTS = (*_SERVICES, *(f"gspo-{name}" for name in _SERVICES), "*.svc", "*.svc.cluster.local")
 # Beside this file in the image; what the conversation examples share is in it, and one of them alone is mounted.
 EXAMPLES = Path(__file__).resolve().parent / "examples"
@@ -124,7 +124,7 @@ def _check_no_tls(services: object) -> None:
 
 
 def _given(folder: Path) -> dict[str, Any]:
-    """What the user's configuration says, before anything is made of it."""
+    """Return the user's configuration, before any change."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise InputError(

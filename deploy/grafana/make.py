@@ -1,4 +1,4 @@
-"""Writes the dashboards: `python deploy/grafana/make.py`. What is in them is below, a panel a few lines.
+"""Writes the dashboards: `python deploy/grafana/make.py`. Their panels are below.
 
 Every panel asks a question; its queries are tested against a real Prometheus that scrapes a real run.
 """
@@ -115,7 +115,7 @@ OVERVIEW = {
     ],
     "2. Generators answer": [
         ask("How long does a group wait for a generator?", SECONDS, *quantiles("gspo_rollout_queue_seconds")),
-        ask("How many rollouts are under way?", ONE, ("gspo_rollouts_running", "{{instance}}")),
+        ask("How many rollouts are in flight?", ONE, ("gspo_rollouts_running", "{{instance}}")),
         ask(
             "How many tokens are generated?",
             PER_S,
@@ -203,8 +203,8 @@ OPERATIONS = {
         ask("How much space has the run directory left?", BYTES, ("gspo_disk_free_bytes", "free")),
     ],
     "Does anything pile up?": [
-        ask("How long are the streams?", ONE, ("gspo_stream_entries", "{{stream}}"), help="With what is under work"),
-        ask("How much has nobody taken?", ONE, ("gspo_stream_untaken", "{{stream}}")),
+        ask("How long are the streams?", ONE, ("gspo_stream_entries", "{{stream}}"), help="With leased entries"),
+        ask("How many entries are untaken?", ONE, ("gspo_stream_untaken", "{{stream}}")),
         ask("How many groups are issued again?", PER_S,
             (f"sum(rate(gspo_groups_reissued_total{RATE})) or vector(0)", "issued again")),
         ask("Is the run paused?", ONE, ("gspo_paused", "paused")),
