@@ -2,8 +2,12 @@
 
 It reads markdown, docstrings, comments and the product's messages, never code. A paragraph of markdown is one line.
 
-- FILE...: check these files, of any kind. Without a file: check all files of the kinds in CHECKED.
+prose_allowed.tsv has the number of alerts that a module may still have. More fail, and fewer fail too, so that the
+numbers only fall. A file that is not in it has none.
+
+- FILE...: print every alert of these files. Without a file: check all files of the kinds in CHECKED.
 - --counts: print words and alerts of each file.
+- --allow: lower the allowed numbers to the present ones, of all files.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parents[2]
 RULES = tomllib.loads(Path(__file__).with_name("prose.toml").read_text())
 MESSAGES = ("services/", "gspo_core/", "deploy/")  # their string literals are messages to people
-CHECKED = re.compile(r"\.(md|md\.j2|ya?ml|toml|sh|proto)$|(^|/)(Makefile|Dockerfile)$")
+ALLOWED = Path(__file__).with_name("prose_allowed.tsv")
+CHECKED = re.compile(r"\.(md|md\.j2|ya?ml|toml|sh|proto)$|(?<!_pb2)(?<!_grpc)\.py$|(^|/)(Makefile|Dockerfile)$")
 STANDS_FOR = {"code_inline": "`x`", "softbreak": "\n", "hardbreak": " "}
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 CODE = re.compile(r"`[^`]*`|\{\{.*?\}\}|https?://\S+")
@@ -134,21 +139,37 @@ def file_alerts(name: str, source: str) -> Iterator[tuple[int, str, str, str]]:
             yield line, rule, advice, sentence
 
 
+def allowed_alerts() -> dict[str, int]:
+    """Return the allowed number of alerts by file."""
+    lines = ALLOWED.read_text().splitlines() if ALLOWED.exists() else []
+    return {name: int(number) for name, number in (line.split("\t") for line in lines)}
+
+
 def main(arguments: list[str]) -> int:
-    """Print the alerts; return 1 if there are any."""
-    named = [str(Path(name).resolve().relative_to(ROOT)) for name in arguments if not name.startswith("--")]
+    """Print the alerts that are not allowed; return 1 if there are any."""
+    files = () if "--allow" in arguments else (name for name in arguments if not name.startswith("--"))
+    named = [str(Path(name).resolve().relative_to(ROOT)) for name in files]
     listing = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).split("\n")
-    failed = False
+    allowed = {} if named else allowed_alerts()
+    failed, counts = False, dict[str, int]()
     for name in named or sorted(name for name in listing if CHECKED.search(name) and (ROOT / name).exists()):
         source = (ROOT / name).read_text()
         broken = list(file_alerts(name, source))
-        failed |= bool(broken)
+        counts[name] = len(broken)
         if "--counts" in arguments:
             words = sum(len(WORD.findall(CODE.sub("`x`", text))) for _, text in texts_of(name, source))
             print(words, len(broken), name, sep="\t")
-            continue
-        for line, rule, advice, sentence in broken:
-            print(f"{name}:{line}: {rule}: {advice}\n    {sentence}")
+        elif len(broken) > allowed.get(name, 0) and "--allow" not in arguments:
+            failed = True
+            for line, rule, advice, sentence in broken:
+                print(f"{name}:{line}: {rule}: {advice}\n    {sentence}")
+    fallen = {name: counts.get(name, 0) for name, number in allowed.items() if counts.get(name, 0) < number}
+    if "--allow" in arguments:
+        lower = {name: fallen.get(name, number) for name, number in allowed.items()}
+        ALLOWED.write_text("".join(f"{name}\t{number}\n" for name, number in lower.items() if number))
+    elif fallen and "--counts" not in arguments:
+        print(f"{ALLOWED.name} allows more alerts than there are, run with --allow: {', '.join(fallen)}")
+        failed = True
     return int(failed)
 
 

@@ -83,9 +83,30 @@ def test_a_paragraph_of_markdown_is_one_line() -> None:
 
 def test_every_page_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prose, "ROOT", tmp_path)
+    monkeypatch.setattr(prose, "ALLOWED", tmp_path / "prose_allowed.tsv")
     monkeypatch.setattr(prose.subprocess, "check_output", lambda *_, **__: "page.md\nmodule.py\n")
     (tmp_path / "page.md").write_text("A paused run.\n")
-    (tmp_path / "module.py").write_text('"""A door."""\n')
+    (tmp_path / "module.py").write_text('"""A module."""\n')
     assert prose.main([]) == 0
     (tmp_path / "page.md").write_text("A door.\n")
     assert prose.main([]) == 1
+
+
+def test_the_allowed_numbers_only_fall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, allowed = tmp_path / "page.md", tmp_path / "prose_allowed.tsv"
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    monkeypatch.setattr(prose, "ALLOWED", allowed)
+    monkeypatch.setattr(prose.subprocess, "check_output", lambda *_, **__: "page.md\n")
+    page.write_text("A door.\n\nA room.\n")
+    allowed.write_text("page.md\t2\n")
+    assert prose.main([]) == 0
+    page.write_text("A door.\n")
+    assert prose.main([]) == 1, "fewer alerts than allowed"
+    assert prose.main(["--allow"]) == 0
+    assert allowed.read_text() == "page.md\t1\n"
+    page.write_text("A door.\n\nA room.\n")
+    assert prose.main([]) == 1, "more alerts than allowed"
+    prose.main(["--allow"])
+    assert allowed.read_text() == "page.md\t1\n", "the numbers never rise"
+    allowed.unlink()
+    assert prose.main([]) == 1, "nothing is allowed without the file"
