@@ -1,4 +1,4 @@
-"""Members on a real Redis: each process is there once, under whatever name, and is forgotten with its heartbeat."""
+"""Instances on a real Redis: each process is there once, and is forgotten with its heartbeat."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ async def test_a_burst_writes_what_is_ours_and_renews_it(redis: Redis, keys: Key
     assert [fields[b"d"] for _, fields in await redis.xrange(keys.rollouts)] == [b"first"]
     assert [fields[b"d"] for _, fields in await redis.xrange(keys.scored)] == [b"elsewhere"]
     assert await worker.load(["0-0", "1-0", "1-1"]) == [None, DONE, DONE]
-    # Just renewed, it is nobody else's; and the attempt is the same, so that it can be finished.
+    # Just renewed, no other worker can reclaim it; the attempt is the same, so that it can be finished.
     assert await inbox(redis, keys, "c").reclaim(1) == []
     assert await worker.finish(kept)
 

@@ -34,7 +34,7 @@ NUM_ROLLOUTS = 2
 
 @dataclass
 class Model:
-    """What Redis must hold: entry -> (owner, attempt, whether its lease ended), and what was written."""
+    """The expected state of Redis: entry -> (owner, attempt, whether its lease ended), and the written outputs."""
 
     leased: dict[bytes, tuple[str, int, bool]] = field(default_factory=dict)
     waiting: list[bytes] = field(default_factory=list)
@@ -145,7 +145,7 @@ class Leases(RuleBasedStateMachine):
     @precondition(lambda self: self._late())
     @rule(data=st.data())
     def write_late(self, data: st.DataObject) -> None:
-        """Whatever a worker tries that has lost its lease, or the same at an older attempt: nothing comes of it."""
+        """A worker that has lost its lease, or has an older attempt, can write nothing."""
         worker, delivery = data.draw(st.sampled_from(self._late()))
         inbox, late = self.inboxes[worker], [(self.keys.rollouts, b"late")]
         assert self._do(inbox.put([EntryOutput(delivery, self.keys.rollouts, b"late", "late")])) == [False]
@@ -195,7 +195,7 @@ class Leases(RuleBasedStateMachine):
         return self.loop.run_until_complete(work)
 
 
-@pytest.key.hypothesis
+@pytest.mark.hypothesis
 def test_leases_hold_in_any_order_of_delivery_crash_and_wipe(redis_url: str) -> None:
     Leases.url = redis_url
     run_state_machine_as_test(
