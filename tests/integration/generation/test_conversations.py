@@ -1,7 +1,7 @@
 """Conversations with the real engine, token for token: each turn as vLLM got it, under three chat templates.
 
-The policy is a tiny model that was taught one conversation by heart, and to spell it letter by letter: its tokens are
-others than those of its text. tests/unit/generation/test_conversations.py has the rules, without an engine.
+The policy is a tiny model that was taught one conversation, spelled letter by letter: its tokens differ from those of
+its text. The unit tests of conversations have the rules, without an engine.
 """
 
 from __future__ import annotations

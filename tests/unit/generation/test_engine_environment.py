@@ -61,7 +61,7 @@ def test_the_number_of_threads_is_the_configured_one(tmp_path: Path) -> None:
     ("configured", "cores", "num_threads"), [(0, 1, 1), (0, 2, 1), (0, 8, 7), (8, 8, 8), (3, 2, 3)]
 )
 def test_an_engine_leaves_a_core_free_unless_threads_are_configured(
-    monkeypatch: pytest.MonkeyPatch, configured: int, cores: int, expected: int
+    monkeypatch: pytest.MonkeyPatch, configured: int, cores: int, num_threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert generation_threads(configured) == expected
+    assert generation_threads(configured) == num_threads

@@ -60,8 +60,8 @@ class TensorPlace:
 class PolicyCopy:
     """One whole policy in an anonymous shared-memory file.
 
-    The file has no name (memfd), so it vanishes with the process, and a container's small /dev/shm does not bound it.
-    vLLM's processes open it by the path of our file descriptor.
+    The file has no name (memfd), so it vanishes with the process. A container's small /dev/shm does not bound it. The
+    processes of vLLM open it by the path of our file descriptor.
 
     Attributes:
         names: The tensors of this policy. A model folder may hold more than the learner pushes: those that the

@@ -292,7 +292,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 def _starting_in(process: ForkedProcess) -> Iterator[None]:
     """A block in which vLLM starts its engine in this process.
 
-    vLLM has no argument for it, so its own function is replaced: the one that chooses how processes are started.
+    vLLM has no argument for it, so its function that chooses how processes are started is replaced.
     """
     original = vllm_processes.get_mp_context
     vllm_processes.get_mp_context = lambda: process
