@@ -1,6 +1,6 @@
 """A real run as people watch it: dashboards, traces, status, and the commands of the pages, all while it went.
 
-What it is not: a check of what the run trained (test_run.py).
+test_whole_run.py checks the training itself.
 """
 
 from __future__ import annotations

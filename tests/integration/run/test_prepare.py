@@ -1,6 +1,6 @@
 """The examples as the containers mount them, each alone: prepare.py makes model and prompts, and the run directory.
 
-What it is not: what becomes of a user's own folder (tests/unit/deploy/test_prepare.py).
+tests/unit/deploy/test_prepare.py has the cases of a user's own folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Prepare = Callable[[Path], str]
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the Dockerfile puts into /app, and the volume /runs, which every example comes to in turn."""
+    """The files that the Dockerfile puts into /app, and the volume /runs, which all examples share."""
     image = tmp_path_factory.mktemp("image")
     dockerfile = (ROOT / "deploy/docker/Dockerfile").read_text()
     for source in ("examples", "deploy/docker/prepare.py"):

@@ -93,7 +93,7 @@ def external_learner_command(job: Job, redis_url: str) -> str:
     """The command by which the user starts the learner on several hosts, with placeholders."""
     variables = "".join(f"{name}={value} " for name, value in job.placement.free_gpu_environment().items())
     return (
-        "learner.ranks is 0, so start the learner on each of its hosts (--node-rank 0 on this one): "
+        "learner.ranks is 0. Start the learner on each of its hosts, with --node-rank 0 on this one:\n"
         f"{variables}torchrun --nnodes HOSTS --node-rank N --nproc-per-node RANKS --master-addr THIS_HOST "
         f"--master-port 29500 -m gspo.learner --run-dir {job.run_dir.resolve()} --redis-url {redis_url}"
     )

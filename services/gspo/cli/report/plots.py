@@ -225,7 +225,7 @@ PLOTS = (
     Plot(
         "tools",
         "Does it use its tools?",
-        "Calls that the environment answered. A malformed call is answered with its error, and uses up a turn.",
+        "Calls that the environment answered. A malformed call gets its error as answer, and counts among the turns.",
         (
             Panel("tool calls", (Line("tool_calls_mean", "mean over the step's rollouts", BLUE),)),
             Panel(

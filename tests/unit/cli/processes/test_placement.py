@@ -165,4 +165,6 @@ def test_a_learner_by_hand_is_left_what_generators_do_not_take(tmp_path: Path) -
     assert "CUDA_VISIBLE_DEVICES=2,3 CUDA_DEVICE_ORDER=PCI_BUS_ID torchrun" in external_learner_command(
         job, "redis://h"
     )
-    assert "(--node-rank 0 on this one): torchrun" in external_learner_command(Job(config, config.run_dir), "redis://h")
+    assert "with --node-rank 0 on this one:\ntorchrun" in external_learner_command(
+        Job(config, config.run_dir), "redis://h"
+    )
