@@ -71,11 +71,20 @@ def defined_names(source: str) -> Iterator[str]:
             yield node.asname
 
 
+@cache
+def forbidden_words(source: str) -> set[str]:
+    """The forbidden words in a module; a turn is allowed where it speaks of conversations."""
+    return FORBIDDEN - ({"turn", "turns"} if CONVERSATION.search(source) else set())
+
+
 def is_forbidden(name: str, source: str) -> bool:
     """Tell if a name contains a forbidden word; the source is that of its module."""
     words = parts(HELD_OUT.sub("heldout", name))
-    forbidden = FORBIDDEN - ({"turn", "turns"} if CONVERSATION.search(source) else set())
-    return bool(forbidden & set(words) or FORBIDDEN_PAIRS & set(pairwise(words)) or name.strip("_") in SAYS_NOTHING)
+    return bool(
+        forbidden_words(source) & set(words)
+        or FORBIDDEN_PAIRS & set(pairwise(words))
+        or name.strip("_") in SAYS_NOTHING
+    )
 
 
 def forbidden_names(tree: dict[str, str]) -> set[str]:
