@@ -91,19 +91,9 @@ def parse_options(
             exit_bad_input(error)
         set_up_logs("info", service=service, name=name)
         stay(error, arguments.host or "127.0.0.1", arguments.http_port)
-    return Options(
-        service,
-        arguments.run_dir,
-        redis_url,
-        name,
-        host,
-        arguments.http_port,
-        arguments.grpc_port,
-        arguments.resume,
-        config,
-        arguments.evaluate,
-        arguments.stay,
-    )
+    ports = arguments.http_port, arguments.grpc_port
+    resume, evaluate, stays = arguments.resume, arguments.evaluate, arguments.stay
+    return Options(service, arguments.run_dir, redis_url, name, host, *ports, resume, config, evaluate, stays)
 
 
 def await_start(options: Options) -> Options:
