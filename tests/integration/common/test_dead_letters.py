@@ -128,7 +128,7 @@ async def test_the_entry_of_a_settled_group_is_not_sent(redis: Redis, keys: Keys
 def test_the_commands_list_retry_and_drop(redis_url: str, tmp_path: Path) -> None:
     make_run(tmp_path, tmp_path, services={"redis_url": redis_url})
     run_dir, keys = tmp_path / "test", Keys("test")
-    # What a start of `gspo run` writes beside the configuration.
+    # The files that a start of `gspo run` writes beside the configuration.
     (run_dir / "environment.json").write_text("{}")
     (run_dir / "log").mkdir()
 
