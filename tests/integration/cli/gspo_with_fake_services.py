@@ -22,7 +22,7 @@ FAKE = str(Path(__file__).parent / "fake_service.py")
 
 
 def fake_programs(job: programs.Job, redis_url: str) -> list[Program]:
-    """The real programs with `python -m services.X ...` become `python fake_service.py X ...`."""
+    """The real programs with `python -m gspo.SERVICE ...` become `python fake_service.py SERVICE ...`."""
     return [
         replace(program, command=(program.command[0], FAKE, program.name[:-2], *program.command[3:]))
         for program in programs.service_programs(job, redis_url)

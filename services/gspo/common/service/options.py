@@ -53,7 +53,7 @@ class Options:
 def parse_options(
     service: str, check: Callable[[Config], None], *, meaning: str, checks_at_startup: bool = False
 ) -> Options:
-    """Read the command line of `python -m services.X`; `--check FILE` runs the service's own check and exits.
+    """Read the command line of `python -m gspo.SERVICE`; `--check FILE` runs the service's own check and exits.
 
     With `--wait` it does not exit: the options then hold the configuration alone, for `await_start`.
 

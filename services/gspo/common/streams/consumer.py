@@ -38,7 +38,8 @@ class Subscription:
 
     Attributes:
         inbox: The stream, as this consumer sees it.
-        handle: Works on a batch, and finishes, acknowledges or requeues each of its entries.
+        handle: Works on a batch, and finishes, acknowledges or requeues each of its entries. That comes last: a handler
+            without a leased entry is cancelled at the next renewal.
         capacity: Entries that may be taken now. It is asked after every started handler has run to its first wait.
         batch_key: Entries that are taken together make a batch for each key; without one they are a single batch.
         linger_s: Time in which a smaller number of entries than the capacity may grow.

@@ -109,8 +109,10 @@ class Evaluator:
         rows = iter(range(0, tally.num_prompts, _PROMPTS_AT_ONCE))
 
         async def absorb(answers: Batch) -> None:
-            await self._absorb(tally, answers)
+            self._absorb(tally, answers)
             await self._feed(tally, prompts, rows)
+            # Last: a handler whose entries are gone is taken for one that has lost its lease, and ended.
+            await self._inbox.acknowledge(answers)
             if tally.complete:
                 complete.set()
 
@@ -144,10 +146,9 @@ class Evaluator:
     def _num_in_flight(self) -> int:
         return sum(task.num_rollouts for task in self._in_flight.values())
 
-    async def _absorb(self, tally: EvaluationResults, answers: Batch) -> None:
+    def _absorb(self, tally: EvaluationResults, answers: Batch) -> None:
         for delivery in answers:
             tally.add(delivery.message)
-        await self._inbox.acknowledge(answers)
         missing = set(tally.incomplete_groups(self._in_flight))
         self._in_flight = {group: task for group, task in self._in_flight.items() if group in missing}
 

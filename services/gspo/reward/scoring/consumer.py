@@ -43,12 +43,14 @@ class ScoringConsumer:
         self._window = FailureWindow(reward.failure_window, reward.max_failure_share)
         self._events = Events(service.redis, keys, service.options.name)
         self._num_busy = 0
+        self._subscriptions = [
+            self._subscription(stream, output, name)
+            for stream, output in ((keys.rollouts, keys.scored), (keys.eval_rollouts, keys.eval_scored))
+        ]
         self._consumer = Consumer(
-            [
-                self._subscription(stream, output, name)
-                for stream, output in ((keys.rollouts, keys.scored), (keys.eval_rollouts, keys.eval_scored))
-            ],
+            self._subscriptions,
             stopping=service.stopping,
+            order=self._alternate,
             drain_s=service.config.run.drain_timeout_s,
             max_batches=MAX_BATCHES,
         )
@@ -57,6 +59,11 @@ class ScoringConsumer:
         """Score until the service stops; then finish the batches in flight, for drain_timeout_s at most."""
         self._service.activity.set("waiting", "rollouts")
         await self._consumer.run()
+
+    async def _alternate(self) -> Sequence[Subscription]:
+        """Each stream is first at every second look, so that a backlog of one does not hold up the other."""
+        self._subscriptions = self._subscriptions[::-1]
+        return self._subscriptions
 
     def _subscription(self, stream: str, output: str, name: str) -> Subscription:
         service = self._service
