@@ -16,6 +16,14 @@ ROOT = Path(__file__).parents[3]
 _DEPLOYED = ROOT / "deploy/prometheus"
 
 
+def _with_quick_rules(file: Path, folder: Path) -> Path:
+    """A copy of a file of rules that are evaluated once a second: a short run is over before their own interval is."""
+    rules = yaml.safe_load(file.read_text())
+    copy = folder / file.name
+    copy.write_text(yaml.safe_dump({"groups": [group | {"interval": "1s"} for group in rules["groups"]]}))
+    return copy
+
+
 class Prometheus:
     """One server; it looks at its targets once a second."""
 
@@ -25,7 +33,7 @@ class Prometheus:
         self._targets.write_text("[]")
         config = yaml.safe_load((_DEPLOYED / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
-        config["rule_files"] = [str(_DEPLOYED / pattern) for pattern in config["rule_files"]]
+        config["rule_files"] = [str(_with_quick_rules(file, folder)) for file in _DEPLOYED.glob("rules/*.yml")]
         files = [{"files": [str(self._targets)], "refresh_interval": "1s"}]
         config["scrape_configs"] = [{"job_name": "gspo", "file_sd_configs": files}]
         (folder / "alertmanagers.yml").write_text("[]")
