@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import shlex
 import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -56,25 +56,37 @@ def status(run_dir: Path | None, console: Console, *, watch: bool = False) -> No
         console.print(status_page.draw(asyncio.run(status_page.instances())), highlight=False)
         return
     meter = UsageMeter()
-    with _until_ctrl_c() as stop, Live(console=console, auto_refresh=False) as live:
-        while status_page.is_running and not stop.is_set():
+    is_stopped = False
+    with _until_ctrl_c() as wait, Live(console=console, auto_refresh=False) as live:
+        while status_page.is_running and not is_stopped:
             try:
                 instances = asyncio.run(status_page.instances())
             except InputError:  # during start and shutdown there is no Redis
                 instances = []
             live.update(status_page.draw(instances, meter.measure(instances)), refresh=True)
-            stop.wait(_WATCH_S)
-        if not stop.is_set():
+            is_stopped = wait(_WATCH_S)
+        if not is_stopped:
             live.update(status_page.draw([]), refresh=True)
 
 
 @contextmanager
-def _until_ctrl_c() -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets: as an exception it could interrupt a drawing, or be lost in a call of Redis."""
-    stop = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: stop.set())
+def _until_ctrl_c() -> Iterator[Callable[[float], bool]]:
+    """A wait that Ctrl-C ends: as an exception it could interrupt a drawing, or be lost in a call of Redis.
+
+    Ctrl-C is put into a queue whose `put` a signal handler may call; an Event's lock could be taken at that moment.
+    """
+    presses: SimpleQueue[None] = SimpleQueue()
+
+    def wait(timeout_s: float) -> bool:
+        try:
+            presses.get(timeout=timeout_s)
+        except Empty:
+            return False
+        return True
+
+    before = signal.signal(signal.SIGINT, lambda *_: presses.put(None))
     try:
-        yield stop
+        yield wait
     finally:
         signal.signal(signal.SIGINT, before)
 
