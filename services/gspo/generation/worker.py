@@ -18,9 +18,10 @@ import structlog
 
 from gspo.common.service.app import Service
 from gspo.common.service.traces import Traces
-from gspo.common.streams.consumer import Batch, Consumer, DeadLetterError, Subscription, task_group, wait_until_set
+from gspo.common.streams.consumer import Batch, Consumer, DeadLetterError, Subscription
 from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, Inbox, new_consumer_name
+from gspo.common.tasks import task_group, wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.leased_task import LeasedTask, TaskSource, num_failed_attempts

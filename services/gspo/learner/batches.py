@@ -15,6 +15,7 @@ import structlog
 
 from gspo.common.service.app import Service
 from gspo.common.streams.events import Events
+from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.learner.assembly.assembler import Assembler, Batch, NoUsableGroups, PromptsUsedUp, WaitingForGroups
 from gspo.learner.assembly.intake import Intake
@@ -108,10 +109,7 @@ class Batches:
             detail += f"; {problem}"
         self._activity.set("waiting", "rollouts", detail)
         try:
-            async with asyncio.timeout(_POLL_S):
-                await self.intake.arrived.wait()
-        except TimeoutError:
-            return
+            await wait_until_set(self.intake.arrived, _POLL_S)
         finally:
             if waiting.what == "old_groups":
                 self._untrained.add_wait(time.monotonic() - began)

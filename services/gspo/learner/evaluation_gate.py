@@ -14,6 +14,7 @@ import structlog
 
 from gspo.common.config.schema import Config
 from gspo.common.streams.keys import evaluation_label
+from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.storage.best_version import BestVersion
 from gspo.learner.storage.run_directory import RunDir
@@ -77,11 +78,7 @@ class EvaluationGate:
                 break
             self._activity.set("waiting", "evaluation", ", ".join(missing))
             self._recorded.clear()
-            try:
-                async with asyncio.timeout(_POLL_S):
-                    await self._recorded.wait()
-            except TimeoutError:
-                continue
+            await wait_until_set(self._recorded, _POLL_S)
         return time.monotonic() - began
 
     def _missing(self, version: int) -> list[str]:

@@ -6,10 +6,10 @@ waits for: Finished, unblocked by the coordinator, given up at a deadline.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 
 from gspo.common.config.schema import RunConfig
+from gspo.common.tasks import wait_until_set
 from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, RUN_END_STOPPED, RUN_END_UNSPECIFIED, RunEnd
 
 # Between two looks at the groups that the coordinator may still have issued.
@@ -81,8 +81,6 @@ class RunEndCondition:
             async with asyncio.timeout(max_wait_s):
                 while not self.finished.is_set():
                     await on_poll()
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_POLL_S):
-                            await self.finished.wait()
+                    await wait_until_set(self.finished, _POLL_S)
         except TimeoutError as error:
             raise RunFailedError(f"the coordinator did not finish the run within {max_wait_s:g} s") from error

@@ -25,7 +25,7 @@ from gspo.cli.processes.guard import SUPERVISOR_VARIABLE
 from gspo.cli.processes.placement import NO_GPUS, Placement
 from gspo.common.errors import EXIT_BAD_INPUT, WARNING
 from gspo.common.service.options import CHECKED, StartCommand
-from gspo.common.streams.consumer import task_group
+from gspo.common.tasks import task_group
 
 CHECK_TIMEOUT_S = 180.0
 

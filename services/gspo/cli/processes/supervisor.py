@@ -7,7 +7,6 @@ often ends the run with its last words.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from gspo.cli.processes.child import Child, Program
 from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describe_exit
 from gspo.cli.processes.guard import SUPERVISOR_VARIABLE, kill_session, start_guard
 from gspo.common.errors import EXIT_BAD_INPUT
+from gspo.common.tasks import wait_until_set
 
 # A service that ran so long before it died is not in a crash loop: its deaths are counted from 1 again.
 STEADY_S = 600.0
@@ -163,12 +163,9 @@ class ProcessSupervisor:
             RunError: It died too often.
         """
         pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(early - 1, 10), _LONGEST_PAUSE_S)
-        if code == 0:
-            # It may have received the end of the run before this process.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(2.0):
-                    await self._ending.wait()
-                return
+        # A program that is done may have received the end of the run before this process.
+        if code == 0 and await wait_until_set(self._ending, 2.0):
+            return
         words = child.last_words()
         if code == EXIT_BAD_INPUT:
             raise ServiceRefusedError(words.removeprefix("error: "))
@@ -185,9 +182,7 @@ class ProcessSupervisor:
             f"{child.name} died ({describe_exit(code)}){why}. Starting it again in {pause_s:g} s "
             f"({deaths} of {self._max_restarts})"
         )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
-                await self._ending.wait()
+        await wait_until_set(self._ending, pause_s)
 
 
 async def _gone(children: list[Child], timeout_s: float) -> bool:

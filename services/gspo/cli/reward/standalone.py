@@ -22,9 +22,9 @@ from gspo.cli.rundir.plan import RunPlan, prepare
 from gspo.common.config.loading import read_config
 from gspo.common.config.reward import RewardFunction
 from gspo.common.config.schema import Config
-from gspo.common.streams.consumer import task_group
 from gspo.common.streams.instances import wait_for_instance
 from gspo.common.streams.keys import Keys
+from gspo.common.tasks import task_group
 
 START_TIMEOUT_S = 60.0
 # A reserved name: with the name of a run the service would take its rollouts.

@@ -26,9 +26,8 @@ from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.cli.rundir import http_client
 from gspo.cli.rundir.lock import SERVICES_DIR, write_supervisor_facts
 from gspo.common.service.redis_client import REDIS_PATIENCE_S
-from gspo.common.service.tasks import run_until_cancelled
-from gspo.common.streams.consumer import task_group
 from gspo.common.streams.keys import COORDINATOR, LEARNER
+from gspo.common.tasks import run_until_cancelled, task_group
 
 # Makes the service processes of a job that uses the Redis at an address.
 Programs: TypeAlias = Callable[[Job, str], list[Program]]

@@ -28,9 +28,9 @@ from gspo.common.errors import EXIT_FAILED
 from gspo.common.host.gpus import visible_gpus
 from gspo.common.host.memory import free_memory
 from gspo.common.model.batch_memory import check_fits, redis_bytes
-from gspo.common.streams.consumer import task_group
 from gspo.common.streams.keys import SERVICES
 from gspo.common.streams.messages import word_of
+from gspo.common.tasks import task_group
 from gspo_proto.rollout_pb2 import RUN_END_FAILED, RUN_END_STOPPED, RunEnd
 
 T = TypeVar("T")

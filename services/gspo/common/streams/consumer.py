@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import structlog
 
 from gspo.common.streams.inbox import Delivery, Inbox
+from gspo.common.tasks import task_group, wait_until_set
 
 Batch: TypeAlias = Sequence[Delivery]
 # An idle consumer waits so long on its first stream before it looks at the others again.
@@ -202,30 +202,3 @@ async def _give_up(subscription: Subscription, batch: Batch, reason: str) -> Non
     for delivery in batch:
         outputs = subscription.failure(delivery, reason) if subscription.failure else ()
         await subscription.inbox.dead_letter(delivery, reason, outputs)
-
-
-@asynccontextmanager
-async def task_group(*background: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group whose first error ends all of it and is raised as it is, not within an ExceptionGroup.
-
-    Args:
-        background: Run beside the block, and are cancelled when it ends; tasks that the block adds are waited for.
-    """
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(coroutine) for coroutine in background]
-            yield tasks
-            for task in started:
-                task.cancel()
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-
-
-async def wait_until_set(event: asyncio.Event, timeout_s: float) -> bool:
-    """Wait for an event, `timeout_s` at most; whether it is set."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True

@@ -25,6 +25,7 @@ from gspo.common.network.auth_log import token_accepted_by, token_rejected_by
 from gspo.common.network.grpc_server import open_channel, token_metadata
 from gspo.common.service.app import Service
 from gspo.common.streams.instances import list_instances
+from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.replicas import REPLICA_STATES, GeneratorReplica
@@ -119,11 +120,7 @@ class Publisher:
                 states = Counter(replica.state for replica in self._replicas.values())
                 for state in REPLICA_STATES:
                     metrics.GENERATORS.labels(state).set(states[state])
-                try:
-                    async with asyncio.timeout(_RECONCILE_EVERY_S):
-                        await self._woken.wait()
-                except TimeoutError:
-                    continue
+                await wait_until_set(self._woken, _RECONCILE_EVERY_S)
         finally:
             for replica in self._replicas.values():
                 await replica.close()

@@ -1,11 +1,11 @@
-"""Ending asynchronous tasks within a bounded time, also those that swallow a cancellation."""
+"""Asynchronous tasks: groups of them, waits with a limit, and their end within a bounded time."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import structlog
@@ -61,3 +61,30 @@ def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+@asynccontextmanager
+async def task_group(*background: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group whose first error ends all of it and is raised as it is, not within an ExceptionGroup.
+
+    Args:
+        background: Run beside the block, and are cancelled when it ends; tasks that the block adds are waited for.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(coroutine) for coroutine in background]
+            yield tasks
+            for task in started:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+
+
+async def wait_until_set(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait for an event, `timeout_s` at most; whether it is set."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
