@@ -26,7 +26,7 @@ from benchmarks.page.writer import write_page
 from benchmarks.pipeline import rollout_rate
 from benchmarks.push import weight_update
 from benchmarks.reward import sandbox_cost
-from benchmarks.system import lag, startup, step_rate, trl
+from benchmarks.system import lag, startup, step_rate
 from benchmarks.tails import long_answers
 
 console = Console()
@@ -41,7 +41,6 @@ PARTS = {
     "S": "start",
     "T": "tail",
     "W": "push",
-    "P": "peer",
 }
 _PARTS_HELP = "Parts: " + ", ".join(f"{letter} {name}" for letter, name in PARTS.items())
 _BUSY_SHARE = 0.1
@@ -51,7 +50,6 @@ def main(
     only: Annotated[str, typer.Option(help=_PARTS_HELP)] = "A,B,C,D,L,Q,R,S,T,W",
     quick: Annotated[bool, typer.Option(help="Two rounds or steps of everything, to see that it works")] = False,
     steps: Annotated[int | None, typer.Option(min=4, help="Steps of each run in C (8) and in D (40)")] = None,
-    peer: Annotated[bool, typer.Option(help="Measure the peer too; needs the trl package")] = False,
     page: Annotated[bool, typer.Option(help="Measure nothing: write the page from what was measured")] = False,
 ) -> None:
     """Measure speed and learning on this machine, and write docs/benchmarks.md."""
@@ -59,7 +57,7 @@ def main(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = RESULTS / "quick" if quick else RESULTS
     if not page:
-        _measure(_chosen(only, peer=peer), results, quick=quick, steps=steps)
+        _measure(_chosen(only), results, quick=quick, steps=steps)
     found = load_results(results)
     if not found:
         raise typer.BadParameter(f"{results} holds no results; measure first", param_hint="--page")
@@ -67,12 +65,10 @@ def main(
     console.print(f"written: {written}")
 
 
-def _chosen(only: str, *, peer: bool) -> list[str]:
-    chosen = [part.strip().upper() for part in only.split(",")] + (["P"] if peer else [])
+def _chosen(only: str) -> list[str]:
+    chosen = [part.strip().upper() for part in only.split(",")]
     if unknown := [part for part in chosen if part not in PARTS]:
         raise typer.BadParameter(f"{unknown[0]} is no part; there are {', '.join(PARTS)}", param_hint="--only")
-    if "P" in chosen and not trl.is_installed():
-        raise typer.BadParameter("the trl package is not installed: pip install trl", param_hint="--peer")
     return list(dict.fromkeys(chosen))
 
 
@@ -89,7 +85,6 @@ def _measure(parts: list[str], results: Path, *, quick: bool, steps: int | None)
         "S": lambda: startup.cases(quick=quick),
         "T": lambda: long_answers.cases(quick=quick),
         "W": lambda: weight_update.cases(quick=quick),
-        "P": lambda: trl.cases(quick=quick),
     }
     todo = {part: list(makers[part]()) for part in parts}
     columns = (BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f}"), TimeElapsedColumn())

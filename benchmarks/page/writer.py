@@ -25,8 +25,6 @@ from benchmarks.tails import long_answers_table
 
 NAME = "benchmarks"
 GENERATED = "<!-- Below this line: written by make bench -->"
-# TRL 1.16, GSPO settings, transformers' generate; 128 tokens, 3.2 M parameters, float32, two cores of the same kind.
-PEER_S = 13.7
 _BY_HAND = """# Benchmarks
 
 `make bench` measures one machine in one run. The numbers belong to that machine and day.
@@ -51,8 +49,6 @@ def _render(results: Results) -> str:
         trim_blocks=True,
         autoescape=False,  # noqa: S701 - the page is Markdown
     )
-    peer = sections.cases(results, "peer")
-    peer_s = float(peer[0]["seconds"]) if peer else PEER_S
     newest = max(results.values(), key=lambda part: part["measured_unix_s"])
     dates = {time.strftime("%Y-%m-%d", time.gmtime(part["measured_unix_s"])) for part in results.values()}
     seconds = sum(case["took_s"] for part in results.values() for case in part["cases"])
@@ -63,7 +59,7 @@ def _render(results: Results) -> str:
         shape=_shape(),
         engine=sections.engine(results) if "engine" in results else "",
         learner=sections.learner(results) if "learner" in results else "",
-        system=_system(results, peer_s) if "system" in results else None,
+        system=_system(results) if "system" in results else None,
         learning=sections.learning(results) if "learning" in results else "",
         pipeline=_pipeline(results) if "pipeline" in results else None,
         reward=sections.reward(results) if "reward" in results else "",
@@ -71,14 +67,12 @@ def _render(results: Results) -> str:
         start=startup_table.start(sections.cases(results, "start")) if "start" in results else "",
         push=_push(results) if "push" in results else None,
         tail=_tail(results) if "tail" in results else None,
-        peer_again=bool(peer),
-        peer_s=number(peer_s),
     )
 
 
-def _system(results: Results, peer_s: float) -> dict[str, str]:
+def _system(results: Results) -> dict[str, str]:
     return {
-        "times": sections.times(results, peer_s),
+        "times": sections.times(results),
         "shares": sections.shares(results),
         "pushes": sections.pushes(results),
     }

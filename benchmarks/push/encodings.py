@@ -1,32 +1,26 @@
-"""A child process: two encodings of what a version changes, frame by frame in threads as the services work."""
+"""A child process: the encoding of what a version changes, frame by frame in threads as the services work."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness.child_process import serve
-from benchmarks.push.byte_planes import apply_planes, pack_planes
 from benchmarks.push.versions import policy
 from gspo.common.weights.changes import apply_changes, pack_changes
 from gspo.common.weights.digest import policy_digest
 from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.weight_frames import FRAME_BYTES
 
-ENCODINGS: Mapping[str, tuple[Callable[..., Any], Callable[..., None]]] = {
-    "gaps": (pack_changes, apply_changes),
-    "planes": (pack_planes, apply_planes),
-}
 _ROUNDS = 3
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Changed share, bytes and seconds of both encodings for every version of a learning rate."""
+    """Changed share, bytes and seconds for every version of a learning rate."""
     found = []
     base = policy(spec["rate"], 0)
     for version in range(1, spec["versions"] + 1):
@@ -43,7 +37,6 @@ def _compare(newest: PolicyWeights, base: PolicyWeights) -> dict[str, Any]:
         for start in range(0, bits.size, FRAME_BYTES // bits.itemsize)
     ]
     pairs = [(newest.bits[name].reshape(-1)[run], base.bits[name].reshape(-1)[run]) for name, run in runs]
-    encodings = {name: _encoded(pairs, *both) for name, both in ENCODINGS.items()}
     began = time.monotonic()
     digest = policy_digest((name, newest.dtype, bits.shape, bits) for name, bits in newest.bits.items())
     digest_s = time.monotonic() - began
@@ -53,28 +46,24 @@ def _compare(newest: PolicyWeights, base: PolicyWeights) -> dict[str, Any]:
         "changed": num_changed / sum(len(new) for new, _ in pairs),
         "bytes": newest.num_bytes,
         "digest_s": digest_s,
-        **encodings,
+        "gaps": _encoded(pairs),
     }
 
 
-def _encoded(pairs: list[tuple[Any, Any]], pack: Callable[..., Any], apply: Callable[..., None]) -> dict[str, float]:
+def _encoded(pairs: list[tuple[Any, Any]]) -> dict[str, float]:
     """Bytes, and the least seconds of a few rounds."""
     pack_s, apply_s = [], []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         for _ in range(_ROUNDS):
             began = time.monotonic()
-            packed = list(threads.map(lambda pair: pack(*pair), pairs))
+            packed = list(threads.map(lambda pair: pack_changes(*pair), pairs))
             pack_s.append(time.monotonic() - began)
             copies = [old.copy() for _, old in pairs]
             began = time.monotonic()
-            list(threads.map(apply, copies, packed))
+            list(threads.map(apply_changes, copies, packed))
             apply_s.append(time.monotonic() - began)
     assert all(np.array_equal(copy, new) for copy, (new, _) in zip(copies, pairs, strict=True))
-    return {"bytes": sum(map(_size, packed)), "pack_s": min(pack_s), "apply_s": min(apply_s)}
-
-
-def _size(packed: Any) -> int:
-    return sum(len(part) for part in packed if isinstance(part, bytes))
+    return {"bytes": sum(len(changes.data) for changes in packed), "pack_s": min(pack_s), "apply_s": min(apply_s)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A child process: a policy from one process to another of the same machine, by gRPC, by plain TCP, by shared memory.
+"""A child process: a policy from one process to another of the same machine, by gRPC and by plain TCP.
 
 What is received is dropped at once, so that the ways are compared and not what is done with the weights.
 """
@@ -6,16 +6,12 @@ What is received is dropped at once, so that the ways are compared and not what 
 from __future__ import annotations
 
 import asyncio
-import mmap
 import multiprocessing
-import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from typing import Any
-
-import numpy as np
 
 from benchmarks.harness.child_process import serve
 from benchmarks.harness.tables import middle
@@ -42,7 +38,6 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "bytes": whole.num_bytes,
         "grpc_s": grpc_s,
         "tcp_s": _by_tcp(whole),
-        "shared_memory_s": _by_shared_memory(whole),
         "changes_s": changes_s,
     }
 
@@ -77,26 +72,6 @@ def _by_tcp(whole: PolicyWeights) -> float:
                 connection.shutdown(socket.SHUT_WR)
                 connection.recv(1)
                 found.append(time.monotonic() - began)
-    return middle(found[1:])
-
-
-def _by_shared_memory(whole: PolicyWeights) -> float:
-    """The policy into a file in memory, which is kept, and out of it into the receiver's own copy."""
-    found = []
-    file = os.memfd_create("push")
-    os.ftruncate(file, whole.num_bytes)
-    with mmap.mmap(file, whole.num_bytes) as written, mmap.mmap(file, whole.num_bytes, access=mmap.ACCESS_READ) as read:
-        source, target = np.frombuffer(read, np.uint8), np.zeros(whole.num_bytes, np.uint8)
-        for _ in range(_ROUNDS):
-            began = time.monotonic()
-            end = 0
-            for bits in whole.bits.values():
-                written[end : end + bits.nbytes] = memoryview(bits).cast("B")
-                end += bits.nbytes
-            target[:] = source
-            found.append(time.monotonic() - began)
-        del source
-    os.close(file)
     return middle(found[1:])
 
 

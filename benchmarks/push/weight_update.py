@@ -15,7 +15,7 @@ _TIMEOUT_S = 300.0
 
 
 def cases(*, quick: bool) -> Iterator[Measurement]:
-    """Both encodings at each learning rate, the ways between two processes, and real pushes; quick: one rate."""
+    """The encoding at each learning rate, the ways between two processes, and real pushes; quick: one rate."""
     rates, versions = (RATES[:1], 1) if quick else (RATES, VERSIONS)
     parameters = num_parameters(model())
     for rate in rates:

@@ -8,7 +8,6 @@ from typing import Any
 from benchmarks.harness.tables import Record, middle, number, percent, table
 
 _MIB, _GIB = 2**20, 2**30
-_NAMES = {"gaps": "gaps and differences", "planes": "XOR planes"}
 
 
 def facts(cases: Iterable[Record]) -> dict[str, str]:
@@ -23,28 +22,27 @@ def facts(cases: Iterable[Record]) -> dict[str, str]:
 
 
 def packing(cases: Iterable[Record]) -> str:
-    """Both encodings at every learning rate, medians over the versions."""
-    header = ("learning rate, encoding", "elements changed", "of all bytes", "pack, ms", "apply, ms")
+    """The encoding at every learning rate, medians over the versions."""
+    header = ("learning rate", "elements changed", "of all bytes", "pack, ms", "apply, ms")
     rows = []
     for case in _of(cases, "packing"):
-        for encoding, name in _NAMES.items():
-            found = [version[encoding] for version in case["versions"]]
-            share = [one["bytes"] / version["bytes"] for one, version in zip(found, case["versions"], strict=True)]
-            rows.append(
-                [
-                    f"{case['rate']:g}, {name}",
-                    _percent(middle([version["changed"] for version in case["versions"]])),
-                    _percent(middle(share)),
-                    *(number(middle([one[key] for one in found]) * 1e3, 0) for key in ("pack_s", "apply_s")),
-                ]
-            )
+        found = [version["gaps"] for version in case["versions"]]
+        share = [one["bytes"] / version["bytes"] for one, version in zip(found, case["versions"], strict=True)]
+        rows.append(
+            [
+                f"{case['rate']:g}",
+                _percent(middle([version["changed"] for version in case["versions"]])),
+                _percent(middle(share)),
+                *(number(middle([one[key] for one in found]) * 1e3, 0) for key in ("pack_s", "apply_s")),
+            ]
+        )
     return table(header, rows)
 
 
 def wire(cases: Iterable[Record]) -> str:
     """The whole policy on every way between two processes."""
     (case,) = _of(cases, "wire")
-    ways = {"plain TCP": "tcp_s", "gRPC, our frames": "grpc_s", "a file in memory, written and read": "shared_memory_s"}
+    ways = {"plain TCP": "tcp_s", "gRPC, our frames": "grpc_s"}
     rows = [
         [
             way,
@@ -53,7 +51,6 @@ def wire(cases: Iterable[Record]) -> str:
             percent(case["tcp_s"] / case[key]),
         ]
         for way, key in ways.items()
-        if key in case  # results of before a way was measured have none of it
     ]
     return table(("", "ms", "GiB/s", "of TCP"), rows)
 
