@@ -25,8 +25,8 @@ from transformers.utils import logging as transformers_logging
 from gspo.common.errors import InputError
 from gspo.common.model.files import causal_model_types
 from gspo.learner.model.attention import has_own_attention
+from gspo.learner.model.batch import PackedRollouts
 from gspo.learner.model.network import PolicyModel, can_be_packed, load_policy_model
-from gspo.learner.model.packed_rollouts import PackedRollouts
 from tests.support.training.rollout_rows import make_config
 
 PAGE = Path("docs/models.md")

@@ -22,7 +22,7 @@ from gspo.common.model.files import (
 )
 from gspo.common.model.folder import model_folder
 from gspo.common.model.training_memory import FLOAT32_BYTES, host_bytes, layers_of, snapshot_bytes, training_bytes
-from gspo.learner.ranks.environment import is_launched, num_local_ranks, num_ranks
+from gspo.learner.ranks.launcher import is_launched, num_local_ranks, num_ranks
 from gspo.learner.telemetry.trackers import check_trackers
 from gspo.learner.training.deepspeed_config import engine_config
 from gspo.learner.training.gpu_memory import check_gpu_memory

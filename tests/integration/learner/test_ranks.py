@@ -80,7 +80,7 @@ async def test_two_ranks_train_a_run_and_a_killed_one_costs_nothing(
 
 def test_a_rank_dies_with_its_launcher() -> None:
     """A rank that outlived it would hold the run directory against the next one."""
-    rank = "import time; from gspo.learner.ranks.environment import end_with_launcher as d; d(); print(flush=True)"
+    rank = "import time; from gspo.learner.ranks.launcher import end_with_launcher as d; d(); print(flush=True)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank + '; time.sleep(60)'!r}])"
     process = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"\n"

@@ -21,8 +21,7 @@ from gspo.common.model.files import read_model_files
 from gspo.common.model.training_memory import num_trained, training_bytes
 from gspo.learner.check import check
 from gspo.learner.training import trainer
-from gspo.learner.training.deepspeed_config import _OWN_KEYS, engine_config
-from gspo.learner.training.deepspeed_keys import _ALLOWED, _REFUSED, _ZERO
+from gspo.learner.training.deepspeed_config import _ALLOWED, _OWN_KEYS, _REFUSED, _ZERO, engine_config
 from gspo.learner.training.gpu_memory import check_gpu_memory, own_fraction
 from tests.support.gpu_machine import pretend_gpu_machine
 from tests.support.tiny_model import make_tiny_model

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from gspo.learner.model.packed_rollouts import PackedBlock, PackedRollouts
+from gspo.learner.model.batch import PackedBlock, PackedRollouts
 
 NAME = "gspo"
 OWN_ATTENTION = "eager"

@@ -1,16 +1,21 @@
-"""A policy's weights under the names of a checkpoint, gathered one after another.
+"""A policy's weights under the names of a checkpoint, gathered one after another; and as a folder for other programs.
 
-export.py writes them to files; policy_weights.py makes the bits of a push of them.
+policy_weights.py makes the bits of a push of them.
 """
 
 from __future__ import annotations
 
+import copy
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -18,6 +23,9 @@ from transformers.core_model_loading import revert_weight_conversion
 if TYPE_CHECKING:
     from gspo.learner.model.adapters import Adapters
 
+_ADAPTER = "adapter"
+# Copied from the initial model: tokenizer, chat template, and the code of a model that brings its own.
+_COPIED = ("tokenizer*", "*.jinja", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.py")
 # A block in which tensors are whole that are otherwise spread over the ranks.
 Whole = Callable[[Sequence[Tensor]], AbstractContextManager[object]]
 
@@ -83,3 +91,39 @@ def _tied_names(causal_lm: PreTrainedModel) -> set[str]:
     if not causal_lm.config.get_text_config().tie_word_embeddings:
         return set()
     return set(getattr(causal_lm, "all_tied_weights_keys", {}))
+
+
+def export_model(
+    causal_lm: PreTrainedModel,
+    tensors: Mapping[str, Tensor],
+    source: Path,
+    folder: Path,
+    adapters: Adapters | None = None,
+) -> None:
+    """Replace `folder` by the weights `tensors` of `causal_lm`, with the tokenizer files of `source`.
+
+    A folder `adapter` in it has its adapters alone, which peft loads onto the initial model.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        fresh = Path(scratch, "fresh")
+        fresh.mkdir()
+        _write_model(causal_lm, tensors, fresh)
+        if adapters is not None:
+            adapters.save(fresh / _ADAPTER)
+        for file in (file for pattern in _COPIED for file in source.glob(pattern)):
+            shutil.copy2(file, fresh / file.name)
+        if folder.exists():
+            folder.rename(Path(scratch, "replaced"))
+        fresh.rename(folder)
+
+
+def _write_model(causal_lm: PreTrainedModel, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    config = copy.deepcopy(causal_lm.config)
+    (config.dtype,) = {tensor.dtype for tensor in tensors.values()}
+    config.architectures = [type(causal_lm).__name__]
+    config.save_pretrained(folder)
+    if causal_lm.can_generate():
+        causal_lm.generation_config.save_pretrained(folder)
+    # The pattern is how transformers names the files of a model.
+    save_torch_state_dict(dict(tensors), folder, filename_pattern="model{suffix}.safetensors")

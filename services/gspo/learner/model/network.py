@@ -17,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.learner.model.attention import OWN_ATTENTION, attend_to, attention_name, has_own_attention, use_own_attention
-from gspo.learner.model.packed_rollouts import PackedRollouts
+from gspo.learner.model.batch import PackedRollouts
 from gspo_core.logprobs import token_logprobs
 
 if TYPE_CHECKING:

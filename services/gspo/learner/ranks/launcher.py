@@ -1,30 +1,74 @@
-"""Starts the learner's ranks on this machine through torchrun, and ends as they end.
+"""The learner's ranks as processes: starts them through torchrun, and reads the environment that a launcher sets.
 
-torchrun keeps them: one that dies ends the others.
+torchrun and DeepSpeed's launcher use the same names, save one. Without torch until it launches.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 from collections.abc import Sequence
-
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import get_args_parser, run
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_FAILED
-from gspo.learner.ranks.environment import cores_per_rank
 
-_MODULE = "gspo.learner"
+_PR_SET_PDEATHSIG = 1
+
+
+def is_launched() -> bool:
+    """Whether a launcher started this process as one of its ranks."""
+    return "RANK" in os.environ
+
+
+def own_rank() -> int:
+    """From 0; a learner without a launcher is rank zero."""
+    return int(os.environ.get("RANK", 0))
+
+
+def num_ranks(config: Config) -> int:
+    """Ranks on all hosts: as many as the launcher started, or as learner.ranks asks to be started here."""
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else max(1, config.learner.ranks)
+
+
+def num_local_ranks() -> int:
+    """Ranks on this host, this one included."""
+    # LOCAL_SIZE is DeepSpeed's name.
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+def end_with_launcher() -> None:
+    """Have the kernel kill this rank when its launcher dies: it would keep the run directory locked."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def cores_per_rank(num_ranks_here: int) -> int:
+    """CPU cores that each of so many ranks on this machine may use."""
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks_here)
 
 
 def launch(config: Config, arguments: Sequence[str]) -> int:
-    """Run `python -m gspo.learner ARGUMENTS` once a rank, to the end of all; the exit code of the first to fail."""
+    """Run `python -m gspo.learner ARGUMENTS` once a rank, to the end of all; the exit code of the first to fail.
+
+    torchrun keeps the ranks: one that dies ends the others.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
     learner = config.learner
     # torchrun would set it to 1, with a long warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(learner.threads or cores_per_rank(learner.ranks)))
-    words = ["--standalone", "--nproc-per-node", str(learner.ranks), "--max-restarts", "0", "-m", _MODULE, *arguments]
+    words = [
+        "--standalone",
+        "--nproc-per-node",
+        str(learner.ranks),
+        "--max-restarts",
+        "0",
+        "-m",
+        "gspo.learner",
+        *arguments,
+    ]
     try:
         run(get_args_parser().parse_args(words))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

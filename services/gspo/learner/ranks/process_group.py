@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from gspo.learner.ranks.environment import is_launched
+from gspo.learner.ranks.launcher import is_launched
 from gspo_core.stats import Stats
 
 _LOOPBACKS = ("lo", "lo0")

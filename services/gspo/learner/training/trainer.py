@@ -19,13 +19,12 @@ from gspo.common.errors import InputError
 from gspo.common.host.gpus import generators_per_gpu, visible_gpus
 from gspo.learner.assembly.rows import Row
 from gspo.learner.model.batch import StepBatch
-from gspo.learner.model.export import export_model
-from gspo.learner.model.named_weights import checkpoint_tensors
+from gspo.learner.model.named_weights import checkpoint_tensors, export_model
 from gspo.learner.model.network import can_be_packed, load_policy_model, load_reference_model
-from gspo.learner.ranks.environment import cores_per_rank, num_local_ranks
+from gspo.learner.ranks.launcher import cores_per_rank, num_local_ranks
 from gspo.learner.ranks.process_group import join, set_deadlines, sum_stats
 from gspo.learner.storage.durable_files import fsync
-from gspo.learner.training.deepspeed_config import engine_config, reference_config
+from gspo.learner.training.deepspeed_config import engine_config
 from gspo.learner.training.gpu_memory import own_fraction
 from gspo.learner.training.mismatch_probe import SnapshotWeights
 from gspo.learner.training.step_metrics import (
@@ -188,7 +187,8 @@ class Trainer:
         reference = load_reference_model(self._folder, self._config).to(self._device)
         if self._config.learner.zero_stage != 3:
             return reference
-        return deepspeed.initialize(model=reference, config=reference_config())[0]
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        return deepspeed.initialize(model=reference, config=config)[0]
 
     @property
     def _is_spread(self) -> bool:

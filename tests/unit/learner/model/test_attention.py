@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gspo.learner.model.attention import attend_to, attention_name, short_causal_attention
+from gspo.learner.model.batch import PackedRollouts
 from gspo.learner.model.network import hidden_states
-from gspo.learner.model.packed_rollouts import PackedRollouts
 
 
 @pytest.mark.parametrize(("num_heads", "num_key_heads"), [(4, 4), (4, 2), (6, 1)])
