@@ -38,7 +38,7 @@ class EvaluationGate:
     def __init__(self, config: Config, run_dir: RunDir, activity: Activity) -> None:
         self._config, self._run_dir, self._activity = config, run_dir, activity
         self._figure = config.best_figure
-        self._best = BestVersion(run_dir.path, self._figure.figure, run_dir.scores()) if self._figure else None
+        self._best = BestVersion(run_dir.path, self._figure.figure, run_dir.scores) if self._figure else None
         self._recorded = asyncio.Event()
         self.recorded_unix_s = 0.0
 
@@ -49,17 +49,9 @@ class EvaluationGate:
 
     async def record(self, done: EvaluationDone) -> None:
         """Record an evaluation, and keep its version if it is the best."""
-        score = done.score if done.HasField("score") else None
-        await asyncio.to_thread(
-            self._run_dir.append_evaluation,
-            done.evaluation,
-            done.version,
-            done.step,
-            done.figures,
-            file=done.file,
-            score=score,
-        )
+        await asyncio.to_thread(self._run_dir.append_evaluation, done)
         if self._best is not None and self._figure is not None and done.file == self._figure.file:
+            score = done.score if done.HasField("score") else None
             await asyncio.to_thread(self._best.record_score, done.version, score)
         self.recorded_unix_s = time.time()
         self._recorded.set()
@@ -69,17 +61,16 @@ class EvaluationGate:
         if self._best is not None and (last or version == 0 or self._config.is_measured(version)):
             self._best.save_candidate(version, write)
 
-    async def wait(self, version: int, stopped: Callable[[], bool]) -> float:
-        """Wait until all evaluations of a version between two steps are recorded; the seconds that it took."""
+    async def wait(self, version: int, stopped: Callable[[], bool]) -> None:
+        """Wait until all evaluations of a version between two steps are recorded."""
         began = time.monotonic()
         while (missing := self._missing(version)) and not stopped():
             if time.monotonic() - began > self.max_wait_s + self._config.run.start_timeout_s:
                 log.warning("evaluation_missing", labels=missing, reason="newer weights are published without it")
-                break
+                return
             self._activity.set("waiting", "evaluation", ", ".join(missing))
             self._recorded.clear()
             await wait_until_set(self._recorded, _POLL_S)
-        return time.monotonic() - began
 
     def _missing(self, version: int) -> list[str]:
         if not self._config.evaluation.hold_weights or not self._config.is_measured(version):

@@ -87,7 +87,7 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
         weights = _replay(config, step, run_dir, trainer, assembler)
     if weights is None:
         weights = _initial_weights(trainer)
-    run_dir.append_version(weights.version, weights.digest, weights.version, dtype=weights.dtype)
+    run_dir.append_version(weights.version, weights.digest, weights.dtype)
     return RecoveredState(trainer, assembler, weights, starting_point.notices)
 
 
@@ -148,7 +148,7 @@ def _pass_over(run_dir: RunDir, damage: dict[int, str], from_step: int) -> tuple
     Raises:
         InputError: The log lacks a step between `from_step` and a damaged checkpoint.
     """
-    if damage and (missing := set(range(from_step + 1, max(damage) + 1)) - set(run_dir.steps())):
+    if damage and (missing := set(range(from_step + 1, max(damage) + 1)) - set(run_dir.steplog.steps())):
         exported = [str(run_dir.path / name) for name in _EXPORTED if (run_dir.path / name).is_dir()]
         start_anew = f", or start a new run with model.path: {' or '.join(exported)}" if exported else ""
         raise InputError(
@@ -175,7 +175,7 @@ def _replay(config: Config, step: int, run_dir: RunDir, trainer: TrainerApi, ass
     Its hyperparameters are on record if its version is. A step without a recorded version is trained with the
     configured ones, so that a change may save a run that ended in it.
     """
-    rows, recorded = run_dir.read_step(step), run_dir.version(step)
+    rows, recorded = run_dir.steplog.read(step), run_dir.version(step)
     hyperparameters = configured_hyperparameters(config, step)
     if recorded and recorded.hyperparameters:
         hyperparameters = Hyperparameters(**recorded.hyperparameters)
@@ -189,9 +189,9 @@ def _replay(config: Config, step: int, run_dir: RunDir, trainer: TrainerApi, ass
         ) from error
     run_dir.append_not_applied(step, map(asdict, trained.skipped_updates))
     same = recorded is None or recorded.digest == weights.digest
-    if recorded is not None and not same and recorded.dtype in ("", weights.dtype):
+    if recorded is not None and not same and recorded.dtype == weights.dtype:
         log.warning("replay_differs", step=step, recorded=recorded.digest, digest=weights.digest)
-    run_dir.append_version(step, weights.digest, step, dtype=weights.dtype, hyperparameters=asdict(hyperparameters))
-    run_dir.append_metrics(step, step, trained.metrics)
+    run_dir.append_version(step, weights.digest, weights.dtype, asdict(hyperparameters))
+    run_dir.append_metrics(step, trained.metrics)
     log.info("step_replayed", step=step, digest=weights.digest[:12], same=same)
     return weights

@@ -57,7 +57,7 @@ class StepReport:
         texts = list(advice(self._recent, self._config).values())
         for text in texts:
             log.warning("advice", step=step, text=text)
-        await asyncio.to_thread(self._run_dir.append_metrics, step, weights.version, figures)
+        await asyncio.to_thread(self._run_dir.append_metrics, step, figures)
         _export(figures)
         log.info("step_done", step=step, **{key: round(figures[key], 6) for key in _IN_LOG_LINE if key in figures})
         done = StepDone(

@@ -66,9 +66,8 @@ class Versions:
             self._run_dir.append_version,
             weights.version,
             weights.digest,
-            weights.version,
-            dtype=weights.dtype,
-            hyperparameters=asdict(hyperparameters),
+            weights.dtype,
+            asdict(hyperparameters),
         )
         self._make_newest(weights)
 

@@ -30,6 +30,7 @@ from gspo.common.telemetry.step_time import IN_WORDS
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import SettledGroup, Settlement
 from gspo.learner.storage.run_directory import RunDir
+from gspo_proto.rollout_pb2 import EvaluationDone
 
 NUM_STEPS, GROUPS_A_STEP, ROLLOUTS_A_GROUP = 20, 4, 2
 SCRIPT = "<script>alert('x')</script> & \x00 {{ 7 * 7 }}"
@@ -117,15 +118,18 @@ def train(run_dir: RunDir, first: int, last: int, **figures: float) -> None:
     """Steps from `first` to `last`, whole."""
     for step in range(first, last + 1):
         run_dir.write_step(step, step_rows(step))
-        run_dir.append_version(step, f"digest-{step}", step)
-        run_dir.append_metrics(step, step, step_figures(step, **figures))
+        run_dir.append_version(step, f"digest-{step}", "float32")
+        run_dir.append_metrics(step, step_figures(step, **figures))
 
 
 def evaluate(run_dir: RunDir, version: int, sampled: float, file: str = "", **changes: float) -> None:
     """An evaluation of 50 prompts, with the sampled mean as its score."""
     figures = {"sampled_mean": sampled, "sampled_stderr": 0.03, "greedy_mean": sampled + 0.1, "greedy_stderr": 0.04}
     figures |= {"pass_at_1": sampled, "pass_at_4": sampled + 0.125, "num_prompts": 50.0, **changes}
-    run_dir.append_evaluation(f"v{version}{file}", version, version, figures, file=file, score=sampled)
+    label = f"v{version}{file}"
+    run_dir.append_evaluation(
+        EvaluationDone(evaluation=label, version=version, step=version, figures=figures, file=file, score=sampled)
+    )
 
 
 @pytest.fixture
@@ -142,7 +146,7 @@ def path(config: Config, tmp_path: Path) -> Path:
 def ended(path: Path) -> Path:
     """A run of 20 steps: 80 groups trained, and 2 filtered, 3 stale, 1 failed, 4 unused of 90."""
     with RunDir(path) as run_dir:
-        run_dir.append_version(0, "digest-0", 0)
+        run_dir.append_version(0, "digest-0", "float32")
         evaluate(run_dir, 0, 0.35)
         train(run_dir, 1, 10)
         evaluate(run_dir, 10, 0.6)
@@ -344,8 +348,8 @@ def test_the_page_says_why_answers_have_no_score(path: Path) -> None:
     why = {"reward": None, "failure": "r: raised ValueError: cannot judge '7' (r.py line 5)", "skipped": "failed"}
     with RunDir(path) as run_dir:
         run_dir.write_step(1, [row(1, 0, 0), row(1, 0, 1, **why)])
-        run_dir.append_version(1, "digest-1", 1)
-        run_dir.append_metrics(1, 1, step_figures(1, skipped_failed=1.0))
+        run_dir.append_version(1, "digest-1", "float32")
+        run_dir.append_metrics(1, step_figures(1, skipped_failed=1.0))
     write_report(path)
     page = (path / "report.html").read_text()
     assert (
@@ -434,7 +438,7 @@ def break_everything(run_dir: Path) -> None:
 
 def start_only(run_dir: Path) -> None:
     with RunDir(run_dir) as opened:
-        opened.append_version(0, "digest-0", 0)
+        opened.append_version(0, "digest-0", "float32")
 
 
 @pytest.mark.parametrize("make", [lambda _: None, remove_everything, break_everything, start_only])
@@ -503,7 +507,7 @@ def test_an_earlier_end_stands_until_a_step_was_trained(ended: Path, monkeypatch
     assert (again["end"], again["end_reason"], again["wall_s"]) == ("stopped", "stopped: Ctrl-C", {"start": 20.0})
     with RunDir(ended) as run_dir:
         run_dir.write_step(21, [row(21, 200, 0)])
-        run_dir.append_version(21, "digest-21", 21)
+        run_dir.append_version(21, "digest-21", "float32")
     again = write_report(ended)
     assert (again["end"], again["end_reason"], again["wall_s"]) == (None, None, None)
     assert "1 of 21 trained steps have no figures" in page(ended)
@@ -520,7 +524,7 @@ def test_plots_that_have_nothing_to_show_any_more_go(ended: Path) -> None:
 def test_figures_that_were_not_finite_leave_a_gap(path: Path) -> None:
     with RunDir(path) as run_dir:
         train(run_dir, 1, 80)
-        run_dir.append_metrics(85, 85, step_figures(85, reward_mean=math.nan, clipped_sequences_low=math.inf))
+        run_dir.append_metrics(85, step_figures(85, reward_mean=math.nan, clipped_sequences_low=math.inf))
     log = read_history(path)
     assert log.series("reward_mean")[-1:].tolist() == pytest.approx([math.nan], nan_ok=True)
     summary = write_report(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ def done(version: int, file: str, score: float | None = None) -> EvaluationDone:
 async def test_the_gate_does_not_wait_for_versions_without_evaluation(
     run_dir: RunDir, version: int, hold: bool
 ) -> None:
-    async with asyncio.timeout(5):
-        assert await held_out(run_dir, hold_weights=hold).wait(version, lambda: False) < 1.0
+    async with asyncio.timeout(1):
+        await held_out(run_dir, hold_weights=hold).wait(version, lambda: False)
 
 
 async def test_every_file_is_waited_for_once(run_dir: RunDir) -> None:
@@ -55,15 +56,17 @@ async def test_every_file_is_waited_for_once(run_dir: RunDir) -> None:
         assert not waiting.done()
         await known.record(done(2, file))
     async with asyncio.timeout(5):
-        assert await waiting >= 0.1
-        assert await held_out(run_dir).wait(2, lambda: False) < 1.0
+        await waiting
+        await held_out(run_dir).wait(2, lambda: False)
 
 
 async def test_a_stop_and_a_deadline_end_the_wait(run_dir: RunDir) -> None:
     async with asyncio.timeout(5):
         await held_out(run_dir).wait(2, lambda: True)
         # Twice evaluation.timeout_s, and what a generator may take to join.
-        assert await held_out(run_dir, start_timeout_s=0.1).wait(2, lambda: False) >= 0.2
+        began_s = time.monotonic()
+        await held_out(run_dir, start_timeout_s=0.1).wait(2, lambda: False)
+        assert time.monotonic() - began_s >= 0.2
 
 
 async def test_only_the_file_that_is_named_decides_which_version_is_kept(run_dir: RunDir) -> None:

@@ -62,7 +62,7 @@ def config(tmp_path: Path) -> Config:
 def train_run(config: Config, run: RunDir, scored: Any, *, steps: int, checkpoints: Collection[int]) -> None:
     """As the loop does: log, train, record the version, and now and then a checkpoint."""
     maker = RecordingTrainer(config, config.run_dir.parent / "model", run.path)
-    run.append_version(0, weights_from(0, maker.policy()).digest, 0, dtype="float32")
+    run.append_version(0, weights_from(0, maker.policy()).digest, "float32")
     for step in range(1, steps + 1):
         rows = [replace(row_from_scored(scored(step)), step=step)]
         run.write_step(step, rows)
@@ -75,7 +75,7 @@ def train_run(config: Config, run: RunDir, scored: Any, *, steps: int, checkpoin
 
 def record_version(run: RunDir, step: int, maker: Any, used: Hyperparameters) -> None:
     policy = weights_from(step, maker.policy())
-    run.append_version(step, policy.digest, step, dtype=policy.dtype, hyperparameters=asdict(used))
+    run.append_version(step, policy.digest, policy.dtype, asdict(used))
 
 
 def save(run: RunDir, step: int, maker: Any) -> None:

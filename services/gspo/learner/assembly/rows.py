@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Annotated, Any, get_type_hints
 
@@ -225,21 +225,10 @@ def from_table(table: Any) -> list[Row]:
     Raises:
         ValueError: The columns are not those of this version.
     """
-    table = _with_added(table)
     if not table.schema.equals(SCHEMA):
         raise ValueError(f"the table's columns are not those of a step file of this version:\n{table.schema}")
     columns = [_from_column(table.column(column.name), column.type) for column in SCHEMA]
     return [Row(*values) for values in zip(*columns, strict=True)]
-
-
-def _with_added(table: Any) -> Any:
-    """A table of a log without conversations, with the columns that conversations added."""
-    if "num_turns" in table.column_names:
-        return table
-    for added in (field for field in fields(Row) if field.default is not MISSING):
-        column = SCHEMA.field(added.name)
-        table = table.append_column(column, pa.array([added.default] * len(table), column.type))
-    return table
 
 
 def _from_column(column: Any, arrow_type: Any) -> Iterable[Any]:

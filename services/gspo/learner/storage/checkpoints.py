@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from gspo.learner.storage.durable_files import fsync, replace_whole, temporary
 
-# Lists every file with its size and SHA-256.
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})")
 _DAMAGED = ".damaged"
+
+
+class _FileEntry(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    bytes: int
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.bytes} bytes with SHA-256 {self.sha256[:12]}..."
+
+
+class _Manifest(BaseModel):
+    """Every file of a checkpoint with its size and digest."""
+
+    model_config = ConfigDict(extra="forbid")
+    step: int
+    files: dict[str, _FileEntry]
 
 
 class Checkpoints:
@@ -51,7 +67,7 @@ class Checkpoints:
             fsync(unfinished / name)
         for folder in filter(Path.is_dir, unfinished.rglob("*")):
             fsync(folder)
-        replace_whole(unfinished / MANIFEST, json.dumps(_manifest(step, unfinished), indent=2).encode())
+        replace_whole(unfinished / MANIFEST, _manifest_of(step, unfinished).model_dump_json(indent=2).encode())
         unfinished.rename(self.path(step))
         fsync(self.folder)
         return self.path(step)
@@ -70,14 +86,13 @@ class Checkpoints:
 
     def is_whole(self, step: int) -> bool:
         """Whether the checkpoint after `step` has every file at its full size; reads no file's content."""
-        files = self._listed(step)
-        return files is not None and {name: _size_of(entry) for name, entry in files.items()} == _sizes(self.path(step))
+        manifest = self._read_manifest(step)
+        if manifest is None:
+            return False
+        return {name: entry.bytes for name, entry in manifest.files.items()} == _sizes(self.path(step))
 
     def damage(self, step: int) -> str:
-        """How the checkpoint has changed since it was written; empty if every byte is the same.
-
-        Reads every file. A checkpoint without digests, of an older version, is compared by its sizes alone.
-        """
+        """How the checkpoint has changed since it was written; empty if every byte is the same. Reads every file."""
         try:
             return self._difference(step)
         except OSError as error:
@@ -86,17 +101,14 @@ class Checkpoints:
             return f"a file cannot be read ({error.strerror}): the disk has lost a part of it"
 
     def _difference(self, step: int) -> str:
-        files, folder = self._listed(step), self.path(step)
-        if files is None:
+        written = self._read_manifest(step)
+        if written is None:
             return f"{MANIFEST} is missing or unreadable"
-        has_digests = not all(isinstance(entry, int) for entry in files.values())
-        actual: dict[str, Any] = _manifest(step, folder) if has_digests else {"step": step, "files": _sizes(folder)}
-        if json.loads((folder / MANIFEST).read_bytes()) == actual:
-            return ""
-        for name, entry in sorted(files.items()):
-            if (present := actual["files"].get(name)) != entry:
-                return f"{name}: expected {_words(entry)}, found {_words(present)}"
-        return f"{MANIFEST} or the files beside it have changed"
+        present = _manifest_of(step, self.path(step))
+        for name, entry in sorted(written.files.items()):
+            if present.files.get(name) != entry:
+                return f"{name}: expected {entry}, found {present.files.get(name, 'no such file')}"
+        return "" if written == present else f"{MANIFEST} or the files beside it have changed"
 
     def move_damaged(self, step: int) -> Path:
         """Move a checkpoint out of the way, for its owner to look at; returns its new path."""
@@ -113,23 +125,24 @@ class Checkpoints:
         self.path(step).rename(leaving)
         shutil.rmtree(leaving)
 
-    def _listed(self, step: int) -> dict[str, Any] | None:
-        """The manifest's entry of each file; None if the manifest cannot be read."""
+    def _read_manifest(self, step: int) -> _Manifest | None:
+        """None where it is missing, or does not say what a manifest says."""
         try:
-            manifest = json.loads((self.path(step) / MANIFEST).read_bytes())
+            return _Manifest.model_validate_json((self.path(step) / MANIFEST).read_bytes())
         except (FileNotFoundError, ValueError):
             return None
-        files = manifest.get("files") if isinstance(manifest, dict) else None
-        return files if isinstance(files, dict) else None
 
 
-def _manifest(step: int, folder: Path) -> dict[str, Any]:
-    """The manifest of a folder as it is: sizes and digests of its files, read in parallel."""
+def _manifest_of(step: int, folder: Path) -> _Manifest:
+    """The manifest of a folder as it is; its files are read in parallel."""
     sizes = _sizes(folder)
     with ThreadPoolExecutor() as threads:  # hashlib lets other threads run
         digests = threads.map(lambda name: _sha256(folder / name), sizes)
-        files = {name: {"bytes": sizes[name], "sha256": digest} for name, digest in zip(sizes, digests, strict=True)}
-    return {"step": step, "files": files}
+        files = {
+            name: _FileEntry(bytes=size, sha256=digest)
+            for (name, size), digest in zip(sizes.items(), digests, strict=True)
+        }
+    return _Manifest(step=step, files=files)
 
 
 def _sha256(path: Path) -> str:
@@ -140,13 +153,3 @@ def _sha256(path: Path) -> str:
 def _sizes(folder: Path) -> dict[str, int]:
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
     return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
-
-
-def _size_of(entry: Any) -> Any:
-    return entry.get("bytes") if isinstance(entry, dict) else entry
-
-
-def _words(entry: Any) -> str:
-    if isinstance(entry, dict) and isinstance(digest := entry.get("sha256"), str):
-        return f"{entry.get('bytes')} bytes with SHA-256 {digest[:12]}..."
-    return "no such file" if entry is None else f"{entry} bytes"

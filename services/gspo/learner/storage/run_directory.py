@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +34,7 @@ from gspo.runlog.run_log import (
     SettledRecord,
     StepRecord,
 )
+from gspo_proto.rollout_pb2 import EvaluationDone
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,19 @@ class PolicyVersion:
     """A version of the policy: a line of policy.jsonl. (version, digest) identifies it everywhere.
 
     Attributes:
-        dtype: Of the weights that the digest is of; empty in older logs.
-        hyperparameters: Of its step, by the names of Hyperparameters; None of version 0, and in older logs.
+        dtype: Of the weights that the digest is of.
+        hyperparameters: Of its step, by the names of Hyperparameters; None of version 0.
     """
 
     version: int
     digest: str
-    step: int
-    dtype: str = ""
-    hyperparameters: Mapping[str, float] | None = None
+    dtype: str
+    hyperparameters: Mapping[str, float] | None
 
     @classmethod
     def parse(cls, line: Mapping[str, Any]) -> Self:
         """The version of a line's JSON object."""
-        return cls(**{field.name: line[field.name] for field in fields(cls) if field.name in line})
+        return cls(line["version"], line["digest"], line["dtype"], line["hyperparameters"])
 
 
 class RunDir:
@@ -66,6 +66,11 @@ class RunDir:
         disk: Waits for free disk space at each write; opening does not wait.
 
     Attributes:
+        steplog: The logged steps that are still there.
+        checkpoints: The checkpoint folders.
+        epoch: Of this start, from 1.
+        settlements: How groups have ended.
+        scores: Version -> its score in evaluation.keep_best, of the versions that have one.
         trained_s: Seconds that the recorded steps took before it was opened.
 
     Raises:
@@ -96,8 +101,9 @@ class RunDir:
             self.trained_s = sum(record.figures.get("step_s", 0.0) for record in steps)
             self._not_applied = set(self._lines[NOT_APPLIED].records(lambda line: (line["step"], line["update"])))
             self._evaluations: dict[str, float] = {}
-            self._scores: dict[int, float] = {}
-            for label, record in self._lines[EVALUATIONS].records(_labelled):
+            self.scores: dict[int, float] = {}
+            evaluations = self._lines[EVALUATIONS].records(lambda line: (line["label"], EvaluationRecord.parse(line)))
+            for label, record in evaluations:
                 self._note_evaluation(label, record.version, record.figures, record.score)
             self._open_files = files.pop_all()
 
@@ -128,25 +134,13 @@ class RunDir:
         for group in groups:
             self.settlements.add(group, Settlement.TRAINED)
 
-    def read_step(self, step: int) -> list[Row]:
-        """A logged step's rows in training order.
-
-        Raises:
-            FileNotFoundError: The step is not in the log.
-        """
-        return self.steplog.read(step)
-
-    def steps(self) -> list[int]:
-        """The logged steps that are still there, in order."""
-        return self.steplog.steps()
-
     def steps_to_replay(self, after: int) -> list[int]:
         """The logged steps after step `after`, in order.
 
         Raises:
             ValueError: One of them is missing.
         """
-        steps = [step for step in self.steps() if step > after]
+        steps = [step for step in self.steplog.steps() if step > after]
         if missing := set(range(after + 1, max(steps, default=after) + 1)) - set(steps):
             raise ValueError(
                 f"{self.steplog.path(min(missing))} is missing: the log cannot be replayed from the state after "
@@ -166,15 +160,9 @@ class RunDir:
             self.settlements.add(settled.group, settled.settlement)
 
     def append_version(
-        self,
-        version: int,
-        digest: str,
-        step: int,
-        *,
-        dtype: str = "",
-        hyperparameters: Mapping[str, float] | None = None,
+        self, version: int, digest: str, dtype: str, hyperparameters: Mapping[str, float] | None = None
     ) -> None:
-        """Record a policy version; on the disk when this returns.
+        """Record a policy version, which the step of its number made; on the disk when this returns.
 
         A version that a replay made again is written only if its digest differs; then the newest digest counts.
         Recorded hyperparameters stay if the call brings none.
@@ -183,8 +171,8 @@ class RunDir:
             return
         if hyperparameters is None and recorded:
             hyperparameters = recorded.hyperparameters
-        record = PolicyVersion(version, digest, step, dtype, hyperparameters)
-        self._lines[VERSIONS].append([{**asdict(record), "unix_s": time.time()}])
+        record = PolicyVersion(version, digest, dtype, hyperparameters)
+        self._lines[VERSIONS].append([{**asdict(record), "step": version, "unix_s": time.time()}])
         self._versions[version] = record
 
     def versions(self) -> list[PolicyVersion]:
@@ -210,45 +198,27 @@ class RunDir:
         """The updates of a step that are recorded as not applied."""
         return sorted(update for of_step, update in self._not_applied if of_step == step)
 
-    def append_metrics(self, step: int, version: int, figures: Mapping[str, float]) -> bool:
-        """Record a step's figures, once; False if a replay trained it again, and nothing is written."""
+    def append_metrics(self, step: int, figures: Mapping[str, float]) -> None:
+        """Record a step's figures, unless they are: a replay trains it again."""
         if step in self._measured_steps:
-            return False
-        record = {"step": step, "version": version, "unix_s": time.time(), "figures": finite_or_null(figures)}
+            return
+        record = {"step": step, "version": step, "unix_s": time.time(), "figures": finite_or_null(figures)}
         self._lines[METRICS].append([record])
         self._measured_steps.add(step)
-        return True
 
-    def append_evaluation(
-        self,
-        label: str,
-        version: int,
-        step: int,
-        figures: Mapping[str, float],
-        *,
-        file: str = "",
-        score: float | None = None,
-    ) -> bool:
-        """Record an evaluation under its label; False if one of as many prompts is recorded, and nothing is written.
-
-        Args:
-            file: Name of the held-out file.
-            score: The figure that evaluation.keep_best compares.
-        """
+    def append_evaluation(self, done: EvaluationDone) -> None:
+        """Record an evaluation under its label, unless one of as many prompts is recorded."""
+        label, figures, score = done.evaluation, done.figures, done.score if done.HasField("score") else None
         if label in self._evaluations and _num_prompts(figures) <= self._evaluations[label]:
-            return False
-        record = {"label": label, "version": version, "step": step, "unix_s": time.time(), "file": file, "score": score}
-        self._lines[EVALUATIONS].append([{**record, "figures": finite_or_null(figures)}])
-        self._note_evaluation(label, version, figures, score)
-        return True
+            return
+        record = {"label": label, "version": done.version, "step": done.step, "unix_s": time.time()}
+        record |= {"file": done.file, "score": score, "figures": finite_or_null(figures)}
+        self._lines[EVALUATIONS].append([record])
+        self._note_evaluation(label, done.version, figures, score)
 
     def evaluations(self) -> list[str]:
         """The labels of the recorded evaluations, in the order of recording."""
         return list(self._evaluations)
-
-    def scores(self) -> dict[int, float]:
-        """Version -> its score in evaluation.keep_best, of the versions that have one."""
-        return dict(self._scores)
 
     def prune(self, *, keep_checkpoints: int, keep_log_steps: int | None) -> None:
         """Remove checkpoints and step files beyond the numbers to keep.
@@ -261,7 +231,7 @@ class RunDir:
         if keep_log_steps is None or not whole:
             return
         oldest_kept = whole[-keep_checkpoints:][0]
-        self._remove_steps([step for step in self.steps()[:-keep_log_steps] if step <= oldest_kept])
+        self._remove_steps([step for step in self.steplog.steps()[:-keep_log_steps] if step <= oldest_kept])
 
     def _remove_steps(self, steps: Sequence[int]) -> None:
         """Remove step files; their groups are first recorded as trained, since no other file has them."""
@@ -303,7 +273,7 @@ class RunDir:
         self._evaluations[label] = _num_prompts(figures)
         if score is not None:
             # A version's first score counts: by it the version was kept or removed.
-            self._scores.setdefault(version, score)
+            self.scores.setdefault(version, score)
 
 
 def _take_lock(path: Path) -> int:
@@ -357,7 +327,3 @@ def _remove_unfinished(*folders: Path) -> None:
 
 def _num_prompts(figures: Mapping[str, float]) -> float:
     return figures.get("num_prompts", 0.0)
-
-
-def _labelled(line: Mapping[str, Any]) -> tuple[str, EvaluationRecord]:
-    return line["label"], EvaluationRecord.parse(line)

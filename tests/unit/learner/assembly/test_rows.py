@@ -127,13 +127,6 @@ def test_rows_come_back_from_parquet_as_they_were(step_file: tuple[Path, list[Ro
         assert row.logp.flags.writeable
 
 
-def test_a_step_file_from_before_conversations_is_read(step_file: tuple[Path, list[Row]]) -> None:
-    path, rows = step_file
-    later = ["num_turns", "num_tool_calls", "num_malformed_calls", "num_cut_turns", "turns_json"]
-    old = pq.read_table(path).drop_columns(later)
-    assert [(row.group, row.num_turns, row.turns_json) for row in from_table(old)] == [(r.group, 1, "") for r in rows]
-
-
 def test_pandas_reads_a_step_file(step_file: tuple[Path, list[Row]]) -> None:
     frame = pd.read_parquet(step_file[0])
     assert frame["group"].tolist() == [3, 3]

@@ -52,7 +52,7 @@ def test_writes_wait_for_free_disk_space_and_are_whole_then(small_disk: Path, ro
     activity.set("busy", "logging")
     disk = DiskSpace(activity)
     with RunDir(small_disk / "run", disk) as run:
-        run.append_version(0, "before", 0)
+        run.append_version(0, "before", "float32")
         filler = fill(small_disk)
         settled = [SettledGroup(group, Settlement.FAILED, "a reason" * 1000) for group in range(10, 20)]
 
@@ -77,8 +77,8 @@ def test_writes_wait_for_free_disk_space_and_are_whole_then(small_disk: Path, ro
     lines = [json.loads(line) for line in (small_disk / "run/log/settled.jsonl").read_text().splitlines()]
     assert [line["group"] for line in lines] == list(range(10, 20))
     with RunDir(small_disk / "run") as again:
-        assert again.steps() == [1]
-        assert [row.group for row in again.read_step(1)] == [1, 2]
+        assert again.steplog.steps() == [1]
+        assert [row.group for row in again.steplog.read(1)] == [1, 2]
 
 
 def test_a_learner_that_is_asked_to_end_does_not_wait(small_disk: Path) -> None:

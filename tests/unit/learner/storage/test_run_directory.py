@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from gspo.common.errors import InputError
 from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.assembly.settlements import SettledGroup, Settlement
 from gspo.learner.storage.run_directory import PolicyVersion, RunDir
+from gspo_proto.rollout_pb2 import EvaluationDone
 
 FORK = multiprocessing.get_context("fork")
 
@@ -93,9 +95,9 @@ def test_a_step_is_read_back_and_its_groups_are_trained(tmp_path: Path, rows) ->
     with RunDir(tmp_path) as run:
         run.write_step(1, rows(1, 4, 2))
         assert (tmp_path / "log" / "step-000001.parquet").exists()
-        assert [row.group for row in run.read_step(1)] == [4, 2]
+        assert [row.group for row in run.steplog.read(1)] == [4, 2]
     with RunDir(tmp_path) as run:
-        assert run.steps() == [1]
+        assert run.steplog.steps() == [1]
         assert run.settlements.get(4) is run.settlements.get(2) is Settlement.TRAINED
         assert 3 not in run.settlements
 
@@ -107,7 +109,7 @@ def test_a_logged_step_is_never_replaced(tmp_path: Path, rows) -> None:
             run.write_step(1, rows(1, 5))
         with pytest.raises(FileExistsError):
             run.steplog.write(1, rows(1, 5))  # the file system itself refuses, too
-        assert [row.group for row in run.read_step(1)] == [0]
+        assert [row.group for row in run.steplog.read(1)] == [0]
         assert [file.name for file in (tmp_path / "log").glob("step*")] == ["step-000001.parquet"]
 
 
@@ -118,7 +120,7 @@ def test_a_group_is_in_one_step_only(tmp_path: Path, rows) -> None:
             run.write_step(2, rows(2, 0))
         with pytest.raises(ValueError, match=r"rows of step \[3\] cannot be logged as step 2"):
             run.write_step(2, rows(3, 1))
-        assert run.steps() == [1]
+        assert run.steplog.steps() == [1]
 
 
 def test_a_kill_between_write_and_link_leaves_no_step(tmp_path: Path, rows, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +131,7 @@ def test_a_kill_between_write_and_link_leaves_no_step(tmp_path: Path, rows, monk
     assert in_a_process(write_and_die) == -signal.SIGKILL
     assert (tmp_path / "log" / "step-000001.parquet.tmp").exists()
     with RunDir(tmp_path) as run:
-        assert run.steps() == []
+        assert run.steplog.steps() == []
         assert 0 not in run.settlements
         assert not list((tmp_path / "log").glob("*.tmp"))
         run.write_step(1, rows(1, 0))
@@ -143,7 +145,7 @@ def test_a_kill_after_link_leaves_the_whole_step(tmp_path: Path, rows, monkeypat
 
     assert in_a_process(write_and_die) == -signal.SIGKILL
     with RunDir(tmp_path) as run:
-        assert [row.group for row in run.read_step(1)] == [0]
+        assert [row.group for row in run.steplog.read(1)] == [0]
         assert not list((tmp_path / "log").glob("*.tmp"))
 
 
@@ -159,7 +161,7 @@ def test_the_log_is_on_the_disk_before_write_step_returns(
         assert calls == ["step-000001.parquet.tmp", "link", "log"]
         calls.clear()
         run.settle([SettledGroup(1, Settlement.STALE, "old")])
-        run.append_version(1, "aa", 1)
+        run.append_version(1, "aa", "float32")
         assert calls == ["settled.jsonl", "policy.jsonl"]
 
 
@@ -247,18 +249,18 @@ def test_a_broken_line_before_the_last_is_an_error(tmp_path: Path) -> None:
 
 def test_versions_are_found_by_number_after_a_restart(tmp_path: Path) -> None:
     with RunDir(tmp_path) as run:
-        run.append_version(0, "aa", 0)
-        run.append_version(1, "bb", 1)
+        run.append_version(0, "aa", "float32")
+        run.append_version(1, "bb", "float32")
     with RunDir(tmp_path) as run:
-        assert run.versions() == [PolicyVersion(0, "aa", 0), PolicyVersion(1, "bb", 1)]
+        assert run.versions() == [PolicyVersion(0, "aa", "float32", None), PolicyVersion(1, "bb", "float32", None)]
         assert (run.version(1).digest, run.version(2)) == ("bb", None)
 
 
 def test_a_replayed_version_is_written_again_only_with_another_digest(tmp_path: Path) -> None:
     with RunDir(tmp_path) as run:
-        run.append_version(1, "bb", 1)
-        run.append_version(1, "bb", 1)
-        run.append_version(1, "cc", 1)
+        run.append_version(1, "bb", "float32")
+        run.append_version(1, "bb", "float32")
+        run.append_version(1, "cc", "float32")
     lines = (tmp_path / "log" / "policy.jsonl").read_text().splitlines()
     assert [json.loads(line)["digest"] for line in lines] == ["bb", "cc"]
     with RunDir(tmp_path) as run:
@@ -267,10 +269,10 @@ def test_a_replayed_version_is_written_again_only_with_another_digest(tmp_path: 
 
 def test_a_replayed_step_is_not_measured_twice(tmp_path: Path) -> None:
     with RunDir(tmp_path) as run:
-        assert run.append_metrics(1, 1, {"loss": 0.5, "k3": float("nan")})
+        run.append_metrics(1, {"loss": 0.5, "k3": float("nan")})
     with RunDir(tmp_path) as run:
-        assert not run.append_metrics(1, 1, {"loss": 0.5})
-        assert run.append_metrics(2, 2, {"loss": 0.25})
+        run.append_metrics(1, {"loss": 0.5})
+        run.append_metrics(2, {"loss": 0.25})
     lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["version"], line["figures"]) for line in lines] == [
         (1, 1, {"loss": 0.5, "k3": None}),
@@ -281,36 +283,43 @@ def test_a_replayed_step_is_not_measured_twice(tmp_path: Path) -> None:
 def test_the_time_that_steps_took_is_known_after_a_restart(tmp_path: Path) -> None:
     with RunDir(tmp_path) as run:
         assert run.trained_s == 0.0
-        run.append_metrics(1, 1, {"step_s": 1.5})
-        run.append_metrics(2, 2, {"step_s": float("nan")})
-        run.append_metrics(3, 3, {"step_s": 2.0})
+        run.append_metrics(1, {"step_s": 1.5})
+        run.append_metrics(2, {"step_s": float("nan")})
+        run.append_metrics(3, {"step_s": 2.0})
     with RunDir(tmp_path) as run:
         assert run.trained_s == 3.5
 
 
+def evaluated(version: int, **figures: float) -> EvaluationDone:
+    return EvaluationDone(evaluation=f"v{version}", version=version, step=version, figures=figures)
+
+
+def recorded_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "log" / "evaluations.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in ("label", "version", "step", "figures")} for line in lines]
+
+
 def test_an_evaluation_of_more_prompts_is_recorded_beside_one_of_fewer(tmp_path: Path) -> None:
     with RunDir(tmp_path) as run:
-        assert run.append_evaluation("v2", 2, 2, {"num_prompts": 50.0})
+        run.append_evaluation(evaluated(2, num_prompts=50.0))
     with RunDir(tmp_path) as run:
-        assert run.append_evaluation("v2", 2, 2, {"num_prompts": 250.0})
-        assert not run.append_evaluation("v2", 2, 2, {"num_prompts": 50.0})
+        run.append_evaluation(evaluated(2, num_prompts=250.0))
+        run.append_evaluation(evaluated(2, num_prompts=50.0))
         assert run.evaluations() == ["v2"]
+    assert [line["figures"] for line in recorded_evaluations(tmp_path)] == [{"num_prompts": 50}, {"num_prompts": 250}]
 
 
 def test_an_evaluation_is_recorded_once(tmp_path: Path) -> None:
     with RunDir(tmp_path) as run:
-        assert run.append_evaluation("v0", 0, 0, {"sampled_mean": 0.25})
+        run.append_evaluation(evaluated(0, sampled_mean=0.25))
     with RunDir(tmp_path) as run:
-        assert not run.append_evaluation("v0", 0, 0, {"sampled_mean": 0.5})
-        assert run.append_evaluation("v20", 20, 20, {"sampled_mean": 0.5})
+        run.append_evaluation(evaluated(0, sampled_mean=0.5))
+        run.append_evaluation(evaluated(20, sampled_mean=0.5))
         assert run.evaluations() == ["v0", "v20"]
-    first = json.loads((tmp_path / "log" / "evaluations.jsonl").read_text().splitlines()[0])
-    assert {key: first[key] for key in ("label", "version", "step", "figures")} == {
-        "label": "v0",
-        "version": 0,
-        "step": 0,
-        "figures": {"sampled_mean": 0.25},
-    }
+    assert recorded_evaluations(tmp_path) == [
+        {"label": "v0", "version": 0, "step": 0, "figures": {"sampled_mean": 0.25}},
+        {"label": "v20", "version": 20, "step": 20, "figures": {"sampled_mean": 0.5}},
+    ]
 
 
 # Checkpoints, and files that may be removed
@@ -395,17 +404,6 @@ def test_a_checkpoint_that_the_disk_cannot_read_is_damaged_but_a_missing_right_i
             run.checkpoints.damage(1)
 
 
-def test_a_checkpoint_without_digests_is_compared_by_its_sizes(tmp_path: Path) -> None:
-    with RunDir(tmp_path) as run:
-        folder = save(run, 10)
-        sizes = {"model/weights.bin": 5, "position.json": 2}
-        (folder / "manifest.json").write_text(json.dumps({"step": 10, "files": sizes}))
-        assert run.checkpoints.newest() == 10 and run.checkpoints.damage(10) == ""
-        (folder / "position.json").write_text("{ }")
-        assert run.checkpoints.newest() is None
-        assert run.checkpoints.damage(10) == "position.json: expected 2 bytes, found 3 bytes"
-
-
 def logged(run: RunDir, rows, num_steps: int) -> None:
     for step in range(1, num_steps + 1):
         run.write_step(step, rows(step, 10 * step))
@@ -418,7 +416,7 @@ def test_checkpoints_beyond_those_kept_go(tmp_path: Path, rows) -> None:
             save(run, step)
         run.prune(keep_checkpoints=2, keep_log_steps=None)
         assert run.checkpoints.steps() == [4, 6]
-        assert run.steps() == [1, 2, 3, 4, 5, 6]
+        assert run.steplog.steps() == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [5, 6]), (3, [4, 5, 6]), (6, [1, 2, 3, 4, 5, 6])])
@@ -428,14 +426,14 @@ def test_step_files_go_but_for_those_a_kept_checkpoint_needs(tmp_path: Path, row
         for step in (2, 4, 6):
             save(run, step)
         run.prune(keep_checkpoints=2, keep_log_steps=keep)
-        assert run.steps() == kept
+        assert run.steplog.steps() == kept
 
 
 def test_no_step_file_goes_while_there_is_no_checkpoint(tmp_path: Path, rows) -> None:
     with RunDir(tmp_path) as run:
         logged(run, rows, 3)
         run.prune(keep_checkpoints=1, keep_log_steps=1)
-        assert run.steps() == [1, 2, 3]
+        assert run.steplog.steps() == [1, 2, 3]
 
 
 def test_groups_of_removed_steps_stay_trained(tmp_path: Path, rows) -> None:
@@ -443,7 +441,7 @@ def test_groups_of_removed_steps_stay_trained(tmp_path: Path, rows) -> None:
         logged(run, rows, 3)
         save(run, 3)
         run.prune(keep_checkpoints=1, keep_log_steps=1)
-        assert run.steps() == [3]
+        assert run.steplog.steps() == [3]
         counts = run.settlements.counts()
     with RunDir(tmp_path) as run:
         assert run.settlements.ranges() == [(10, 10), (20, 20), (30, 30)]
@@ -464,10 +462,10 @@ def test_a_kill_while_step_files_are_removed_is_made_good(
 
     assert in_a_process(prune_and_die) == -signal.SIGKILL
     with RunDir(tmp_path) as run:
-        assert run.steps() == [1, 2, 3]
+        assert run.steplog.steps() == [1, 2, 3]
         assert run.settlements.counts()["trained"] == 3
         run.prune(keep_checkpoints=1, keep_log_steps=1)
-        assert run.steps() == [3]
+        assert run.steplog.steps() == [3]
     assert len((tmp_path / "log" / "settled.jsonl").read_text().splitlines()) == 2
 
 
