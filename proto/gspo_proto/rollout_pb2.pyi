@@ -810,7 +810,7 @@ class DeadLetter(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     BY_FIELD_NUMBER: _builtins.int
     UNIX_S_FIELD_NUMBER: _builtins.int
-    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    NUM_DELIVERIES_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     EVALUATION_FIELD_NUMBER: _builtins.int
@@ -823,7 +823,7 @@ class DeadLetter(_message.Message):
     by: _builtins.str
     """the consumer that gave it up"""
     unix_s: _builtins.float
-    attempts: _builtins.int
+    num_deliveries: _builtins.int
     """times it was handed out"""
     group: _builtins.int
     """absent where the entry could not be read"""
@@ -840,14 +840,14 @@ class DeadLetter(_message.Message):
         reason: _builtins.str = ...,
         by: _builtins.str = ...,
         unix_s: _builtins.float = ...,
-        attempts: _builtins.int = ...,
+        num_deliveries: _builtins.int = ...,
         group: _builtins.int | None = ...,
         number: _builtins.int | None = ...,
         evaluation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_number", b"_number", "group", b"group", "number", b"number"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_number", b"_number", "attempts", b"attempts", "by", b"by", "evaluation", b"evaluation", "group", b"group", "number", b"number", "payload", b"payload", "reason", b"reason", "schema", b"schema", "stream", b"stream", "unix_s", b"unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_number", b"_number", "by", b"by", "evaluation", b"evaluation", "group", b"group", "num_deliveries", b"num_deliveries", "number", b"number", "payload", b"payload", "reason", b"reason", "schema", b"schema", "stream", b"stream", "unix_s", b"unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
     _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015

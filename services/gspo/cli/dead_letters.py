@@ -23,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="Entries that a run gave up: list them, put them back, remove them.",
-    epilog="An entry becomes a dead letter if it cannot be read, or if several attempts at it never finished. Its "
+    epilog="An entry becomes a dead letter if it cannot be read, or if several deliveries of it never finished. Its "
     "group fails, or is issued again after its deadline. The run continues in either case: no letter needs an action.",
 )
 Run = Annotated[Path | None, typer.Option("--run", help="Run directory; by default the newest under ./runs.")]
@@ -146,7 +146,7 @@ def _record(entry: DeadLetterEntry) -> dict[str, Any]:
         "reason": letter.reason,
         "unix_s": letter.unix_s,
         "by": letter.by,
-        "attempts": letter.attempts,
+        "attempts": letter.num_deliveries,
         "bytes": len(letter.payload),
     }
 

@@ -92,6 +92,6 @@ class LeasedTask:
             yield self.source.inbox, self.delivery, rollout
 
 
-def num_failed_attempts(attempt: int, unfinished: Iterable[InFlightRollout]) -> int:
+def num_failed_deliveries(num_deliveries: int, unfinished: Iterable[InFlightRollout]) -> int:
     """Times that a task was handed out since a worker last saved a part of it: one that did has not failed."""
-    return attempt - max((rollout.state.delivery for rollout in unfinished), default=0)
+    return num_deliveries - max((rollout.state.delivery for rollout in unfinished), default=0)

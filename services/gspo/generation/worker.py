@@ -24,7 +24,7 @@ from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, Inbox, new_co
 from gspo.common.tasks import task_group, wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineLike
-from gspo.generation.leased_task import LeasedTask, TaskSource, num_failed_attempts
+from gspo.generation.leased_task import LeasedTask, TaskSource, num_failed_deliveries
 from gspo.generation.rollout.driver import RolloutAbortedError, RolloutDriver
 from gspo.generation.rollout.in_flight import InFlightRollout, rollout_key
 from gspo.generation.rollout.saver import Saver
@@ -45,7 +45,7 @@ class Worker:
     def __init__(self, service: Service, engine: EngineLike, driver: RolloutDriver) -> None:
         config, keys = service.config, service.keys
         self._service, self._engine, self._driver = service, engine, driver
-        self._max_rollouts, self._max_attempts = config.generation.max_rollouts, config.staleness.max_attempts
+        self._max_rollouts, self._max_deliveries = config.generation.max_rollouts, config.staleness.max_attempts
         consumer, lease_s = new_consumer_name(service.options.name), config.services.lease_s
         training, paused, evaluation = (
             Inbox(service.redis, keys, stream, consumer=consumer, lease_s=lease_s)
@@ -143,8 +143,8 @@ class Worker:
 
     async def _generate_group(self, leased: LeasedTask) -> None:
         unfinished = await self._unfinished(leased)
-        num_failed = num_failed_attempts(leased.delivery.attempt, unfinished)
-        if unfinished and num_failed > self._max_attempts:
+        num_failed = num_failed_deliveries(leased.delivery.num_deliveries, unfinished)
+        if unfinished and num_failed > self._max_deliveries:
             raise DeadLetterError(f"handed out {num_failed - 1} times and never finished")
         if not await self._has_version(leased):
             await self._requeue(leased)

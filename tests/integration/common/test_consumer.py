@@ -165,7 +165,7 @@ async def test_an_entry_handed_out_too_often_is_a_dead_letter_with_its_failure(
     def failure(delivery: Delivery, reason: str) -> list[tuple[str, bytes]]:
         return [(keys.scored, f"{delivery.message.group}: {reason}".encode())]
 
-    async with running(subscribe(handler, max_attempts=3, failure=failure)):
+    async with running(subscribe(handler, max_deliveries=3, failure=failure)):
         while not await redis.xlen(keys.scored):
             await asyncio.sleep(0.01)
     reason = "handed out 3 times and never finished"

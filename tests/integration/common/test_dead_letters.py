@@ -74,7 +74,7 @@ async def test_unreadable_entries_become_dead_letters_when_they_are_reclaimed(re
     await asyncio.sleep(0.1)
     assert await inbox(redis, keys, "prompts", lease_s=0.05).reclaim(10) == []
     (item,) = await letters(redis, keys)
-    assert (item.letter.attempts, item.letter.HasField("group")) == (2, False)
+    assert (item.letter.num_deliveries, item.letter.HasField("group")) == (2, False)
 
 
 @function_loop
@@ -99,7 +99,7 @@ async def given_up(redis: Redis, keys: Keys) -> Any:
 @function_loop
 async def test_a_letter_names_what_was_given_up(redis: Redis, keys: Keys) -> None:
     letter = (await given_up(redis, keys)).letter
-    assert (letter.group, letter.stream, letter.attempts) == (7, "prompts", 1)
+    assert (letter.group, letter.stream, letter.num_deliveries) == (7, "prompts", 1)
     assert (letter.reason, letter.by) == ("the engine refuses it", "worker")
     assert await redis.xlen(keys.prompts) == 0
     assert await redis.xlen(keys.scored) == 1

@@ -41,7 +41,7 @@ async def put(worker: Inbox, delivery: Delivery, keys: Keys, payload: bytes, key
 
 async def test_finish_writes_the_output_and_removes_the_entry(redis: Redis, keys: Keys) -> None:
     worker, delivery = await take_one(redis, keys, "a")
-    assert (delivery.payload, delivery.attempt) == (TASK, 1)
+    assert (delivery.payload, delivery.num_deliveries) == (TASK, 1)
     assert await worker.finish(delivery, [(keys.rollouts, b"out")])
     assert await redis.xlen(keys.prompts) == 0
     assert (await redis.xpending(keys.prompts, "generation"))["pending"] == 0
@@ -87,7 +87,7 @@ async def test_a_worker_that_lost_its_lease_cannot_write(redis: Redis, keys: Key
     sleeper, delivery = await take_one(redis, keys, "a")
     await asyncio.sleep(2 * LEASE_S)
     (taken,) = await inbox(redis, keys, "b").reclaim(10)
-    assert (taken.payload, taken.attempt) == (TASK, 2)
+    assert (taken.payload, taken.num_deliveries) == (TASK, 2)
     assert await sleeper.renew([delivery]) == set()
     assert not await put(sleeper, delivery, keys, b"late", "1-0")
     assert not await sleeper.finish(delivery, [(keys.rollouts, b"late")])
@@ -145,7 +145,7 @@ async def test_a_partial_save_does_not_count_as_finished(redis: Redis, keys: Key
 async def test_a_restarted_consumer_finds_its_leased_entries(redis: Redis, keys: Keys) -> None:
     _, delivery = await take_one(redis, keys, "learner")
     (received,) = await inbox(redis, keys, "learner").take_own_pending(10)
-    assert (received.entry, received.payload, received.attempt) == (delivery.entry, TASK, 2)
+    assert (received.entry, received.payload, received.num_deliveries) == (delivery.entry, TASK, 2)
 
 
 async def test_a_wiped_redis_gives_nothing_and_no_error(redis: Redis, keys: Keys) -> None:
@@ -193,7 +193,7 @@ async def test_a_requeued_entry_goes_to_the_end_for_any_worker(redis: Redis, key
     assert await worker.requeue(delivery)
     assert await worker.num_untaken() == 2
     received = await inbox(redis, keys, "b").take(2, block_s=1)
-    assert [(taken.payload, taken.attempt) for taken in received] == [(task(1), 1), (TASK, 1)]
+    assert [(taken.payload, taken.num_deliveries) for taken in received] == [(task(1), 1), (TASK, 1)]
 
 
 async def test_a_requeued_entry_may_go_to_another_stream(redis: Redis, keys: Keys) -> None:

@@ -34,7 +34,7 @@ NUM_ROLLOUTS = 2
 
 @dataclass
 class Model:
-    """The expected state of Redis: entry -> (owner, attempt, whether its lease ended), and the written outputs."""
+    """The expected state of Redis: entry -> (owner, count, whether its lease ended), and the written outputs."""
 
     leased: dict[bytes, tuple[str, int, bool]] = field(default_factory=dict)
     waiting: list[bytes] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Model:
 
     def owns(self, worker: str, delivery: Delivery) -> bool:
         """Whether a worker may write for a delivery."""
-        return self.leased.get(delivery.entry, ("", 0, False))[:2] == (worker, delivery.attempt)
+        return self.leased.get(delivery.entry, ("", 0, False))[:2] == (worker, delivery.num_deliveries)
 
 
 class Leases(RuleBasedStateMachine):
@@ -78,31 +78,31 @@ class Leases(RuleBasedStateMachine):
         taken = self._do(self.inboxes[worker].take(count, 0))
         assert [item.entry for item in taken] == self.model.waiting[:count]
         del self.model.waiting[:count]
-        self._hand(worker, taken, attempts=dict.fromkeys((item.entry for item in taken), 1))
+        self._hand(worker, taken, counts=dict.fromkeys((item.entry for item in taken), 1))
 
     @precondition(lambda self: self.model.leased)
     @rule(data=st.data())
     def let_a_lease_end(self, data: st.DataObject) -> None:
         entry = data.draw(st.sampled_from(sorted(self.model.leased)))
-        owner, attempt, _ = self.model.leased[entry]
+        owner, count, _ = self.model.leased[entry]
         self._do(self.redis.xclaim(self.keys.prompts, GENERATION, owner, 0, [entry], idle=EXPIRED_MS, justid=True))
-        self.model.leased[entry] = (owner, attempt, True)
+        self.model.leased[entry] = (owner, count, True)
 
     @rule(worker=st.sampled_from(WORKERS))
     def reclaim(self, worker: str) -> None:
         taken = self._do(self.inboxes[worker].reclaim(100))
-        expired = {entry: attempt for entry, (_, attempt, is_over) in self.model.leased.items() if is_over}
+        expired = {entry: count for entry, (_, count, is_over) in self.model.leased.items() if is_over}
         assert {item.entry for item in taken} == set(expired)
-        self._hand(worker, taken, attempts={entry: attempt + 1 for entry, attempt in expired.items()})
+        self._hand(worker, taken, counts={entry: count + 1 for entry, count in expired.items()})
 
     @rule(worker=st.sampled_from(WORKERS))
     def crash_and_restart(self, worker: str) -> None:
         """A process of the same name takes its leased entries again; its predecessor's hands stay, as a zombie's."""
         self.inboxes[worker] = self._inbox(worker)
         taken = self._do(self.inboxes[worker].take_own_pending(100))
-        mine = {entry: attempt for entry, (owner, attempt, _) in self.model.leased.items() if owner == worker}
+        mine = {entry: count for entry, (owner, count, _) in self.model.leased.items() if owner == worker}
         assert {item.entry for item in taken} == set(mine)
-        self._hand(worker, taken, attempts={entry: attempt + 1 for entry, attempt in mine.items()})
+        self._hand(worker, taken, counts={entry: count + 1 for entry, count in mine.items()})
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
@@ -111,7 +111,7 @@ class Leases(RuleBasedStateMachine):
         is_ours = self.model.owns(worker, delivery)
         assert self._do(self.inboxes[worker].renew([delivery])) == ({delivery.entry} if is_ours else set())
         if is_ours:
-            self.model.leased[delivery.entry] = (worker, delivery.attempt, False)
+            self.model.leased[delivery.entry] = (worker, delivery.num_deliveries, False)
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data(), number=st.integers(0, NUM_ROLLOUTS - 1))
@@ -121,7 +121,7 @@ class Leases(RuleBasedStateMachine):
         output = EntryOutput(delivery, self.keys.rollouts, key.encode(), key)
         assert self._do(self.inboxes[worker].put([output])) == [is_ours]
         if is_ours:
-            self.model.leased[delivery.entry] = (worker, delivery.attempt, False)
+            self.model.leased[delivery.entry] = (worker, delivery.num_deliveries, False)
             if key not in self.model.done_keys:
                 self.model.done_keys.add(key)
                 self.model.written[key.encode()] += 1
@@ -145,7 +145,7 @@ class Leases(RuleBasedStateMachine):
     @precondition(lambda self: self._late())
     @rule(data=st.data())
     def write_late(self, data: st.DataObject) -> None:
-        """A worker that has lost its lease, or has an older attempt, can write nothing."""
+        """A worker that has lost its lease, or has an older delivery, can write nothing."""
         worker, delivery = data.draw(st.sampled_from(self._late()))
         inbox, late = self.inboxes[worker], [(self.keys.rollouts, b"late")]
         assert self._do(inbox.put([EntryOutput(delivery, self.keys.rollouts, b"late", "late")])) == [False]
@@ -169,7 +169,7 @@ class Leases(RuleBasedStateMachine):
             return
         pending = self._do(self.redis.xpending_range(self.keys.prompts, GENERATION, "-", "+", 1000))
         leased = {item["message_id"]: (item["consumer"].decode(), item["times_delivered"]) for item in pending}
-        assert leased == {entry: (owner, attempt) for entry, (owner, attempt, _) in self.model.leased.items()}
+        assert leased == {entry: (owner, count) for entry, (owner, count, _) in self.model.leased.items()}
         written = Counter(fields[b"d"] for _, fields in self._do(self.redis.xrange(self.keys.rollouts)))
         assert written == self.model.written
         assert max(written.values(), default=0) <= 1
@@ -179,10 +179,10 @@ class Leases(RuleBasedStateMachine):
         self._do(self.redis.aclose())
         self.loop.close()
 
-    def _hand(self, worker: str, taken: list[Delivery], attempts: dict[bytes, int]) -> None:
+    def _hand(self, worker: str, taken: list[Delivery], counts: dict[bytes, int]) -> None:
         for delivery in taken:
-            assert delivery.attempt == attempts[delivery.entry]
-            self.model.leased[delivery.entry] = (worker, delivery.attempt, False)
+            assert delivery.num_deliveries == counts[delivery.entry]
+            self.model.leased[delivery.entry] = (worker, delivery.num_deliveries, False)
             self.hands.append((worker, delivery))
 
     def _late(self) -> list[tuple[str, Delivery]]:

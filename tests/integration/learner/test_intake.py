@@ -129,7 +129,7 @@ async def test_an_entry_that_several_learners_died_over_fails_its_group(
     intake.assembler._groups.clear()
     assert await intake.take() == 0
     (dead,) = await letters(redis, keys)
-    assert (dead.letter.group, dead.letter.attempts) == (5, 4)
+    assert (dead.letter.group, dead.letter.num_deliveries) == (5, 4)
     ended = intake.assembler.next_batch(0, {5: 0})
     assert [(group.group, group.settlement) for group in ended.settled] == [(5, Settlement.FAILED)]
     assert "3 learners" in ended.settled[0].reason

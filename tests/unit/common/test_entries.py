@@ -93,7 +93,8 @@ def test_of_an_entry_over_the_limit_a_letter_holds_the_beginning(monkeypatch: py
     monkeypatch.setattr(entries, "MAX_ENTRY_BYTES", 10)
     monkeypatch.setattr(entries, "_KEPT_BYTES", 4)
     written = [
-        entries.make_letter("scored", payload, None, reason="", by="", attempts=1) for payload in (b"0" * 10, b"0" * 11)
+        entries.make_letter("scored", payload, None, reason="", by="", num_deliveries=1)
+        for payload in (b"0" * 10, b"0" * 11)
     ]
     assert [len(DeadLetter.FromString(letter).payload) for letter in written] == [10, 4]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo.generation.engine.api import Completion, Finish, Tokens
-from gspo.generation.leased_task import num_failed_attempts
+from gspo.generation.leased_task import num_failed_deliveries
 from gspo.generation.rollout.in_flight import (
     Action,
     FinishAction,
@@ -280,10 +280,10 @@ def test_any_course_ends_within_its_limits_and_is_the_same_from_any_save(
 
 def test_a_holder_that_saved_something_does_not_count_as_one_that_failed() -> None:
     fresh, second = in_flight(), in_flight(in_flight().snapshot(piece([10]), delivery=2).SerializeToString())
-    assert num_failed_attempts(4, [fresh]) == 4
-    assert num_failed_attempts(4, [fresh, second]) == 2
+    assert num_failed_deliveries(4, [fresh]) == 4
+    assert num_failed_deliveries(4, [fresh, second]) == 2
     paused = in_flight(second.snapshot(NO_TOKENS, delivery=0).SerializeToString())
-    assert num_failed_attempts(1, [paused]) == 1
+    assert num_failed_deliveries(1, [paused]) == 1
 
 
 def test_rollout_keys_of_evaluations_are_apart() -> None:

@@ -43,7 +43,7 @@ class Subscription:
         capacity: Entries that may be taken now. It is asked after every started handler has run to its first wait.
         batch_key: Entries that are taken together make a batch for each key; without one they are a single batch.
         linger_s: Time in which a smaller number of entries than the capacity may grow.
-        max_attempts: An entry that was handed out more often is given up; None never gives up.
+        max_deliveries: An entry that was handed out more often is given up; None never gives up.
         failure: The outputs (stream, payload) that go with an entry's dead letter, from the entry and the reason.
     """
 
@@ -52,7 +52,7 @@ class Subscription:
     capacity: Callable[[], int]
     batch_key: Callable[[Delivery], Hashable] | None = None
     linger_s: float = 0.0
-    max_attempts: int | None = None
+    max_deliveries: int | None = None
     failure: Callable[[Delivery, str], Sequence[tuple[str, bytes]]] | None = None
 
 
@@ -140,8 +140,8 @@ class Consumer:
     async def _start(self, tasks: asyncio.TaskGroup, subscription: Subscription, deliveries: Batch) -> None:
         batches: dict[Hashable, list[Delivery]] = defaultdict(list)
         for delivery in deliveries:
-            if subscription.max_attempts is not None and delivery.attempt > subscription.max_attempts:
-                reason = f"handed out {delivery.attempt - 1} times and never finished"
+            if subscription.max_deliveries is not None and delivery.num_deliveries > subscription.max_deliveries:
+                reason = f"handed out {delivery.num_deliveries - 1} times and never finished"
                 await _give_up(subscription, [delivery], reason)
             else:
                 key = subscription.batch_key(delivery) if subscription.batch_key else None

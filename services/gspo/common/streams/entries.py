@@ -155,13 +155,13 @@ def _too_big(message: Any) -> bool:
     return bool(message.group > _MAX_ID or message.attempt > _MAX_COUNT)
 
 
-def make_letter(stream: str, payload: bytes, message: Any, *, reason: str, by: str, attempts: int) -> bytes:
+def make_letter(stream: str, payload: bytes, message: Any, *, reason: str, by: str, num_deliveries: int) -> bytes:
     """The entry of `dead`.
 
     Args:
         stream: Name of the stream that the entry was in, without the run's prefix.
         message: The message of the payload; None where it is unreadable.
-        attempts: How often it was handed out.
+        num_deliveries: How often it was handed out.
     """
     letter = DeadLetter(
         schema=SCHEMA,
@@ -169,7 +169,7 @@ def make_letter(stream: str, payload: bytes, message: Any, *, reason: str, by: s
         payload=payload if len(payload) <= MAX_ENTRY_BYTES else payload[:_KEPT_BYTES],
         reason=reason,
         by=by,
-        attempts=attempts,
+        num_deliveries=num_deliveries,
         unix_s=time.time(),
     )
     _name(letter, message)

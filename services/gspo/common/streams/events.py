@@ -97,7 +97,7 @@ class Events:
         try:
             return read_entry(Event, payload)
         except MalformedEntryError as error:
-            letter = make_letter("events", payload, None, reason=str(error), by=self._sender, attempts=1)
+            letter = make_letter("events", payload, None, reason=str(error), by=self._sender, num_deliveries=1)
             if await self._remove_unreadable(keys=[self._keys.events, self._keys.dead], args=[entry, letter]):
                 metrics.DEAD_LETTERS.labels("events").inc()
                 log.error("dead_letter", stream="events", entry=entry.decode(), reason=str(error))

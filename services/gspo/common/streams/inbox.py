@@ -1,8 +1,8 @@
 """Redis streams with leases: one consumer at a time works on an entry, and its results are written once.
 
 A consumer takes an entry, renews its lease while it works, and finishes it in one transaction with the outputs. Every
-write is a script that first checks the owner of the entry and its attempt, so a consumer whose lease has ended cannot
-write. `consumer.py` is the loop over it; `entries.py` knows the meaning of the bytes.
+write is a script that first checks the entry's owner and number of deliveries, so a consumer whose lease has ended
+cannot write. `consumer.py` is the loop over it; `entries.py` knows the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ log = structlog.get_logger()
 # The beginning of every script below. KEYS[1] is the stream, ARGV[1] the group, ARGV[2] the consumer.
 # XPENDING names the owner and how often the entry was handed out; both must be ours.
 _OWNS = """
-local function owns(entry, attempt)
+local function owns(entry, num_deliveries)
   local lease = redis.call('XPENDING', KEYS[1], ARGV[1], entry, entry, 1)[1]
-  return lease and lease[2] == ARGV[2] and lease[4] == tonumber(attempt)
+  return lease and lease[2] == ARGV[2] and lease[4] == tonumber(num_deliveries)
 end
 """
 
-# KEYS: stream, output streams. ARGV: group, consumer, entry, attempt, payloads.
+# KEYS: stream, output streams. ARGV: group, consumer, entry, deliveries, payloads.
 _FINISH = """
 if not owns(ARGV[3], ARGV[4]) then return 0 end
 for i = 2, #KEYS do redis.call('XADD', KEYS[i], '*', 'd', ARGV[i + 3]) end
@@ -44,9 +44,9 @@ redis.call('XDEL', KEYS[1], ARGV[3])
 return 1
 """
 
-# KEYS: stream, partial hash, output streams. ARGV: group, consumer, then entry, attempt, output key, place of the
+# KEYS: stream, partial hash, output streams. ARGV: group, consumer, then entry, deliveries, output key, place of the
 # output's stream in KEYS, and payload in fives. Returns 1 for each output whose entry is still ours, else 0. A key that
-# is done already means that this output was written by an earlier attempt: the first result wins. Outputs of one entry
+# is done already means that this output was written by an earlier delivery: the first result wins. Outputs of one entry
 # come together, and its lease is checked and renewed once.
 _PUT_MANY = """
 local kept, ours = {}, {}
@@ -65,7 +65,7 @@ end
 return kept
 """
 
-# KEYS: stream, output stream. ARGV: group, consumer, then entry, attempt and payload in threes. Returns the entries
+# KEYS: stream, output stream. ARGV: group, consumer, then entry, deliveries and payload in threes. Returns the entries
 # that were ours. One script, so that a burst costs one round trip.
 _FINISH_MANY = """
 local finished = {}
@@ -80,7 +80,7 @@ end
 return finished
 """
 
-# KEYS: stream. ARGV: group, consumer, then entry and attempt in pairs. Returns the entries that are still ours.
+# KEYS: stream. ARGV: group, consumer, then entry and deliveries in pairs. Returns the entries that are still ours.
 _RENEW = """
 local kept = {}
 for i = 3, #ARGV, 2 do
@@ -92,7 +92,7 @@ end
 return kept
 """
 
-# KEYS: stream, partial hash. ARGV: group, consumer, then entry, attempt, output key and state in fours. Returns how
+# KEYS: stream, partial hash. ARGV: group, consumer, then entry, deliveries, output key and state in fours. Returns how
 # many were saved. A key that is done stays so: a state that comes after it is late.
 _SAVE = """
 local saved = 0
@@ -109,8 +109,8 @@ end
 return saved
 """
 
-# KEYS: stream, open hash, stream it goes to. ARGV: group, consumer, entry, attempt, payload, field of `open` or none.
-# The entry goes to the end of that stream as a new one; one whose group has ended in the meantime is only removed.
+# KEYS: stream, open hash, stream it goes to. ARGV: group, consumer, entry, deliveries, payload, field of `open` or
+# none. The entry goes to the end of that stream as a new one; if its group has ended meanwhile, it is only removed.
 _REQUEUE = """
 if not owns(ARGV[3], ARGV[4]) then return 0 end
 if ARGV[6] == '' or redis.call('HEXISTS', KEYS[2], ARGV[6]) == 1 then
@@ -127,13 +127,13 @@ class Delivery:
     """One entry under this consumer's lease.
 
     Attributes:
-        attempt: How often the entry was handed out, from 1.
+        num_deliveries: How often the entry was handed out, from 1.
         message: The payload as the message of its stream.
     """
 
     entry: bytes
     payload: bytes
-    attempt: int
+    num_deliveries: int
     message: Any = None
 
 
@@ -190,7 +190,7 @@ class Inbox:
 
     async def take_own_pending(self, count: int) -> list[Delivery]:
         """Entries that an earlier process of this consumer's name took and did not finish."""
-        return await self._readable(await self._with_attempts(await self._read("0", count, None)))
+        return await self._readable(await self._with_deliveries(await self._read("0", count, None)))
 
     async def reclaim(self, count: int) -> list[Delivery]:
         """Entries whose lease has ended, now leased to this consumer."""
@@ -202,11 +202,11 @@ class Inbox:
         except ResponseError as error:
             self._ignore_missing_stream(error)
             return []
-        return await self._readable(await self._with_attempts(entries))
+        return await self._readable(await self._with_deliveries(entries))
 
     async def renew(self, deliveries: Sequence[Delivery]) -> set[bytes]:
         """Renew the leases; returns the entries that are still ours. Work on the others must be dropped."""
-        pairs = [value for delivery in deliveries for value in (delivery.entry, delivery.attempt)]
+        pairs = [value for delivery in deliveries for value in (delivery.entry, delivery.num_deliveries)]
         return set(await self._call(self._renew, [], pairs)) if deliveries else set()
 
     async def put(self, outputs: Sequence[EntryOutput]) -> list[bool]:
@@ -220,7 +220,7 @@ class Inbox:
         args: list[Any] = []
         for output in outputs:
             place = 3 + streams.index(output.stream)
-            args += (output.delivery.entry, output.delivery.attempt, output.key, place, output.payload)
+            args += (output.delivery.entry, output.delivery.num_deliveries, output.key, place, output.payload)
         kept = await self._call(self._put_many, [self._keys.partial, *streams], args)
         return [bool(ours) for ours in kept] if kept else [False] * len(outputs)
 
@@ -233,7 +233,7 @@ class Inbox:
             return 0
         args: list[Any] = []
         for item in states:
-            args += (item.delivery.entry, item.delivery.attempt, item.key, item.state)
+            args += (item.delivery.entry, item.delivery.num_deliveries, item.key, item.state)
         return int(await self._call(self._save, [self._keys.partial], args) or 0)
 
     async def load(self, output_keys: Sequence[str]) -> list[bytes | None]:
@@ -248,7 +248,7 @@ class Inbox:
         otherwise nothing was done.
         """
         field = "" if group is None else str(group)
-        args = [delivery.entry, delivery.attempt, delivery.payload, field]
+        args = [delivery.entry, delivery.num_deliveries, delivery.payload, field]
         return bool(await self._call(self._requeue, [self._keys.open, stream or self.stream], args))
 
     async def num_untaken(self) -> int:
@@ -266,14 +266,19 @@ class Inbox:
         Returns whether the entry was still ours; otherwise nothing was written.
         """
         outputs = list(outputs)
-        args = [delivery.entry, delivery.attempt, *(payload for _, payload in outputs)]
+        args = [delivery.entry, delivery.num_deliveries, *(payload for _, payload in outputs)]
         return bool(await self._call(self._finish, [stream for stream, _ in outputs], args))
 
     async def dead_letter(self, delivery: Delivery, reason: str, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
         """Finish an entry as a dead letter, with the outputs, in one transaction; whether it was still ours."""
         name = self.stream.rpartition(":")[2]
         letter = make_letter(
-            name, delivery.payload, delivery.message, reason=reason, by=self.consumer, attempts=delivery.attempt
+            name,
+            delivery.payload,
+            delivery.message,
+            reason=reason,
+            by=self.consumer,
+            num_deliveries=delivery.num_deliveries,
         )
         if not await self.finish(delivery, [*outputs, (self._keys.dead, letter)]):
             return False
@@ -288,7 +293,7 @@ class Inbox:
         """
         args: list[Any] = []
         for delivery, payload in outputs:
-            args += (delivery.entry, delivery.attempt, payload)
+            args += (delivery.entry, delivery.num_deliveries, payload)
         return set(await self._call(self._finish_many, [stream], args)) if outputs else set()
 
     async def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
@@ -311,15 +316,15 @@ class Inbox:
     async def _readable(self, entries: Iterable[tuple[bytes, dict[bytes, bytes], int]]) -> list[Delivery]:
         """The entries with their messages; an unreadable one becomes a dead letter."""
         deliveries = []
-        for entry, fields, attempt in entries:
+        for entry, fields, num_deliveries in entries:
             payload = fields.get(FIELD, b"")
             try:
-                deliveries.append(Delivery(entry, payload, attempt, read_entry(self._kind, payload)))
+                deliveries.append(Delivery(entry, payload, num_deliveries, read_entry(self._kind, payload)))
             except MalformedEntryError as error:
-                await self.dead_letter(Delivery(entry, payload, attempt), str(error))
+                await self.dead_letter(Delivery(entry, payload, num_deliveries), str(error))
         return deliveries
 
-    async def _with_attempts(
+    async def _with_deliveries(
         self, entries: Iterable[tuple[bytes, dict[bytes, bytes]]]
     ) -> list[tuple[bytes, dict[bytes, bytes], int]]:
         """The entries that are ours and still exist, each with how often it was handed out."""

@@ -53,7 +53,7 @@ class Saver:
         states: dict[Inbox, list[EntryState]] = {}
         for inbox, delivery, rollout in entries:
             running = self._engine.partial_output(rollout.request_id)
-            state = rollout.snapshot(running, 0 if paused else delivery.attempt)
+            state = rollout.snapshot(running, 0 if paused else delivery.num_deliveries)
             rollout.num_saved, rollout.saved_s = len(state.token_ids), time.monotonic()
             states.setdefault(inbox, []).append(EntryState(delivery, rollout.rollout_key, state.SerializeToString()))
         for inbox, saved in states.items():

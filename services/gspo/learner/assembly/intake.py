@@ -100,7 +100,7 @@ class Intake:
     async def _take_in(self, delivery: Delivery) -> bool:
         """Whether the entry has to be kept; otherwise it has no further use."""
         entry = _content(delivery.message)
-        if delivery.attempt > _MAX_DELIVERIES:
+        if delivery.num_deliveries > _MAX_DELIVERIES:
             entry = await self._give_up(delivery, entry)
         try:
             if isinstance(entry, ScoredRollout):
@@ -139,9 +139,10 @@ class Intake:
 
     async def _give_up(self, delivery: Delivery, entry: ScoredRollout | GroupFailure) -> GroupFailure:
         """Dead-letter an entry that so many learners died over: its group fails, and its slot is free."""
-        reason = f"handed to {delivery.attempt - 1} learners, and each died with it in hand"
+        reason = f"handed to {delivery.num_deliveries - 1} learners, and each died with it in hand"
         await self._inbox.dead_letter(delivery, reason)
-        return GroupFailure(group=_group(entry), attempt=delivery.attempt, reason=reason)
+        issued = entry if isinstance(entry, GroupFailure) else entry.rollout
+        return GroupFailure(group=issued.group, attempt=issued.attempt, reason=reason)
 
 
 @lru_cache(maxsize=100_000)  # an entry changes only when it is issued again, and is read many times a step

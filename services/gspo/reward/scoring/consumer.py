@@ -30,7 +30,7 @@ LINGER_S = 0.02
 # More than one, so that a slow function does not hold up the others.
 MAX_BATCHES = 32
 # An entry that so many scorers did not finish is the reason why.
-MAX_ATTEMPTS = 5
+MAX_DELIVERIES = 5
 log = structlog.get_logger()
 
 
@@ -74,7 +74,7 @@ class ScoringConsumer:
             capacity=lambda: service.config.reward.batch_size,
             batch_key=_function_names,
             linger_s=LINGER_S,
-            max_attempts=MAX_ATTEMPTS,
+            max_deliveries=MAX_DELIVERIES,
             failure=partial(_failure, output),
         )
 
