@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gspo.reward.functions import library
+from gspo.reward.functions import configured
 from gspo.reward.sandbox import levels
 from gspo.reward.sandbox.launch import LevelName
 from gspo.reward.sandbox.levels import Confinement
@@ -26,5 +26,5 @@ def confinement_level_once() -> Iterator[None]:
         return confinements[minimum]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "find_level", find_level)
+        patch.setattr(configured, "find_level", find_level)
         yield

@@ -13,11 +13,14 @@ from gspo.common.config.environment import EnvironmentConfig
 from gspo.common.config.reward import RewardConfig, RewardFunction
 from gspo.common.errors import InputError
 from gspo.reward.functions.arguments import MissingColumnError, arguments_for, check_columns
-from gspo.reward.functions.library import open_environment
-from gspo.reward.functions.sources import check_names, read_function
-from gspo.reward.sandbox.calls import CallLimits, Code, Signature
+from gspo.reward.functions.configured import check_names, open_function, read_code
+from gspo.reward.functions.library import Library
+from gspo.reward.sandbox.calls import CallLimits, Signature
+from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.inside.recognise import UnfitError, find_function
 from gspo.reward.sandbox.inside.worker import load_module
+from gspo.reward.sandbox.launch import ConfinementLevel
+from gspo.reward.sandbox.levels import Confinement
 from gspo.reward.sandbox.replies import SignatureReply
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, OUTCOME_STOP_STRING, OUTCOME_TRUNCATED, Prompt, Rollout
 
@@ -38,14 +41,12 @@ def rollout(text: str = "4", *, messages: list[dict[str, str]] | None = None, **
 
 
 def test_an_environment_has_its_own_memory_and_time() -> None:
-    limits: list[CallLimits] = []
-
-    def sandbox(_: Code, of_environment: CallLimits) -> Any:
-        limits.append(of_environment)
-
     environment = EnvironmentConfig(builtin="tools", tools=("calculator",), memory_mb=512, step_timeout_s=3.0)
-    open_environment(environment, CallLimits(timeout_s=9.0, memory_mb=2048, cpu_s=1.0), sandbox)
-    assert limits == [CallLimits(timeout_s=3.0, memory_mb=512, cpu_s=1.0)]
+    limits = CallLimits(timeout_s=9.0, memory_mb=2048, cpu_s=1.0)
+    library = Library(limits, confinement=Confinement(ConfinementLevel("rlimits"), ()))
+    function = open_function(environment, "environment", library)
+    assert isinstance(function.callee, Sandbox)
+    assert function.callee.limits == CallLimits(timeout_s=3.0, memory_mb=512, cpu_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_verl_gets_its_columns_and_others_by_name() -> None:
 def test_the_version_is_the_hash_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("")
-    code = read_function(RewardFunction(path=file), "reward.functions.0")
+    code = read_code(RewardFunction(path=file), "reward.functions.0")
     assert code.version == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     assert code.name == "r"
 
@@ -175,11 +176,11 @@ def test_a_file_that_cannot_be_used_is_an_input_error(tmp_path: Path) -> None:
     broken.write_text("def reward(completions):\n    return [1.0\n")
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match=r"broken.py, line 2, column 12: '\[' was never closed"):
-        read_function(RewardFunction(path=broken), "reward.functions.0")
+        read_code(RewardFunction(path=broken), "reward.functions.0")
     with pytest.raises(InputError, match=r"binary.py: invalid or missing encoding"):
-        read_function(RewardFunction(path=binary), "reward.functions.0")
+        read_code(RewardFunction(path=binary), "reward.functions.0")
     with pytest.raises(InputError, match="No such file"):
-        read_function(RewardFunction(path=tmp_path / "none.py"), "reward.functions.0")
+        read_code(RewardFunction(path=tmp_path / "none.py"), "reward.functions.0")
 
 
 def test_two_functions_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gspo.reward.functions import environment_steps
-from gspo.reward.sandbox.calls import Answer, CallError, values_of
+from gspo.reward.functions.environment_steps import EnvironmentSteps
+from gspo.reward.functions.library import Function
+from gspo.reward.sandbox.calls import Answer, CallError, Code, values_of
 from gspo.reward.sandbox.inside.frames import HEAD_BYTES, FrameError, body_size, frame, read
 from gspo.reward.sandbox.replies import (
     MAX_VALUES_BYTES,
@@ -167,8 +168,9 @@ class ScriptedCallee:
     [[{}, "x", 10**400, False], [{}, "x", 1e308 * 10, False], [{}, {}, 1.0, False], [{}, "x", 1.0, None], [], None, 5],
 )
 def test_a_step_of_other_values_fails_by_name(values: Any) -> None:
+    function = Function(Code("game", "", "0" * 64, "game.py"), ScriptedCallee(values))  # type: ignore[arg-type]
     with pytest.raises(CallError) as failed:
-        asyncio.run(environment_steps.step(ScriptedCallee(values), "{}", "a", session=None))  # type: ignore[arg-type]
+        asyncio.run(EnvironmentSteps(None, session=None).step(function, "{}", "a"))
     assert failed.value.kind == "invalid_return"
     with pytest.raises(CallError):
         values_of(Answer(values, "", 0.0), 3)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from gspo.common.config.reward import RewardFunction
 from gspo.common.errors import InputError
-from gspo.reward.functions.code_tests import UnreadableTestError, code_of, read_tests, same
+from gspo.reward.functions.policy_code import UnreadableTestError, code_of, read_tests, same
 from gspo.reward.http_api.views import TryBody
 from gspo.reward.registry.submission import MAX_COLUMNS, RequestedLimits, Submission, version_of
 from gspo.reward.registry.usage import bucket_of, percentiles

@@ -32,7 +32,7 @@ The `args` of a configuration take precedence over columns of the same names.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from gspo.common.errors import InputError, nearest
@@ -40,10 +40,6 @@ from gspo.common.streams.messages import word_of
 from gspo.reward.sandbox.calls import CallError, Signature
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout
 
-TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "outcomes", "stops", "truncated")
-OPENRLHF_ARGUMENTS = ("queries", "prompts", "labels")
-VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-CONVENTION_ARGUMENTS = {"trl": TRL_ARGUMENTS, "verl": VERL_ARGUMENTS, "openrlhf": OPENRLHF_ARGUMENTS, "environment": ()}
 NOT_ASKED = "NotAskableError"
 GROUND_TRUTH_RULE = "column ground_truth, else reward_model.ground_truth, else column answer"
 
@@ -60,12 +56,38 @@ class MissingColumnError(NotAskableError):
 
     def __init__(self, column: str, columns: Collection[str]) -> None:
         super().__init__(f"needs the column '{column}', and the data set has {', '.join(sorted(columns)) or 'none'}")
-        self.column = column
 
 
-def missing_columns(signature: Signature, columns: Collection[str]) -> list[str]:
+def _completion(rollout: Rollout) -> Any:
+    """The answer; as chat messages the policy's last one is at the end: a limit may have been hit behind it."""
+    if not rollout.prompt.messages_json:
+        return rollout.text
+    turns = json.loads(rollout.episode.turns_json or "[]")
+    while turns and turns[-1]["role"] != "assistant":
+        turns.pop()
+    return turns or [{"role": "assistant", "content": rollout.text}]
+
+
+_TRL_VALUES: dict[str, Callable[[Rollout], Any]] = {
+    "prompts": lambda rollout: json.loads(chat) if (chat := rollout.prompt.messages_json) else rollout.prompt.text,
+    "completions": _completion,
+    "completion_ids": lambda rollout: list(rollout.token_ids),
+    "outcomes": lambda rollout: word_of(Outcome, rollout.outcome),
+    "stops": lambda rollout: rollout.stop,
+    "truncated": lambda rollout: rollout.outcome == OUTCOME_TRUNCATED,
+}
+OPENRLHF_ARGUMENTS = ("queries", "prompts", "labels")
+_CONVENTION_ARGUMENTS = {
+    "trl": tuple(_TRL_VALUES),
+    "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+    "openrlhf": OPENRLHF_ARGUMENTS,
+    "environment": (),
+}
+
+
+def _missing_columns(signature: Signature, columns: Collection[str]) -> list[str]:
     """Columns that the function cannot do without and that `columns` lacks."""
-    known = {*columns, *CONVENTION_ARGUMENTS[signature.convention]}
+    known = {*columns, *_CONVENTION_ARGUMENTS[signature.convention]}
     return [name for name in signature.required if name not in known]
 
 
@@ -80,22 +102,22 @@ def arguments_for(
     Raises:
         NotAskableError: A column that it needs is not in the data set, or a rollout's columns are not JSON.
     """
+    args = args or {}
     try:
-        return _arguments(signature, rollouts, args or {})
+        columns = [_columns(rollout) for rollout in rollouts]
+        match signature.convention:
+            case "verl":
+                return {"rows": [_verl_row(signature, *pair, args) for pair in zip(rollouts, columns, strict=True)]}
+            case "openrlhf":
+                prompts = [rollout.prompt.text for rollout in rollouts]
+                queries = [prompt + rollout.text for prompt, rollout in zip(prompts, rollouts, strict=True)]
+                labels = [_right_answer(row) for row in columns]
+                return {"arguments": {"queries": queries, "prompts": prompts, "labels": labels} | args}
+            case "environment":
+                raise NotAskableError("is an environment, which answers steps and scores no answers")
+        return {"arguments": _trl_arguments(signature, rollouts, columns, args) | args}
     except ValueError as error:
         raise NotAskableError(f"cannot be asked: {error}") from error
-
-
-def _arguments(signature: Signature, rollouts: Sequence[Rollout], args: dict[str, Any]) -> dict[str, Any]:
-    columns = [_columns(rollout) for rollout in rollouts]
-    match signature.convention:
-        case "verl":
-            return {"rows": [_verl_row(signature, *pair, args) for pair in zip(rollouts, columns, strict=True)]}
-        case "openrlhf":
-            return {"arguments": _openrlhf_arguments(rollouts, columns) | args}
-        case "environment":
-            raise NotAskableError("is an environment, which answers steps and scores no answers")
-    return {"arguments": _trl_arguments(signature, rollouts, columns, args) | args}
 
 
 def _columns(rollout: Rollout) -> dict[str, Any]:
@@ -113,63 +135,22 @@ def _columns(rollout: Rollout) -> dict[str, Any]:
     return columns
 
 
-def _openrlhf_arguments(rollouts: Sequence[Rollout], columns: list[dict[str, Any]]) -> dict[str, Any]:
-    prompts = [rollout.prompt.text for rollout in rollouts]
-    return {
-        "queries": [prompt + rollout.text for prompt, rollout in zip(prompts, rollouts, strict=True)],
-        "prompts": prompts,
-        "labels": [_label(row) for row in columns],
-    }
-
-
-def _label(columns: dict[str, Any]) -> Any:
-    try:
-        return ground_truth(columns)
-    except MissingColumnError:
-        return None
-
-
 def _trl_arguments(
     signature: Signature, rollouts: Sequence[Rollout], columns: list[dict[str, Any]], args: dict[str, Any]
 ) -> dict[str, Any]:
     names = {name for row in columns for name in row}
-    if missing := missing_columns(signature, {*names, *args}):
+    if missing := _missing_columns(signature, {*names, *args}):
         raise MissingColumnError(missing[0], names)
     taken = names if signature.takes_any else names & signature.takes
     arguments: dict[str, Any] = {name: [row.get(name) for row in columns] for name in taken}
-    for name in TRL_ARGUMENTS:
+    for name, value_of in _TRL_VALUES.items():
         if name in signature.takes or (signature.takes_any and name in ("prompts", "completions")):
-            arguments[name] = [_trl_value(name, rollout) for rollout in rollouts]
+            arguments[name] = [value_of(rollout) for rollout in rollouts]
     return arguments
 
 
-def _trl_value(name: str, rollout: Rollout) -> Any:
-    messages = rollout.prompt.messages_json
-    match name:
-        case "prompts":
-            return json.loads(messages) if messages else rollout.prompt.text
-        case "completions":
-            return _completion(rollout) if messages else rollout.text
-        case "completion_ids":
-            return list(rollout.token_ids)
-        case "outcomes":
-            return word_of(Outcome, rollout.outcome)
-        case "stops":
-            return rollout.stop
-        case _:
-            return rollout.outcome == OUTCOME_TRUNCATED
-
-
-def _completion(rollout: Rollout) -> list[dict[str, Any]]:
-    """The answer as chat messages, the policy's last one at the end: a limit may have been hit behind it."""
-    turns = json.loads(rollout.episode.turns_json or "[]")
-    while turns and turns[-1]["role"] != "assistant":
-        turns.pop()
-    return turns or [{"role": "assistant", "content": rollout.text}]
-
-
 def _verl_row(signature: Signature, rollout: Rollout, columns: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
-    if missing := missing_columns(signature, {*columns, *args}):
+    if missing := _missing_columns(signature, {*columns, *args}):
         raise MissingColumnError(missing[0], columns)
     values = columns | {
         "data_source": columns.get("data_source", ""),
@@ -187,14 +168,17 @@ def ground_truth(columns: dict[str, Any]) -> Any:
     Raises:
         MissingColumnError: The row has none of them.
     """
-    if columns.get("ground_truth") is not None:
-        return columns["ground_truth"]
+    if (answer := _right_answer(columns)) is None:
+        raise MissingColumnError("ground_truth", columns)
+    return answer
+
+
+def _right_answer(columns: dict[str, Any]) -> Any:
+    """By GROUND_TRUTH_RULE; None if the row has none."""
     model = columns.get("reward_model")
-    if isinstance(model, dict) and model.get("ground_truth") is not None:
-        return model["ground_truth"]
-    if columns.get("answer") is not None:
-        return columns["answer"]
-    raise MissingColumnError("ground_truth", columns)
+    of_model = model.get("ground_truth") if isinstance(model, dict) else None
+    answers = (columns.get("ground_truth"), of_model, columns.get("answer"))
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def check_columns(signature: Signature, columns: dict[str, Any], where: str, function: str) -> None:
@@ -208,16 +192,12 @@ def check_columns(signature: Signature, columns: dict[str, Any], where: str, fun
     Raises:
         InputError: Names the missing column and the nearest one there is.
     """
-    missing = missing_columns(signature, columns)
-    if signature.convention == "verl" and not missing:
-        try:
-            ground_truth(columns)
-        except MissingColumnError:
-            fix = nearest("ground_truth", columns) if columns else "Add a column ground_truth"
-            raise InputError(where, f"has no right answer for {function} ({GROUND_TRUTH_RULE})", fix) from None
-    if missing:
+    if missing := _missing_columns(signature, columns):
         fix = nearest(missing[0], columns) if columns else "Add the column, or give the parameter a default"
         raise InputError(where, f"has no column '{missing[0]}', which {function} asks for", fix)
+    if signature.convention == "verl" and _right_answer(columns) is None:
+        fix = nearest("ground_truth", columns) if columns else "Add a column ground_truth"
+        raise InputError(where, f"has no right answer for {function} ({GROUND_TRUTH_RULE})", fix)
 
 
 def text_of(value: Any) -> str:

@@ -12,17 +12,15 @@ import json
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 from pydantic import PositiveInt
 
 from gspo.common.config.fields import Section
-from gspo.common.config.reward import RewardFunction
-from gspo.reward.functions.sources import BUILTINS, read_options
-from gspo.reward.registry.submission import version_of
-from gspo.reward.sandbox.calls import Answer, CallError, Code, Question, Signature
+from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
 
-PROGRAM = BUILTINS / "reward_model.py"
+PROGRAM = Path(__file__).parent / "builtins/reward_model.py"
 LOAD_TIMEOUT_S, END_TIMEOUT_S = 300.0, 10.0
 MAX_LINE_BYTES = 8 * 2**20
 
@@ -34,17 +32,6 @@ class ClassifierOptions(Section):
     device: str = ""
     max_length: PositiveInt = 4096
     batch_size: PositiveInt = 8
-
-
-def read_classifier(function: RewardFunction, key: str) -> tuple[Code, ClassifierOptions]:
-    """The reward model of a configuration.
-
-    Raises:
-        InputError: An option is missing, unknown or of a wrong type.
-    """
-    options = read_options(ClassifierOptions, function, key)
-    version = version_of(PROGRAM.read_bytes(), args=options.model_dump())
-    return Code(function.label, "", version, options.model), options
 
 
 class ClassifierProcess:
@@ -99,7 +86,7 @@ class ClassifierProcess:
             limit=MAX_LINE_BYTES,
         )
         self._lines.clear()
-        self._listening = asyncio.create_task(self._listen(self._process))
+        self._listening = asyncio.create_task(self._listen(self._process.stderr))
         try:
             await self._ask(self._process, None, LOAD_TIMEOUT_S)
         except CallError as error:
@@ -129,9 +116,8 @@ class ClassifierProcess:
             if not answered:
                 await self.close()
 
-    async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stderr is not None  # noqa: S101 - it is a pipe
-        while chunk := await process.stderr.read(65536):
+    async def _listen(self, stderr: asyncio.StreamReader | None) -> None:
+        while stderr and (chunk := await stderr.read(65536)):
             self._lines.extend(line for line in chunk.decode(errors="replace").splitlines() if line.strip())
 
     async def _last_lines(self, process: asyncio.subprocess.Process) -> str:

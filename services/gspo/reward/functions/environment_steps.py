@@ -13,7 +13,7 @@ from typing import Any
 from gspo.reward.functions.arguments import NOT_ASKED
 from gspo.reward.functions.library import Function, counted
 from gspo.reward.registry.usage import UsageCounter
-from gspo.reward.sandbox.calls import Callee, CallError
+from gspo.reward.sandbox.calls import CallError
 
 
 @dataclass(frozen=True)
@@ -39,58 +39,41 @@ class EnvironmentSteps:
         self._usage, self._session = usage, session
 
     async def reset(self, function: Function, task_json: str) -> Turn:
-        """The first turn of an episode with a task.
+        """The first turn of an episode with a task: `reset(task) -> state, observation`.
 
         Raises:
             CallError: The environment failed, or returned something else.
         """
         with counted(function, self._usage, num_answers=1):
-            return await reset(function.callee, task_json, session=self._session)
+            arguments = {"task": _read(task_json, "the task")}
+            question = {"function": "reset", "arguments": arguments}
+            answer = await function.callee.call(question, session=self._session)
+            state, observation = _fields(answer.values, 2, "reset returned {}, not (state, observation)")
+            return Turn(_dump(state), _observation(observation), 0.0, done=False, output=answer.output)
 
     async def step(self, function: Function, state_json: str, action: str, calls_json: str = "") -> Turn:
-        """The turn of the episode that follows an action.
+        """The turn of the episode that follows an action: `step(state, action) -> state, observation, reward, done`.
+
+        Args:
+            action: The policy's text of this turn.
+            calls_json: The tool calls in it, if the policy has tools: the action is then {text, calls}.
 
         Raises:
             CallError: The environment failed, or returned something else.
         """
         with counted(function, self._usage, num_answers=1):
-            return await step(function.callee, state_json, action, calls_json, session=self._session)
-
-
-async def reset(callee: Callee, task_json: str, *, session: str | None) -> Turn:
-    """`reset(task) -> state, observation`.
-
-    Raises:
-        CallError: It failed, or returned something else.
-    """
-    arguments = {"task": _read(task_json, "the task")}
-    answer = await callee.call({"function": "reset", "arguments": arguments}, session=session)
-    state, observation = _fields(answer.values, 2, "reset returned {}, not (state, observation)")
-    return Turn(_dump(state), _observation(observation), 0.0, done=False, output=answer.output)
-
-
-async def step(callee: Callee, state_json: str, action: str, calls_json: str = "", *, session: str | None) -> Turn:
-    """`step(state, action) -> state, observation, reward, done`.
-
-    Args:
-        action: The policy's text of this turn.
-        calls_json: The tool calls in it, if the policy has tools: the action is then {text, calls}.
-
-    Raises:
-        CallError: It failed, or returned something else.
-    """
-    action_value = {"text": action, "calls": _read(calls_json, "the calls")} if calls_json else action
-    arguments = {"state": _read(state_json, "the state"), "action": action_value}
-    answer = await callee.call({"function": "step", "arguments": arguments}, session=session)
-    state, observation, reward, done = _fields(
-        answer.values, 4, "step returned {}, not (state, observation, reward, done)"
-    )
-    number = _finite(reward)
-    if number is None:
-        raise _invalid(f"step returned a reward that is not a finite number: {_dump(reward)[:100]}")
-    if not isinstance(done, bool):
-        raise _invalid(f"step returned a done that is neither true nor false: {_dump(done)[:100]}")
-    return Turn(_dump(state), _observation(observation), number, done, answer.output)
+            action_value = {"text": action, "calls": _read(calls_json, "the calls")} if calls_json else action
+            arguments = {"state": _read(state_json, "the state"), "action": action_value}
+            question = {"function": "step", "arguments": arguments}
+            answer = await function.callee.call(question, session=self._session)
+            form = "step returned {}, not (state, observation, reward, done)"
+            state, observation, reward, done = _fields(answer.values, 4, form)
+            number = _finite(reward)
+            if number is None:
+                raise _invalid(f"step returned a reward that is not a finite number: {_dump(reward)[:100]}")
+            if not isinstance(done, bool):
+                raise _invalid(f"step returned a done that is neither true nor false: {_dump(done)[:100]}")
+            return Turn(_dump(state), _observation(observation), number, done, answer.output)
 
 
 def _read(text: str, what: str) -> Any:

@@ -18,7 +18,8 @@ import structlog
 from gspo.common.config.environment import ENVIRONMENT_PART, EnvironmentConfig
 from gspo.common.config.reward import RewardConfig
 from gspo.reward.functions.arguments import arguments_for
-from gspo.reward.functions.library import Function, Library, UnknownFunctionError, counted, open_library
+from gspo.reward.functions.configured import open_library
+from gspo.reward.functions.library import Function, Library, UnknownFunctionError, counted
 from gspo.reward.registry.disk import OfflineRegistry
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.usage import UsageCounter

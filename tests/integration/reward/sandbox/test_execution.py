@@ -17,8 +17,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from gspo.common.errors import InputError
-from gspo.reward.functions import environment_steps
-from gspo.reward.functions.environment_steps import Turn
+from gspo.reward.functions.environment_steps import EnvironmentSteps, Turn
+from gspo.reward.functions.library import Function
 from gspo.reward.sandbox import imports, levels, syscalls
 from gspo.reward.sandbox.calls import Answer, CallError, CallLimits, Code
 from gspo.reward.sandbox.execution import Sandbox
@@ -411,12 +411,13 @@ async def test_values_of_an_environment_are_checked(level: Any) -> None:
         "def step(state, action): return turns[action]\n"
     )
     async with sandbox_of(text, level, kind="environment") as sandbox:
-        assert await environment_steps.reset(sandbox, "[1]", session="run") == Turn("[1]", '"start"', 0.0, done=False)
-        turn = await environment_steps.step(sandbox, "{}", "ok", session="run")
+        steps, function = EnvironmentSteps(None, session="run"), Function(sandbox.code, sandbox)
+        assert await steps.reset(function, "[1]") == Turn("[1]", '"start"', 0.0, done=False)
+        turn = await steps.step(function, "{}", "ok")
         assert turn == Turn('{"n": 1}', '[{"role": "user", "content": "go"}]', 1.0, done=False)
         for action in ("three", "reward", "done", "observation"):
             with pytest.raises(CallError) as failed:
-                await environment_steps.step(sandbox, "{}", action, session="run")
+                await steps.step(function, "{}", action)
             assert failed.value.kind == "invalid_return"
             assert action in str(failed.value).replace("3 values", "three")
 

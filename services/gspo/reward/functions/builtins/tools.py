@@ -1,7 +1,7 @@
 """The built-in environment `tools`, inside its sandbox: a calculator, and Python programs.
 
 An episode has no state. The reply to a turn with calls is their results; a turn without calls ends the episode. The
-rewards come from the run's reward functions. services/gspo/reward/functions/tool_calls.py is its part outside.
+rewards come from the run's reward functions. services/gspo/reward/functions/policy_code.py is its part outside.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The part of `code_tests` inside the sandbox: it runs the code of one answer, and then calls of it.
 
-functions/code_tests.py compares the results. The right ones never come in here, so no answer can look them up. It is
+functions/policy_code.py compares the results. The right ones never come in here, so no answer can look them up. It is
 an environment without steps, because an environment's functions may return any JSON value.
 """
 

@@ -1,11 +1,12 @@
-"""The built-in `code_tests`: the share of unit tests that the code in an answer passes, or 1 only where all pass.
+"""The built-ins that run the policy's code: `code_tests`, and the environment `tools`, each outside its sandbox.
 
-The answer's code runs in the sandbox, one answer at a time and each in a process of its own. The results of its calls
-come out and are compared here. So an answer cannot read the right results, patch the comparison, or spoil the next
-answer. An answer whose code is killed scores 0: a policy that could turn its own failures into dropped rollouts
-would learn to.
+The policy's code gets a process of its own, which ends with the call. If a limit kills the process, the policy learns
+from it: the answer scores 0, and a tool's answer is the reason. A policy that could turn its own failures into dropped
+rollouts would learn to.
 
-A test, in the column `tests` (or args.tests for all), is one of
+`code_tests` gives the share of unit tests that the code in an answer passes, or 1 only where all pass. The results of
+the calls come out of the sandbox and are compared here. So an answer cannot read the right results, patch the
+comparison, or spoil the next answer. A test, in the column `tests` (or args.tests for all), is one of
 
 - `{"call": "add(1, 2)", "expected": 3}`, compared by value
 - `{"stdin": "1 2", "expected": "3"}`, a whole program, compared by its output without white space at the end of lines
@@ -27,6 +28,33 @@ from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
 from gspo.reward.sandbox.execution import Sandbox
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# The tool whose calls run the policy's code.
+_RUNS_CODE = "python"
+
+
+class ToolEnvironment(Sandbox):
+    """The environment `tools`, with builtins/tools.py loaded."""
+
+    async def call(self, question: Question, *, session: str | None = "") -> Answer:
+        """Answer one question.
+
+        Raises:
+            CallError: It failed, and not because of the policy's code.
+        """
+        action = question["arguments"].get("action")
+        calls = action["calls"] if isinstance(action, dict) else []
+        if not any(call["name"] == _RUNS_CODE for call in calls):
+            return await super().call(question, session=session)
+        started = time.perf_counter()
+        try:
+            return await super().call(question, session=None)
+        except CallError as error:
+            if error.loading:
+                raise
+            content = f"error: {error}"
+            messages = [{"role": "tool", "name": call["name"], "content": content} for call in calls]
+            state = question["arguments"]["state"]
+            return Answer([state, messages, 0.0, False], error.output, time.perf_counter() - started)
 
 
 class UnreadableTestError(Exception):
@@ -49,29 +77,14 @@ class UnitTest:
         return "text" in result and result["text"] == shown(self.expected)
 
 
-class CodeTests:
-    """The comparing half.
+class CodeTests(Sandbox):
+    """The function `code_tests`, with builtins/code_tests.py loaded.
 
     `args` are `tests`, for every answer instead of the column, and `partial`: a share for some of the tests passed,
     instead of 1 for all and 0 otherwise.
-
-    Args:
-        sandbox: Has builtins/code_runner.py loaded.
     """
 
     signature = Signature("code_tests", "trl", frozenset({"completions", "tests", "partial"}), (), takes_any=False)
-
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
-
-    async def load(self) -> Signature:
-        """Load the runner.
-
-        Raises:
-            CallError: It cannot be.
-        """
-        await self._sandbox.load()
-        return self.signature
 
     async def call(self, question: Question, *, session: str | None = "") -> Answer:  # noqa: ARG002 - one an answer
         """A score for each answer; one whose tests cannot be read fails."""
@@ -80,22 +93,22 @@ class CodeTests:
         if not isinstance(tests, list):
             raise CallError("exception", "there are no tests: give a column tests, or args.tests")
         # A column has a list for each answer; of args.tests each item is one test.
-        each = tests if _is_column(tests, len(completions)) else [tests] * len(completions)
+        is_column = len(tests) == len(completions) and all(
+            isinstance(item, list) or (isinstance(item, str) and item[:1] == "[") for item in tests
+        )
+        pairs = zip(completions, tests if is_column else [tests] * len(completions), strict=True)
         partial = bool(arguments.get("partial", False))
-        pairs = zip(completions, each, strict=True)
         values = await asyncio.gather(*(self._score(text_of(text), tests, partial) for text, tests in pairs))
-        return Answer(list(values), "", time.perf_counter() - started)
+        return Answer(values, "", time.perf_counter() - started)
 
     async def _score(self, text: str, tests: Any, partial: bool) -> Any:
         try:
             unit_tests = read_tests(tests)
         except UnreadableTestError as error:
-            return {
-                "error": {"type": "UnfitError", "text": str(error), "place": "", "traceback": "", "kind": "exception"}
-            }
+            return {"error": {"type": "UnfitError", "text": str(error), "kind": "exception"}}
         task = {"code": code_of(text), "runs": [test.run for test in unit_tests]}
         try:
-            answer = await self._sandbox.call({"function": "reset", "arguments": {"task": task}}, session=None)
+            answer = await super().call({"function": "reset", "arguments": {"task": task}}, session=None)
         except CallError as error:
             if error.loading:
                 raise
@@ -110,16 +123,6 @@ class CodeTests:
             return 0.0  # nested deeper than any expected value is
         share = num_passed / len(unit_tests)
         return share if partial else float(share == 1.0)
-
-    async def close(self) -> None:
-        """End the sandbox."""
-        await self._sandbox.close()
-
-
-def _is_column(tests: list[Any], count: int) -> bool:
-    return len(tests) == count and all(
-        isinstance(item, list) or (isinstance(item, str) and item[:1] == "[") for item in tests
-    )
 
 
 def read_tests(column: Any) -> list[UnitTest]:
@@ -166,7 +169,7 @@ def _read_assertion(text: str) -> UnitTest:
 
 
 def shown(value: Any) -> str:
-    """A value that JSON would change, as builtins/code_runner.py shows it."""
+    """A value that JSON would change, as builtins/code_tests.py shows it."""
     return f"set of {sorted(map(repr, value))}" if isinstance(value, set | frozenset) else repr(value)
 
 
