@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo.cli import findings
-from gspo.cli.findings import GIB, DoctorFinding, Level
+from gspo.cli.findings import DoctorFinding, Level
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.processes.placement import NO_GPUS, Placement, place
 from gspo.cli.processes.preflight import check_services
@@ -26,6 +26,7 @@ from gspo.common.config.reward import RewardConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.gpus import Gpu, visible_gpus
+from gspo.common.host.memory import GIB
 from gspo.common.model.files import ModelFiles, read_model_files
 from gspo.common.model.training_memory import host_bytes, num_trained, snapshot_bytes, training_bytes
 from gspo.common.streams.keys import GENERATION, LEARNER, SERVICES

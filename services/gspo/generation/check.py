@@ -7,11 +7,10 @@ import math
 from gspo.common.config.schema import Config
 from gspo.common.errors import ConfigError, InputError, warn
 from gspo.common.host.gpus import PARALLEL_ARGUMENTS, check_gpus_are_seen, visible_gpus, warn_of_float32
-from gspo.common.host.memory import free_memory
+from gspo.common.host.memory import GIB, free_memory
 from gspo.common.model.folder import max_positions, model_folder
 from gspo.generation.engine.arguments import check_engine_args
 
-_GIB = 1 << 30
 # vLLM's InputBatch: an int32 token id and a flag for every token of the longest rollout.
 _PLACE_TOKEN_BYTES = 5
 
@@ -53,8 +52,8 @@ def _check_places(config: Config) -> None:
     if needed > available:
         raise InputError(
             "generation.max_rollouts",
-            f"{num_places} in-flight rollouts take {needed / _GIB:,.1f} GiB in vLLM's tables alone, and "
-            f"{available / _GIB:.1f} GiB are free",
+            f"{num_places} in-flight rollouts take {needed / GIB:,.1f} GiB in vLLM's tables alone, and "
+            f"{available / GIB:.1f} GiB are free",
             "Lower it; a few hundred keep an engine busy",
         )
 
@@ -114,7 +113,7 @@ def _check_chat_template(config: Config) -> None:
 def _check_memory(config: Config) -> None:
     """Check the memory of the KV cache, which is the machine's on a CPU."""
     needed = config.generation.kv_cache_gb * config.generation.replicas
-    available = free_memory() / _GIB
+    available = free_memory() / GIB
     if needed > available and not visible_gpus():
         generators = f"{config.generation.replicas} generators take" if config.generation.replicas > 1 else "takes"
         raise InputError(

@@ -10,7 +10,7 @@ from gspo.common.config.learner import LearnerConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest, warn
 from gspo.common.host.gpus import check_gpus_are_seen, generators_per_gpu, visible_gpus, warn_of_float32
-from gspo.common.host.memory import free_memory, shared_memory
+from gspo.common.host.memory import GIB, free_memory, shared_memory
 from gspo.common.model.batch_memory import check_fits, learner_bytes
 from gspo.common.model.files import (
     ALL_LINEAR,
@@ -30,7 +30,6 @@ from gspo.learner.training.gpu_memory import check_gpu_memory
 _TARGETS = "learner.lora.target_modules"
 # The ZeRO stage at which a rank holds a part of every weight.
 _SPREAD = 3
-_GIB = 1 << 30
 # NCCL's buffers in shared memory: up to 33 MB for each of a rank's two neighbours.
 _SHARED_A_RANK = 64 << 20
 
@@ -221,11 +220,11 @@ def _check_memory(config: Config, files: ModelFiles) -> None:
     if needed > available:
         raise InputError(
             "model.path",
-            f"training {files.num_parameters / 1e6:,.0f} M parameters takes {needed / _GIB:.1f} GiB of this machine's "
+            f"training {files.num_parameters / 1e6:,.0f} M parameters takes {needed / GIB:.1f} GiB of this machine's "
             f"memory for {'loading and keeping weights' if gpus else 'weights, gradients and optimizer'}"
             f"{', and the reference' if config.algorithm.needs_reference and not gpus else ''}"
             f"{f', on {ranks_here} ranks' if ranks_here > 1 else ''}; "
-            f"{available / _GIB:.1f} GiB are available",
+            f"{available / GIB:.1f} GiB are available",
             "Use a smaller model or a machine with more memory",
         )
 

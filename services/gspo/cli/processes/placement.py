@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.gpus import DEFAULT_SHARE, GENERATORS_PER_GPU, PARALLEL_ARGUMENTS, SHARE_ARGUMENT, VISIBLE, Gpu
+from gspo.common.host.memory import GIB
 from gspo.common.streams.keys import GENERATION, LEARNER
 
 _SHARE_KEY = f"generation.engine.{SHARE_ARGUMENT}"
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ def _check_shares(config: Config, placement: Placement, gpus: Sequence[Gpu]) -> 
         if not on_it or share * len(on_it) <= 1 - (gpu.used_bytes / total if total else 0):
             continue
         each = f"{share:g}{'' if SHARE_ARGUMENT in config.generation.engine else ' (vLLM default)'}"
-        used = f", of which other programs hold {gpu.used_bytes / _GIB:.1f}" if gpu.used_bytes else ""
-        size = f"{total / _GIB:.1f} GiB{used}" if total else "a size that is not known"
+        used = f", of which other programs hold {gpu.used_bytes / GIB:.1f}" if gpu.used_bytes else ""
+        size = f"{total / GIB:.1f} GiB{used}" if total else "a size that is not known"
         most = (1 - (gpu.used_bytes / total if total else 0)) / len(on_it)
         raise InputError(
             _SHARE_KEY,

@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from gspo.common.errors import InputError
-from gspo.common.host.memory import free_memory
+from gspo.common.host.memory import GIB, free_memory
 from gspo.common.weights.changes import Packed, UnpackError, apply_changes
 from gspo.common.weights.digest import policy_digest
 
 # Cache lines; also more than any dtype's own alignment.
 _ALIGNMENT = 64
-_GIB = 1 << 30
 # The inference dtypes, and the integer of the same width that carries their bits.
 _BITS: Mapping[str, type[np.unsignedinteger[Any]]] = {
     "float32": np.uint32,
@@ -115,7 +114,7 @@ class PolicyCopy:
 def _not_enough_memory(num_bytes: int, why: str) -> InputError:
     return InputError(
         "model.path",
-        f"the policy that serves and the next one take {num_bytes / _GIB:.2f} GiB of shared memory, and {why}",
+        f"the policy that serves and the next one take {num_bytes / GIB:.2f} GiB of shared memory, and {why}",
         "Give this machine or container more memory, or take a smaller model or generation.dtype",
     )
 
@@ -149,7 +148,7 @@ class StagedWeights:
         self.num_bytes = sum(place.num_bytes for place in self.places.values())
         # Beyond a container's limit the kernel would kill this process instead of refusing it the memory.
         if 2 * end > (free := free_memory()):
-            raise _not_enough_memory(2 * end, f"{free / _GIB:.2f} GiB can be had")
+            raise _not_enough_memory(2 * end, f"{free / GIB:.2f} GiB can be had")
         self._bits = _BITS[dtype]
         self.current = PolicyCopy(self.places, end)
         self.next = PolicyCopy(self.places, end)

@@ -27,6 +27,7 @@ from vllm.v1.engine import utils as vllm_processes
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from gspo.common.host.memory import GIB
 from gspo.generation.engine.api import (
     Completion,
     EngineBrokenError,
@@ -41,8 +42,6 @@ from gspo.generation.engine.forked_process import ForkedProcess
 from gspo.generation.engine.process_environment import CPU_ENVIRONMENT
 from gspo.generation.engine.staging import PolicyCopy, StagedWeights
 from gspo.generation.engine.weights import BACKEND
-
-_GIB = 1 << 30
 
 # On a CPU vLLM's default is a worker process of its own, bound to all cores but one, and a scheduler process that
 # spins for its answers on the other. One process needs no hop, no spinning, and one import less at the start. It is
@@ -259,7 +258,7 @@ def engine_arguments(
         # Compiling takes a CPU half a minute at the first start and ten seconds at each later one.
         own["enforce_eager"] = True
         own["distributed_executor_backend"] = IN_PROCESS_EXECUTOR
-        own["kv_cache_memory_bytes"] = None if kv_cache_gib is None else int(kv_cache_gib * _GIB)
+        own["kv_cache_memory_bytes"] = None if kv_cache_gib is None else int(kv_cache_gib * GIB)
     return AsyncEngineArgs(
         model=str(model),
         dtype=dtype,

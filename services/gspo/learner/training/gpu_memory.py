@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.gpus import DEFAULT_SHARE, SHARE_ARGUMENT, Gpu
+from gspo.common.host.memory import GIB
 
-_GIB = 1 << 30
 # CUDA's own memory in a process, beside the allocated tensors.
-_CONTEXT_BYTES = 1 << 30
+_CONTEXT_BYTES = GIB
 _LEAST_FRACTION = 0.01
 _LESS = "Less is needed with zero_stage: 3 on more learner.ranks, with learner.offload, or learner.lora.rank"
 
@@ -49,8 +49,8 @@ def _share(config: Config) -> float:
 
 
 def _does_not_fit(config: Config, needed: int, name: str, total: int, share: float, sharing: int) -> InputError:
-    training = f"training, or loading the model for it, takes {needed / _GIB:.1f} GiB on each GPU"
-    has = f"GPU {name} has {total / _GIB:.1f} GiB"
+    training = f"training, or loading the model for it, takes {needed / GIB:.1f} GiB on each GPU"
+    has = f"GPU {name} has {total / GIB:.1f} GiB"
     if not sharing or needed >= total:
         rule = f"{training}, and {has}"
         return InputError("learner.zero_stage", rule, f"{_LESS}, a smaller model or a larger GPU")
@@ -59,7 +59,7 @@ def _does_not_fit(config: Config, needed: int, name: str, total: int, share: flo
     rest = max(0.0, 1 - share * sharing) * total
     return InputError(
         f"generation.engine.{SHARE_ARGUMENT}",
-        f"{has}, and the learner shares it: {share_text}{each} leaves {rest / _GIB:.1f} GiB, and {training}",
+        f"{has}, and the learner shares it: {share_text}{each} leaves {rest / GIB:.1f} GiB, and {training}",
         f"Set it below {(1 - needed / total) / sharing:.2f}, with memory for the activations, or give the learner a "
         f"GPU of its own. {_LESS}",
     )
