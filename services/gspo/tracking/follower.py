@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gspo.common.config.schema import Config
+from gspo.common.host.durable_write import replace_file
 from gspo.runlog.records import read_own_records
 from gspo.runlog.run_log import EVALUATIONS, LOG_FOLDER, METRICS, EvaluationRecord, StepRecord
 
@@ -51,11 +52,8 @@ class TrackerPosition:
 
     def write(self) -> None:
         """Store the position; a reader sees the old content or the new one."""
-        self.path.parent.mkdir(exist_ok=True)
-        unfinished = self.path.with_name(self.path.name + ".tmp")
         facts = {name: value for name, value in asdict(self).items() if name != "path"}
-        unfinished.write_text(json.dumps(facts) + "\n")
-        unfinished.replace(self.path)
+        replace_file(self.path, (json.dumps(facts) + "\n").encode())
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from gspo.cli.report.page import render
 from gspo.cli.report.plots import write_plots
 from gspo.cli.report.summary import summarise
 from gspo.cli.rundir.plan import PAGE_NAME, SUMMARY_NAME
+from gspo.common.host.durable_write import replace_file
 
 PLOTS_NAME = "plots"
 
@@ -35,9 +36,10 @@ def write_report(
     if finished is None and earlier.get("end") is not None:
         finished = {"end": earlier["end"], "reason": earlier.get("end_reason")}
     summary = summarise(log, wall_s, finished)
-    _write(run_dir / SUMMARY_NAME, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    replace_file(run_dir / SUMMARY_NAME, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     plots = write_plots(log, run_dir / PLOTS_NAME)
-    _write(run_dir / PAGE_NAME, render(log, summary, plots, run_dir / PLOTS_NAME))
+    page = render(log, summary, plots, run_dir / PLOTS_NAME)
+    replace_file(run_dir / PAGE_NAME, page.encode(errors="replace"))
     return summary
 
 
@@ -49,10 +51,3 @@ def _earlier(path: Path, log: RunHistory) -> dict[str, Any]:
         return {}
     same = isinstance(summary, dict) and summary.get("policy_version") == log.version
     return dict(summary) if same else {}
-
-
-def _write(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one."""
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(text, encoding="utf-8", errors="replace")
-    unfinished.replace(path)

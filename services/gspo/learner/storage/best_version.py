@@ -15,7 +15,8 @@ from pathlib import Path
 
 import structlog
 
-from gspo.learner.storage.durable_files import fsync, replace_whole, temporary
+from gspo.common.host.durable_write import fsync, replace_file
+from gspo.learner.storage.durable_files import temporary
 from gspo.runlog.run_log import best_of
 
 BEST, CANDIDATES, FACTS = "best", "candidates", "best.json"
@@ -66,7 +67,7 @@ class BestVersion:
             shutil.rmtree(self._path(version), ignore_errors=True)
             return
         facts = {"version": version, "step": version, "figure": self._figure, "score": self._scores[version]}
-        replace_whole(self._path(version) / FACTS, (json.dumps(facts, indent=2) + "\n").encode())
+        replace_file(self._path(version) / FACTS, (json.dumps(facts, indent=2) + "\n").encode())
         before = temporary(self._folder)
         shutil.rmtree(before, ignore_errors=True)
         if self._folder.exists():

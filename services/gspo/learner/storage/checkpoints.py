@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from gspo.learner.storage.durable_files import fsync, replace_whole, temporary
+from gspo.common.host.durable_write import fsync, replace_file
+from gspo.learner.storage.durable_files import temporary
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -67,7 +68,7 @@ class Checkpoints:
             fsync(unfinished / name)
         for folder in filter(Path.is_dir, unfinished.rglob("*")):
             fsync(folder)
-        replace_whole(unfinished / MANIFEST, _manifest_of(step, unfinished).model_dump_json(indent=2).encode())
+        replace_file(unfinished / MANIFEST, _manifest_of(step, unfinished).model_dump_json(indent=2).encode())
         unfinished.rename(self.path(step))
         fsync(self.folder)
         return self.path(step)

@@ -9,34 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from gspo.common.host.durable_write import TEMPORARY, fsync
 from gspo.learner.storage.disk_space import DiskSpace
 from gspo.runlog.records import Record, read_own_records
 
-# A file whose name ends so is unfinished: no reader opens it, and the next start removes it.
-TEMPORARY = ".tmp"
-
-
-def fsync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
 
 def temporary(path: Path) -> Path:
-    """The name that stands for `path` until it is whole; in the same folder, so that a rename is atomic."""
+    """The name that stands for `path` until it is whole, in the same folder. The next start removes such files."""
     return path.with_name(path.name + TEMPORARY)
-
-
-def replace_whole(path: Path, data: bytes) -> None:
-    """Make `data` the content of a file; a reader sees the old content or the new one."""
-    unfinished = temporary(path)
-    unfinished.write_bytes(data)
-    fsync(unfinished)
-    unfinished.replace(path)
-    fsync(path.parent)
 
 
 def link_new(unfinished: Path, path: Path) -> None:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from gspo.common.errors import InputError
+from gspo.common.host.durable_write import TEMPORARY, replace_file
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import SettledGroup, Settlement, Settlements
 from gspo.learner.storage.checkpoints import Checkpoints
 from gspo.learner.storage.disk_space import DiskSpace
-from gspo.learner.storage.durable_files import TEMPORARY, JsonLines, finite_or_null, replace_whole
+from gspo.learner.storage.durable_files import JsonLines, finite_or_null
 from gspo.learner.storage.step_log import StepLog
 from gspo.runlog.run_log import (
     EVALUATIONS,
@@ -312,7 +313,7 @@ def _check_writable(path: Path) -> None:
 
 def _raise_epoch(path: Path) -> int:
     epoch = int(path.read_text()) + 1 if path.exists() else 1
-    replace_whole(path, f"{epoch}\n".encode())
+    replace_file(path, f"{epoch}\n".encode())
     return epoch
 
 

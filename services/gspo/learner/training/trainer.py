@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo.common.host.durable_write import fsync
 from gspo.common.host.gpus import generators_per_gpu, visible_gpus
 from gspo.learner.assembly.rows import Row
 from gspo.learner.model.batch import StepBatch
@@ -23,7 +24,6 @@ from gspo.learner.model.named_weights import checkpoint_tensors, export_model
 from gspo.learner.model.network import can_be_packed, load_policy_model, load_reference_model
 from gspo.learner.ranks.launcher import cores_per_rank, num_local_ranks
 from gspo.learner.ranks.process_group import join, set_deadlines, sum_stats
-from gspo.learner.storage.durable_files import fsync
 from gspo.learner.training.deepspeed_config import engine_config
 from gspo.learner.training.gpu_memory import own_fraction
 from gspo.learner.training.mismatch_probe import SnapshotWeights

@@ -4,20 +4,19 @@
     names/NAME.json        replaced as a whole
     audit.jsonl            appended to
 
-Every file appears whole under its name (temporary name, fsync, rename). `OfflineRegistry` reads the copy where no Redis
+Every file appears whole under its name. `OfflineRegistry` reads the copy where no Redis
 runs, as before a run.
 """
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections import deque
 from pathlib import Path
 
 import structlog
 
 from gspo.common.errors import nearest
+from gspo.common.host.durable_write import replace_file
 from gspo.reward.registry.records import (
     RETIRED,
     Content,
@@ -41,7 +40,7 @@ class DiskCopy:
         """Write the file of a version; an empty text removes it."""
         path = self._contents / f"{version}.json"
         if text:
-            _write(path, text)
+            replace_file(path, text.encode())
         else:
             path.unlink(missing_ok=True)
 
@@ -58,7 +57,7 @@ class DiskCopy:
 
     def write_name(self, name: RegisteredName) -> None:
         """Replace the file of a name."""
-        _write(self._names / f"{name.name}.json", name.model_dump_json())
+        replace_file(self._names / f"{name.name}.json", name.model_dump_json().encode())
 
     def stamp(self) -> int:
         """A number that changes with every file of a name, also if another process wrote it."""
@@ -112,14 +111,3 @@ class OfflineRegistry:
         if text is None:
             raise NotRegisteredError(RETIRED.format(name=name) if not whole else f"there is no version {whole[:12]}")
         return read_content(whole, text)
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Hidden, so that a copy that was cut short is never read as a name.
-    scratch = path.parent / f".{uuid.uuid4().hex}"
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
