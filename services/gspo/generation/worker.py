@@ -21,12 +21,13 @@ from gspo.common.service.traces import Traces
 from gspo.common.streams.consumer import Batch, Consumer, DeadLetterError, Subscription
 from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, Inbox, new_consumer_name
+from gspo.common.streams.keys import rollout_key
 from gspo.common.tasks import task_group, wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.leased_task import LeasedTask, TaskSource, num_failed_deliveries
 from gspo.generation.rollout.driver import RolloutAbortedError, RolloutDriver
-from gspo.generation.rollout.in_flight import InFlightRollout, rollout_key
+from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo.generation.rollout.saver import Saver
 from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Rollout, Scored
 
@@ -159,7 +160,9 @@ class Worker:
     async def _unfinished(self, leased: LeasedTask) -> list[InFlightRollout]:
         """The rollouts that no earlier worker has finished, each as it was saved last."""
         numbers = range(leased.task.num_rollouts)
-        states = await leased.source.inbox.load([rollout_key(leased.task, number) for number in numbers])
+        states = await leased.source.inbox.load(
+            [rollout_key(leased.task.group, number, leased.task.evaluation) for number in numbers]
+        )
         metrics.ROLLOUTS_RESUMED.inc(sum(state is not None and state != DONE for state in states))
         return [
             self._driver.begin(leased.task, number, state)

@@ -29,7 +29,7 @@ from gspo.common.model.batch_memory import (
 )
 from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.inbox import DONE, FIELD, Delivery
-from gspo.common.streams.keys import Keys, rollout_id
+from gspo.common.streams.keys import Keys, rollout_key
 from gspo.coordinator.evaluation.results import EvaluationResults, HeldOutAnswer
 from gspo.coordinator.groups.slots import OpenGroup, Slots
 from gspo.coordinator.groups.tasks import training_task
@@ -123,7 +123,7 @@ async def test_the_entries_in_redis(redis: Redis, keys: Keys) -> None:
     async def put(num_tokens: int, base: int) -> None:
         for number in range(NUM):
             await redis.xadd(keys.scored, {FIELD: scored(number, num_tokens)})
-            await redis.hset(keys.partial, rollout_id(base + number // SIZE, number % SIZE), DONE)
+            await redis.hset(keys.partial, rollout_key(base + number // SIZE, number % SIZE), DONE)
 
     before = await used()
     task = training_task(config_of(), 0, Prompt(token_ids=[7, 8, 9], text="1+2="))

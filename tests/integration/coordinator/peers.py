@@ -17,7 +17,7 @@ from gspo.common.network.grpc_server import GrpcServer
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import EntryOutput, Inbox, new_consumer_name
 from gspo.common.streams.instances import Instance, Registration
-from gspo.common.streams.keys import Keys, rollout_id
+from gspo.common.streams.keys import Keys, rollout_key
 from gspo.common.telemetry.activity import Activity
 from gspo_proto.learner_pb2 import GroupRange, ProgressReply, ProgressRequest
 from gspo_proto.learner_pb2_grpc import LearnerServicer, add_LearnerServicer_to_server
@@ -177,7 +177,7 @@ class GeneratorPeer:
             tasks.append(task)
             for number in range(task.num_rollouts):
                 scored = _scored(task, number, rewards[task.group % 2][number])
-                key = f"{task.evaluation}:{rollout_id(task.group, number)}"
+                key = rollout_key(task.group, number, task.evaluation)
                 await self._eval_tasks.put([EntryOutput(delivery, self.keys.eval_scored, scored, key)])
             await self._eval_tasks.finish(delivery)
         return tasks

@@ -15,7 +15,7 @@ from gspo.common.config.loading import read_config
 from gspo.common.service.traces import Traces
 from gspo.common.streams.inbox import FIELD, EntryOutput, EntryState, Inbox, create_consumer_groups
 from gspo.common.streams.instances import list_instances
-from gspo.common.streams.keys import PAUSED_BY_USER, Keys, rollout_id
+from gspo.common.streams.keys import PAUSED_BY_USER, Keys, rollout_key
 from gspo.coordinator.data.prompts import training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer
 from gspo.coordinator.groups.order import PromptOrder
@@ -121,14 +121,14 @@ async def test_slots_follow_steps_and_versions(
         await until(enough, f"{count} groups")
 
     await seen_at_least(4)
-    await redis.hset(keys.partial, rollout_id(1, 1), "done")
+    await redis.hset(keys.partial, rollout_key(1, 1), "done")
     await learner.trained([0, 1])
 
     async def two_open() -> bool:
         return list(await open_groups(redis, keys)) == [2, 3]
 
     await until(two_open, "the trained groups to leave the open hash")
-    assert not await redis.hexists(keys.partial, rollout_id(1, 1))
+    assert not await redis.hexists(keys.partial, rollout_key(1, 1))
     assert await generator.take(block_s=0.5) == []  # version 1 is not live yet
     await learner.live(1)
     await seen_at_least(6)
@@ -174,7 +174,7 @@ async def test_a_group_that_still_grows_is_not_issued_again_at_its_deadline(
         state = RolloutState(
             schema=1, started_unix_s=1.0, token_ids=range(n), logp=[-1.0] * n, version=[0] * n, mask=b"\x01" * n
         )
-        await redis.hset(keys.partial, rollout_id(0, 0), state.SerializeToString())
+        await redis.hset(keys.partial, rollout_key(0, 0), state.SerializeToString())
         return await redis.xlen(keys.scored) > 0
 
     await until(given_up, "group 1 to be given up")
@@ -274,7 +274,7 @@ async def test_a_second_task_after_a_wipe_is_removed_with_its_group(
     inbox = Inbox(redis, keys, keys.prompts, consumer="again", lease_s=30.0)
     leased = {delivery.message.group: delivery for delivery in await inbox.take(64, block_s=1.0)}
     assert {0, 1} <= set(leased)
-    assert await inbox.save([EntryState(leased[0], rollout_id(0, 0), b"of the second copy")]) == 1
+    assert await inbox.save([EntryState(leased[0], rollout_key(0, 0), b"of the second copy")]) == 1
 
     await learner.trained([0, 1])
 
@@ -282,8 +282,8 @@ async def test_a_second_task_after_a_wipe_is_removed_with_its_group(
         return not set(await open_groups(redis, keys)) & {0, 1}
 
     await until(removed, "the trained groups to be closed")
-    assert await inbox.save([EntryState(leased[1], rollout_id(1, 0), b"too late")]) == 0
-    assert await inbox.put([EntryOutput(leased[0], keys.rollouts, b"too late", rollout_id(0, 1))]) == [False]
+    assert await inbox.save([EntryState(leased[1], rollout_key(1, 0), b"too late")]) == 0
+    assert await inbox.put([EntryOutput(leased[0], keys.rollouts, b"too late", rollout_key(0, 1))]) == [False]
     assert await redis.hgetall(keys.partial) == {}
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gspo.common.config.schema import GenerationConfig
-from gspo.common.streams.keys import rollout_id
+from gspo.common.streams.keys import rollout_key
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.environment_client import EnvironmentClient
@@ -182,7 +182,7 @@ async def test_turns_of_any_tokens_add_up_to_what_vllm_saw(policy: TaughtPolicy,
     policy.seen.clear()
     rollouts = await asyncio.gather(*(played(policy, name, number, 2.0) for number in range(4)))
     for rollout in rollouts:
-        prefix = f"{rollout_id(rollout.group, rollout.number)}:"
+        prefix = f"{rollout_key(rollout.group, rollout.number)}:"
         check_against_vllm(rollout, [output for request, output in policy.seen.items() if request.startswith(prefix)])
         check_against_transformers(policy, rollout, 2.0)
     assert len({tuple(rollout.token_ids) for rollout in rollouts}) == len(rollouts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from redis.cluster import key_slot
 
-from gspo.common.streams.keys import HEARTBEAT_S, INSTANCE_TTL_S, Keys, consumer_groups, rollout_id
+from gspo.common.streams.keys import HEARTBEAT_S, INSTANCE_TTL_S, Keys, consumer_groups, rollout_key
 
 NAMES = ("prompts", "paused_prompts", "rollouts", "scored", "eval_prompts", "eval_rollouts", "eval_scored")
 OTHERS = ("dead", "events", "partial", "open", "redis_epoch", "instances", "paused")
@@ -47,6 +47,7 @@ def test_a_member_outlives_three_lost_beats() -> None:
     assert INSTANCE_TTL_S > 3 * HEARTBEAT_S
 
 
-def test_rollout_ids_of_different_groups_differ() -> None:
-    assert rollout_id(12, 3) == "12-3"
-    assert rollout_id(1, 23) != rollout_id(12, 3)
+def test_rollout_keys_of_other_groups_and_evaluations_differ() -> None:
+    assert rollout_key(12, 3) == "12-3"
+    assert rollout_key(1, 23) != rollout_key(12, 3)
+    assert rollout_key(7, 0, "v20") == "v20:7-0"

@@ -19,7 +19,6 @@ from gspo.generation.rollout.in_flight import (
     ResetAction,
     SampleAction,
     StepAction,
-    rollout_key,
 )
 from gspo_proto import rollout_pb2
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Rollout, RolloutState, Sampling
@@ -284,8 +283,3 @@ def test_a_holder_that_saved_something_does_not_count_as_one_that_failed() -> No
     assert num_failed_deliveries(4, [fresh, second]) == 2
     paused = in_flight(second.snapshot(NO_TOKENS, delivery=0).SerializeToString())
     assert num_failed_deliveries(1, [paused]) == 1
-
-
-def test_rollout_keys_of_evaluations_are_apart() -> None:
-    assert rollout_key(TASK, 0) == "7-0"
-    assert rollout_key(GroupTask(group=7, evaluation="v20"), 0) == "v20:7-0"

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any, cast
 
 from gspo.common.errors import InputError
-from gspo.common.streams.keys import rollout_id
+from gspo.common.streams.keys import rollout_key
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 # A share of the rollouts, by their ids: the same ones in every service.
@@ -84,7 +84,7 @@ class Traces:
     ) -> None:
         from opentelemetry import trace
 
-        rollout = rollout_id(group, number)
+        rollout = rollout_key(group, number)
         trace_id, root_id = ids_of(self._run, rollout)
         if not self._is_sampled(trace_id):
             return

@@ -124,9 +124,10 @@ def consumer_groups(keys: Keys) -> dict[str, str]:
     }
 
 
-def rollout_id(group: int, number: int) -> str:
-    """A rollout's id, made once and used everywhere: group and number in it."""
-    return f"{group}-{number}"
+def rollout_key(group: int, number: int, evaluation: str = "") -> str:
+    """The name of a rollout, in `partial` too: its group and its number in it, after the label of an evaluation."""
+    key = f"{group}-{number}"
+    return f"{evaluation}:{key}" if evaluation else key
 
 
 def evaluation_label(version: int, file: str = "") -> str:

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from gspo.common.config.schema import Config
 from gspo.common.streams.consumer import Batch, Consumer, Subscription
 from gspo.common.streams.inbox import Inbox, append, new_consumer_name
-from gspo.common.streams.keys import COORDINATOR, GENERATION, Keys, evaluation_label, rollout_id
+from gspo.common.streams.keys import COORDINATOR, GENERATION, Keys, evaluation_label, rollout_key
 from gspo.common.telemetry import metrics
 from gspo.coordinator.data.prompts import PromptSet
 from gspo.coordinator.evaluation.results import NEWEST_VERSION, EvaluationResults
@@ -155,7 +155,7 @@ class Evaluator:
     async def _remove_leftovers(self, tally: EvaluationResults) -> None:
         """Remove the tasks and rollout keys of this label: a key without its answer would prevent that answer."""
         entries = await all_entries(self._redis, self._keys.eval_prompts)
-        rollout_keys = [f"{tally.label}:{rollout_id(group, number)}" for group, number in tally.expected()]
+        rollout_keys = [rollout_key(group, number, tally.label) for group, number in tally.expected()]
         async with self._redis.pipeline(transaction=True) as pipe:
             for entry, _ in entries:
                 pipe.xack(self._keys.eval_prompts, GENERATION, entry)

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from gspo.common.config.schema import Config
 from gspo.common.streams.entries import SCHEMA, saved_state
 from gspo.common.streams.inbox import DONE, FIELD
-from gspo.common.streams.keys import GENERATION, Keys, rollout_id
+from gspo.common.streams.keys import GENERATION, Keys, rollout_key
 from gspo.common.telemetry import metrics
 from gspo.coordinator.data.prompts import PromptSet
 from gspo.coordinator.groups.order import PromptOrder
@@ -136,7 +136,7 @@ class TaskWriter:
         numbers = range(self._config.algorithm.num_return_sequences_in_group)
         progress = {}
         for group in groups:
-            keys = [rollout_id(group, number) for number in numbers]
+            keys = [rollout_key(group, number) for number in numbers]
             states: Any = await self._redis.hmget(self._keys.partial, keys)
             progress[group] = sum(longest if state == DONE else _num_saved(state) for state in states)
         return progress
@@ -158,7 +158,7 @@ class TaskWriter:
         numbers = range(self._config.algorithm.num_return_sequences_in_group)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hdel(self._keys.open, *(str(group) for group in groups))
-            pipe.hdel(self._keys.partial, *(rollout_id(group, number) for group in groups for number in numbers))
+            pipe.hdel(self._keys.partial, *(rollout_key(group, number) for group in groups for number in numbers))
             await pipe.execute()
 
     async def remove_leftover_tasks(self) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gspo.common.streams.entries import SCHEMA, saved_state
-from gspo.common.streams.keys import rollout_id
+from gspo.common.streams.keys import rollout_key
 from gspo.generation.engine.api import Completion, Finish, Tokens
 from gspo_proto import rollout_pb2
 from gspo_proto.rollout_pb2 import Episode, GroupTask, Prompt, Rollout, RolloutState
@@ -68,12 +68,6 @@ class FinishAction:
 Action: TypeAlias = SampleAction | ResetAction | StepAction | PauseAction | FinishAction
 
 
-def rollout_key(task: GroupTask, number: int) -> str:
-    """The name under which a rollout is saved, and finished once: its id, with the evaluation's label in front."""
-    key = rollout_id(task.group, number)
-    return f"{task.evaluation}:{key}" if task.evaluation else key
-
-
 class InFlightRollout:
     """A rollout that is not finished.
 
@@ -89,7 +83,8 @@ class InFlightRollout:
     """
 
     def __init__(self, task: GroupTask, number: int, generator: str, saved: bytes | None = None) -> None:
-        self.task, self.number, self.rollout_key = task, number, rollout_key(task, number)
+        self.task, self.number = task, number
+        self.rollout_key = rollout_key(task.group, number, task.evaluation)
         self.state = saved_state(saved) or _new_state(time.time())
         self.state.generator = generator
         self.request_id = ""

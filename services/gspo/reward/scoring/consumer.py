@@ -19,7 +19,7 @@ from gspo.common.streams.consumer import Batch, Consumer, Subscription
 from gspo.common.streams.entries import scored_entry
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import Delivery, Inbox, new_consumer_name
-from gspo.common.streams.keys import rollout_id
+from gspo.common.streams.keys import rollout_key
 from gspo.common.telemetry import metrics
 from gspo.reward.scoring.failure_window import FailureWindow
 from gspo.reward.scoring.scorer import Scorer
@@ -139,4 +139,4 @@ def _count(rollout: Rollout, score: Score) -> None:
     metrics.ROLLOUTS_SCORED.labels("failed" if failed else "scored").inc()
     if failed:
         metrics.SCORE_FAILURES.labels(score.failure_kind or "exception").inc()
-        log.warning("score_failed", rollout=rollout_id(rollout.group, rollout.number), reason=score.failure)
+        log.warning("score_failed", rollout=rollout_key(rollout.group, rollout.number), reason=score.failure)
