@@ -18,7 +18,7 @@ import structlog
 
 from gspo.common.service.app import Service
 from gspo.common.service.traces import Traces
-from gspo.common.streams.consumer import Batch, Consumer, DeadLetterError, Subscription
+from gspo.common.streams.consumer import Consumer, DeadLetterError, Deliveries, Subscription
 from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, Inbox, new_consumer_name
 from gspo.common.streams.keys import rollout_key
@@ -127,7 +127,7 @@ class Worker:
         else:
             activity.set("waiting", "prompts", "nothing to generate")
 
-    async def _work(self, source: TaskSource, batch: Batch) -> None:
+    async def _work(self, source: TaskSource, batch: Deliveries) -> None:
         (delivery,) = batch
         leased = LeasedTask(source, delivery, num_running=delivery.message.num_rollouts)
         self._leased.append(leased)

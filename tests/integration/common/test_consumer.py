@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo.cli.dead_letter_store import letters
-from gspo.common.streams.consumer import Batch, Consumer, DeadLetterError, Subscription
+from gspo.common.streams.consumer import Consumer, DeadLetterError, Deliveries, Subscription
 from gspo.common.streams.inbox import Delivery, Inbox, append
 from gspo.common.streams.keys import GENERATION, Keys
 from gspo_proto.rollout_pb2 import GroupTask, Prompt
@@ -29,14 +29,14 @@ class Handler:
         ended: How each batch ended: "finished" or "cancelled".
     """
 
-    def __init__(self, inbox: Inbox, work: Callable[[Batch], Awaitable[None]] | None = None) -> None:
+    def __init__(self, inbox: Inbox, work: Callable[[Deliveries], Awaitable[None]] | None = None) -> None:
         self.inbox, self._work = inbox, work
         self.batches: list[list[int]] = []
         self.ended: list[str] = []
         self.num_running = 0
         self.release = asyncio.Event()
 
-    async def __call__(self, batch: Batch) -> None:
+    async def __call__(self, batch: Deliveries) -> None:
         self.batches.append([delivery.message.group for delivery in batch])
         self.num_running += 1
         try:
@@ -175,7 +175,7 @@ async def test_an_entry_handed_out_too_often_is_a_dead_letter_with_its_failure(
 
 
 async def test_a_batch_that_a_handler_gives_up_is_dead_letters(redis: Redis, keys: Keys) -> None:
-    async def refuse(batch: Batch) -> None:
+    async def refuse(batch: Deliveries) -> None:
         raise DeadLetterError("no such model")
 
     handler = Handler(inbox(redis, keys), refuse)
@@ -187,7 +187,7 @@ async def test_a_batch_that_a_handler_gives_up_is_dead_letters(redis: Redis, key
 
 
 async def test_the_error_of_a_handler_ends_the_consumer_after_the_other_handlers(redis: Redis, keys: Keys) -> None:
-    async def fail(batch: Batch) -> None:
+    async def fail(batch: Deliveries) -> None:
         await asyncio.sleep(0.05 if batch[0].message.group == 2 else 10)
         raise OSError("the engine is gone")
 

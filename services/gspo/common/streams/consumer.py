@@ -18,7 +18,7 @@ import structlog
 from gspo.common.streams.inbox import Delivery, Inbox
 from gspo.common.tasks import task_group, wait_until_set
 
-Batch: TypeAlias = Sequence[Delivery]
+Deliveries: TypeAlias = Sequence[Delivery]
 # An idle consumer waits so long on its first stream before it looks at the others again.
 _IDLE_S = 0.05
 # A full consumer looks again after this, so that a lost signal costs no more.
@@ -48,7 +48,7 @@ class Subscription:
     """
 
     inbox: Inbox
-    handle: Callable[[Batch], Awaitable[None]]
+    handle: Callable[[Deliveries], Awaitable[None]]
     capacity: Callable[[], int]
     batch_key: Callable[[Delivery], Hashable] | None = None
     linger_s: float = 0.0
@@ -83,7 +83,7 @@ class Consumer:
         self._max_batches, self._order, self._on_cut_off = max_batches, order, on_cut_off
         self._lease_s = min(subscription.inbox.lease_s for subscription in subscriptions)
         self._reclaim_at: dict[Subscription, float] = defaultdict(float)
-        self._in_flight: dict[asyncio.Task[None], tuple[Subscription, Batch]] = {}
+        self._in_flight: dict[asyncio.Task[None], tuple[Subscription, Deliveries]] = {}
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
@@ -137,7 +137,7 @@ class Consumer:
             deliveries += await subscription.inbox.take(num - len(deliveries), 0)
         return deliveries
 
-    async def _start(self, tasks: asyncio.TaskGroup, subscription: Subscription, deliveries: Batch) -> None:
+    async def _start(self, tasks: asyncio.TaskGroup, subscription: Subscription, deliveries: Deliveries) -> None:
         batches: dict[Hashable, list[Delivery]] = defaultdict(list)
         for delivery in deliveries:
             if subscription.max_deliveries is not None and delivery.num_deliveries > subscription.max_deliveries:
@@ -163,7 +163,7 @@ class Consumer:
 
     async def _renew(self) -> None:
         """Renew every lease; end the handlers that have lost all of theirs."""
-        lost: dict[asyncio.Task[None], Batch] = {}
+        lost: dict[asyncio.Task[None], Deliveries] = {}
         for subscription in self._subscriptions:
             batches = {task: batch for task, (source, batch) in self._in_flight.items() if source is subscription}
             kept = await subscription.inbox.renew([delivery for batch in batches.values() for delivery in batch])
@@ -191,14 +191,14 @@ class Consumer:
                 await subscription.inbox.requeue(delivery)
 
 
-async def _handle(subscription: Subscription, batch: Batch) -> None:
+async def _handle(subscription: Subscription, batch: Deliveries) -> None:
     try:
         await subscription.handle(batch)
     except DeadLetterError as error:
         await _give_up(subscription, batch, str(error))
 
 
-async def _give_up(subscription: Subscription, batch: Batch, reason: str) -> None:
+async def _give_up(subscription: Subscription, batch: Deliveries, reason: str) -> None:
     for delivery in batch:
         outputs = subscription.failure(delivery, reason) if subscription.failure else ()
         await subscription.inbox.dead_letter(delivery, reason, outputs)

@@ -34,16 +34,16 @@ _MAX_ID, _MAX_COUNT = 2**63 - 1, 2**31 - 1
 MAX_GROUP_SIZE = 4096
 # Of an entry that is too large, a dead letter keeps the beginning: it stays in Redis until a user drops it.
 _KEPT_BYTES = 64 * 2**10
-Kind = Literal["too_large", "undecodable", "schema", "malformed"]
-_Kind = TypeVar("_Kind", bound=Any)
+Problem = Literal["too_large", "undecodable", "schema", "malformed"]
+_Message = TypeVar("_Message", bound=Any)
 
 
 class MalformedEntryError(ValueError):
     """The bytes are not an entry that this version reads; `kind` is the bounded name of the problem."""
 
-    def __init__(self, detail: str, kind: Kind = "malformed") -> None:
+    def __init__(self, detail: str, kind: Problem = "malformed") -> None:
         super().__init__(detail)
-        self.kind: Kind = kind
+        self.kind: Problem = kind
 
 
 def entry_kinds(keys: Keys) -> dict[str, type[Any]]:
@@ -59,7 +59,7 @@ def entry_kinds(keys: Keys) -> dict[str, type[Any]]:
     }
 
 
-def read_entry(kind: type[_Kind], payload: bytes) -> _Kind:
+def read_entry(kind: type[_Message], payload: bytes) -> _Message:
     """The message.
 
     Raises:
@@ -69,7 +69,7 @@ def read_entry(kind: type[_Kind], payload: bytes) -> _Kind:
     if len(payload) > MAX_ENTRY_BYTES:
         raise MalformedEntryError(f"{len(payload)} bytes, and an entry has at most {MAX_ENTRY_BYTES}", "too_large")
     try:
-        message: _Kind = kind.FromString(payload)
+        message: _Message = kind.FromString(payload)
     except DecodeError as error:
         raise MalformedEntryError(f"{len(payload)} bytes that are no {name}: {error}", "undecodable") from error
     check_message(message)

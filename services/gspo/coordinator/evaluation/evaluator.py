@@ -15,7 +15,7 @@ import structlog
 from redis.asyncio import Redis
 
 from gspo.common.config.schema import Config
-from gspo.common.streams.consumer import Batch, Consumer, Subscription
+from gspo.common.streams.consumer import Consumer, Deliveries, Subscription
 from gspo.common.streams.inbox import Inbox, append, new_consumer_name
 from gspo.common.streams.keys import COORDINATOR, GENERATION, Keys, evaluation_label, rollout_key
 from gspo.common.telemetry import metrics
@@ -108,7 +108,7 @@ class Evaluator:
         complete, limit_s = asyncio.Event(), self._config.evaluation.timeout_s
         rows = iter(range(0, tally.num_prompts, _PROMPTS_AT_ONCE))
 
-        async def absorb(answers: Batch) -> None:
+        async def absorb(answers: Deliveries) -> None:
             self._absorb(tally, answers)
             await self._feed(tally, prompts, rows)
             # Last: a handler whose entries are gone is taken for one that has lost its lease, and ended.
@@ -146,7 +146,7 @@ class Evaluator:
     def _num_in_flight(self) -> int:
         return sum(task.num_rollouts for task in self._in_flight.values())
 
-    def _absorb(self, tally: EvaluationResults, answers: Batch) -> None:
+    def _absorb(self, tally: EvaluationResults, answers: Deliveries) -> None:
         for delivery in answers:
             tally.add(delivery.message)
         missing = set(tally.incomplete_groups(self._in_flight))

@@ -15,7 +15,7 @@ import structlog
 
 from gspo.common.service.app import Service
 from gspo.common.service.traces import Traces
-from gspo.common.streams.consumer import Batch, Consumer, Subscription
+from gspo.common.streams.consumer import Consumer, Deliveries, Subscription
 from gspo.common.streams.entries import scored_entry
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import Delivery, Inbox, new_consumer_name
@@ -78,7 +78,7 @@ class ScoringConsumer:
             failure=partial(_failure, output),
         )
 
-    async def _score(self, inbox: Inbox, output: str, batch: Batch) -> None:
+    async def _score(self, inbox: Inbox, output: str, batch: Deliveries) -> None:
         taken_unix_s = time.time()
         with self._busy():
             scores = await self._scorer.score([delivery.message for delivery in batch])
