@@ -13,8 +13,7 @@ from benchmarks.harness.child_process import serve
 from benchmarks.push.versions import policy
 from gspo.common.weights.changes import apply_changes, pack_changes
 from gspo.common.weights.digest import policy_digest
-from gspo.learner.push.policy_weights import PolicyWeights
-from gspo.learner.push.weight_frames import FRAME_BYTES
+from gspo.learner.push.policy_weights import FRAME_BYTES, PolicyWeights
 
 _ROUNDS = 3
 

@@ -21,7 +21,8 @@ from gspo.common.service.app import Service
 from gspo.common.service.options import Options
 from gspo.common.streams.instances import wait_for_instance
 from gspo.learner.push.policy_weights import PolicyWeights
-from gspo.learner.push.publisher import Publisher, VersionServed
+from gspo.learner.push.publisher import Publisher
+from gspo_proto.rollout_pb2 import VersionLive
 
 _START_S, _PUSH_S = 300.0, 60.0
 
@@ -52,7 +53,7 @@ async def _push_all(config: Config, redis: Redis, url: str, rates: Sequence[floa
 
 async def _push(service: Service, epoch: int, policies: Sequence[PolicyWeights]) -> list[dict[str, float]]:
     """One learner's life: publish each policy when the one before is live."""
-    live: asyncio.Queue[VersionServed] = asyncio.Queue()
+    live: asyncio.Queue[VersionLive] = asyncio.Queue()
     publisher = Publisher(service, epoch, live.put)
     running = asyncio.create_task(publisher.run())
     found = []
@@ -64,10 +65,10 @@ async def _push(service: Service, epoch: int, policies: Sequence[PolicyWeights])
             found.append(
                 {
                     "push_s": cost.push_s,
-                    "stage_s": cost.stage_s,
+                    "stage_s": cost.push_s - cost.stall_s,
                     "stall_s": cost.stall_s,
-                    "bytes": cost.num_bytes,
-                    "share": cost.num_bytes / one.num_bytes,
+                    "bytes": cost.bytes,
+                    "share": cost.bytes / one.num_bytes,
                 }
             )
     finally:

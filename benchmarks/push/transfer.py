@@ -18,8 +18,7 @@ from benchmarks.harness.tables import middle
 from benchmarks.push.versions import policy
 from gspo.common.host.process_tuning import keep_freed_memory
 from gspo.common.network.grpc_server import GrpcServer, open_channel
-from gspo.learner.push.policy_weights import PolicyWeights
-from gspo.learner.push.weight_frames import FRAME_BYTES, WeightFrames
+from gspo.learner.push.policy_weights import FRAME_BYTES, PolicyWeights, WeightUpdate
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 
@@ -32,7 +31,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     keep_freed_memory()  # as the learner does
     whole = policy(0, 0)
     last = spec["versions"]
-    changes = {f"{rate:g}": WeightFrames(policy(rate, last), policy(rate, last - 1)) for rate in spec["rates"]}
+    changes = {f"{rate:g}": WeightUpdate(policy(rate, last), policy(rate, last - 1)) for rate in spec["rates"]}
     grpc_s, changes_s = asyncio.run(_by_grpc(whole, changes))
     return {
         "bytes": whole.num_bytes,
@@ -42,12 +41,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def _by_grpc(whole: PolicyWeights, changes: dict[str, WeightFrames]) -> tuple[float, dict[str, float]]:
+async def _by_grpc(whole: PolicyWeights, changes: dict[str, WeightUpdate]) -> tuple[float, dict[str, float]]:
     with ReceiverProcess(_receive_grpc) as address:
         async with open_channel(address) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
 
-            async def seconds(frames: Callable[[], WeightFrames]) -> float:
+            async def seconds(frames: Callable[[], WeightUpdate]) -> float:
                 found = []
                 for _ in range(_ROUNDS):
                     began = time.monotonic()
@@ -55,7 +54,7 @@ async def _by_grpc(whole: PolicyWeights, changes: dict[str, WeightFrames]) -> tu
                     found.append(time.monotonic() - began)
                 return middle(found[1:])
 
-            whole_s = await seconds(lambda: WeightFrames(whole))
+            whole_s = await seconds(lambda: WeightUpdate(whole))
             return whole_s, {rate: await seconds(lambda made=made: made) for rate, made in changes.items()}
 
 

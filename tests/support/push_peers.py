@@ -22,9 +22,10 @@ from gspo.generation.engine.api import LoadFailedError, LoadTimes
 from gspo.generation.engine.staging import StagedWeights
 from gspo.generation.servicer import SERVICE_NAME, Context, GenerationGrpcServicer
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
-from gspo.learner.push.publisher import Publisher, VersionServed
+from gspo.learner.push.publisher import Publisher
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
+from gspo_proto.rollout_pb2 import VersionLive
 
 SHAPES = {"a": (300, 100), "b": (50,)}
 
@@ -177,11 +178,11 @@ class PublishingLearner:
 
     def __init__(self, config: Config, redis_url: str, epoch: int) -> None:
         self.service = service_of("learner-0", config, redis_url)
-        self.live: list[VersionServed] = []
+        self.live: list[VersionLive] = []
         self.publisher = Publisher(self.service, epoch, self._on_live)
         self.running = asyncio.create_task(self.publisher.run())
 
-    async def _on_live(self, live: VersionServed) -> None:
+    async def _on_live(self, live: VersionLive) -> None:
         self.live.append(live)
 
     def states(self) -> list[str]:

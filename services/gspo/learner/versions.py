@@ -14,7 +14,7 @@ from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics
 from gspo.learner.assembly.settlements import Settlements
 from gspo.learner.push.policy_weights import PolicyWeights
-from gspo.learner.push.publisher import Publisher, VersionServed
+from gspo.learner.push.publisher import Publisher
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.telemetry.step_clock import StepClock
 from gspo.learner.training.trainer_api import Hyperparameters
@@ -82,14 +82,6 @@ class Versions:
         metrics.POLICY_VERSION.set(weights.version)
         metrics.STEP.set(weights.version)
 
-    async def _announce_live(self, served: VersionServed) -> None:
-        self._clock.live(served.policy.version)
-        version_live = VersionLive(
-            version=served.policy.version,
-            digest=served.policy.digest,
-            generators=[served.generator],
-            push_s=served.push_s,
-            stall_s=served.stall_s,
-            bytes=served.num_bytes,
-        )
-        await self._events.send(Event(version_live=version_live))
+    async def _announce_live(self, live: VersionLive) -> None:
+        self._clock.live(live.version)
+        await self._events.send(Event(version_live=live))

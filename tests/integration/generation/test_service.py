@@ -27,14 +27,12 @@ from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import DONE, append, create_consumer_groups
 from gspo.common.streams.instances import Instance, list_instances, wait_for_instance
 from gspo.common.streams.keys import Keys
-from gspo.learner.push.policy_weights import PolicyWeights, weights_from
-from gspo.learner.push.transfer import send_push
-from gspo.learner.push.weight_frames import WeightFrames
+from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
+from gspo.learner.push.replicas import send_push
 from gspo_proto.generation_pb2 import (
     DescribeRequest,
     GenerateRequest,
     GeneratorDescription,
-    PushHeader,
     PushResult,
 )
 from gspo_proto.generation_pb2_grpc import GenerationStub
@@ -122,17 +120,9 @@ async def rollouts(running: RunningGenerator, num: int, timeout_s: float = 60) -
 async def push(
     running: RunningGenerator, policy: PolicyWeights, base: PolicyWeights | None = None, epoch: int = 1
 ) -> PushResult:
-    header = PushHeader(
-        run=running.config.name,
-        epoch=epoch,
-        version=policy.version,
-        digest=policy.digest,
-        base_digest=base.digest if base else "",
-        dtype=policy.dtype,
-        num_tensors=len(policy.bits),
-        num_bytes=policy.num_bytes,
-    )
-    result, _ = await send_push(running.stub.PushWeights(timeout=60), header, WeightFrames(policy, base))
+    update = WeightUpdate(policy, base)
+    header = update.header(running.config.name, epoch, "")
+    result, _ = await send_push(running.stub.PushWeights(timeout=60), header, update, lambda: None)
     return result
 
 
@@ -189,7 +179,7 @@ async def test_pushes_take_hold_or_change_nothing(running: RunningGenerator) -> 
     assert (await push(running, first)).digest == first.digest
 
     # Changes only; the tensors that did not change are not sent.
-    assert {frame.tensor.name async for frame in WeightFrames(second, first)} == {
+    assert {frame.tensor.name async for frame in WeightUpdate(second, first)} == {
         name for name in second.bits if "norm" in name
     }
     assert (await push(running, second, base=first)).version == 2

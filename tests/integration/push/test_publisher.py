@@ -18,8 +18,8 @@ from gspo.common.network.grpc_server import open_channel
 from gspo.common.telemetry import metrics
 from gspo.generation.receiver import PushRefusedError
 from gspo.learner.push import replicas
-from gspo.learner.push.policy_weights import PolicyWeights
-from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
+from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate
+from gspo_proto.generation_pb2 import PushResult, WeightFrame
 from gspo_proto.generation_pb2_grpc import GenerationStub
 from tests.support.push_peers import generator, learner, policy, run_config, serve
 from tests.support.service_process import make_run
@@ -49,18 +49,7 @@ async def sent_to(address: str, frames: AsyncIterator[WeightFrame], timeout_s: f
 
 
 def header_of(version: PolicyWeights, *, epoch: int, learner: str) -> WeightFrame:
-    return WeightFrame(
-        header=PushHeader(
-            run="test",
-            epoch=epoch,
-            learner=learner,
-            version=version.version,
-            digest=version.digest,
-            dtype=version.dtype,
-            num_tensors=len(version.bits),
-            num_bytes=version.num_bytes,
-        )
-    )
+    return WeightFrame(header=WeightUpdate(version).header("test", epoch, learner))
 
 
 async def test_changes_go_to_who_has_the_version_before_and_everything_to_who_joins(
@@ -79,8 +68,8 @@ async def test_changes_go_to_who_has_the_version_before_and_everything_to_who_jo
             await learning.until(lambda: serve([first, second], policy(5)))
             await learning.until(lambda: learning.states() == ["current", "current"])
             assert [bool(header.base_digest) for header in second.headers] == [False, True]
-    assert [live.policy.version for live in learning.live] == [3, 4, 5]
-    assert learning.live[1].num_bytes < 0.01 * learning.live[0].num_bytes
+    assert [live.version for live in learning.live] == [3, 4, 5]
+    assert learning.live[1].bytes < 0.01 * learning.live[0].bytes
 
 
 async def test_a_generator_that_misses_its_deadline_holds_nobody_up_and_is_asked_what_it_has(
@@ -252,7 +241,7 @@ async def test_frames_that_cannot_be_made_end_the_learner_with_the_reason(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_config(tmp_path, make_run)
-    monkeypatch.setattr("gspo.learner.push.weight_frames.pack_changes", lambda *_: 1 / 0)
+    monkeypatch.setattr("gspo.learner.push.policy_weights.pack_changes", lambda *_: 1 / 0)
     async with generator(config, redis_url) as only, learner(config, redis_url) as learning:
         learning.publisher.publish(policy(1))
         await learning.until(lambda: serve([only], policy(1)))

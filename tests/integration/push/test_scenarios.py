@@ -16,8 +16,7 @@ from redis.asyncio import Redis
 from gspo.common.telemetry.metrics import PUSH_FAILURES
 from gspo.common.weights.time_limit import TimeLimit
 from gspo.learner.push import replicas
-from gspo.learner.push.policy_weights import PolicyWeights
-from gspo.learner.push.weight_frames import WeightFrames
+from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 from tests.support.push_peers import generator, learner, policy, run_config, serve
 from tests.support.service_process import make_run
@@ -46,7 +45,7 @@ async def test_an_answer_that_names_other_weights_makes_nothing_live(
             assert only.serves == (0, policy(0).digest)
         only.answer = None
         await learning.until(lambda: serve([only], policy(1)) and learning.states() == ["current"])
-        await learning.until(lambda: [live.policy.version for live in learning.live] == [1])
+        await learning.until(lambda: [live.version for live in learning.live] == [1])
 
 
 async def test_whole_pushes_that_are_due_together_come_through(
@@ -54,7 +53,7 @@ async def test_whole_pushes_that_are_due_together_come_through(
 ) -> None:
     """Six generators, and a deadline of twice a single push: sent all at once, each would take six times as long."""
     config = run_config(tmp_path, make_run)
-    monkeypatch.setattr("gspo.learner.push.publisher.WeightFrames", FramesOfOneLink)
+    monkeypatch.setattr("gspo.learner.push.publisher.WeightUpdate", FramesOfOneLink)
     async with learner(config, redis_url) as learning, contextlib.AsyncExitStack() as running:
         first = await running.enter_async_context(generator(config, redis_url))
         learning.publisher.publish(policy(3))
@@ -68,7 +67,7 @@ async def test_whole_pushes_that_are_due_together_come_through(
         assert num_failures() == failed
 
 
-class FramesOfOneLink(WeightFrames):
+class FramesOfOneLink(WeightUpdate):
     """A dozen frames of a policy, which share one slow link with those of every other push."""
 
     link = asyncio.Lock()
@@ -141,7 +140,7 @@ async def test_a_learner_that_resumes_while_every_engine_is_paused_gets_through(
             await resumed.until(lambda: serve(both, policy(2)))
             resumed.publisher.publish(policy(3))
             await resumed.until(lambda: serve(both, policy(3)))
-            await resumed.until(lambda: [live.policy.version for live in resumed.live] == [2, 3])
+            await resumed.until(lambda: [live.version for live in resumed.live] == [2, 3])
 
 
 async def test_a_generator_that_is_started_again_in_the_middle_of_a_pause_gets_everything(
@@ -159,4 +158,4 @@ async def test_a_generator_that_is_started_again_in_the_middle_of_a_pause_gets_e
             learning.publisher.publish(policy(2))
             await learning.until(lambda: serve([again], policy(2)))
             assert [bool(header.base_digest) for header in again.headers] == [False, True]
-            await learning.until(lambda: [live.policy.version for live in learning.live] == [1, 2])
+            await learning.until(lambda: [live.version for live in learning.live] == [1, 2])

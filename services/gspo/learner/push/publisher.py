@@ -13,8 +13,8 @@ import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -27,33 +27,22 @@ from gspo.common.service.app import Service
 from gspo.common.streams.instances import list_instances
 from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry import metrics
-from gspo.learner.push.policy_weights import PolicyWeights
-from gspo.learner.push.replicas import REPLICA_STATES, GeneratorReplica
-from gspo.learner.push.transfer import Kind, PushFailedError, SendQueue
-from gspo.learner.push.weight_frames import WeightFrames
-from gspo_proto.generation_pb2 import PushHeader, PushResult
+from gspo.common.weights.time_limit import TimeLimit
+from gspo.learner.push.policy_weights import PolicyWeights, UpdateKind, WeightUpdate
+from gspo.learner.push.replicas import REPLICA_STATES, GeneratorReplica, PushFailedError
+from gspo_proto.generation_pb2 import PushResult
+from gspo_proto.rollout_pb2 import VersionLive
 
 log = structlog.get_logger()
 # Generators join and fall behind seldom; a new version wakes the loop at once.
 _RECONCILE_EVERY_S = 0.5
-
-
-@dataclass(frozen=True)
-class VersionServed:
-    """A version that a generator serves, and its cost.
-
-    Attributes:
-        push_s: From its publication until it was served.
-        stage_s: Of it, until every byte had come and the digest was checked.
-        stall_s: How long generation stood still.
-    """
-
-    policy: PolicyWeights
-    generator: str
-    push_s: float
-    stage_s: float
-    stall_s: float
-    num_bytes: int
+# One whole policy at a time uses all of the sender. Changes are small: several at a time hide the round trips. Each
+# kind has its own slots, so that changes never wait behind whole policies.
+_NUM_SLOTS = {"full": 1, "changes": 4}
+# Of the whole policy, transfer, digest and load together: a quarter of this (the margin) is a network of 200 Mbit/s.
+_FIRST_BYTES_S = 1e8
+# A generator whose pushes failed gets twice the time with each failure, so many times: its own network may be slower.
+_MOST_DOUBLINGS = 3
 
 
 class Publisher:
@@ -68,13 +57,13 @@ class Publisher:
         on_live: Awaited for the first generator that serves a version.
     """
 
-    def __init__(self, service: Service, epoch: int, on_live: Callable[[VersionServed], Awaitable[None]]) -> None:
+    def __init__(self, service: Service, epoch: int, on_live: Callable[[VersionLive], Awaitable[None]]) -> None:
         self._service, self._epoch, self._on_live = service, epoch, on_live
         # Distinguishes two learners of one epoch, in two run directories of one name.
         self._learner = uuid.uuid4().hex[:12]
-        self._newest: PolicyWeights | None = None
-        self._before: PolicyWeights | None = None
-        self._changes: WeightFrames | None = None
+        # The newest version, for generators without it and for those with the version before.
+        self._full: WeightUpdate | None = None
+        self._changes: WeightUpdate | None = None
         self._published_s = 0.0
         self._replicas: dict[str, GeneratorReplica] = {}
         self._queue = SendQueue(service.config.generation.push_timeout_s)
@@ -83,7 +72,8 @@ class Publisher:
 
     def publish(self, policy: PolicyWeights) -> None:
         """Make a version the newest; the one before stays as the base of changes."""
-        self._before, self._newest, self._changes = self._newest, policy, None
+        self._changes = WeightUpdate(policy, self._full.policy) if self._full else None
+        self._full = WeightUpdate(policy)
         self._published_s = time.monotonic()
         self._woken.set()
 
@@ -103,7 +93,7 @@ class Publisher:
     @property
     def push_limit_s(self) -> float:
         """Longest that a push of the newest version to a generator without any of it may take."""
-        return self._queue.limit_s("full", self._newest.num_bytes if self._newest else 0)
+        return self._queue.limit_s("full", self._full.policy.num_bytes if self._full else 0)
 
     async def run(self) -> None:
         """Reconcile until cancelled.
@@ -136,83 +126,59 @@ class Publisher:
             await replica.close()
         for uid in registered.keys() - self._replicas.keys():
             instance = registered[uid]
-            version, digest = int(instance.facts["version"]), str(instance.facts["digest"])
             channel = open_channel(instance.grpc, self._service.config.services.tls)
             metadata = token_metadata(self._service.options.token)
-            self._replicas[uid] = replica = GeneratorReplica(instance, channel, version, digest, metadata)
-            log.info("generator_joined", generator=replica.name, version=version, digest=digest[:12])
+            self._replicas[uid] = replica = GeneratorReplica(instance, channel, metadata)
+            log.info("generator_joined", generator=replica.name, version=replica.version, digest=replica.digest[:12])
 
     async def _reconcile(self, replica: GeneratorReplica) -> None:
         if replica.pushing and replica.pushing.done():
             pushing, replica.pushing = replica.pushing, None
             pushing.result()
-        newest = self._newest
-        if newest is None:
+        update = self._update_for(replica)
+        if update is None:
             return
-        if replica.serves(newest):
-            await self._note_served(replica, newest, PushResult(), num_bytes=0)
+        if replica.serves(update.policy):
+            await self._note_served(replica, update.policy, PushResult(), num_bytes=0)
             return
         replica.fall_behind()
         if replica.idle:
             replica.pushing = asyncio.create_task(self._push(replica))
             replica.pushing.add_done_callback(lambda _: self._woken.set())
 
+    def _update_for(self, replica: GeneratorReplica) -> WeightUpdate | None:
+        """The newest version as changes, where a generator holds the one before; else in full."""
+        if self._changes and self._changes.base and self._changes.base.digest == replica.digest:
+            return self._changes
+        return self._full
+
     async def _push(self, replica: GeneratorReplica) -> None:
         """Bring a generator to the version that is the newest when its push gets a slot."""
-        if replica.num_failures:
-            # Before its slot: a generator that does not answer keeps no other one waiting.
-            try:
-                await self._refresh(replica)
-            except PushFailedError as failure:
-                replica.fail(str(failure))
-                return
-        kind: Kind = "delta" if self._base_of(replica) else "full"
+        # Before its slot: a generator that does not answer keeps no other one waiting.
+        if replica.num_failures and (problem := await self._refresh(replica)):
+            replica.fail(problem)
+            return
+        kind: UpdateKind = "changes" if self._update_for(replica) is self._changes else "full"
         async with self._queue.send_slot(kind, replica.instance.uid) as release_slot:
-            policy, base = self._newest, self._base_of(replica)
-            if policy is None or replica.serves(policy) or (kind == "delta" and base is None):
+            update = self._update_for(replica)
+            if update is None or update.kind != kind or replica.serves(update.policy):
                 return  # While it waited, another push became due, or none: the next look begins it.
-            began_s = time.monotonic()
-            limit_s = self._queue.limit_s(kind, policy.num_bytes, replica.num_failures)
-            header, frames = self._header(policy, base), self._frames(policy, base)
+            began_s, num_bytes = time.monotonic(), update.policy.num_bytes
+            limit_s = self._queue.limit_s(kind, num_bytes, replica.num_failures)
+            header = update.header(self._service.config.name, self._epoch, self._learner)
             try:
-                result, num_bytes = await replica.push(header, frames, limit_s=limit_s, on_sent=release_slot)
+                result, num_sent = await replica.push(header, update, limit_s=limit_s, on_sent=release_slot)
             except PushFailedError as failure:
-                await self._note_failure(replica, policy, base, failure)
+                await self._note_failure(replica, update, failure)
                 return
-        push_s = time.monotonic() - began_s
-        self._queue.record(kind, policy.num_bytes, push_s)
+        duration_s = time.monotonic() - began_s
+        self._queue.record(kind, num_bytes, duration_s)
         token_accepted_by(self._service, replica.name)
-        metrics.PUSH_SECONDS.labels(kind).observe(push_s)
-        metrics.PUSH_BYTES.labels(kind).inc(num_bytes)
-        await self._note_served(replica, policy, result, num_bytes)
+        metrics.PUSH_SECONDS.labels(kind).observe(duration_s)
+        metrics.PUSH_BYTES.labels(kind).inc(num_sent)
+        await self._note_served(replica, update.policy, result, num_sent)
 
-    def _base_of(self, replica: GeneratorReplica) -> PolicyWeights | None:
-        """The version that a generator holds, where changes to it can be sent."""
-        return self._before if self._before and self._before.digest == replica.digest else None
-
-    def _header(self, policy: PolicyWeights, base: PolicyWeights | None) -> PushHeader:
-        return PushHeader(
-            run=self._service.config.name,
-            epoch=self._epoch,
-            learner=self._learner,
-            version=policy.version,
-            digest=policy.digest,
-            base_digest=base.digest if base else "",
-            dtype=policy.dtype,
-            num_tensors=len(policy.bits),
-            num_bytes=policy.num_bytes,
-        )
-
-    def _frames(self, policy: PolicyWeights, base: PolicyWeights | None) -> WeightFrames:
-        """The whole policy, or its changes: packed once, however many generators take them."""
-        if base is None or self._newest is not policy:
-            return WeightFrames(policy, base)
-        self._changes = self._changes or WeightFrames(policy, base)
-        return self._changes
-
-    async def _note_failure(
-        self, replica: GeneratorReplica, policy: PolicyWeights, base: PolicyWeights | None, failure: PushFailedError
-    ) -> None:
+    async def _note_failure(self, replica: GeneratorReplica, update: WeightUpdate, failure: PushFailedError) -> None:
         """Ask the generator for its version: its answer may have been lost, or it is another process by now."""
         reason = str(failure)
         metrics.PUSH_FAILURES.labels(failure.status.name.lower()).inc()
@@ -220,28 +186,26 @@ class Publisher:
             token_rejected_by(self._service, replica.name)
             replica.fail(reason)
             return
-        log.warning("push_failed", generator=replica.name, version=policy.version, reason=reason)
-        with contextlib.suppress(PushFailedError):
-            await self._refresh(replica)
-        if replica.serves(policy):
+        log.warning("push_failed", generator=replica.name, version=update.policy.version, reason=reason)
+        await self._refresh(replica)
+        if replica.serves(update.policy):
             return  # It took the version, and only its answer was lost.
-        if base and replica.digest != base.digest:
+        if update.base and replica.digest != update.base.digest:
             return  # It has lost the version that the changes are to: a whole push is due at once.
         if replica.fail(reason):
             log.error("generator_out", generator=replica.name, num_failures=replica.num_failures, reason=reason)
 
-    async def _refresh(self, replica: GeneratorReplica) -> None:
-        """Ask a generator for the version that it serves, and for its learner.
+    async def _refresh(self, replica: GeneratorReplica) -> str:
+        """Ask a generator for the version that it serves, and for its learner; why it does not answer, if so.
 
         Raises:
             InputError: It takes pushes from another learner.
-            PushFailedError: It does not answer.
         """
         try:
             description = await replica.refresh()
         except PushFailedError as failure:
             log.warning("generator_silent", generator=replica.name, status=failure.status.name)
-            raise
+            return str(failure)
         epoch, learner = description.epoch, description.learner
         if epoch > self._epoch or (epoch == self._epoch and learner != self._learner):
             raise InputError(
@@ -250,15 +214,72 @@ class Publisher:
                 f"from learner {learner} of epoch {epoch}, this is {self._learner} of epoch {self._epoch}",
                 "Give each run a name of its own, or leave the run to the other learner",
             )
+        return ""
 
     async def _note_served(
         self, replica: GeneratorReplica, policy: PolicyWeights, result: PushResult, num_bytes: int
     ) -> None:
         """A generator serves a version."""
-        if policy is self._newest and replica.catch_up():
+        if self._full and policy is self._full.policy and replica.catch_up():
             log.info("generator_returned", generator=replica.name, version=policy.version)
         if policy.version <= self.live_version:
             return
         self.live_version, self.live_unix_s = policy.version, time.time()
-        push_s, stall_s = time.monotonic() - self._published_s, result.pause_s + result.load_s + result.resume_s
-        await self._on_live(VersionServed(policy, replica.instance.name, push_s, result.stage_s, stall_s, num_bytes))
+        live = VersionLive(
+            version=policy.version,
+            digest=policy.digest,
+            generators=[replica.instance.name],
+            push_s=time.monotonic() - self._published_s,
+            stall_s=result.pause_s + result.load_s + result.resume_s,
+            bytes=num_bytes,
+        )
+        await self._on_live(live)
+
+
+class SendQueue:
+    """Slots and time limits of pushes.
+
+    All pushes share the learner's one sender: many at a time would each take many times as long, and none would meet
+    its deadline. A generator that has every byte stages and loads it while the next one is sent to.
+
+    Attributes:
+        waiting: The uids of the generators whose pushes wait for a slot.
+
+    Args:
+        least_s: Least time limit of a push.
+    """
+
+    def __init__(self, least_s: float) -> None:
+        self._slots = {kind: asyncio.Semaphore(num) for kind, num in _NUM_SLOTS.items()}
+        self._limits = {kind: TimeLimit(least_s, _FIRST_BYTES_S) for kind in _NUM_SLOTS}
+        self.waiting: set[str] = set()
+
+    @asynccontextmanager
+    async def send_slot(self, kind: UpdateKind, uid: str) -> AsyncIterator[Callable[[], None]]:
+        """Wait for a slot to send to a generator, first come first served.
+
+        The slot is free again at the end of the block, or at a call of the yielded function before it.
+        """
+        slots = self._slots[kind]
+        if slots.locked():
+            self.waiting.add(uid)
+        try:
+            await slots.acquire()
+        finally:
+            self.waiting.discard(uid)
+        with contextlib.ExitStack() as slot:
+            slot.callback(slots.release)
+            yield slot.close
+
+    def limit_s(self, kind: UpdateKind, num_bytes: int, num_failures: int = 0) -> float:
+        """Seconds that a push may take, from its header to the answer.
+
+        Args:
+            num_bytes: Of the whole policy: changes are packed from it, and it is staged, digested and loaded.
+            num_failures: Pushes in a row that failed at this generator.
+        """
+        return self._limits[kind].seconds(num_bytes) * 2.0 ** min(num_failures, _MOST_DOUBLINGS)
+
+    def record(self, kind: UpdateKind, num_bytes: int, seconds: float) -> None:
+        """Note how long a push took that succeeded."""
+        self._limits[kind].record(num_bytes, seconds)

@@ -6,19 +6,18 @@ It decides no push; the publisher does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import grpc
 
+from gspo.common.network.grpc_server import ADMITTED
 from gspo.common.streams.instances import Instance
-from gspo.learner.push.policy_weights import PolicyWeights
-from gspo.learner.push.transfer import PushFailedError, send_push
-from gspo.learner.push.weight_frames import WeightFrames
-from gspo_proto.generation_pb2 import DescribeRequest, GeneratorDescription, PushHeader, PushResult
+from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate
+from gspo_proto.generation_pb2 import DescribeRequest, GeneratorDescription, PushHeader, PushResult, WeightFrame
 from gspo_proto.generation_pb2_grpc import GenerationStub
 
 State = Literal["current", "behind", "out"]
@@ -27,33 +26,40 @@ REPLICA_STATES: tuple[State, ...] = ("current", "behind", "out")
 _OUT_AFTER = 3
 _DESCRIBE_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+# A generator admits a push at once, unless it still takes or loads one whose sender has given up.
+_ADMIT_TIMEOUT_S = 10.0
 
 
-@dataclass
+class PushFailedError(Exception):
+    """A call to a generator failed, as gRPC's status and a reason."""
+
+    def __init__(self, status: grpc.StatusCode, reason: str) -> None:
+        super().__init__(f"{status.name}: {reason}")
+        self.status = status
+
+
 class GeneratorReplica:
     """A generator process.
 
     Attributes:
         version: The version that it serves.
         digest: Of this version; empty where it is not known.
-        metadata: Of every call to it.
         pushing: The push in flight.
         problem: Why the last push failed.
         num_failures: Pushes that failed since the last that succeeded.
         not_before_s: When the next push may begin, by time.monotonic.
         behind_since_unix_s: When it was first seen without the newest version; None while it has it.
+
+    Args:
+        metadata: Of every call to it.
     """
 
-    instance: Instance
-    channel: grpc.aio.Channel
-    version: int
-    digest: str
-    metadata: tuple[tuple[str, str], ...] = ()
-    pushing: asyncio.Task[None] | None = None
-    problem: str = ""
-    num_failures: int = 0
-    not_before_s: float = 0.0
-    behind_since_unix_s: float | None = None
+    def __init__(self, instance: Instance, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
+        self.instance, self._channel, self._metadata = instance, channel, metadata
+        self.version, self.digest = int(instance.facts["version"]), str(instance.facts["digest"])
+        self.pushing: asyncio.Task[None] | None = None
+        self.problem, self.num_failures, self.not_before_s = "", 0, 0.0
+        self.behind_since_unix_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -84,14 +90,14 @@ class GeneratorReplica:
         """
         self.digest = ""
         with _push_failures():
-            description: GeneratorDescription = await GenerationStub(self.channel).Describe(
-                DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S, metadata=self.metadata
+            description: GeneratorDescription = await GenerationStub(self._channel).Describe(
+                DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S, metadata=self._metadata
             )
         self.version, self.digest = description.version, description.digest
         return description
 
     async def push(
-        self, header: PushHeader, frames: WeightFrames, *, limit_s: float, on_sent: Callable[[], None]
+        self, header: PushHeader, update: WeightUpdate, *, limit_s: float, on_sent: Callable[[], None]
     ) -> tuple[PushResult, int]:
         """Send a version within `limit_s`; the generator's answer, and the bytes of the frames.
 
@@ -102,8 +108,8 @@ class GeneratorReplica:
             PushFailedError: The generator refused the version, or does not serve it in time.
         """
         with _push_failures():
-            call = GenerationStub(self.channel).PushWeights(timeout=limit_s, metadata=self.metadata)
-            result, num_bytes = await send_push(call, header, frames, on_sent)
+            call = GenerationStub(self._channel).PushWeights(timeout=limit_s, metadata=self._metadata)
+            result, num_bytes = await send_push(call, header, update, on_sent)
         self.version, self.digest = result.version, result.digest
         return result, num_bytes
 
@@ -141,7 +147,7 @@ class GeneratorReplica:
         """End the push in flight and the channel."""
         if self.pushing:
             self.pushing.cancel()
-        await self.channel.close(None)
+        await self._channel.close(None)
 
 
 @contextmanager
@@ -150,3 +156,56 @@ def _push_failures() -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise PushFailedError(error.code(), error.details() or "") from error
+
+
+async def send_push(
+    call: Any, header: PushHeader, update: WeightUpdate, on_sent: Callable[[], None]
+) -> tuple[PushResult, int]:
+    """Send one version over a PushWeights call; arguments and result as of GeneratorReplica.push.
+
+    Raises:
+        grpc.aio.AioRpcError: The generator refused it, or the call broke.
+        PushFailedError: The generator did not admit it in time, or answered that it serves something else.
+    """
+    try:
+        try:
+            num_bytes = await _transmit(call, header, update)
+        finally:
+            on_sent()
+        result = await call
+    finally:
+        call.cancel()
+    if (result.version, result.digest) != (header.version, header.digest):
+        raise PushFailedError(
+            grpc.StatusCode.DATA_LOSS,
+            f"version {header.version} with digest {header.digest[:12]} was sent, and the generator answers that it "
+            f"serves version {result.version} with digest {result.digest[:12]}",
+        )
+    return result, num_bytes
+
+
+async def _transmit(call: Any, header: PushHeader, update: WeightUpdate) -> int:
+    """Write header and frames; how many bytes the frames are. If the call has ended, its answer has the reason."""
+    num_bytes = 0
+    with contextlib.suppress(asyncio.InvalidStateError):
+        if await _is_admitted(call, header):
+            async for frame in update:
+                num_bytes += frame.ByteSize()
+                await call.write(frame)
+            await call.done_writing()
+    return num_bytes
+
+
+async def _is_admitted(call: Any, header: PushHeader) -> bool:
+    """Send the header alone: a refusal that met frames on their way would be lost to "Internal error"."""
+    try:
+        async with asyncio.timeout(_ADMIT_TIMEOUT_S):
+            await call.write(WeightFrame(header=header))
+            # They come with a refusal too.
+            return ADMITTED in tuple(await call.initial_metadata())
+    except TimeoutError as error:
+        raise PushFailedError(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            f"the generator did not admit the push within {_ADMIT_TIMEOUT_S:g} s: it does not answer, or still takes "
+            "or loads another one",
+        ) from error

@@ -8,9 +8,8 @@ import torch
 from gspo.common.weights import digest as digest_module
 from gspo.common.weights.changes import Packed
 from gspo.generation.engine.staging import StagedWeights
-from gspo.learner.push import weight_frames
-from gspo.learner.push.policy_weights import PolicyWeights, weights_from
-from gspo.learner.push.weight_frames import WeightFrames
+from gspo.learner.push import policy_weights
+from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
 
 SHAPES = {"a": (40, 30), "b": (7,), "c": (5, 5)}
 
@@ -26,11 +25,11 @@ def policy(
     return weights_from(version, {name: tensor.to(dtype) for name, tensor in tensors.items()})
 
 
-def small_frames(policy: PolicyWeights, base: PolicyWeights | None = None) -> WeightFrames:
-    return WeightFrames(policy, base, frame_bytes=512)
+def small_frames(policy: PolicyWeights, base: PolicyWeights | None = None) -> WeightUpdate:
+    return WeightUpdate(policy, base, frame_bytes=512)
 
 
-async def staged_after(sent: WeightFrames, base: StagedWeights | None, dtype: str) -> StagedWeights:
+async def staged_after(sent: WeightUpdate, base: StagedWeights | None, dtype: str) -> StagedWeights:
     staged = base or StagedWeights(SHAPES, dtype)
     staged.begin(changes=base is not None)
     async for whole in sent:
@@ -81,8 +80,8 @@ async def test_changes_that_would_be_larger_than_the_elements_are_sent_as_elemen
 
 async def test_changes_are_packed_once_for_all_generators(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = []
-    pack = weight_frames.pack_changes
-    monkeypatch.setattr(weight_frames, "pack_changes", lambda new, old: packed.append(len(new)) or pack(new, old))
+    pack = policy_weights.pack_changes
+    monkeypatch.setattr(policy_weights, "pack_changes", lambda new, old: packed.append(len(new)) or pack(new, old))
     sent = small_frames(policy(2, changed={"a": 0.1}), policy(1))
     first, second = [f async for f in sent], [f async for f in sent]
     assert first == second

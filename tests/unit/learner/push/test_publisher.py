@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from gspo.learner.push.transfer import Kind, SendQueue
+from gspo.learner.push.policy_weights import UpdateKind
+from gspo.learner.push.publisher import SendQueue
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -20,13 +21,13 @@ class Pushes:
         self.over: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def begin(self, kind: Kind, *uids: str) -> None:
+    async def begin(self, kind: UpdateKind, *uids: str) -> None:
         for uid in uids:
             self.over[uid] = asyncio.Event()
             self.tasks[uid] = asyncio.create_task(self._send(kind, uid))
         await settled()
 
-    async def _send(self, kind: Kind, uid: str) -> None:
+    async def _send(self, kind: UpdateKind, uid: str) -> None:
         async with self._queue.send_slot(kind, uid) as release_slot:
             self.sent.append(uid)
             await self.over[uid].wait()
@@ -63,7 +64,7 @@ async def test_whole_pushes_are_sent_one_after_another_in_the_order_in_which_the
 async def test_changes_never_wait_behind_whole_policies() -> None:
     pushes = Pushes(SendQueue(60.0))
     await pushes.begin("full", "whole", "second")
-    await pushes.begin("delta", *"12345")
+    await pushes.begin("changes", *"12345")
     assert pushes.sent == ["whole", *"1234"]
     assert pushes.waiting() == ["5", "second"]
 
@@ -71,7 +72,7 @@ async def test_changes_never_wait_behind_whole_policies() -> None:
 async def test_limits_are_learned_by_kind_and_doubled_by_failures() -> None:
     queue = SendQueue(60.0)
     for _ in range(8):
-        queue.record("delta", 1_000_000_000, 0.25)
-    assert queue.limit_s("delta", 15_000_000_000) == 60.0
+        queue.record("changes", 1_000_000_000, 0.25)
+    assert queue.limit_s("changes", 15_000_000_000) == 60.0
     assert queue.limit_s("full", 15_000_000_000) == 600.0
-    assert [queue.limit_s("delta", 1, failures) for failures in (1, 3, 9)] == [120.0, 480.0, 480.0]
+    assert [queue.limit_s("changes", 1, failures) for failures in (1, 3, 9)] == [120.0, 480.0, 480.0]
