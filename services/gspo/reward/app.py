@@ -50,7 +50,7 @@ async def startup(service: Service) -> AsyncIterator[App]:
         access = AccessControl(callers, RateLimit(config.reward.calls_per_minute))
         service.http_api = rest_app(ApiDependencies(scorer.library, registry, admission, usage, access))
         servicer = RewardServicer(scorer, session=config.name)
-        versions = {name: function.code.version for name, function in scorer.functions.items()}
+        versions = {name: function.code.version for name, function in scorer.library.configured.items()}
         yield App(
             ScoringConsumer(service, scorer).run,
             background={"registry": registry.run, "usage": usage.run},

@@ -140,7 +140,7 @@ async def test_async_functions_and_verl_rows_score(tmp_path: Path) -> None:
     config = reward_config(tmp_path, source, functions=[{"path": tmp_path / "r.py", "weight": 2.0}])
     batch = [make_rollout(text, answer="4") for text in ("4", "bad", "12")]
     async with open_scorer(config, name="reward-0") as scorer:
-        callee = scorer.functions["r"].callee
+        callee = scorer.library.configured["r"].callee
         with patch.object(callee, "call", wraps=callee.call) as call:
             scores = await scorer.score(batch)
     assert [reward_or_failure(score) for score in scores] == [2.0, "r: raised ValueError: bad (r.py line 4)", 0.0]
@@ -157,7 +157,7 @@ async def test_weighted_functions_are_summed_and_one_failure_is_enough(tmp_path:
     config = reward_config(tmp_path, "def reward(completions): return map(float, completions)", functions=functions)
     async with open_scorer(config, name="reward-0") as scorer:
         scores = await scorer.score([make_rollout("10"), make_rollout("bad")])
-        versions = [function.code.version for function in scorer.functions.values()]
+        versions = [function.code.version for function in scorer.library.configured.values()]
     assert reward_or_failure(scores[0]) == 0.5 * 10 - 1.0 * (2 + 1)
     assert [(part.name, part.value, part.weight) for part in scores[0].parts] == [
         ("r", 10.0, 0.5),
@@ -295,6 +295,6 @@ async def test_a_missing_column_is_a_failure(tmp_path: Path) -> None:
     async with open_scorer(config, name="reward-0") as scorer:
         scores = await scorer.score([make_rollout("x", level=1)])
         with pytest.raises(CallError):
-            await scorer.functions["r"].callee.call({"arguments": {}})
+            await scorer.library.configured["r"].callee.call({"arguments": {}})
     assert reward_or_failure(scores[0]) == "r: needs the column 'answer', and the data set has level"
     assert RewardFunction(path=tmp_path / "r.py").label == "r"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gspo.reward.scoring.failure_window import FailureWindow
+from gspo.reward.scoring.consumer import FailureWindow
 from gspo_proto.rollout_pb2 import Score
 
 GOOD = Score(reward=0.0)

@@ -6,7 +6,9 @@ The scorer calls the reward functions; this module knows none.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +23,6 @@ from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import Delivery, Inbox, new_consumer_name
 from gspo.common.streams.keys import rollout_key
 from gspo.common.telemetry import metrics
-from gspo.reward.scoring.failure_window import FailureWindow
 from gspo.reward.scoring.scorer import Scorer
 from gspo_proto.rollout_pb2 import Event, Rollout, Score, ScoringFails
 
@@ -31,6 +32,8 @@ LINGER_S = 0.02
 MAX_BATCHES = 32
 # An entry that so many scorers did not finish is the reason why.
 MAX_DELIVERIES = 5
+# Of a failure that an event quotes.
+MAX_REASON_CHARS = 1000
 log = structlog.get_logger()
 
 
@@ -84,20 +87,25 @@ class ScoringConsumer:
             scores = await self._scorer.score([delivery.message for delivery in batch])
             for score in scores:
                 score.taken_unix_s = taken_unix_s
-            payloads = [scored_entry(delivery.payload, score) for delivery, score in zip(batch, scores, strict=True)]
-            finished = await inbox.finish_many(output, list(zip(batch, payloads, strict=True)))
-        for delivery, score in zip(batch, scores, strict=True):
-            if delivery.entry in finished:
-                await self._record(delivery.message, score)
+            # A renewal of the leases cancels handlers whose entries are gone. Once these are finished they are gone
+            # too, and their figures shall be kept.
+            await asyncio.shield(self._finish(inbox, output, batch, scores))
 
-    async def _record(self, rollout: Rollout, score: Score) -> None:
-        _count(rollout, score)
-        if rollout.evaluation:
-            return
-        _trace(self._service.traces, rollout, score)
-        if problem := self._window.add(score):
-            log.error("scoring_fails", reason=problem)
-            await self._events.send(Event(scoring_fails=ScoringFails(reason=problem)))
+    async def _finish(self, inbox: Inbox, output: str, batch: Sequence[Delivery], scores: Sequence[Score]) -> None:
+        """Write the scores, and record those whose entries were still ours."""
+        payloads = [scored_entry(delivery.payload, score) for delivery, score in zip(batch, scores, strict=True)]
+        finished = await inbox.finish_many(output, list(zip(batch, payloads, strict=True)))
+        for delivery, score in zip(batch, scores, strict=True):
+            if delivery.entry not in finished:
+                continue
+            rollout: Rollout = delivery.message
+            _count(rollout, score)
+            if rollout.evaluation:
+                continue
+            _trace(self._service.traces, rollout, score)
+            if problem := self._window.add(score):
+                log.error("scoring_fails", reason=problem)
+                await self._events.send(Event(scoring_fails=ScoringFails(reason=problem)))
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
@@ -111,6 +119,42 @@ class ScoringConsumer:
             self._num_busy -= 1
             if self._num_busy == 0:
                 self._service.activity.set("waiting", "rollouts")
+
+
+class FailureWindow:
+    """The share of failed scores over the newest `size` rollouts, compared with its bound.
+
+    The consumer sends a problem as an event; the coordinator then pauses the run.
+
+    Args:
+        max_share: A larger share of failures is a problem.
+    """
+
+    def __init__(self, size: int, max_share: float) -> None:
+        self._max_share = max_share
+        self._kinds: deque[str] = deque(maxlen=size)  # "" is a score
+
+    def add(self, score: Score) -> str | None:
+        """Count a score.
+
+        Returns:
+            The problem if too many of a full window failed, and None otherwise. The window then starts anew.
+        """
+        failed = score.WhichOneof("result") == "failure"
+        self._kinds.append(score.failure_kind or "exception" if failed else "")
+        if not failed or len(self._kinds) < (self._kinds.maxlen or 0):
+            return None
+        kinds = Counter(kind for kind in self._kinds if kind)
+        share = kinds.total() / len(self._kinds)
+        if share <= self._max_share:
+            return None
+        of = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+        problem = (
+            f"{share:.0%} of the last {len(self._kinds)} scores failed ({of}), more than reward.max_failure_share "
+            f"{self._max_share:g}; the last one: {score.failure[:MAX_REASON_CHARS]}"
+        )
+        self._kinds.clear()
+        return problem
 
 
 def _function_names(delivery: Delivery) -> Hashable:

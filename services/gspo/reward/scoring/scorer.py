@@ -9,11 +9,10 @@ import asyncio
 import itertools
 import math
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-
-import structlog
+from typing import NamedTuple
 
 from gspo.common.config.environment import ENVIRONMENT_PART, EnvironmentConfig
 from gspo.common.config.reward import RewardConfig
@@ -25,16 +24,26 @@ from gspo.reward.registry.store import Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import CallError, values_of
 from gspo.reward.sandbox.values import Failure, Value, read_value
-from gspo_proto.rollout_pb2 import RewardUse, Rollout, Score, ScorePart
+from gspo_proto.rollout_pb2 import Episode, RewardUse, Rollout, Score, ScorePart
 
 # After a batch failed, its answers are tried one at a time, first those of different prompts. If so many of them all
 # cost their worker too, the function hangs or dies on every answer, and the rest is not tried.
 NUM_PROBES = 4
-log = structlog.get_logger()
-
-
 # A function and the version that a rollout asks for, which may be empty.
 FunctionKey = tuple[str, str]
+
+
+class _Results(NamedTuple):
+    """The values of one function, by the index of each rollout that asks for it.
+
+    Attributes:
+        version: Empty if there is no such function.
+        seconds: From its first call to its last answer.
+    """
+
+    values: dict[int, Value | Failure]
+    version: str = ""
+    seconds: float = 0.0
 
 
 class Scorer:
@@ -54,52 +63,30 @@ class Scorer:
         self.library = library
         self._batch_size, self._name, self._session, self._all = batch_size, name, session, list(uses)
 
-    @property
-    def functions(self) -> dict[str, Function]:
-        """The functions of the configuration."""
-        return self.library.configured
-
     async def score(self, rollouts: Sequence[Rollout], *, session: str | None = None) -> list[Score]:
         """A score for each rollout, in their order; a rollout that names no function is scored by all of the run's."""
         session = session or self._session
-        indices: dict[FunctionKey, list[int]] = {}
+        indices: defaultdict[FunctionKey, list[int]] = defaultdict(list)
         for index, rollout in enumerate(rollouts):
             for use in rollout.rewards or self._all:
-                if not _is_episode(use):
-                    indices.setdefault((use.name, use.version), []).append(index)
-        functions = dict(zip(indices, await asyncio.gather(*(self._find(*key) for key in indices)), strict=True))
-        known = {key: function for key, function in functions.items() if isinstance(function, Function)}
-        seconds: dict[FunctionKey, float] = {}
+                if use.name != ENVIRONMENT_PART:
+                    indices[use.name, use.version].append(index)
+        calls = (self._results_of(key, rollouts, own, session) for key, own in indices.items())
+        results = dict(zip(indices, await asyncio.gather(*calls), strict=True))
+        return [self._sum(rollout, index, results) for index, rollout in enumerate(rollouts)]
 
-        async def values_by(key: FunctionKey) -> dict[int, Value | Failure]:
-            began = time.perf_counter()
-            values = await self._score_by(known[key], rollouts, indices[key], session)
-            seconds[key] = time.perf_counter() - began
-            return values
-
-        values = dict(zip(known, await asyncio.gather(*map(values_by, known)), strict=True))
-        scores = [self._sum(rollout, index, functions, values) for index, rollout in enumerate(rollouts)]
-        for key, took_s in seconds.items():
-            for index in indices[key]:
-                scores[index].seconds[key[0]] = took_s
-        return scores
-
-    async def _find(self, name: str, version: str) -> Function | str:
-        """The function, or why there is none."""
+    async def _results_of(
+        self, key: FunctionKey, rollouts: Sequence[Rollout], indices: list[int], session: str
+    ) -> _Results:
         try:
-            return await self.library.find(name, version)
+            function = await self.library.find(*key)
         except UnknownFunctionError as error:
-            return str(error)
-
-    async def _score_by(
-        self, function: Function, rollouts: Sequence[Rollout], indices: list[int], session: str
-    ) -> dict[int, Value | Failure]:
-        starts = range(0, len(indices), self._batch_size)
-        batches = [indices[start : start + self._batch_size] for start in starts]
-        values = await asyncio.gather(
-            *(self._score_batch(function, [rollouts[i] for i in batch], session) for batch in batches)
-        )
-        return dict(zip(indices, itertools.chain(*values), strict=True))
+            return _Results(dict.fromkeys(indices, Failure(str(error), "unknown_function")))
+        began, size = time.perf_counter(), self._batch_size
+        batches = [[rollouts[i] for i in indices[start : start + size]] for start in range(0, len(indices), size)]
+        values = await asyncio.gather(*(self._score_batch(function, batch, session) for batch in batches))
+        by_index = dict(zip(indices, itertools.chain(*values), strict=True))
+        return _Results(by_index, function.code.version, time.perf_counter() - began)
 
     async def _score_batch(self, function: Function, batch: list[Rollout], session: str) -> list[Value | Failure]:
         try:
@@ -143,19 +130,17 @@ class Scorer:
                 usage.fail(function.code.name, function.code.version, value.kind, value.reason, value.traceback)
         return values
 
-    def _sum(
-        self,
-        rollout: Rollout,
-        index: int,
-        functions: dict[FunctionKey, Function | str],
-        values: dict[FunctionKey, dict[int, Value | Failure]],
-    ) -> Score:
+    def _sum(self, rollout: Rollout, index: int, results: Mapping[FunctionKey, _Results]) -> Score:
         score = Score(scorer=self._name, scored_unix_s=time.time())
         failures, kinds, versions, total = [], [], [], 0.0
         for use in rollout.rewards or self._all:
-            value, version = (
-                _episode_value(rollout) if _is_episode(use) else _function_value(use, index, functions, values)
-            )
+            if use.name == ENVIRONMENT_PART:
+                value, version = _episode_value(rollout.episode), rollout.episode.version
+            else:
+                result = results[use.name, use.version]
+                value, version = result.values[index], result.version
+                if version:
+                    score.seconds[use.name] = result.seconds
             versions += [version] if version else []
             if isinstance(value, Failure):
                 failures.append(f"{use.name}: {value.reason}")
@@ -175,32 +160,13 @@ class Scorer:
         return score
 
 
-def _function_value(
-    use: RewardUse,
-    index: int,
-    functions: dict[FunctionKey, Function | str],
-    values: dict[FunctionKey, dict[int, Value | Failure]],
-) -> tuple[Value | Failure, str]:
-    """The value of a function for a rollout, and its version; an empty version if there is no such function."""
-    function = functions[use.name, use.version]
-    if isinstance(function, str):
-        return Failure(function, "unknown_function"), ""
-    return values[use.name, use.version][index], function.code.version
-
-
-def _is_episode(use: RewardUse) -> bool:
-    """Whether the value is the environment's reward, which the rollout has already."""
-    return use.name == ENVIRONMENT_PART
-
-
-def _episode_value(rollout: Rollout) -> tuple[Value | Failure, str]:
-    """The summed step rewards of a rollout's environment, or its failure; and its version."""
-    episode = rollout.episode
+def _episode_value(episode: Episode) -> Value | Failure:
+    """The summed rewards of an environment's steps, which the rollout has already; or the environment's failure."""
     if episode.failure_kind:
-        return Failure(episode.failure, episode.failure_kind), episode.version
+        return Failure(episode.failure, episode.failure_kind)
     if not math.isfinite(episode.reward):
-        return Failure("the sum of the steps' rewards is not finite", "invalid_return"), episode.version
-    return Value(episode.reward), episode.version
+        return Failure("the sum of the steps' rewards is not finite", "invalid_return")
+    return Value(episode.reward)
 
 
 def _parts(use: RewardUse, value: Value, version: str) -> list[ScorePart]:
@@ -242,13 +208,8 @@ async def open_scorer(
         InputError: A file cannot be read or loaded, or holds no function that can be called; or the machine supports
             less confinement than reward.sandbox_minimum.
     """
-    async with open_library(config, environment=environment, registry=registry, usage=usage) as library:
-        yield Scorer(library, uses_of(config, environment), batch_size=config.batch_size, name=name, session=session)
-
-
-def uses_of(config: RewardConfig, environment: EnvironmentConfig | None = None) -> list[RewardUse]:
-    """The functions of a configuration as a rollout would name them, and its environment."""
-    functions = [
+    # The functions as a rollout would name them.
+    uses = [
         RewardUse(
             name=function.label,
             version=function.version or "",
@@ -257,6 +218,7 @@ def uses_of(config: RewardConfig, environment: EnvironmentConfig | None = None) 
         )
         for function in config.functions
     ]
-    if environment is None or not environment.used:
-        return functions
-    return [*functions, RewardUse(name=ENVIRONMENT_PART, weight=environment.weight)]
+    if environment is not None and environment.used:
+        uses.append(RewardUse(name=ENVIRONMENT_PART, weight=environment.weight))
+    async with open_library(config, environment=environment, registry=registry, usage=usage) as library:
+        yield Scorer(library, uses, batch_size=config.batch_size, name=name, session=session)
