@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from gspo.cli.report.history import read_history
-from gspo.cli.report.page import render
+from gspo.cli.report.history import RunHistory
+from gspo.cli.report.page_tables import read_samples
 from gspo.cli.report.panels import Layer, Limit, Line, Panel, draw_legend, draw_panels, make_axes, running_mean
 from gspo.cli.report.plots import PLOTS
-from gspo.cli.report.samples import read_samples
 from gspo.cli.report.summary import summarise
-from gspo.cli.report.writer import write_report
+from gspo.cli.report.writer import render, write_report
 from gspo.cli.rundir.plan import ENVIRONMENT_NAME
 from gspo.common.config.learner import LoraConfig
 from gspo.common.config.loading import CONFIG_NAME, read_config, write_config
@@ -183,9 +182,9 @@ def page(run_dir: Path) -> str:
 
 def report(run_dir: Path) -> tuple[dict[str, Any], str]:
     """Summary and page of a run without an end; without plots, which take seconds."""
-    log = read_history(run_dir)
+    log = RunHistory(run_dir)
     summary = summarise(log, None, None)
-    return summary, render(log, summary, [], run_dir)
+    return summary, render(log, summary, [])
 
 
 def test_the_summary_of_a_run_that_ended(ended: Path) -> None:
@@ -327,7 +326,7 @@ def test_groups_and_rollouts_of_removed_step_files_still_count(ended: Path) -> N
         run_dir.checkpoints.begin(20)
         run_dir.checkpoints.finish(20)
         run_dir.prune(keep_checkpoints=1, keep_log_steps=17)
-    assert [step for step in range(1, 21) if step not in read_history(ended).step_files] == [1, 2, 3]
+    assert [step for step in range(1, 21) if step not in RunHistory(ended).step_files] == [1, 2, 3]
     # A kill between the lines of a step's groups and the removal of its file leaves both.
     (ended / "log" / "step-000003.parquet").write_bytes(kept)
     after, _ = report(ended)
@@ -375,27 +374,29 @@ def test_a_panel_draws_what_it_declares_and_no_layer_of_zeros(ended: Path) -> No
     figure = Figure((6.4, 3.5))
     panel = Panel(
         "seconds",
-        (Line("reward_std", "a line", "black", ":"),),
-        (Layer("wait_s", "waiting", "black"), Layer("hold_s", "nothing", "black"), Layer("train_s", "training", "red")),
+        Line("reward_std", "a line", "black", ":"),
+        Layer("wait_s", "waiting", "black"),
+        Layer("hold_s", "nothing", "black"),
+        Layer("train_s", "training", "red"),
         limits=lambda config: [Limit(config.run.total_steps or 0, "a limit")],
     )
-    assert draw_panels(figure, [panel], read_history(ended))
+    assert draw_panels(figure, [panel], RunHistory(ended))
     (axes,) = figure.axes
     assert axes.get_legend_handles_labels()[1] == ["waiting", "training", "a line", "a limit"]
     # Bars of 1 s and, on top of them, of 2.5 s: the second begins where the first ends.
     waiting, training = (patch.get_data() for patch in axes.patches)
     assert (set(waiting.values), set(training.baseline), set(training.values)) == ({1.0}, {1.0}, {3.5})
     assert [line.get_ydata()[0] for line in axes.lines] == [0.4, 10]
-    assert not draw_panels(Figure(), [Panel("", (Line("unknown", None, "black"),))], read_history(ended))
+    assert not draw_panels(Figure(), [Panel("", Line("unknown", None, "black"))], RunHistory(ended))
 
 
 def test_samples_are_the_best_and_worst_of_different_groups(path: Path) -> None:
     rewards = [0.9, 0.8, 0.7, 0.6, 0.1, 0.0, 0.2, 0.3]
     with RunDir(path) as run_dir:
         run_dir.write_step(1, [row(1, place // 2, place % 2, reward=r) for place, r in enumerate(rewards)])
-    (step,) = read_samples(read_history(path))
+    (samples,) = read_samples(RunHistory(path)).values()
     # Above the middle (0.45): groups 0, 0, 1, 1; below it: groups 2, 2, 3, 3. A second of a group comes after others.
-    assert [(s.kind, s.reward) for s in step.samples] == [
+    assert [(s["kind"], s["reward"]) for s in samples] == [
         ("among the highest", 0.9),
         ("among the highest", 0.7),
         ("among the highest", 0.8),
@@ -403,21 +404,21 @@ def test_samples_are_the_best_and_worst_of_different_groups(path: Path) -> None:
         ("among the lowest", 0.2),
         ("among the lowest", 0.1),
     ]
-    assert (step.samples[0].versions, step.samples[0].num_tokens) == ("0", 3)
+    assert (samples[0]["versions"], samples[0]["num_tokens"]) == ("0", 3)
 
 
 def test_versions_within_a_rollout_and_equal_rewards(path: Path) -> None:
     with RunDir(path) as run_dir:
         run_dir.write_step(9, [row(9, 0, number, reward=0.0) for number in range(2)])
-    (step,) = read_samples(read_history(path))
-    assert [(s.kind, s.versions) for s in step.samples] == [("every reward is this", "7 to 8")] * 2
+    (samples,) = read_samples(RunHistory(path)).values()
+    assert [(s["kind"], s["versions"]) for s in samples] == [("every reward is this", "7 to 8")] * 2
 
 
 def test_long_texts_keep_both_ends(path: Path) -> None:
     with RunDir(path) as run_dir:
         run_dir.write_step(1, [row(1, 0, 0, text="a" * 2000 + "b" * 1234 + "c" * 2000)])
-    (step,) = read_samples(read_history(path))
-    assert step.samples[0].text == "a" * 2000 + "\n[... 1,234 characters left out ...]\n" + "c" * 2000
+    (samples,) = read_samples(RunHistory(path)).values()
+    assert samples[0]["text"] == "a" * 2000 + "\n[... 1,234 characters left out ...]\n" + "c" * 2000
 
 
 def remove_everything(run_dir: Path) -> None:
@@ -501,7 +502,7 @@ def test_advice_is_shown_with_its_steps(path: Path) -> None:
 
 
 def test_an_earlier_end_stands_until_a_step_was_trained(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gspo.cli.report.writer.write_plots", lambda log, folder: [])  # a second and more each time
+    monkeypatch.setattr("gspo.cli.report.writer.write_plots", lambda history, folder: [])  # a second and more each time
     write_report(ended, wall_s={"start": 20.0}, finished={"end": "stopped", "reason": "stopped: Ctrl-C"})
     again = write_report(ended)
     assert (again["end"], again["end_reason"], again["wall_s"]) == ("stopped", "stopped: Ctrl-C", {"start": 20.0})
@@ -525,7 +526,7 @@ def test_figures_that_were_not_finite_leave_a_gap(path: Path) -> None:
     with RunDir(path) as run_dir:
         train(run_dir, 1, 80)
         run_dir.append_metrics(85, step_figures(85, reward_mean=math.nan, clipped_sequences_low=math.inf))
-    log = read_history(path)
+    log = RunHistory(path)
     assert log.series("reward_mean")[-1:].tolist() == pytest.approx([math.nan], nan_ok=True)
     summary = write_report(path)
     assert summary["reward_last"] == step_figures(80)["reward_mean"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ from gspo.cli.rundir.plan import ENVIRONMENT_NAME
 from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.runlog.run_log import EvaluationRecord, RunLog, StepRecord, VersionRecord, best_of
+from gspo.runlog.run_log import EvaluationRecord, RunLog, SettledRecord, StepRecord, VersionRecord, best_of
 from gspo.runlog.step_files import read_columns
 
 TRAINED = "trained"
@@ -68,30 +69,54 @@ class Groups:
         return self.issued - len(self._ended)
 
 
-@dataclass(frozen=True)
 class RunHistory:
-    """One run, from its directory.
+    """One run, from its directory. Missing and broken files are `problems`, and raise nothing.
 
     Attributes:
-        config: None where it cannot be read.
+        problems: A sentence on each unreadable file, for the reader of the report.
         metrics: Of the trained steps, in order.
         evaluations: Of every held-out file, by policy version.
         versions: Of the policy versions, in order.
         step_files: Logged steps that are still on the disk, in order.
         rollouts: By step, how many were trained and skipped.
-        problems: A sentence on each unreadable file, for the reader of the report.
+        config: None where it cannot be read.
     """
 
-    run_dir: Path
-    config: Config | None
-    environment: dict[str, Any]
-    metrics: list[StepRecord]
-    evaluations: list[EvaluationRecord]
-    versions: list[VersionRecord]
-    step_files: dict[int, Path]
-    rollouts: dict[int, Counter[str]]
-    groups: Groups
-    problems: list[str]
+    def __init__(self, run_dir: Path) -> None:
+        log = RunLog(run_dir)
+        self.run_dir, self.problems = run_dir, list[str]()
+        self.metrics, self.evaluations, self.versions = log.steps(), log.evaluations(), log.versions()
+        self.step_files, self.rollouts, self.groups = log.step_files(), dict[int, Counter[str]](), Groups()
+        self._count(log.settled())
+        self.config: Config | None = None
+        try:
+            self.config = read_config(run_dir / CONFIG_NAME)
+        except InputError as error:
+            self.problems.append(str(error))
+        self.environment: dict[str, Any] = {}
+        try:
+            self.environment = dict(json.loads((run_dir / ENVIRONMENT_NAME).read_text()))
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{ENVIRONMENT_NAME} cannot be read: {error}")
+        self.problems += log.problems
+
+    def _count(self, settled: Iterable[SettledRecord]) -> None:
+        # A trained group has a line only where its step file was removed, or was about to be when a kill came.
+        with_line = set()
+        for record in settled:
+            if record.settlement == TRAINED:
+                with_line.add(record.group)
+            self.groups.add(record.group, record.settlement, record.reason)
+            self.groups.dropped_lengths += record.response_tokens
+        for step, path in self.step_files.items():
+            try:
+                table = read_columns(path, ["group", "skipped"])
+            except (OSError, ValueError) as error:
+                self.problems.append(f"{path.name} cannot be read, and its groups are not counted: {error}")
+                continue
+            self.rollouts[step] = Counter(reason or TRAINED for reason in table.column("skipped").to_pylist())
+            for group in sorted(set(table.column("group").to_pylist()) - with_line):
+                self.groups.add(group, TRAINED)
 
     @property
     def name(self) -> str:
@@ -138,66 +163,6 @@ class RunHistory:
         """The figures of every step, without values that were not finite."""
         return [record.figures for record in self.metrics]
 
-    def has(self, name: str) -> bool:
-        """Whether any step has the figure."""
-        return any(name in figures for figures in self.figures)
-
     def series(self, name: str) -> NDArray[np.float64]:
         """A figure over `steps`; NaN if a step lacks it."""
         return np.array([figures.get(name, np.nan) for figures in self.figures], dtype=np.float64)
-
-
-def read_history(run_dir: Path) -> RunHistory:
-    """Read all of a run but its rollouts. Missing and broken files are `problems`, and raise nothing."""
-    log, problems = RunLog(run_dir), list[str]()
-    step_files = log.step_files()
-    groups, rollouts = _count(log, step_files, problems)
-    return RunHistory(
-        run_dir=run_dir,
-        config=_config(run_dir, problems),
-        environment=_environment(run_dir / ENVIRONMENT_NAME, problems),
-        metrics=log.steps(),
-        evaluations=log.evaluations(),
-        versions=log.versions(),
-        step_files=step_files,
-        rollouts=rollouts,
-        groups=groups,
-        problems=[*problems, *log.problems],
-    )
-
-
-def _count(log: RunLog, step_files: dict[int, Path], problems: list[str]) -> tuple[Groups, dict[int, Counter[str]]]:
-    groups, rollouts = Groups(), {}
-    # A trained group has a line only where its step file was removed, or was about to be when a kill came.
-    with_line = set()
-    for record in log.settled():
-        if record.settlement == TRAINED:
-            with_line.add(record.group)
-        groups.add(record.group, record.settlement, record.reason)
-        groups.dropped_lengths += record.response_tokens
-    for step, path in step_files.items():
-        try:
-            table = read_columns(path, ["group", "skipped"])
-        except (OSError, ValueError) as error:
-            problems.append(f"{path.name} cannot be read, and its groups are not counted: {error}")
-            continue
-        rollouts[step] = Counter(reason or TRAINED for reason in table.column("skipped").to_pylist())
-        for group in sorted(set(table.column("group").to_pylist()) - with_line):
-            groups.add(group, TRAINED)
-    return groups, rollouts
-
-
-def _config(run_dir: Path, problems: list[str]) -> Config | None:
-    try:
-        return read_config(run_dir / CONFIG_NAME)
-    except InputError as error:
-        problems.append(str(error))
-        return None
-
-
-def _environment(path: Path, problems: list[str]) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} cannot be read: {error}")
-        return {}

@@ -80,12 +80,12 @@ class Limit:
     colour: str = GREY
 
 
-@dataclass(frozen=True)
 class Panel:
     """One panel of a plot.
 
-    Attributes:
+    Args:
         label: Of the y axis.
+        parts: The figures that it draws: first the layers as one stack, then the lines.
         limits: Makes the limits of a run's configuration.
         add: Draws into the axes after the lines; returns whether there was something to draw.
         is_share: Whether the y axis is in per cent.
@@ -93,27 +93,25 @@ class Panel:
         least_top: Lower bound of the highest y.
     """
 
-    label: str
-    lines: tuple[Line, ...] = ()
-    layers: tuple[Layer, ...] = ()
-    limits: Callable[[Config], Iterable[Limit]] | None = None
-    add: Callable[[Any, RunHistory], bool] | None = None
-    is_share: bool = False
-    y_range: tuple[float | None, float | None] = (0, None)
-    least_top: float = 0.0
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        """The names of the figures that it draws."""
-        return (*(line.figure for line in self.lines), *(layer.figure for layer in self.layers))
+    def __init__(
+        self,
+        label: str,
+        *parts: Line | Layer,
+        limits: Callable[[Config], Iterable[Limit]] | None = None,
+        add: Callable[[Any, RunHistory], bool] | None = None,
+        is_share: bool = False,
+        y_range: tuple[float | None, float | None] = (0, None),
+        least_top: float = 0.0,
+    ) -> None:
+        self.label, self.parts, self.limits, self.add = label, parts, limits, add
+        self.is_share, self.y_range, self.least_top = is_share, y_range, least_top
 
 
 def draw_panels(figure: Any, panels: Sequence[Panel], history: RunHistory) -> bool:
     """Draw panels below each other over the same steps; returns whether any of them had something to draw."""
-    has_content = False
-    for axes, panel in zip(make_axes(figure, [panel.label for panel in panels]), panels, strict=True):
-        has_content |= _draw_panel(axes, panel, history)
-    return has_content
+    all_axes = make_axes(figure, [panel.label for panel in panels])
+    has_content = [_draw_panel(axes, panel, history) for axes, panel in zip(all_axes, panels, strict=True)]
+    return any(has_content)
 
 
 def make_axes(figure: Any, labels: Sequence[str]) -> list[Any]:
@@ -128,10 +126,11 @@ def make_axes(figure: Any, labels: Sequence[str]) -> list[Any]:
 
 
 def _draw_panel(axes: Any, panel: Panel, history: RunHistory) -> bool:
-    has_content = any(history.has(name) for name in panel.figures)
-    _draw_layers(axes, panel.layers, history)
-    for line in panel.lines:
-        _draw_line(axes, line, history)
+    has_content = any(part.figure in figures for part in panel.parts for figures in history.figures)
+    _draw_layers(axes, [part for part in panel.parts if isinstance(part, Layer)], history)
+    for part in panel.parts:
+        if isinstance(part, Line):
+            _draw_line(axes, part, history)
     if panel.add is not None:
         has_content |= panel.add(axes, history)
     if panel.limits is not None and history.config is not None:
@@ -139,10 +138,9 @@ def _draw_panel(axes: Any, panel: Panel, history: RunHistory) -> bool:
             axes.axhline(limit.value, color=limit.colour, linestyle="--", linewidth=1, label=limit.label)
     if panel.is_share:
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    bottom, top = panel.y_range
+    axes.set_ylim(*panel.y_range)
     if panel.least_top:
-        top = max(panel.least_top, axes.get_ylim()[1])
-    axes.set_ylim(bottom, top)
+        axes.set_ylim(top=max(panel.least_top, axes.get_ylim()[1]))
     draw_legend(axes)
     return has_content
 

@@ -7,7 +7,6 @@ groups.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +38,15 @@ from gspo.runlog.run_log import EvaluationRecord
 
 _SIZE_INCHES, _DPI = (6.4, 3.5), 150
 # Of the held-out files, in their order.
-_FILE_COLOURS, _FILE_MARKERS = (BLUE, GREEN, PURPLE, ORANGE), ("o", "s", "^", "v")
+_COLOURS, _STYLES = (BLUE, GREEN, PURPLE, ORANGE), ("o-", "s-", "^-", "v-")
 # The highest y of a share that is often 0.
 _SMALL_SHARE = 0.05
 
 
-@dataclass(frozen=True)
 class Plot:
     """One plot.
 
-    Attributes:
+    Args:
         name: Of its file.
         question: Its title.
         reading: How to read it.
@@ -56,11 +54,8 @@ class Plot:
         needs: Figures of which one must have a value other than 0; empty where any value of a panel is enough.
     """
 
-    name: str
-    question: str
-    reading: str
-    panels: tuple[Panel, ...]
-    needs: tuple[str, ...] = ()
+    def __init__(self, name: str, question: str, reading: str, *panels: Panel, needs: tuple[str, ...] = ()) -> None:
+        self.name, self.question, self.reading, self.panels, self.needs = name, question, reading, panels, needs
 
 
 def write_plots(history: RunHistory, folder: Path) -> list[Plot]:
@@ -81,66 +76,59 @@ def _write(plot: Plot, history: RunHistory, path: Path) -> bool:
     return True
 
 
-def _add_rewards(axes: Any, history: RunHistory) -> bool:
-    """The held-out reward of every file, sampled, and of the first file also greedy."""
-    has_content = False
-    for (file, records), colour, marker in zip(history.by_file.items(), _FILE_COLOURS, _FILE_MARKERS, strict=False):
-        name = file or "held-out prompts"
-        has_content |= _add_means(axes, records, "sampled", colour, marker, f"{name}, sampled (± standard error)")
-        if records is history.headline:
-            has_content |= _add_means(axes, records, "greedy", RED, "D", f"{name}, greedy")
-    if history.best is not None:
-        axes.axvline(history.best[0], color=RED, linestyle=":", linewidth=1, label=f"best version, {history.best[0]}")
-    return has_content
-
-
-def _add_means(axes: Any, records: list[EvaluationRecord], name: str, colour: str, marker: str, label: str) -> bool:
-    """A mean over the policy versions, with its standard error where the answers were sampled."""
-    points = [record for record in records if f"{name}_mean" in record.figures]
+def _add_points(
+    axes: Any, records: list[EvaluationRecord], figure: str, label: str, colour: str, style: str, error: str = ""
+) -> bool:
+    """A figure of evaluations over the policy versions, with its standard error where `error` names one."""
+    points = [record for record in records if figure in record.figures]
     if not points:
         return False
-    is_sampled = name == "sampled"
-    errors = [record.figures.get(f"{name}_stderr", 0.0) if is_sampled else 0.0 for record in points]
+    errors = [record.figures.get(error, 0.0) for record in points]
     axes.errorbar(
         [record.version for record in points],
-        [record.figures[f"{name}_mean"] for record in points],
+        [record.figures[figure] for record in points],
         yerr=errors if any(errors) else None,
+        fmt=style,
         color=colour,
-        marker=marker,
         markersize=5,
         capsize=3,
         linewidth=1.2,
-        linestyle="-" if is_sampled else ":",
         label=label,
     )
     return True
 
 
+def _add_rewards(axes: Any, history: RunHistory) -> bool:
+    """The held-out reward of every file, sampled, and of the first file also greedy."""
+    has_content = False
+    for (file, records), colour, style in zip(history.by_file.items(), _COLOURS, _STYLES, strict=False):
+        name = file or "held-out prompts"
+        label = f"{name}, sampled (± standard error)"
+        has_content |= _add_points(axes, records, "sampled_mean", label, colour, style, "sampled_stderr")
+        if records is history.headline:
+            has_content |= _add_points(axes, records, "greedy_mean", f"{name}, greedy", RED, "D:")
+    if history.best is not None:
+        axes.axvline(history.best[0], color=RED, linestyle=":", linewidth=1, label=f"best version, {history.best[0]}")
+    return has_content
+
+
 def _add_pass_at_k(axes: Any, history: RunHistory) -> bool:
     """pass@k of the first held-out file over the versions: k of 1, a power of two in the middle, and the largest."""
-    largest = max((largest_pass(record.figures) for record in history.headline), default=0)
-    middle = 1 << (largest.bit_length() // 2)
-    ks = sorted({1, min(middle, largest), largest}) if largest > 1 else []
-    has_content = False
-    for k, colour, marker in zip(ks, _FILE_COLOURS, _FILE_MARKERS, strict=False):
-        name = f"pass_at_{k}"
-        points = [(record.version, record.figures[name]) for record in history.headline if name in record.figures]
-        if len(points) > 1:
-            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=f"pass@{k}")
-            has_content = True
     axes.set_xlabel("policy version")
+    largest = max((largest_pass(record.figures) for record in history.headline), default=0)
+    if largest < 2 or len(history.headline) < 2:
+        return False
+    ks = sorted({1, min(1 << (largest.bit_length() // 2), largest), largest})
+    has_content = False
+    for k, colour, style in zip(ks, _COLOURS, _STYLES, strict=False):
+        has_content |= _add_points(axes, history.headline, f"pass_at_{k}", f"pass@{k}", colour, style)
     return has_content
 
 
 def _add_turns(axes: Any, history: RunHistory) -> bool:
-    """Turns of the conversations about held-out prompts."""
+    """Turns of the conversations about held-out prompts; they alone are no reason to draw the plot."""
     for (file, records), colour in zip(history.by_file.items(), (ORANGE, GREEN, PURPLE, RED), strict=False):
-        points = [
-            (record.version, record.figures["turns_mean"]) for record in records if "turns_mean" in record.figures
-        ]
-        if points:
-            label = f"{file or 'held-out prompts'}, sampled"
-            axes.plot(*zip(*points, strict=True), "D", color=colour, markersize=5, label=label)
+        _add_points(axes, records, "turns_mean", f"{file or 'held-out prompts'}, sampled", colour, "D")
     return False
 
 
@@ -177,27 +165,17 @@ def _age_limit(config: Config) -> Iterator[Limit]:
     yield Limit(age, f"allowed: staleness.{key} {age}")
 
 
-def _advised_clip(_config: Config) -> Iterator[Limit]:
-    yield Limit(CLIPPED_TOO_MUCH, f"advice when over {CLIPPED_TOO_MUCH:.0%} for long")
-
-
-def _gradient_limit(config: Config) -> Iterator[Limit]:
-    yield Limit(config.learner.max_grad_norm, f"max_grad_norm {config.learner.max_grad_norm:g}")
-
-
 PLOTS = (
     Plot(
         "reward",
         "Is the policy getting better?",
         "The held-out points can be compared: all are of the same prompts (the first ones, under "
         "evaluation.limit_between). The training line jumps, because each step has other prompts.",
-        (
-            Panel(
-                "mean reward",
-                (Line("reward_mean", "training rollouts of the step", SKY),),
-                add=_add_rewards,
-                y_range=(None, None),
-            ),
+        Panel(
+            "mean reward",
+            Line("reward_mean", "training rollouts of the step", SKY),
+            add=_add_rewards,
+            y_range=(None, None),
         ),
     ),
     Plot(
@@ -205,34 +183,28 @@ PLOTS = (
         "Does it solve more, or the same more surely?",
         "pass@k: the chance that the best of k sampled answers has at least evaluation.pass_reward. If pass@1 rises "
         "and pass@k with a large k does not, the policy solves more surely the prompts that it could solve before.",
-        (Panel("share of prompts", add=_add_pass_at_k, is_share=True, y_range=(0, 1.02)),),
+        Panel("share of prompts", add=_add_pass_at_k, is_share=True, y_range=(0, 1.02)),
     ),
     Plot(
         "turns",
         "How many turns does it take?",
         "A conversation that a limit ends is as long as the limit allows: see how conversations end.",
-        (
-            Panel(
-                "turns",
-                (
-                    Line("turns_mean", "mean over the step's rollouts", BLUE),
-                    Line("turns_done_mean", "of them, those that the environment ended", SKY),
-                ),
-                add=_add_turns,
-            ),
+        Panel(
+            "turns",
+            Line("turns_mean", "mean over the step's rollouts", BLUE),
+            Line("turns_done_mean", "of them, those that the environment ended", SKY),
+            add=_add_turns,
         ),
     ),
     Plot(
         "tools",
         "Does it use its tools?",
         "Calls that the environment answered. A malformed call gets its error as answer, and counts among the turns.",
-        (
-            Panel("tool calls", (Line("tool_calls_mean", "mean over the step's rollouts", BLUE),)),
-            Panel(
-                "malformed",
-                (Line("malformed_calls_mean", "turns with a malformed call, mean over rollouts", RED),),
-                least_top=_SMALL_SHARE,
-            ),
+        Panel("tool calls", Line("tool_calls_mean", "mean over the step's rollouts", BLUE)),
+        Panel(
+            "malformed",
+            Line("malformed_calls_mean", "turns with a malformed call, mean over rollouts", RED),
+            least_top=_SMALL_SHARE,
         ),
         needs=("tool_calls_mean", "malformed_calls_mean"),
     ),
@@ -240,21 +212,17 @@ PLOTS = (
         "ends",
         "How do conversations end?",
         "Hatched: cut off by a limit of the section environment, or by a failure of the environment.",
-        (
-            Panel(
-                "share of rollouts",
-                layers=(
-                    Layer("ended_environment_done", "the environment was done", GREEN),
-                    Layer("ended_turn_limit", "max_turns", ORANGE, "///"),
-                    Layer("ended_turn_token_limit", "turn_tokens", PURPLE, "///"),
-                    Layer("ended_truncated", "response_length", SKY, "///"),
-                    Layer("ended_time_limit", "total_timeout_s", GREY, "///"),
-                    Layer("ended_step_time_limit", "step_timeout_s", BLUE, "xxx"),
-                    Layer("ended_environment_failed", "the environment failed", RED, "xxx"),
-                ),
-                is_share=True,
-                y_range=(0, 1),
-            ),
+        Panel(
+            "share of rollouts",
+            Layer("ended_environment_done", "the environment was done", GREEN),
+            Layer("ended_turn_limit", "max_turns", ORANGE, "///"),
+            Layer("ended_turn_token_limit", "turn_tokens", PURPLE, "///"),
+            Layer("ended_truncated", "response_length", SKY, "///"),
+            Layer("ended_time_limit", "total_timeout_s", GREY, "///"),
+            Layer("ended_step_time_limit", "step_timeout_s", BLUE, "xxx"),
+            Layer("ended_environment_failed", "the environment failed", RED, "xxx"),
+            is_share=True,
+            y_range=(0, 1),
         ),
     ),
     Plot(
@@ -262,15 +230,13 @@ PLOTS = (
         "Is there something to learn from?",
         "A group whose rewards are all equal gives no gradient, because advantages are relative to the group: its "
         "prompt is too hard or too easy.",
-        (
-            Panel(
-                "share of groups",
-                (Line("zero_spread_groups", "groups whose rewards are all equal", RED),),
-                is_share=True,
-                least_top=_SMALL_SHARE,
-            ),
-            Panel("reward", (Line("reward_std", "standard deviation over the step's rollouts", BLUE),)),
+        Panel(
+            "share of groups",
+            Line("zero_spread_groups", "groups whose rewards are all equal", RED),
+            is_share=True,
+            least_top=_SMALL_SHARE,
         ),
+        Panel("reward", Line("reward_std", "standard deviation over the step's rollouts", BLUE)),
     ),
     Plot(
         "clip",
@@ -278,17 +244,13 @@ PLOTS = (
         "A clipped sequence gives no gradient in its optimizer step (under a token ratio, a part of it). If the line "
         "of the noise is far up in the bars, the clip cuts numerical differences between the engines, not changes of "
         "the policy.",
-        (
-            Panel(
-                "share of sequences",
-                (Line("noise_share", "outside by engine noise alone", "black", ":"),),
-                (
-                    Layer("clipped_sequences_low", "ratio below the clip", BLUE),
-                    Layer("clipped_sequences_high", "ratio above it", ORANGE, "///"),
-                ),
-                limits=_advised_clip,
-                is_share=True,
-            ),
+        Panel(
+            "share of sequences",
+            Line("noise_share", "outside by engine noise alone", "black", ":"),
+            Layer("clipped_sequences_low", "ratio below the clip", BLUE),
+            Layer("clipped_sequences_high", "ratio above it", ORANGE, "///"),
+            limits=lambda _config: [Limit(CLIPPED_TOO_MUCH, f"advice when over {CLIPPED_TOO_MUCH:.0%} for long")],
+            is_share=True,
         ),
     ),
     Plot(
@@ -297,85 +259,75 @@ PLOTS = (
         "The mean log-ratio of a sequence's tokens, over all optimizer steps of a step. The old policy is the policy "
         "that sampled; with old_logprobs: recompute it has the step's first weights. Outside the dashed lines a "
         "sequence is clipped if its advantage points outwards.",
-        (
-            Panel(
-                "log-ratio (nats)",
-                (Line("log_ratio_mean", "mean over sequences", BLUE, band="log_ratio_std"),),
-                limits=_clip_bounds,
-                y_range=(None, None),
-            ),
-            Panel("largest |log-ratio|", (Line("log_ratio_max", None, PURPLE),)),
+        Panel(
+            "log-ratio (nats)",
+            Line("log_ratio_mean", "mean over sequences", BLUE, band="log_ratio_std"),
+            limits=_clip_bounds,
+            y_range=(None, None),
         ),
+        Panel("largest |log-ratio|", Line("log_ratio_max", None, PURPLE)),
     ),
     Plot(
         "length",
         "Do answers grow, and are they cut off?",
         "If length and the share of cut-off answers rise together, response_length decides the reward.",
-        (
-            Panel("tokens an answer", (Line("response_tokens_mean", "mean over the step's rollouts", BLUE),)),
-            Panel(
-                "cut off",
-                (Line("truncated_share", "share cut off at response_length", RED),),
-                is_share=True,
-                least_top=_SMALL_SHARE,
-            ),
+        Panel("tokens an answer", Line("response_tokens_mean", "mean over the step's rollouts", BLUE)),
+        Panel(
+            "cut off",
+            Line("truncated_share", "share cut off at response_length", RED),
+            is_share=True,
+            least_top=_SMALL_SHARE,
         ),
     ),
     Plot(
         "age",
         "How old are the trained tokens?",
         "The number of versions between the policy that sampled a token and the trained policy. 0 is on-policy.",
-        (
-            Panel(
-                "age (policy versions)",
-                (
-                    Line("age_mean", "mean over counted tokens", BLUE),
-                    Line("age_max", "oldest counted token", RED, ":"),
-                ),
-                limits=_age_limit,
-                y_range=(-0.05, None),
-            ),
+        Panel(
+            "age (policy versions)",
+            Line("age_mean", "mean over counted tokens", BLUE),
+            Line("age_max", "oldest counted token", RED, ":"),
+            limits=_age_limit,
+            y_range=(-0.05, None),
         ),
     ),
     Plot(
         "entropy",
         "Does the policy keep exploring?",
         "If the entropy falls towards 0, the rewards of a group become equal, and nothing is left to learn from.",
-        (
-            Panel("entropy (nats)", (Line("entropy", "mean over tokens", GREEN),)),
-            Panel("k3 (nats)", (Line("k3", "KL estimate to the old policy", ORANGE),)),
-        ),
+        Panel("entropy (nats)", Line("entropy", "mean over tokens", GREEN)),
+        Panel("k3 (nats)", Line("k3", "KL estimate to the old policy", ORANGE)),
     ),
     Plot(
         "gradient",
         "Is training stable?",
         "Look for jumps of the norm. The loss of a policy gradient does not fall during learning.",
-        (
-            Panel("gradient norm", (Line("grad_norm", "before it is scaled down", BLUE),), limits=_gradient_limit),
-            Panel("loss", (Line("loss", None, PURPLE),), y_range=(None, None)),
+        Panel(
+            "gradient norm",
+            Line("grad_norm", "before it is scaled down", BLUE),
+            limits=lambda config: [
+                Limit(config.learner.max_grad_norm, f"max_grad_norm {config.learner.max_grad_norm:g}")
+            ],
         ),
+        Panel("loss", Line("loss", None, PURPLE), y_range=(None, None)),
     ),
     Plot(
         "time",
         "Where does the time of a step go?",
         "Waiting means that generation or reward is slower than training. No waiting means that training is slower.",
-        (
-            Panel(
-                "seconds a step",
-                layers=(
-                    Layer("wait_s", "waiting for rollouts", GREY),
-                    Layer("train_s", "training", BLUE),
-                    Layer("publish_s", "publishing", ORANGE, "///"),
-                    Layer("hold_s", "waiting for an evaluation", PURPLE, "xxx"),
-                    Layer("log_s", "logging", GREEN, "..."),
-                ),
-            ),
+        Panel(
+            "seconds a step",
+            Layer("wait_s", "waiting for rollouts", GREY),
+            Layer("train_s", "training", BLUE),
+            Layer("publish_s", "publishing", ORANGE, "///"),
+            Layer("hold_s", "waiting for an evaluation", PURPLE, "xxx"),
+            Layer("log_s", "logging", GREEN, "..."),
         ),
     ),
     Plot(
         "groups",
         "How did the groups end?",
         "Every group that is issued ends once. Stale: too old to be trained. Unused: open at the end of the run.",
-        (Panel("", add=_add_group_bars, y_range=(None, None)),),
+        Panel("", add=_add_group_bars, y_range=(None, None)),
     ),
 )

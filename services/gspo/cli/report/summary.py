@@ -11,133 +11,132 @@ from gspo.cli.monitor.unscored import unscored_so_far
 from gspo.cli.report.history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
 from gspo.cli.rundir.plan import FAILED
 from gspo.common.telemetry.bottleneck import verdict
-from gspo.runlog.run_log import EvaluationRecord
 
 TIMES = ("wait_s", "train_s", "publish_s", "hold_s", "log_s")
 
 
-def summarise(log: RunHistory, wall_s: dict[str, float] | None, finished: dict[str, Any] | None) -> dict[str, Any]:
+def summarise(history: RunHistory, wall_s: dict[str, float] | None, finished: dict[str, Any] | None) -> dict[str, Any]:
     """The content of summary.json.
 
     Args:
         wall_s: Wall-clock seconds of the last session by phase; None if unknown.
         finished: `end` (the word of a RunEnd) and `reason`; empty or None where the run has not come to an end.
     """
+    held_out, groups = _held_out(history), history.groups
     end = finished or {"end": None, "reason": None}
-    rewards = [figures["reward_mean"] for figures in log.figures if "reward_mean" in figures]
-    tokens = math.fsum(figures.get("tokens", 0.0) for figures in log.figures)
-    time_s = math.fsum(figures.get("step_s", 0.0) for figures in log.figures)
+    rewards = [figures["reward_mean"] for figures in history.figures if "reward_mean" in figures]
+    tokens = math.fsum(figures.get("tokens", 0.0) for figures in history.figures)
+    time_s = math.fsum(figures.get("step_s", 0.0) for figures in history.figures)
     return {
-        "run": log.name,
-        "gspo_version": log.environment.get("gspo"),
+        "run": history.name,
+        "gspo_version": history.environment.get("gspo"),
         "end": end["end"],
         "end_reason": end["reason"],
         "failed": None if end["end"] is None else end["end"] == FAILED,
-        **_accuracies(log),
-        "held_out": _held_out(log),
-        "best": _best(log),
-        "steps": log.step,
-        "policy_version": log.version,
-        "digest": log.versions[-1].digest if log.versions else None,
+        **_accuracies(held_out),
+        "held_out": held_out,
+        "best": _best(history),
+        "steps": history.step,
+        "policy_version": history.version,
+        "digest": history.versions[-1].digest if history.versions else None,
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
-        "groups": _groups(log),
-        "rollouts": _rollouts(log),
+        "groups": {
+            "issued": groups.issued,
+            **{name: groups.counts[name] for name in SETTLEMENTS},
+            "open": groups.open,
+        },
+        "rollouts": _rollouts(history),
         "tokens": int(tokens),
         "tokens_per_s": tokens / time_s if time_s else None,
         "wall_s": wall_s,
-        "bound": _bound(log),
-        "steps_s": {name: math.fsum(figures.get(name, 0.0) for figures in log.figures) for name in TIMES},
+        "bound": _bound(history),
+        "steps_s": {name: math.fsum(figures.get(name, 0.0) for figures in history.figures) for name in TIMES},
     }
 
 
-def _bound(log: RunHistory) -> dict[str, Any] | None:
+def _bound(history: RunHistory) -> dict[str, Any] | None:
     """The stage that bounded the last steps, the numbers behind that, and advice; None without a configuration."""
-    if log.config is None:
+    if history.config is None:
         return None
-    bound = verdict(log.figures, log.config, log.config.generation.replicas)
+    bound = verdict(history.figures, history.config, history.config.generation.replicas)
     return None if bound is None else {"stage": bound.stage, "because": bound.because, "change": list(bound.change)}
 
 
-def _accuracies(log: RunHistory) -> dict[str, Any]:
-    """Means of the first and the last evaluation of the first held-out file; a single evaluation is the first."""
-    first, last = first_and_last(log.headline)
-    means: dict[str, Any] = {}
-    for when, record in (("before", first), ("after", last)):
-        figures = record.figures if record else {}
+def _held_out(history: RunHistory) -> dict[str, dict[str, Any]]:
+    """All figures of the first and the last evaluation of every held-out file; a single evaluation is the first."""
+    by_file = {}
+    for name, records in history.by_file.items():
+        first, last = records[0], records[-1]
+        figures = {
+            "before": {"version": first.version, **first.figures},
+            "after": {"version": last.version, **last.figures},
+        }
+        by_file[name] = figures if len(records) > 1 else {**figures, "after": None}
+    return by_file
+
+
+def _accuracies(held_out: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Means of the first and the last evaluation of the first held-out file."""
+    headline = next(iter(held_out.values()), {})
+    means = {}
+    for when in ("before", "after"):
+        figures = headline.get(when) or {}
         for name, figure in (
             (f"accuracy_{when}", "sampled_mean"),
             (f"accuracy_{when}_stderr", "sampled_stderr"),
             (f"greedy_{when}", "greedy_mean"),
             (f"greedy_{when}_stderr", "greedy_stderr"),
             (f"pass_at_k_{when}", f"pass_at_{largest_pass(figures)}"),
+            (f"accuracy_{when}_version", "version"),
         ):
             means[name] = figures.get(figure)
-        means[f"accuracy_{when}_version"] = record.version if record else None
     return means
 
 
-def first_and_last(records: list[EvaluationRecord]) -> tuple[EvaluationRecord | None, EvaluationRecord | None]:
-    """The first and the last evaluation of a held-out file; a single evaluation is the first."""
-    return (records[0] if records else None), (records[-1] if len(records) > 1 else None)
-
-
-def _held_out(log: RunHistory) -> dict[str, Any]:
-    """All figures of the first and the last evaluation of every held-out file."""
-    by_file: dict[str, Any] = {}
-    for name, records in log.by_file.items():
-        first, last = first_and_last(records)
-        by_file[name] = {
-            when: {"version": record.version, **record.figures} if record else None
-            for when, record in (("before", first), ("after", last))
-        }
-    return by_file
-
-
-def _best(log: RunHistory) -> dict[str, Any] | None:
+def _best(history: RunHistory) -> dict[str, Any] | None:
     """The version in `best/`, with the compared figure; None if none is kept."""
-    if log.best is None:
+    if history.best is None:
         return None
-    figure = log.config.evaluation.keep_best if log.config else None
-    return {"version": log.best[0], "figure": figure, "score": log.best[1]}
+    figure = history.config.evaluation.keep_best if history.config else None
+    return {"version": history.best[0], "figure": figure, "score": history.best[1]}
 
 
-def _groups(log: RunHistory) -> dict[str, int]:
-    counts = {name: log.groups.counts[name] for name in SETTLEMENTS}
-    return {"issued": log.groups.issued, **counts, "open": log.groups.open}
-
-
-def _rollouts(log: RunHistory) -> dict[str, int]:
+def _rollouts(history: RunHistory) -> dict[str, int]:
     """Trained and skipped rollouts, from the step files, or from the figures of steps whose files were removed."""
     total: Counter[str] = Counter()
-    for counts in log.rollouts.values():
+    for counts in history.rollouts.values():
         total.update(counts)
-    for record in log.metrics:
-        if record.step not in log.rollouts:
+    for record in history.metrics:
+        if record.step not in history.rollouts:
             total[TRAINED] += int(record.figures.get("sequences", 0))
             total.update({reason: int(record.figures.get(f"skipped_{reason}", 0)) for reason in SKIPS})
     return {TRAINED: total[TRAINED], **{f"skipped_{reason}": total[reason] for reason in SKIPS}}
 
 
-def notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
+def notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:
     """Sentences that limit the meaning of the numbers; unreadable files included."""
-    unscored = unscored_so_far(log.run_dir, log.metrics)
-    unscored_notes = [f"{unscored}."] if unscored else []
-    sentences = [*_accuracy_notes(log, summary), *_group_notes(log, summary), *unscored_notes, *_log_notes(log)]
-    return [*sentences, *log.problems]
+    unscored = unscored_so_far(history.run_dir, history.metrics)
+    return [
+        *_accuracy_notes(history, summary),
+        *_group_notes(history, summary),
+        *([f"{unscored}."] if unscored else []),
+        *_log_notes(history),
+        *history.problems,
+    ]
 
 
-def _accuracy_notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
-    if not log.headline:
+def _accuracy_notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:
+    if not history.headline:
         return ["No held-out evaluation: the training reward is of other prompts at every step, and no measurement."]
-    if len(log.headline) == 1:
+    if len(history.headline) == 1:
         return [f"There is one evaluation, of version {summary['accuracy_before_version']}: no before and after."]
     sentences = []
-    first, last = (record.figures for record in (log.headline[0], log.headline[-1]))
-    if summary["accuracy_after_version"] != log.version:
+    first, last = (record.figures for record in (history.headline[0], history.headline[-1]))
+    if summary["accuracy_after_version"] != history.version:
         sentences.append(
             f"The last evaluation is of version {summary['accuracy_after_version']}; the newest policy is version "
-            f"{log.version} and was not measured."
+            f"{history.version} and was not measured."
         )
     if first.get("num_prompts") != last.get("num_prompts"):
         sentences.append(
@@ -146,7 +145,7 @@ def _accuracy_notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
         )
     if failed := first.get("num_failed", 0) + last.get("num_failed", 0):
         sentences.append(f"{failed:g} answers of the first and last evaluation have no score and are in no mean.")
-    if mixed := [record.version for record in log.evaluations if "newest_version" in record.figures]:
+    if mixed := [record.version for record in history.evaluations if "newest_version" in record.figures]:
         shown = ", ".join(map(str, dict.fromkeys(mixed)))
         sentences.append(
             f"While version {shown} was measured newer weights came in: a part of the answers is of those."
@@ -169,13 +168,13 @@ def difference(summary: dict[str, Any], name: str) -> tuple[float, float | None]
     return after - before, math.hypot(*errors) if None not in errors else None
 
 
-def _group_notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
+def _group_notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:
     groups, sentences = summary["groups"], []
-    if log.groups.twice:
-        shown = ", ".join(map(str, log.groups.twice[:5]))
+    if history.groups.twice:
+        shown = ", ".join(map(str, history.groups.twice[:5]))
         sentences.append(
-            f"{len(log.groups.twice)} groups ended more than once ({shown}): the log breaks its own rule, so the five "
-            "counts do not add up to the groups issued."
+            f"{len(history.groups.twice)} groups ended more than once ({shown}): the log breaks its own rule, so the "
+            "five counts do not add up to the groups issued."
         )
     if groups["open"]:
         sentences.append(
@@ -185,12 +184,12 @@ def _group_notes(log: RunHistory, summary: dict[str, Any]) -> list[str]:
     return sentences
 
 
-def _log_notes(log: RunHistory) -> list[str]:
+def _log_notes(history: RunHistory) -> list[str]:
     sentences = []
-    if waiting := [step for step in log.step_files if step > log.step]:
+    if waiting := [step for step in history.step_files if step > history.step]:
         sentences.append(f"Step {waiting[-1]} is logged and not trained yet: `gspo run --resume` trains it first.")
-    if missing := log.step - len(log.metrics):
+    if missing := history.step - len(history.metrics):
         sentences.append(
-            f"{missing} of {log.step} trained steps have no figures: a kill came between step and figures."
+            f"{missing} of {history.step} trained steps have no figures: a kill came between step and figures."
         )
     return sentences
