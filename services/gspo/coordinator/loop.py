@@ -16,24 +16,20 @@ from google.protobuf.message import Message
 
 from gspo.common.service.app import Service
 from gspo.common.streams.messages import word_of
+from gspo.common.telemetry import metrics
 from gspo.common.telemetry.bottleneck import STEPS_LOOKED_AT
 from gspo.coordinator.ending import Ending
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
-from gspo.coordinator.feed import EventFeed
-from gspo.coordinator.groups.issuer import GroupIssuer
+from gspo.coordinator.feed import EventFeed, LearnerProgress
 from gspo.coordinator.groups.ledger import GroupLedger
-from gspo.coordinator.groups.slots import Slots
-from gspo.coordinator.groups.spans import GroupTraces
-from gspo.coordinator.groups.task_writer import TaskWriter
-from gspo.coordinator.pause import IssuePause
-from gspo.coordinator.progress import LearnerProgress
-from gspo.coordinator.redis_state import RedisEpoch, update_gauges
+from gspo.coordinator.redis_state import IssuePause, RedisEpoch, update_gauges
 from gspo_proto.learner_pb2 import ProgressReply
 from gspo_proto.rollout_pb2 import (
     RUN_END_UNSPECIFIED,
     Event,
     Finished,
     GroupsSettled,
+    PromptsExhausted,
     RunEnd,
     ScoringFails,
     StepDone,
@@ -54,17 +50,15 @@ class Coordinator:
         steps: Figures of the newest steps, oldest first. At the start they come from the stream of events.
     """
 
-    def __init__(
-        self, service: Service, *, slots: Slots, writer: TaskWriter, scheduler: EvaluationScheduler, traces: GroupTraces
-    ) -> None:
-        self._service, self._writer = service, writer
-        self.slots, self.scheduler, self.ending = slots, scheduler, Ending(service.config.run)
+    def __init__(self, service: Service, ledger: GroupLedger, scheduler: EvaluationScheduler) -> None:
+        self._service, self._ledger, self.slots = service, ledger, ledger.slots
+        self.scheduler, self.ending = scheduler, Ending(service.config.run)
         self.feed, self.pause = EventFeed(service), IssuePause(service.redis, service.keys)
-        self._ledger = GroupLedger(slots, writer, traces)
-        self._issuer = GroupIssuer(service, slots, writer, self.feed)
         self._learner, self._redis_epoch = LearnerProgress(service), RedisEpoch(service.redis, service.keys)
         self.steps: deque[dict[str, float]] = deque(maxlen=STEPS_LOOKED_AT)
         self._next_watch_s = 0.0
+        # Whether the last tick left slots free that the next one can fill; whether the end of the prompts is announced.
+        self._can_issue_more = self._announced = False
 
     async def run(self) -> None:
         """Start from the run's recorded state, and coordinate it until it is finished or the process must stop.
@@ -76,7 +70,7 @@ class Coordinator:
         await self._start()
         while not self._is_over:
             await self._tick()
-        await self._ledger.remove_closed()
+        await self._ledger.remove_settled()
         await self.scheduler.cancel()
         self._learner.cancel()
 
@@ -93,10 +87,9 @@ class Coordinator:
         reply = await self._first_progress()
         if reply is None:
             return
-        await self._writer.read_open()
+        await self._ledger.read_open()
         self._apply_progress(reply)
         self.scheduler.start(reply.version, reply.live_version, list(reply.evaluations))
-        self._ledger.sweep()
         self._service.problems.pop("starting", None)
         log.info("started", version=reply.version, open=len(self.slots.open), settled=len(self.slots.settled))
 
@@ -117,21 +110,39 @@ class Coordinator:
     async def _tick(self) -> None:
         await self._read_events()
         await self.pause.apply()
-        await self._ledger.remove_closed()
+        await self._ledger.remove_settled()
         await self._watch()
-        may_issue = not (self.pause.active or self.scheduler.before_training or self.ending.over)
-        await self._issuer.issue(allowed=may_issue, prepares=not self.ending.over)
-        await self._evaluate()
+        await self._issue()
+        if self.ending.stopped:
+            await self.scheduler.cancel()
+        if event := self.scheduler.tick(self.slots.live_version, over=self.ending.over):
+            await self.feed.send(event)
         await self._conclude()
         self._service.activity.set("waiting", *self.waits_for())
 
     async def _read_events(self) -> None:
         epoch = self.feed.epoch
         # While one tick cannot issue every free group, events are read in between without a wait.
-        for body in await self.feed.read(0.0 if self._issuer.has_more else _BLOCK_S):
+        for body in await self.feed.read(0.0 if self._can_issue_more else _BLOCK_S):
             self._apply(body)
         if self.feed.epoch > epoch:
             self._learner.ask_now()
+
+    async def _issue(self) -> None:
+        """Issue groups for the free slots, or read the next batch's prompts; announce the end of the prompts once."""
+        may_issue = not (self.pause.active or self.scheduler.before_training or self.ending.over)
+        self._can_issue_more = False
+        if may_issue and self.slots.num_free and not self.slots.exhausted:
+            with self._service.activity.doing("issuing"):
+                num_issued = await self._ledger.issue(self.slots.num_free)
+            self._can_issue_more = bool(num_issued and self.slots.num_free)
+            log.debug("issued", groups=num_issued, taken=self.slots.num_taken)
+        elif not self.ending.over:
+            await self._ledger.prepare(self._service.config.algorithm.rollout_batch_size)
+        if self.slots.exhausted and not self._announced:
+            self._announced = True
+            await self.feed.send(Event(prompts_exhausted=PromptsExhausted(num_groups=self.slots.num_issued)))
+        metrics.GROUPS_OPEN.set(len(self.slots.open))
 
     def _apply(self, body: Message) -> None:
         match body:
@@ -170,7 +181,7 @@ class Coordinator:
             await self._recover_from_wipe()
         await self.pause.refresh()
         if not self.ending.over:
-            await self._writer.handle_expired()
+            await self._ledger.handle_expired()
         await update_gauges(self._service.redis, self._service.keys)
         await self._reconcile()
 
@@ -179,7 +190,7 @@ class Coordinator:
         self.feed.rewind()
         self._learner.ask_now()
         if not self.ending.over:
-            await self._writer.reissue_open()
+            await self._ledger.reissue_open()
         await self.scheduler.resend_tasks()
         await self.pause.restore()
         await self._resend()
@@ -192,17 +203,11 @@ class Coordinator:
 
     async def _resend(self) -> None:
         """Send again what a new learner, or a wiped Redis, has missed: a learner reads events from its start on."""
-        self._issuer.announce_again()
+        self._announced = False
         for event in self.scheduler.unrecorded(self._learner.recorded):
             await self.feed.send(event)
         if self.ending.stop_reason:
             await self.feed.send(Event(stop_requested=StopRequested(reason=self.ending.stop_reason)))
-
-    async def _evaluate(self) -> None:
-        if self.ending.stopped:
-            await self.scheduler.cancel()
-        if event := self.scheduler.tick(self.slots.live_version, over=self.ending.over):
-            await self.feed.send(event)
 
     async def _conclude(self) -> None:
         if not self.ending.over or self.scheduler.busy:

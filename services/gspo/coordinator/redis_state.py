@@ -1,4 +1,4 @@
-"""The coordinator's view of Redis: the epoch of its contents, the entries of a stream, the gauges.
+"""The coordinator's view of Redis: the epoch of its contents, the pause, the entries of a stream, the gauges.
 
 Reading here leases nothing; services/gspo/common/streams/inbox.py takes entries.
 """
@@ -11,18 +11,20 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from gspo.common.streams.entries import MalformedEntryError, read_entry
 from gspo.common.streams.inbox import FIELD, create_consumer_groups
 from gspo.common.streams.instances import list_instances
-from gspo.common.streams.keys import SERVICES, Keys, consumer_groups
+from gspo.common.streams.keys import PAUSED_BY_USER, SERVICES, Keys, consumer_groups
 from gspo.common.telemetry import metrics
 
 # How Redis refuses XPENDING for a stream that a wipe removed; the streams are made again within a second.
 _NO_STREAM = "NOGROUP"
 _Kind = TypeVar("_Kind")
+log = structlog.get_logger()
 
 
 class RedisEpoch:
@@ -44,6 +46,46 @@ class RedisEpoch:
             return False
         await self.open()
         return True
+
+
+class IssuePause:
+    """The pause of a run, a key in Redis: while it lasts no group is issued, and open groups are finished.
+
+    A user pauses and resumes over the HTTP API, which writes the key; failing scores pause the run too.
+
+    Attributes:
+        active: Whether the run is paused.
+        reason: Why, where the scorers asked for it; empty for a user's pause.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis, self._key = redis, keys.paused
+        self.active, self.reason = False, ""
+        self._requested = ""
+
+    def request(self, reason: str) -> None:
+        """Pause at the next `apply`."""
+        self._requested = reason
+
+    async def apply(self) -> None:
+        """Write a requested pause."""
+        if not self._requested:
+            return
+        self.active, self.reason, self._requested = True, self._requested, ""
+        await self._redis.set(self._key, self.reason)
+        log.error("paused", reason=self.reason, detail="correct the function, then resume: POST /v1/resume")
+
+    async def refresh(self) -> None:
+        """Read the key, which a user may have set or removed."""
+        value = await self._redis.get(self._key)
+        self.active = value is not None
+        self.reason = value.decode() if isinstance(value, bytes) and value != PAUSED_BY_USER else ""
+        metrics.PAUSED.set(self.active)
+
+    async def restore(self) -> None:
+        """Write the key again after a wipe of Redis."""
+        if self.active:
+            await self._redis.set(self._key, self.reason or PAUSED_BY_USER)
 
 
 async def all_entries(redis: Redis, stream: str) -> list[tuple[bytes, bytes]]:
@@ -71,16 +113,6 @@ async def update_gauges(redis: Redis, keys: Keys) -> None:
     Raises:
         ResponseError: Redis refuses, for another reason than a missing stream.
     """
-    await _update_stream_gauges(redis, keys)
-    memory = await redis.info("memory")
-    metrics.REDIS_MEMORY.set(memory["used_memory"])
-    metrics.REDIS_MEMORY_LIMIT.set(memory["maxmemory"] or memory["total_system_memory"])
-    registered = Counter(instance.service for instance in await list_instances(redis, keys))
-    for service in SERVICES:
-        metrics.INSTANCES.labels(service).set(registered[service])
-
-
-async def _update_stream_gauges(redis: Redis, keys: Keys) -> None:
     groups = consumer_groups(keys)
     # In one transaction: an entry leased between the two reads would make the difference negative.
     async with redis.pipeline(transaction=True) as pipe:
@@ -88,12 +120,17 @@ async def _update_stream_gauges(redis: Redis, keys: Keys) -> None:
             pipe.xlen(stream)
             pipe.xpending(stream, group)
         pipe.xlen(keys.dead)
-        *counts, num_dead = await pipe.execute(raise_on_error=False)
-    metrics.STREAM_ENTRIES.labels(_name(keys.dead)).set(_number(num_dead))
+        *counts, num_dead = map(_number, await pipe.execute(raise_on_error=False))
+    metrics.STREAM_ENTRIES.labels(_name(keys.dead)).set(num_dead)
     for stream, length, pending in zip(groups, counts[::2], counts[1::2], strict=True):
-        num_entries = _number(length)
-        metrics.STREAM_ENTRIES.labels(_name(stream)).set(num_entries)
-        metrics.STREAM_UNTAKEN.labels(_name(stream)).set(max(0, num_entries - _number(pending)))
+        metrics.STREAM_ENTRIES.labels(_name(stream)).set(length)
+        metrics.STREAM_UNTAKEN.labels(_name(stream)).set(max(0, length - pending))
+    memory = await redis.info("memory")
+    metrics.REDIS_MEMORY.set(memory["used_memory"])
+    metrics.REDIS_MEMORY_LIMIT.set(memory["maxmemory"] or memory["total_system_memory"])
+    registered = Counter(instance.service for instance in await list_instances(redis, keys))
+    for service in SERVICES:
+        metrics.INSTANCES.labels(service).set(registered[service])
 
 
 def _number(reply: int | dict[str, int] | Exception) -> int:

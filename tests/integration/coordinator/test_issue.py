@@ -12,19 +12,16 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo.common.config.loading import read_config
-from gspo.common.service.traces import Traces
 from gspo.common.streams.inbox import FIELD, EntryOutput, EntryState, Inbox, create_consumer_groups
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import PAUSED_BY_USER, Keys, rollout_key
 from gspo.coordinator.data.prompts import training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer
-from gspo.coordinator.groups.order import PromptOrder
-from gspo.coordinator.groups.slots import Slots
-from gspo.coordinator.groups.spans import GroupTraces
-from gspo.coordinator.groups.task_writer import MOST_AT_ONCE, TaskWriter
+from gspo.coordinator.groups.ledger import MOST_AT_ONCE, GroupLedger
 from gspo_proto.rollout_pb2 import GroupTask, RolloutState, Scored
 from tests.integration.coordinator.conftest import NUM_SLOTS, CoordinatorProcess, Until, has_open, http_address
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
+from tests.support.push_peers import service_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 Configure = Callable[..., Path]
@@ -71,21 +68,21 @@ async def test_as_many_groups_as_slots_and_no_more(
     }
 
 
-async def test_any_number_of_slots_is_filled_in_parts(redis: Redis, keys: Keys, configure: Configure) -> None:
+async def test_any_number_of_slots_is_filled_in_parts(
+    redis: Redis, redis_url: str, keys: Keys, configure: Configure
+) -> None:
     """A tick reads, prepares and writes at most MOST_AT_ONCE groups for any number of free slots."""
-    config = read_config(configure() / "config.yaml")
-    prompts = training_prompts(config, load_tokenizer(config.model))
-    order = PromptOrder(len(prompts), seed=0, shuffle=False, total_epochs=None)
-    slots = Slots(10**12, 10**12)
-    traces = Traces("coordinator", name="coordinator-0", run=keys.run, endpoint=None)
-    writer = TaskWriter(redis, keys, config, prompts, order, slots, GroupTraces(traces, 2))
-    await writer.prepare(slots.num_free)
-    assert await writer.issue_new(slots.num_free) == await writer.issue_new(slots.num_free) == MOST_AT_ONCE
+    config = read_config(configure(algorithm={"rollout_batch_size": 10**12}) / "config.yaml")
+    service = service_of("coordinator-0", config, redis_url)
+    ledger = GroupLedger(service, training_prompts(config, load_tokenizer(config.model)))
+    await ledger.prepare(ledger.slots.num_free)
+    assert await ledger.issue(ledger.slots.num_free) == await ledger.issue(ledger.slots.num_free) == MOST_AT_ONCE
     assert await groups(redis, keys) == list(range(2 * MOST_AT_ONCE))
     await redis.delete(keys.prompts, keys.open)
     await create_consumer_groups(redis, keys)
-    await writer.reissue_open()
+    await ledger.reissue_open()
     assert await groups(redis, keys) == list(range(2 * MOST_AT_ONCE))
+    await service.close()
 
 
 async def test_a_batch_beyond_one_part_is_issued_whole(

@@ -14,8 +14,7 @@ from gspo.common.config.loading import read_config
 from gspo.common.service.app import Service
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.keys import Keys
-from gspo.coordinator.feed import EventFeed
-from gspo.coordinator.progress import LearnerProgress
+from gspo.coordinator.feed import EventFeed, LearnerProgress
 from gspo_proto.learner_pb2 import ProgressReply
 from gspo_proto.rollout_pb2 import Event, PromptsExhausted, StopRequested, VersionLive
 from tests.integration.coordinator.peers import LearnerPeer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gspo.coordinator.groups.order import PromptOrder
+from gspo.coordinator.groups.tasks import PromptOrder
 
 
 def places(order: PromptOrder, groups: range) -> list[int]:

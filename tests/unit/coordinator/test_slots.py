@@ -28,7 +28,7 @@ def test_as_many_groups_as_slots() -> None:
 
 def test_a_trained_group_gives_its_slot_back_when_its_version_is_live() -> None:
     slots = issued()
-    assert slots.train([1, 3], version=1) == [1, 3]
+    assert slots.settle_trained([1, 3], version=1) == [1, 3]
     assert (sorted(slots.open), slots.num_trained, slots.num_free) == ([0, 2], 2, 0)
     slots.go_live(0)
     assert slots.num_free == 0
@@ -40,8 +40,8 @@ def test_a_trained_group_gives_its_slot_back_when_its_version_is_live() -> None:
 
 def test_a_later_version_frees_the_slots_of_those_before() -> None:
     slots = issued()
-    slots.train([0, 1], version=1)
-    slots.train([2, 3], version=2)
+    slots.settle_trained([0, 1], version=1)
+    slots.settle_trained([2, 3], version=2)
     assert slots.num_free == 0
     slots.go_live(2)
     assert slots.num_free == 4
@@ -50,7 +50,7 @@ def test_a_later_version_frees_the_slots_of_those_before() -> None:
 def test_a_version_live_before_its_step_event_keeps_no_slot() -> None:
     slots = issued()
     slots.go_live(1)
-    slots.train([0, 1], version=1)
+    slots.settle_trained([0, 1], version=1)
     assert (slots.num_trained, slots.num_free) == (0, 2)
 
 
@@ -65,8 +65,8 @@ def test_any_other_settlement_gives_the_slot_back_at_once() -> None:
 
 def test_an_event_heard_twice_counts_once() -> None:
     slots = issued()
-    slots.train([0, 1], version=1)
-    assert slots.train([0, 1], version=1) == []
+    slots.settle_trained([0, 1], version=1)
+    assert slots.settle_trained([0, 1], version=1) == []
     assert (slots.num_trained, slots.counts["trained"]) == (2, 2)
 
 
@@ -93,7 +93,7 @@ def test_after_a_restart_versions_that_are_not_live_keep_whole_batches() -> None
     closed = slots.reconcile([(0, 4)], version=2, live_version=1, counts={"trained": 4, "failed": 1})
     assert closed == [4]
     assert (slots.num_trained, slots.num_free, len(slots.open)) == (2, 2, 0)
-    slots.train([3], version=2)
+    slots.settle_trained([3], version=2)
     assert slots.num_trained == 1
     slots.go_live(2)
     assert slots.num_free == 4
@@ -109,7 +109,7 @@ def test_a_learner_just_restarted_calls_nothing_live() -> None:
 
 def test_the_account_never_goes_back() -> None:
     slots = issued()
-    slots.train([0, 1], version=1)
+    slots.settle_trained([0, 1], version=1)
     slots.go_live(1)
     slots.reconcile([], version=0, live_version=-1, counts={"trained": 0})
     assert (slots.version, slots.live_version, slots.counts["trained"], slots.num_trained) == (1, 1, 2, 0)

@@ -113,7 +113,7 @@ class SlotsMachine(RuleBasedStateMachine):
         if kind == "live":
             self.slots.go_live(version)
         elif kind == "trained":
-            self._forget(self.slots.train(groups, version))
+            self._forget(self.slots.settle_trained(groups, version))
         else:
             self._forget(self.slots.settle(groups, kind))
 

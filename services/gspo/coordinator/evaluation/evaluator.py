@@ -54,11 +54,10 @@ class Evaluator:
 
     Args:
         redis: Client with binary replies.
-        files: The held-out prompts of each file, by its name.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, config: Config, files: dict[str, PromptSet]) -> None:
-        self._redis, self._keys, self._config, self.files = redis, keys, config, files
+    def __init__(self, redis: Redis, keys: Keys, config: Config) -> None:
+        self._redis, self._keys, self._config = redis, keys, config
         self._inbox = Inbox(
             redis, keys, keys.eval_scored, consumer=new_consumer_name(COORDINATOR), lease_s=config.services.lease_s
         )
@@ -72,9 +71,8 @@ class Evaluator:
         tally = self._tally
         return f"{tally.label}: {len(tally)} of {tally.num_expected} answers scored" if tally else ""
 
-    async def measure(self, version: int, file: str, limit: int | None) -> FinishedEvaluation:
+    async def measure(self, version: int, file: str, prompts: PromptSet, limit: int | None) -> FinishedEvaluation:
         """Measure `version` on the first `limit` prompts of a file (all for None) and return the figures."""
-        prompts = self.files[file]
         num_prompts = min(limit or len(prompts), len(prompts))
         tally = EvaluationResults(evaluation_label(version, file), version, num_prompts, self._config.evaluation)
         self._tally = tally
@@ -84,9 +82,13 @@ class Evaluator:
         finally:
             self._tally, self._in_flight = None, {}
             await self._remove_leftovers(tally)
-        measured = FinishedEvaluation(tally.label, version, file, tally.figures(), problem, self._score(tally, file))
-        _publish(measured)
-        return measured
+        figures = tally.figures()
+        metrics.EVALUATION_VERSION.labels(file).set(version)
+        for name, value in figures.items():
+            metrics.EVALUATION_FIGURE.labels(file, name).set(value)
+        write = log.warning if problem else log.info
+        write("evaluated", evaluation=tally.label, problem=problem, **figures)
+        return FinishedEvaluation(tally.label, version, file, figures, problem, self._score(tally, file))
 
     def _score(self, tally: EvaluationResults, file: str) -> float | None:
         """The figure of evaluation.keep_best, of the prompts that an evaluation between two steps asks too.
@@ -109,8 +111,11 @@ class Evaluator:
         rows = iter(range(0, tally.num_prompts, _PROMPTS_AT_ONCE))
 
         async def absorb(answers: Deliveries) -> None:
-            self._absorb(tally, answers)
-            await self._feed(tally, prompts, rows)
+            for delivery in answers:
+                tally.add(delivery.message)
+            missing = set(tally.incomplete_groups(self._in_flight))
+            self._in_flight = {group: task for group, task in self._in_flight.items() if group in missing}
+            await self._send_tasks(tally, prompts, rows)
             # Last: a handler whose entries are gone is taken for one that has lost its lease, and ended.
             await self._inbox.acknowledge(answers)
             if tally.complete:
@@ -126,31 +131,24 @@ class Evaluator:
             return f"given up after {limit_s:g} s (evaluation.timeout_s) with answers missing"
         return tally.failure
 
-    async def _feed(self, tally: EvaluationResults, prompts: PromptSet, first_rows: Iterator[int]) -> None:
+    async def _send_tasks(self, tally: EvaluationResults, prompts: PromptSet, first_rows: Iterator[int]) -> None:
         """Send tasks until the window is full or none is left; `first_rows` are those of the parts not sent."""
-        while self._num_in_flight() < self._window and (first := next(first_rows, None)) is not None:
+
+        def num_in_flight() -> int:
+            return sum(task.num_rollouts for task in self._in_flight.values())
+
+        while num_in_flight() < self._window and (first := next(first_rows, None)) is not None:
             rows = range(first, min(first + _PROMPTS_AT_ONCE, tally.num_prompts))
             tasks = [
                 task
                 for row, prompt in zip(rows, await asyncio.to_thread(prompts.prompts, rows), strict=True)
                 for task in evaluation_tasks(self._config, row, prompt, label=tally.label, version=tally.version)
             ]
-            await append(self._redis, self._keys.eval_prompts, [self._prepare(task) for task in tasks])
-
-    def _prepare(self, task: GroupTask) -> bytes:
-        task.issued_unix_s = time.time()
-        task.deadline_unix_s = task.issued_unix_s + self._config.evaluation.timeout_s
-        self._in_flight[task.group] = task
-        return task.SerializeToString()
-
-    def _num_in_flight(self) -> int:
-        return sum(task.num_rollouts for task in self._in_flight.values())
-
-    def _absorb(self, tally: EvaluationResults, answers: Deliveries) -> None:
-        for delivery in answers:
-            tally.add(delivery.message)
-        missing = set(tally.incomplete_groups(self._in_flight))
-        self._in_flight = {group: task for group, task in self._in_flight.items() if group in missing}
+            now = time.time()
+            for task in tasks:
+                task.issued_unix_s, task.deadline_unix_s = now, now + self._config.evaluation.timeout_s
+                self._in_flight[task.group] = task
+            await append(self._redis, self._keys.eval_prompts, [task.SerializeToString() for task in tasks])
 
     async def _remove_leftovers(self, tally: EvaluationResults) -> None:
         """Remove the tasks and rollout keys of this label: a key without its answer would prevent that answer."""
@@ -163,11 +161,3 @@ class Evaluator:
             for start in range(0, len(rollout_keys), _KEYS_AT_ONCE):
                 pipe.hdel(self._keys.partial, *rollout_keys[start : start + _KEYS_AT_ONCE])
             await pipe.execute()
-
-
-def _publish(measured: FinishedEvaluation) -> None:
-    metrics.EVALUATION_VERSION.labels(measured.file).set(measured.version)
-    for name, value in measured.figures.items():
-        metrics.EVALUATION_FIGURE.labels(measured.file, name).set(value)
-    write = log.warning if measured.problem else log.info
-    write("evaluated", evaluation=measured.label, problem=measured.problem, **measured.figures)

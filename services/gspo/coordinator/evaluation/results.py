@@ -1,17 +1,40 @@
-"""The answers of one evaluation, the missing ones, and their figures.
+"""The answers of one evaluation, the missing ones, and their figures: means with their errors, pass@k, lengths.
 
 A failed score is counted and in no mean, never a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
 
 from gspo.common.config.evaluation import EvaluationConfig
-from gspo.coordinator.evaluation.figures import HeldOutAnswer, greedy_figures, sampled_figures
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Scored, ScoredRollout
 
 NEWEST_VERSION = "newest_version"
+# Their names come from the user's functions: a figure each, and no more of them than a page shows.
+_MOST_PARTS = 32
+
+
+@dataclass(frozen=True)
+class HeldOutAnswer:
+    """One answer to a held-out prompt.
+
+    Attributes:
+        reward: None where it has no score.
+        num_tokens: What the policy sampled; 0 where the answer never came.
+        parts: Values of the reward functions by name, where there are several.
+        num_turns, num_tool_calls: Of a conversation; 0 turns where it is one answer.
+    """
+
+    reward: float | None
+    num_tokens: int
+    truncated: bool
+    parts: dict[str, float] = field(default_factory=dict)
+    num_turns: int = 0
+    num_tool_calls: int = 0
 
 
 class EvaluationResults:
@@ -41,23 +64,26 @@ class EvaluationResults:
         return len(self) == self.num_expected
 
     def group_size(self, group: int) -> int:
-        """Answers that a group has."""
-        return 1 if group % 2 else self._config.num_answers
+        """Answers that a group has; 0 for one that is not in this evaluation."""
+        if group >= 2 * self.num_prompts:
+            return 0
+        return int(self._config.greedy) if group % 2 else self._config.num_answers
 
     def expected(self) -> Iterator[tuple[int, int]]:
         """(group, number) of every expected answer."""
-        for group in range(0, 2 * self.num_prompts, 1 if self._config.greedy else 2):
+        for group in range(2 * self.num_prompts):
             for number in range(self.group_size(group)):
                 yield group, number
 
     def add(self, scored: Scored) -> None:
         """Take one entry of eval_scored: an answer, or a group that was given up."""
         if scored.HasField("failure"):
-            self.failure = scored.failure.reason
-            self._fail_rest_of(scored.failure.group)
+            self.failure, group = scored.failure.reason, scored.failure.group
+            for number in range(self.group_size(group)):
+                self._answers.setdefault((group, number), HeldOutAnswer(None, 0, truncated=False))
             return
         rollout, score = scored.rollout.rollout, scored.rollout.score
-        if rollout.evaluation != self.label or not self._expects(rollout.group, rollout.number):
+        if rollout.evaluation != self.label or rollout.number >= self.group_size(rollout.group):
             return
         if score.HasField("failure"):
             self.failure = score.failure
@@ -73,7 +99,7 @@ class EvaluationResults:
         ]
 
     def figures(self, first: int | None = None) -> dict[str, float]:
-        """The figures of EvaluationDone, as figures.py explains them; of the `first` prompts alone where it is set.
+        """The figures of EvaluationDone; of the `first` prompts alone where it is set.
 
         num_failed counts answers without a score. newest_version appears where newer weights than the measured ones
         sampled some of the answers.
@@ -89,7 +115,7 @@ class EvaluationResults:
             "num_answers": float(self._config.num_answers),
             "num_failed": float(num_expected - scored),
         }
-        figures |= sampled_figures(sampled, self._config.pass_ks, self._config.pass_reward) | greedy_figures(greedy)
+        figures |= _sampled_figures(sampled, self._config.pass_ks, self._config.pass_reward) | _greedy_figures(greedy)
         if self._newest_version > self.version:
             figures[NEWEST_VERSION] = float(self._newest_version)
         return figures
@@ -97,15 +123,6 @@ class EvaluationResults:
     def _answers_of(self, group: int) -> list[HeldOutAnswer]:
         answers = (self._answers.get((group, number)) for number in range(self.group_size(group)))
         return [answer for answer in answers if answer is not None]
-
-    def _expects(self, group: int, number: int) -> bool:
-        known = group < 2 * self.num_prompts and (self._config.greedy or group % 2 == 0)
-        return known and number < self.group_size(group)
-
-    def _fail_rest_of(self, group: int) -> None:
-        for number in range(self.group_size(group)):
-            if self._expects(group, number):
-                self._answers.setdefault((group, number), HeldOutAnswer(None, 0, truncated=False))
 
 
 def _answer(scored: ScoredRollout) -> HeldOutAnswer:
@@ -119,3 +136,71 @@ def _answer(scored: ScoredRollout) -> HeldOutAnswer:
         num_turns=rollout.num_turns if rollout.environment else 0,
         num_tool_calls=rollout.episode.num_tool_calls,
     )
+
+
+def _sampled_figures(
+    prompts: Sequence[Sequence[HeldOutAnswer]], pass_ks: Iterable[int], pass_reward: float
+) -> dict[str, float]:
+    """Figures of the sampled answers; one without a scored answer behind it is left out.
+
+    The mean reward of all answers is sampled_mean: mean@k, k being their number. The chance that the best of K answers
+    has at least `pass_reward` is pass_at_K. The expected reward of the best, for the largest K, is best_at_K. Both are
+    over the prompts that have K scored answers. Standard errors are over prompts, for the answers to one prompt are
+    not independent.
+
+    Args:
+        prompts: The answers to each prompt.
+    """
+    rewards = [[answer.reward for answer in answers if answer.reward is not None] for answers in prompts]
+    received = [answer for answers in prompts for answer in answers if answer.num_tokens]
+    figures = _mean("sampled_mean", [reward for of_prompt in rewards for reward in of_prompt])
+    figures |= _error("sampled_stderr", [fmean(of_prompt) for of_prompt in rewards if of_prompt])
+    passed = [[float(reward >= pass_reward) for reward in of_prompt] for of_prompt in rewards]
+    for k in pass_ks:
+        chances = [best_of(values, k) for values in passed if len(values) >= k]
+        figures |= _mean(f"pass_at_{k}", chances) | _error(f"pass_at_{k}_stderr", chances)
+    largest = max(pass_ks)
+    figures |= _mean(f"best_at_{largest}", [best_of(values, largest) for values in rewards if len(values) >= largest])
+    figures |= _mean("response_tokens_mean", [answer.num_tokens for answer in received])
+    figures |= _mean("truncated_share", [float(answer.truncated) for answer in received])
+    figures |= _conversations("", received)
+    names = dict.fromkeys(name for answer in received for name in answer.parts)
+    for name in list(names)[:_MOST_PARTS]:
+        figures |= _mean(f"part_{name}_mean", [answer.parts[name] for answer in received if name in answer.parts])
+    return figures
+
+
+def _greedy_figures(answers: Sequence[HeldOutAnswer]) -> dict[str, float]:
+    """Figures of the greedy answers, one a prompt."""
+    rewards = [answer.reward for answer in answers if answer.reward is not None]
+    received = [answer for answer in answers if answer.num_tokens]
+    figures = _mean("greedy_mean", rewards) | _error("greedy_stderr", rewards)
+    figures |= _mean("greedy_response_tokens_mean", [answer.num_tokens for answer in received])
+    figures |= _mean("greedy_truncated_share", [float(answer.truncated) for answer in received])
+    return figures | _conversations("greedy_", received)
+
+
+def _conversations(prefix: str, answers: Sequence[HeldOutAnswer]) -> dict[str, float]:
+    conversations = [answer for answer in answers if answer.num_turns]
+    turns = _mean(f"{prefix}turns_mean", [answer.num_turns for answer in conversations])
+    return turns | _mean(f"{prefix}tool_calls_mean", [answer.num_tool_calls for answer in conversations])
+
+
+def best_of(values: Sequence[float], k: int) -> float:
+    """The expected maximum of k values drawn without replacement from n, unbiased for any k <= n.
+
+    sum_i C(i - 1, k - 1) / C(n, k) * v_(i), the values in ascending order. Of values 0 and 1 with c ones it is
+    1 - C(n - c, k) / C(n, k), the pass@k of Chen et al., arXiv 2107.03374.
+    """
+    ordered = sorted(values)
+    all_draws = math.comb(len(ordered), k)
+    return math.fsum(value * (math.comb(place - 1, k - 1) / all_draws) for place, value in enumerate(ordered, start=1))
+
+
+def _mean(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {name: fmean(values)} if values else {}
+
+
+def _error(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Standard error of the mean; nothing from fewer than two values."""
+    return {name: stdev(values) / math.sqrt(len(values))} if len(values) > 1 else {}

@@ -8,14 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
 
-from redis.asyncio import Redis
-
-from gspo.common.config.schema import Config
 from gspo.common.service.app import Service
 from gspo.common.streams.instances import wait_for_instance
-from gspo.common.streams.keys import GENERATION, Keys, evaluation_label
+from gspo.common.streams.keys import GENERATION, evaluation_label
+from gspo.coordinator.data.prompts import PromptSet
 from gspo.coordinator.evaluation.evaluator import Evaluator, FinishedEvaluation
 from gspo.coordinator.feed import EventFeed
 from gspo.coordinator.redis_state import RedisEpoch
@@ -31,27 +28,23 @@ from gspo_proto.rollout_pb2 import (
 _BLOCK_S = 0.2
 
 
-@dataclass(frozen=True)
-class _EvaluationRequest:
-    """One file to measure a version on; its first `limit` prompts, or all for None."""
-
-    version: int
-    file: str
-    limit: int | None
-
-
 class EvaluationScheduler:
     """The schedule of evaluations; without held-out files nothing is ever due.
+
+    Args:
+        files: The held-out prompts of each file, by its name.
 
     Attributes:
         before_training: Whether version 0 is being measured, so that no group may be issued yet.
         records: The evaluations of this process, oldest first.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, config: Config, evaluator: Evaluator) -> None:
-        self._redis, self._keys, self._config, self._evaluator = redis, keys, config, evaluator
+    def __init__(self, service: Service, files: dict[str, PromptSet]) -> None:
+        self._service, self._config, self._files = service, service.config, files
+        self._evaluator = Evaluator(service.redis, service.keys, service.config)
         self._task: asyncio.Task[FinishedEvaluation] | None = None
-        self._requests: deque[_EvaluationRequest] = deque()
+        # Version, file, and how many of its first prompts to measure on, all for None.
+        self._requests: deque[tuple[int, str, int | None]] = deque()
         self._due: int | None = None
         self._requested_versions: set[int] = set()
         self._requested_in_full: set[str] = set()
@@ -66,7 +59,7 @@ class EvaluationScheduler:
     def start(self, version: int, live_version: int, recorded: Collection[str]) -> None:
         """Take over the evaluations of an earlier process; version 0 is measured before any group is issued."""
         # An evaluation between two steps may have asked only a part of the prompts, and its label is the same.
-        first = {evaluation_label(0, file) for file in self._evaluator.files}
+        first = {evaluation_label(0, file) for file in self._files}
         self._requested_in_full = {*recorded} if self._config.evaluation.limit_between is None else first & {*recorded}
         if version == 0:
             self.before_training = self.request(0)
@@ -75,7 +68,7 @@ class EvaluationScheduler:
     def catch_up(self, version: int, live_version: int, recorded: Collection[str]) -> None:
         """Make a version due whose step had no event: the learner may wait for its figures."""
         for candidate in (version, live_version):
-            labels = {evaluation_label(candidate, file) for file in self._evaluator.files}
+            labels = {evaluation_label(candidate, file) for file in self._files}
             is_due = self._config.is_measured(candidate) and candidate not in self._requested_versions
             if is_due and labels - {*recorded}:
                 self._due = candidate
@@ -101,15 +94,15 @@ class EvaluationScheduler:
             self._due = None
             self.request(live_version, limit=self._config.evaluation.limit_between)
         if self._task is None and self._requests:
-            self._task = asyncio.create_task(self._measure(self._requests.popleft()), name="evaluation")
+            self._task = asyncio.create_task(self._measure(*self._requests.popleft()), name="evaluation")
         self.before_training &= self.busy
         return event
 
     def request(self, version: int, limit: int | None = None) -> bool:
         """Have a version measured on every file; False where all of them were requested in full before."""
-        labels = {file: evaluation_label(version, file) for file in self._evaluator.files}
+        labels = {file: evaluation_label(version, file) for file in self._files}
         files = [file for file, label in labels.items() if label not in self._requested_in_full]
-        self._requests.extend(_EvaluationRequest(version, file, limit) for file in files)
+        self._requests.extend((version, file, limit) for file in files)
         if limit is None:
             self._requested_in_full |= {*labels.values()}
         return bool(files)
@@ -135,9 +128,10 @@ class EvaluationScheduler:
         """The events of this process's evaluations whose labels the learner has not recorded."""
         return [_event(measured) for measured in self.records if measured.label not in recorded]
 
-    async def _measure(self, request: _EvaluationRequest) -> FinishedEvaluation:
-        await wait_for_instance(self._redis, self._keys, GENERATION, self._config.run.start_timeout_s)
-        return await self._evaluator.measure(request.version, request.file, request.limit)
+    async def _measure(self, version: int, file: str, limit: int | None) -> FinishedEvaluation:
+        redis, keys = self._service.redis, self._service.keys
+        await wait_for_instance(redis, keys, GENERATION, self._config.run.start_timeout_s)
+        return await self._evaluator.measure(version, file, self._files[file], limit)
 
 
 async def run_standalone_evaluation(service: Service, scheduler: EvaluationScheduler) -> None:

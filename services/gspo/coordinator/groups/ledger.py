@@ -1,71 +1,295 @@
-"""Settles groups: slots, traces, metrics and Redis follow the learner's events and its own account.
+"""Issues the groups of a run and settles them: tasks, the `open` hash, failures, traces, and their removal.
 
-slots.py has the rules of the slots; task_writer.py removes the entries.
+A task and its `open` entry are written in one transaction: whenever this process is killed, a group is in both or in
+neither. The rules of the slots are in slots.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
 
+import structlog
+
+from gspo.common.service.app import Service
+from gspo.common.service.traces import Traces
+from gspo.common.streams.entries import SCHEMA, saved_state
+from gspo.common.streams.inbox import DONE, FIELD
+from gspo.common.streams.keys import GENERATION, rollout_key
 from gspo.common.streams.messages import word_of
 from gspo.common.telemetry import metrics
-from gspo.coordinator.groups.slots import TRAINED, Slots
-from gspo.coordinator.groups.spans import GroupTraces
-from gspo.coordinator.groups.task_writer import TaskWriter
+from gspo.coordinator.data.prompts import PromptSet
+from gspo.coordinator.groups.slots import TRAINED, OpenGroup, Slots
+from gspo.coordinator.groups.tasks import PromptOrder, training_task
+from gspo.coordinator.redis_state import all_entries, readable
 from gspo_proto.learner_pb2 import ProgressReply
-from gspo_proto.rollout_pb2 import SettledGroup, Settlement, StepDone
+from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Prompt, Scored, SettledGroup, Settlement, StepDone
+
+log = structlog.get_logger()
+# Groups that are read, prepared and written at a time: they bound a tick of the loop for any number of slots.
+MOST_AT_ONCE = 1024
+# ARGV: group, `open` entry and task in threes. The entry has the time of its issue, so an equal one was written by this
+# call: the client repeats a call whose connection broke.
+_ISSUE = """
+for i = 1, #ARGV, 3 do
+  if redis.call('HGET', KEYS[2], ARGV[i]) ~= ARGV[i + 1] then
+    redis.call('XADD', KEYS[1], '*', 'd', ARGV[i + 2])
+    redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
+  end
+end
+"""
 
 
 class GroupLedger:
-    """The groups that are settled, and those among them whose entries are still in Redis."""
+    """The groups of a run, from their issue to the removal of their entries from Redis.
 
-    def __init__(self, slots: Slots, writer: TaskWriter, traces: GroupTraces) -> None:
-        self._slots, self._writer, self._traces = slots, writer, traces
-        self._closed: list[int] = []
-        self._sweep = False
+    Args:
+        prompts: The usable training prompts.
+
+    Attributes:
+        slots: The open and the settled groups.
+    """
+
+    def __init__(self, service: Service, prompts: PromptSet) -> None:
+        config, algorithm = service.config, service.config.algorithm
+        self._redis, self._keys, self._config, self._prompts = service.redis, service.keys, config, prompts
+        self._order = PromptOrder(
+            len(prompts), seed=config.seed, shuffle=config.data.shuffle, total_epochs=config.run.total_epochs
+        )
+        self.slots = Slots(config.num_slots, algorithm.rollout_batch_size, self._order.num_groups)
+        self._numbers = range(algorithm.num_return_sequences_in_group)
+        self._spans = _GroupSpans(service.traces, self._numbers)
+        self._prepared: dict[int, Prompt] = {}
+        self._issue = self._redis.register_script(_ISSUE)
+        # Settled groups whose entries are still in Redis, and whether tasks of settled groups may be in the streams: an
+        # earlier process may have left some.
+        self._to_remove: list[int] = []
+        self._has_leftover_tasks = True
+        metrics.SLOTS.set(self.slots.num_slots)
+
+    async def read_open(self) -> None:
+        """Take over the open groups of an earlier process."""
+        for group, text in (await self._redis.hgetall(self._keys.open)).items():
+            self.slots.issue(int(group), OpenGroup.from_json(text))
+
+    async def issue(self, count: int) -> int:
+        """Issue the next `count` groups, at most MOST_AT_ONCE, fewer where the order ends; returns how many."""
+        groups = self.slots.upcoming(min(count, MOST_AT_ONCE))
+        await self._write({group: self._entry(1, self.slots.issue_version) for group in groups})
+        metrics.GROUPS_ISSUED.inc(len(groups))
+        return len(groups)
+
+    async def prepare(self, count: int) -> None:
+        """Read and tokenise the prompts of the next groups, at most MOST_AT_ONCE, so that issuing is a transaction."""
+        groups = self.slots.upcoming(min(count, MOST_AT_ONCE))
+        self._prepared = {group: self._prepared[group] for group in groups if group in self._prepared}
+        await self._read(groups)
+
+    async def reissue_open(self) -> None:
+        """Issue every open group again at its own attempt: Redis lost them, and no attempt of theirs failed.
+
+        Tasks issued between the wipe and its discovery are removed first. A second copy would write entries after its
+        group is settled, and they would stay for ever. The learner may still train rollouts from before the wipe; the
+        new task is removed then.
+        """
+        await self._remove_tasks(lambda group: group in self.slots.open)
+        groups = iter(sorted(self.slots.open.items()))
+        while part := list(islice(groups, MOST_AT_ONCE)):
+            await self._write(
+                {group: replace(self._entry(entry.attempt, entry.min_version), rewritten=True) for group, entry in part}
+            )
+            metrics.GROUPS_REISSUED.labels("redis_wiped").inc(len(part))
+
+    async def handle_expired(self) -> None:
+        """Extend, issue again or give up every group past its deadline.
+
+        A group whose rollouts have grown gets another deadline; it can grow only so often, for its tokens are bounded.
+        Another group is issued again, until its attempts are used up.
+        """
+        limits = self._config.staleness
+        extended: dict[int, OpenGroup] = {}
+        reissued: dict[int, OpenGroup] = {}
+        given_up: dict[int, OpenGroup] = {}
+        for group in self.slots.expired(time.time()):
+            entry, progress = self.slots.open[group], await self._progress(group)
+            if progress > entry.progress:
+                later = time.time() + limits.group_deadline_s
+                extended[group] = replace(entry, deadline_unix_s=later, progress=progress)
+            elif entry.attempt < limits.max_attempts:
+                reissued[group] = replace(self._entry(entry.attempt + 1, entry.min_version), progress=progress)
+            else:
+                given_up[group] = self._entry(entry.attempt, entry.min_version)
+        if extended:
+            await self._postpone(extended)
+            metrics.GROUPS_EXTENDED.inc(len(extended))
+            log.info(
+                "groups_extended", groups=sorted(extended), detail="past their deadline, with more tokens than before"
+            )
+        if reissued:
+            log.warning("groups_reissued", groups=sorted(reissued), reason="deadline")
+            await self._write(reissued)
+            metrics.GROUPS_REISSUED.labels("deadline").inc(len(reissued))
+        if given_up:
+            # The learner settles them by these failures. A new deadline only repeats the failure.
+            reason = f"not finished within {limits.group_deadline_s:g} s in any of"
+            failures = [
+                GroupFailure(group=group, attempt=entry.attempt, reason=f"{reason} {entry.attempt} attempts")
+                for group, entry in given_up.items()
+            ]
+            await self._postpone(given_up, failures)
+            log.warning("groups_given_up", groups=sorted(given_up), attempts=limits.max_attempts)
 
     def on_step(self, step: StepDone) -> None:
         """The groups of a step are trained."""
-        has_copies = any(entry.has_copies for group in step.groups if (entry := self._slots.open.get(group)))
-        closed = self._slots.train(step.groups, step.version)
-        self._traces.trained(closed, step.version)
-        self._close(closed, TRAINED, sweep=has_copies)
+        has_copies = any(entry.has_copies for group in step.groups if (entry := self.slots.open.get(group)))
+        groups = self.slots.settle_trained(step.groups, step.version)
+        self._spans.trained(groups, step.version)
+        self._settle(groups, TRAINED, has_tasks=has_copies)
 
     def on_settled(self, groups: Iterable[SettledGroup]) -> None:
         """Groups ended without being trained."""
         for group in groups:
             settlement = word_of(Settlement, group.settlement)
-            closed = self._slots.settle([group.group], settlement)
-            self._traces.ended(closed, settlement)
-            self._close(closed, settlement, sweep=True)
+            settled = self.slots.settle([group.group], settlement)
+            self._spans.ended(settled, settlement)
+            self._settle(settled, settlement, has_tasks=True)
 
     def on_live(self, version: int) -> None:
         """A generator serves a version."""
-        self._slots.go_live(version)
-        self._traces.live(version)
+        self.slots.go_live(version)
+        self._spans.live(version)
 
     def on_progress(self, reply: ProgressReply) -> None:
         """Take over the learner's own account, which includes settlements whose events were lost."""
         ranges = [(part.first, part.last) for part in reply.settled]
-        closed = self._slots.reconcile(ranges, reply.version, reply.live_version, dict(reply.counts))
-        self._traces.ended(closed, "reconciled")
-        self._closed += closed
-        self._sweep |= bool(closed)
+        groups = self.slots.reconcile(ranges, reply.version, reply.live_version, dict(reply.counts))
+        self._spans.ended(groups, "reconciled")
+        self._to_remove += groups
+        self._has_leftover_tasks |= bool(groups)
 
-    def sweep(self) -> None:
-        """Have the next `remove_closed` remove every leftover task of a settled group."""
-        self._sweep = True
-
-    async def remove_closed(self) -> None:
-        """Remove the entries of settled groups from Redis."""
-        groups, self._closed = self._closed, []
-        # The tasks first: a generator with such a task could save a rollout under a key that was removed already.
-        if self._sweep:
-            self._sweep = False
-            await self._writer.remove_leftover_tasks()
-        await self._writer.remove_settled(groups)
-
-    def _close(self, groups: list[int], settlement: str, *, sweep: bool) -> None:
+    def _settle(self, groups: list[int], settlement: str, *, has_tasks: bool) -> None:
         metrics.GROUPS_SETTLED.labels(settlement).inc(len(groups))
-        self._closed += groups
-        self._sweep |= sweep and bool(groups)
+        self._to_remove += groups
+        self._has_leftover_tasks |= has_tasks and bool(groups)
+
+    async def remove_settled(self) -> None:
+        """Remove what Redis still has of settled groups: tasks, `open` entries, keys and saved states of rollouts."""
+        groups, self._to_remove = self._to_remove, []
+        # The tasks first: a generator with such a task could save a rollout under a key that was removed already.
+        if self._has_leftover_tasks:
+            self._has_leftover_tasks = False
+            await self._remove_tasks(lambda group: group in self.slots.settled)
+        if groups:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.hdel(self._keys.open, *(str(group) for group in groups))
+                pipe.hdel(
+                    self._keys.partial, *(rollout_key(group, number) for group in groups for number in self._numbers)
+                )
+                await pipe.execute()
+
+    async def _remove_tasks(self, is_removed: Callable[[int], bool]) -> None:
+        """Remove the tasks of some groups from their streams; a generator that works on one loses its lease."""
+        for stream in (self._keys.prompts, self._keys.paused_prompts):
+            entries = await all_entries(self._redis, stream)
+            removed = [entry for entry, task in readable(GroupTask, entries) if is_removed(task.group)]
+            if removed:
+                async with self._redis.pipeline(transaction=True) as pipe:
+                    pipe.xack(stream, GENERATION, *removed)
+                    pipe.xdel(stream, *removed)
+                    await pipe.execute()
+
+    async def _progress(self, group: int) -> int:
+        """Saved tokens of a group's rollouts; a finished rollout counts more than the longest answer."""
+        states: Any = await self._redis.hmget(
+            self._keys.partial, [rollout_key(group, number) for number in self._numbers]
+        )
+        longest = self._config.algorithm.response_length + 1
+        saved = [rollout for state in states if (rollout := saved_state(state))]
+        return longest * int(states.count(DONE)) + sum(len(rollout.token_ids) for rollout in saved)
+
+    def _entry(self, attempt: int, min_version: int) -> OpenGroup:
+        now = time.time()
+        return OpenGroup(attempt, now, now + self._config.staleness.group_deadline_s, min_version)
+
+    async def _write(self, entries: dict[int, OpenGroup]) -> None:
+        """Add tasks and `open` entries in one transaction, each once, also when the connection breaks."""
+        if not entries:
+            return
+        await self._read(entries)
+        args: list[str | bytes] = []
+        for group, entry in entries.items():
+            task = training_task(self._config, group, self._prepared.pop(group))
+            task.attempt, task.min_version = entry.attempt, max(entry.min_version, self.slots.issue_version)
+            task.issued_unix_s, task.deadline_unix_s = entry.issued_unix_s, entry.deadline_unix_s
+            args += (str(group), entry.to_json(), task.SerializeToString())
+        await self._issue(keys=[self._keys.prompts, self._keys.open], args=args)
+        for group, entry in entries.items():
+            self.slots.issue(group, entry)
+        self._spans.issued(entries)
+
+    async def _postpone(self, entries: dict[int, OpenGroup], failures: Sequence[GroupFailure] = ()) -> None:
+        """Give groups another deadline, and write failures for the learner in the same transaction."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for failure in failures:
+                pipe.xadd(self._keys.scored, {FIELD: Scored(schema=SCHEMA, failure=failure).SerializeToString()})
+            pipe.hset(self._keys.open, mapping={str(group): entry.to_json() for group, entry in entries.items()})
+            await pipe.execute()
+        for group, entry in entries.items():
+            self.slots.issue(group, entry)
+
+    async def _read(self, groups: Iterable[int]) -> None:
+        """Read the prompts that are not prepared, in a thread: a slow disk must not delay the events."""
+        if missing := [group for group in groups if group not in self._prepared]:
+            places = [self._order.place(group) for group in missing]
+            prompts = await asyncio.to_thread(self._prompts.prompts, places)
+            self._prepared.update(zip(missing, prompts, strict=True))
+
+
+class _GroupSpans:
+    """The root span of each rollout's trace, from the issue of its group to its end, and the span of its prompt.
+
+    Only the coordinator sees both ends. Empty where traces are off.
+
+    Args:
+        numbers: Of the rollouts of a group.
+    """
+
+    def __init__(self, traces: Traces, numbers: range) -> None:
+        self._traces, self._numbers = traces, numbers
+        self._issued: dict[int, float] = {}
+        self._not_live: dict[int, list[int]] = defaultdict(list)
+        self._live_version = -1
+
+    def issued(self, groups: Mapping[int, OpenGroup]) -> None:
+        """Groups were written, for the first time or again; the prompt's span ends now."""
+        if not self._traces.on:
+            return
+        now = time.time()
+        for group, entry in groups.items():
+            self._issued.setdefault(group, entry.issued_unix_s)
+            for number in self._numbers:
+                self._traces.add("prompt", group, number, entry.issued_unix_s, now, attempt=entry.attempt)
+
+    def trained(self, groups: Iterable[int], version: int) -> None:
+        """Groups are in the step that made `version`. They end when it is live, and that event may come first."""
+        self._not_live[version] += [group for group in groups if group in self._issued]
+        self.live(self._live_version)
+
+    def live(self, version: int) -> None:
+        """A generator serves `version`."""
+        self._live_version = version
+        for served in [trained for trained in self._not_live if trained <= version]:
+            self.ended(self._not_live.pop(served), TRAINED)
+
+    def ended(self, groups: Iterable[int], settlement: str) -> None:
+        """Groups have ended."""
+        now = time.time()
+        for group in groups:
+            if (began := self._issued.pop(group, None)) is not None:
+                for number in self._numbers:
+                    self._traces.add_root(group, number, began, now, settlement=settlement)

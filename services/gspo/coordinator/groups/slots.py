@@ -135,7 +135,7 @@ class Slots:
         """A group was issued, or issued again."""
         self.open[group] = entry
 
-    def train(self, groups: Iterable[int], version: int) -> list[int]:
+    def settle_trained(self, groups: Iterable[int], version: int) -> list[int]:
         """A step made `version` from these groups; returns those not known as settled before."""
         groups = list(groups)
         if version > self.live_version:

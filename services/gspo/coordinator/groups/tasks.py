@@ -1,9 +1,12 @@
-"""The tasks for generation: a prompt with its sampling, environment and reward functions."""
+"""The tasks for generation: the prompt of each group, with its sampling, environment and reward functions."""
 
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from gspo.common.config.environment import ENVIRONMENT_PART
 from gspo.common.config.schema import Config
@@ -11,8 +14,34 @@ from gspo.common.streams.entries import SCHEMA
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, RewardUse, Sampling
 
 
+class PromptOrder:
+    """The prompt of each group, without end unless epochs are bounded.
+
+    Group g is the prompt at place g % N of pass g // N; every pass is shuffled from (seed, pass).
+
+    Args:
+        num_prompts: N.
+        shuffle: False keeps the file's order in every pass.
+        total_epochs: Passes after which no group is left; None is endless. A part of a pass is rounded to whole groups.
+    """
+
+    def __init__(self, num_prompts: int, *, seed: int, shuffle: bool, total_epochs: float | None) -> None:
+        self._num_prompts, self._seed, self._shuffle = num_prompts, seed, shuffle
+        self.num_groups = None if total_epochs is None else max(1, round(num_prompts * total_epochs))
+        # Two passes are in use where one ends. A pass over a large data set takes megabytes, so no more are kept.
+        self._pass = lru_cache(maxsize=2)(self._shuffled)
+
+    def place(self, group: int) -> int:
+        """Place of the group's prompt among the usable prompts, 0 .. N - 1."""
+        number, place = divmod(group, self._num_prompts)
+        return int(self._pass(number)[place]) if self._shuffle else place
+
+    def _shuffled(self, number: int) -> np.ndarray:
+        return np.random.default_rng((self._seed, number)).permutation(self._num_prompts)
+
+
 def training_task(config: Config, group: int, prompt: Prompt) -> GroupTask:
-    """A task without its attempt, times and version, which task_writer.py fills in."""
+    """A task without its attempt, times and version, which ledger.py fills in."""
     return GroupTask(
         schema=SCHEMA,
         group=group,
