@@ -24,8 +24,7 @@ from gspo.common.streams.entries import task_json
 from gspo.reward.functions.arguments import arguments_for, check_columns
 from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function
-from gspo.reward.registry.disk import OfflineRegistry
-from gspo.reward.registry.store import Registry
+from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.sandbox.calls import CallError, values_of
 from gspo.reward.sandbox.values import NO_VALUE, NOT_A_NUMBER, NOT_FINITE, Failure, Value, read_value
 from gspo.reward.scoring.scorer import open_scorer

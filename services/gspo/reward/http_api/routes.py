@@ -35,6 +35,7 @@ from gspo.reward.http_api.views import (
     UsageList,
     VersionList,
     VersionView,
+    activation_view,
     configured_view,
     registered_view,
     trial_view,
@@ -156,18 +157,11 @@ class _Endpoints:
             problems = [ProblemView(rule="field", text=text, field=field) for field, text in beyond]
             raise RestRefusalError(422, problems[0].text, problems)
         await self._registry.check_quotas(submission)
-        content = await self._known(submission.version) if not submission.tests else None
+        content = await self._registry.known(submission.version) if not submission.tests else None
         content = content or await self._admission.admit(submission, _who(request))
         name, new = await self._registry.submit(submission, content, who=_who(request))
         view = version_view(name, content.version, content)
         return SubmissionView(**view.model_dump(), new=new)
-
-    async def _known(self, version: str) -> Content | None:
-        """The content of a version that was admitted before; it need not be checked again."""
-        try:
-            return await self._registry.content(version)
-        except NotRegisteredError:
-            return None
 
     async def list_rewards(self) -> RewardList:
         """Every name: those of the run's configuration, and those that were submitted."""
@@ -267,15 +261,13 @@ class _Endpoints:
     async def activate(self, request: Request, name: NamePath, body: ActivateBody) -> ActivationView:
         """Make a version the active one, a newer or an older; current calls finish on theirs."""
         await self._registered_name(name)
-        who = _who(request)
-        changed, was = await self._registry.activate(name, body.version, who=who, if_active=body.if_active)
-        return ActivationView(name=name, active=changed.active or None, was=was or None, revision=changed.revision)
+        change = await self._registry.activate(name, body.version, who=_who(request), if_active=body.if_active)
+        return activation_view(change)
 
     async def retire(self, request: Request, name: NamePath) -> ActivationView:
         """Leave the name without an active version. A run that pins a version still gets it."""
         await self._registered_name(name)
-        changed, was = await self._registry.retire(name, who=_who(request))
-        return ActivationView(name=name, active=changed.active or None, was=was or None, revision=changed.revision)
+        return activation_view(await self._registry.retire(name, who=_who(request)))
 
     async def _registered_name(self, name: str) -> RegisteredName:
         """A submitted name.

@@ -14,6 +14,7 @@ from gspo.reward.functions.environment_steps import Turn
 from gspo.reward.functions.library import Function
 from gspo.reward.registry.records import AuditLine, Content, RegisteredName
 from gspo.reward.registry.submission import Kind, PlainJson, RequestBody, RequestedLimits, Version, has_few_columns
+from gspo.reward.registry.sync import Change
 from gspo.reward.registry.usage import VersionUsage
 from gspo.reward.sandbox.values import Failure, Value
 from gspo.reward.submissions.trials import Trial
@@ -270,6 +271,14 @@ def configured_view(function: Function) -> RewardView:
         entry=signature.entry,
         convention=signature.convention,
         source=function.code.filename,
+    )
+
+
+def activation_view(change: Change) -> ActivationView:
+    """An activation or retirement."""
+    name = change.name
+    return ActivationView(
+        name=name.name, active=name.active or None, was=change.line.was or None, revision=name.revision
     )
 
 

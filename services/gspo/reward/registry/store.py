@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from redis.asyncio import Redis
 
 from gspo.common.config.reward import RegistryQuotas
 from gspo.common.errors import nearest
-from gspo.reward.registry.disk import DiskCopy
-from gspo.reward.registry.keys import AUDIT_KEPT, RegistryKeys
 from gspo.reward.registry.records import (
     RETIRED,
     Action,
@@ -33,16 +31,13 @@ from gspo.reward.registry.records import (
     read_content,
 )
 from gspo.reward.registry.submission import Submission
-from gspo.reward.registry.sync import Change, RegistrySync, Rule
+from gspo.reward.registry.sync import AUDIT, AUDIT_KEPT, CONTENTS, Change, DiskCopy, RegistrySync, Rule
+from gspo.reward.registry.usage import usage_key
 
 # A replica learns within this of another's change and of a wiped Redis, even without a call.
 SYNC_S = 1.0
 _MIB = 2**20
 log = structlog.get_logger()
-
-
-class QuotaError(ConflictError):
-    """The registry is full; the message has the present usage and the fix."""
 
 
 class Registry:
@@ -55,7 +50,7 @@ class Registry:
     """
 
     def __init__(self, redis: Redis, folder: Path, *, replica: str, quotas: RegistryQuotas | None = None) -> None:
-        self._redis, self._keys, self._replica = redis, RegistryKeys(), replica
+        self._redis, self._replica = redis, replica
         self._quotas = quotas or RegistryQuotas()
         self._disk = DiskCopy(folder)
         self.copy = RegistrySync(redis, self._disk)
@@ -74,17 +69,34 @@ class Registry:
         """Refuse a submission beyond a quota, before it is loaded and tested.
 
         Raises:
-            QuotaError: It is new to its name, and beyond a quota.
+            ConflictError: It is new to its name, and beyond a quota; the message has the present usage and the fix.
         """
         await self.copy.refresh()
         self._check_quotas(self.copy.names, submission)
 
     def _check_quotas(self, names: Mapping[str, RegisteredName], submission: Submission) -> None:
-        name, num_bytes = submission.name, len(submission.model_dump_json())
+        name, more_mb = submission.name, len(submission.model_dump_json()) / _MIB
         own = [names[name]] if name in names else []
-        if not any(submission.version in known.versions for known in own):
-            _check_quota(f"'{name}'", own, num_bytes, self._quotas, "versions_per_name", "name_mb")
-            _check_quota("the registry", names.values(), num_bytes, self._quotas, "versions", "total_mb")
+        if own and submission.version in own[0].versions:
+            return
+        for which, counted, versions_key, mb_key in (
+            (f"'{name}'", own, "versions_per_name", "name_mb"),
+            ("the registry", names.values(), "versions", "total_mb"),
+        ):
+            origins = [origin for known in counted for origin in known.versions.values()]
+            used_mb = sum(origin.num_bytes for origin in origins) / _MIB
+            max_versions, max_mb = getattr(self._quotas, versions_key), getattr(self._quotas, mb_key)
+            if len(origins) >= max_versions:
+                key, usage = versions_key, f"{which} has {len(origins)} versions"
+            elif used_mb + more_mb > max_mb:
+                key, usage = mb_key, f"{which} has {used_mb:.1f} MiB, this version has {more_mb:.1f}"
+            else:
+                continue
+            raise ConflictError(
+                f"{usage}, and reward.quotas.{key} is {getattr(self._quotas, key)}. Remove versions that are not "
+                "needed (`gspo reward remove NAME VERSION`, or DELETE /v1/rewards/NAME/versions/VERSION), or raise "
+                f"reward.quotas.{key}"
+            )
 
     async def submit(self, submission: Submission, content: Content, *, who: str) -> tuple[RegisteredName, bool]:
         """Keep a version under its name.
@@ -98,7 +110,7 @@ class Registry:
         """
         name, version = submission.name, content.version
         line, text = self._line(who, "submit", name, version), content.model_dump_json()
-        is_unreadable, is_new = await self._is_unreadable(version), True
+        is_readable, is_new = await self.known(version) is not None, True
 
         def rule(names: Mapping[str, RegisteredName]) -> Change:
             nonlocal is_new
@@ -110,31 +122,17 @@ class Registry:
             origin = Origin(by=who, unix_s=line.unix_s, num_bytes=len(submission.model_dump_json()))
             after = before.with_version(version, content.kind, origin, activate=submission.activate)
             # The first content of a version stays, with its test cases.
-            is_kept = any(version in known.versions for known in names.values())
-            return Change(after, line, {} if is_kept and not is_unreadable else {version: text})
+            is_kept = is_readable and any(version in known.versions for known in names.values())
+            return Change(after, line, {} if is_kept else {version: text})
 
         return (await self._change(rule)).name, is_new
 
-    async def _is_unreadable(self, version: str) -> bool:
-        try:
-            await self.content(version)
-        except UnreadableError:
-            return True
-        except NotRegisteredError:
-            return False
-        return False
-
-    async def activate(
-        self, name: str, version: str, *, who: str, if_active: str | None = None
-    ) -> tuple[RegisteredName, str]:
+    async def activate(self, name: str, version: str, *, who: str, if_active: str | None = None) -> Change:
         """Make a version the active one.
 
         Args:
             version: Whole, or its beginning.
             if_active: Only while this version is active; empty means while none is.
-
-        Returns:
-            The name after it, and the version that was active before.
 
         Raises:
             NotRegisteredError: There is no such name or version, or it cannot be read.
@@ -148,14 +146,10 @@ class Registry:
             after = before.activated(whole, if_active and before.find(if_active))
             return Change(after, self._line(who, "activate", name, whole, was=before.active))
 
-        change = await self._change(rule)
-        return change.name, change.line.was
+        return await self._change(rule)
 
-    async def retire(self, name: str, *, who: str) -> tuple[RegisteredName, str]:
+    async def retire(self, name: str, *, who: str) -> Change:
         """Leave a name without an active version; its versions stay for calls that name one.
-
-        Returns:
-            The name after it, and the version that was active before.
 
         Raises:
             NotRegisteredError: There is no such name.
@@ -165,8 +159,7 @@ class Registry:
             before = self._known(names, name)
             return Change(before.without_active(), self._line(who, "retire", name, "", was=before.active))
 
-        change = await self._change(rule)
-        return change.name, change.line.was
+        return await self._change(rule)
 
     async def remove(self, name: str, version: str, *, who: str) -> str:
         """Remove a version from a name, and its content with the last name that has it; the whole version.
@@ -187,7 +180,7 @@ class Registry:
             return Change(after, line, {} if is_kept else {whole: ""})
 
         whole = (await self._change(rule)).line.version
-        await self._redis.delete(self._keys.usage(name, whole))
+        await self._redis.delete(usage_key(name, whole))
         self._forget_removed()
         return whole
 
@@ -240,6 +233,13 @@ class Registry:
             self._contents[version] = await self._read_content(version)
         return self._contents[version]
 
+    async def known(self, version: str) -> Content | None:
+        """The content of a version; None if there is none that can be read."""
+        try:
+            return await self.content(version)
+        except NotRegisteredError:
+            return None
+
     async def _read_content(self, version: str) -> Content:
         text, unreadable = await asyncio.to_thread(self._disk.read_content, version), None
         if text is not None:
@@ -247,16 +247,16 @@ class Registry:
                 return read_content(version, text)
             except UnreadableError as error:
                 unreadable = error
-        stored: Any = await self._redis.hget(self._keys.content, version)
+        stored: Any = await self._redis.hget(CONTENTS, version)
         if stored is not None:
             return read_content(version, stored.decode(errors="replace"))
         raise unreadable or NotRegisteredError(f"there is no version {version[:12]}")
 
-    async def audit(self, name: str | None, limit: int) -> list[AuditLine]:
-        """The newest changes of one name, or of all for None; the newest first."""
-        stored: Any = await self._redis.lrange(self._keys.audit, -AUDIT_KEPT, -1)
+    async def audit(self, name: str, limit: int) -> list[AuditLine]:
+        """The newest changes of one name, the newest first."""
+        stored: Any = await self._redis.lrange(AUDIT, -AUDIT_KEPT, -1)
         lines = read_audit(reversed(stored))
-        return [line for line in lines if name in (None, line.name)][:limit]
+        return [line for line in lines if line.name == name][:limit]
 
     def _forget_removed(self) -> None:
         """Drop removed versions from memory, also those that another replica removed."""
@@ -276,27 +276,24 @@ class Registry:
         return change
 
 
-def _check_quota(
-    which: str,
-    names: Iterable[RegisteredName],
-    num_bytes: int,
-    quotas: RegistryQuotas,
-    versions_key: str,
-    mb_key: str,
-) -> None:
-    """Refuse one more version of `num_bytes`, by the two keys of `quotas`."""
-    origins = [origin for name in names for origin in name.versions.values()]
-    used_mb, more_mb = sum(origin.num_bytes for origin in origins) / _MIB, num_bytes / _MIB
-    max_versions, max_mb = getattr(quotas, versions_key), getattr(quotas, mb_key)
-    if len(origins) >= max_versions:
-        problem = f"{which} has {len(origins)} versions, and reward.quotas.{versions_key} is {max_versions}"
-        raise QuotaError(_MORE_SPACE.format(problem=problem, key=versions_key))
-    if used_mb + more_mb > max_mb:
-        usage = f"{which} has {used_mb:.1f} MiB, this version has {more_mb:.1f}"
-        raise QuotaError(_MORE_SPACE.format(problem=f"{usage}, and reward.quotas.{mb_key} is {max_mb}", key=mb_key))
+class OfflineRegistry:
+    """The copy in one folder, as a run that has not started will find it."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._disk = folder, DiskCopy(folder)
 
-_MORE_SPACE = (
-    "{problem}. Remove versions that are not needed (`gspo reward remove NAME VERSION`, or DELETE "
-    "/v1/rewards/NAME/versions/VERSION), or raise reward.quotas.{key}"
-)
+    async def resolve(self, name: str, version: str = "") -> Content:
+        """As `Registry.resolve`.
+
+        Raises:
+            NotRegisteredError: The copy has no such name or version, or it cannot be read.
+        """
+        names = self._disk.read_names()
+        if name not in names:
+            hint = nearest(name, names) if names else "Nothing is registered there."
+            raise NotRegisteredError(f"there is no reward function '{name}' in {self._folder}. {hint}")
+        whole = names[name].find(version) if version else names[name].active
+        text = self._disk.read_content(whole) if whole else None
+        if text is None:
+            raise NotRegisteredError(RETIRED.format(name=name) if not whole else f"there is no version {whole[:12]}")
+        return read_content(whole, text)

@@ -1,4 +1,4 @@
-"""The names in Redis with one replica's view of them: in memory, and as a copy on disk.
+"""The names in Redis, and one replica's view of them: in memory, and as a copy on disk.
 
 Each change of the registry sets a new random token. A view is up to date if it belongs to the present token. A change
 is one compare-and-set on the token: all of the change with its audit line, or nothing.
@@ -11,17 +11,30 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import structlog
 from redis.asyncio import Redis
 
-from gspo.reward.registry.disk import DiskCopy
-from gspo.reward.registry.keys import AUDIT_KEPT, RegistryKeys
+from gspo.common.host.durable_write import replace_file
 from gspo.reward.registry.records import AuditLine, ConflictError, RegisteredName, UnreadableError, parse_name
 
+# The registry in Redis, which all runs share. No run may be called `@rewards`, so no key of a run is one of these.
+PREFIX = "gspo:{@rewards}:"
+# Hash name -> JSON document: kind, active version, revision, versions; retired names too.
+NAMES = f"{PREFIX}registered"
+# Hash version -> JSON document: source, entry, limits, test cases, signature; written once.
+CONTENTS = f"{PREFIX}content"
+# Random text that each change of the registry replaces; absent once Redis has lost it.
+TOKEN = f"{PREFIX}token"
+# List of all changes, each with its caller, the newest last.
+AUDIT = f"{PREFIX}audit"
+# Changes in Redis; each replica also appends its own to a file, which is never cut.
+AUDIT_KEPT = 10_000
 # Only changes by other replicas make an attempt fail, and each failure means that another change succeeded.
 MAX_ATTEMPTS = 100
 log = structlog.get_logger()
@@ -74,6 +87,71 @@ class _Snapshot(NamedTuple):
     has_audit: bool
 
 
+class DiskCopy:
+    """One replica's copy: the files below one folder, made when first written.
+
+    content/VERSION.json   as it was written, until it is removed
+    names/NAME.json        replaced as a whole
+    audit.jsonl            appended to
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._contents, self._names, self._audit = folder / "content", folder / "names", folder / "audit.jsonl"
+
+    def write_content(self, version: str, text: str) -> None:
+        """Write the file of a version; an empty text removes it."""
+        path = self._contents / f"{version}.json"
+        if text:
+            replace_file(path, text.encode())
+        else:
+            path.unlink(missing_ok=True)
+
+    def list_contents(self) -> set[str]:
+        """The versions that the copy has."""
+        return {path.stem for path in self._contents.glob("*.json")}
+
+    def read_content(self, version: str) -> str | None:
+        """A version's text; None if the copy lacks it."""
+        try:
+            return (self._contents / f"{version}.json").read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def write_name(self, name: RegisteredName) -> None:
+        """Replace the file of a name."""
+        replace_file(self._names / f"{name.name}.json", name.model_dump_json().encode())
+
+    def stamp(self) -> int:
+        """A number that changes with every file of a name, also if another process wrote it."""
+        try:
+            return self._names.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def read_names(self) -> dict[str, RegisteredName]:
+        """Every name that can be read; the others are logged and stay as they are."""
+        names = {}
+        for path in sorted(self._names.glob("*.json")):
+            try:
+                names[path.stem] = parse_name(path.stem, path.read_bytes())
+            except UnreadableError as error:
+                log.error("registry_unreadable", name=path.stem, reason=str(error), detail="the copy on disk")
+        return names
+
+    def append_audit(self, line: str) -> None:
+        """Add one line; replicas that share the folder do not cut into each other's."""
+        self._audit.parent.mkdir(parents=True, exist_ok=True)
+        with self._audit.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def read_audit(self, limit: int) -> list[str]:
+        """The newest lines, the oldest of them first."""
+        if not self._audit.exists():
+            return []
+        with self._audit.open(encoding="utf-8") as file:
+            return [line.rstrip("\n") for line in deque(file, maxlen=limit) if line.endswith("\n")]
+
+
 class RegistrySync:
     """One replica's view beside Redis.
 
@@ -83,7 +161,7 @@ class RegistrySync:
     """
 
     def __init__(self, redis: Redis, disk: DiskCopy) -> None:
-        self._redis, self._keys, self._disk = redis, RegistryKeys(), disk
+        self._redis, self._disk = redis, disk
         self.names: dict[str, RegisteredName] = {}
         self.unreadable: dict[str, str] = {}
         # The token in Redis and the stamp of the copy on disk that `names` belongs to.
@@ -98,7 +176,7 @@ class RegistrySync:
 
     async def refresh(self) -> None:
         """Make view, Redis and disk alike if Redis or the disk has changed since the last time."""
-        if await self._now() != self._seen:
+        if await self._has_changed():
             async with self._lock:
                 await self._align()
 
@@ -116,25 +194,19 @@ class RegistrySync:
                 await self._align()
                 change = rule(self.names)
                 line = change.line.model_dump_json()
-                if token := await self._write_redis(self._seen[0], [change.name], change.contents, [line]):
-                    await self._record(change, line, token)
+                if await self._write_redis(self._seen[0], [change.name], change.contents, [line]):
+                    for version, text in change.contents.items():
+                        await asyncio.to_thread(self._disk.write_content, version, text)
+                    await asyncio.to_thread(self._disk.write_name, change.name)
+                    await asyncio.to_thread(self._disk.append_audit, line)
+                    await self._align()
                     return change
         raise ConflictError("other replicas change the registry at the same time. Try again")
 
-    async def _record(self, change: Change, line: str, token: str) -> None:
-        """Bring view and disk to a change that Redis has taken."""
-        is_alone = self._seen[1] == self._disk.stamp()
-        for version, text in change.contents.items():
-            await asyncio.to_thread(self._disk.write_content, version, text)
-        await asyncio.to_thread(self._disk.append_audit, line)
-        if change.name != self.names.get(change.name.name):
-            await asyncio.to_thread(self._disk.write_name, change.name)
-        self.names[change.name.name] = change.name
-        self._seen = (token, self._disk.stamp() if is_alone else -1)
-
-    async def _now(self) -> tuple[str, int]:
-        token: Any = await self._redis.get(self._keys.token)
-        return (token or b"").decode(), self._disk.stamp()
+    async def _has_changed(self) -> bool:
+        """Whether Redis or the disk is another than `names` belongs to."""
+        token: Any = await self._redis.get(TOKEN)
+        return ((token or b"").decode(), self._disk.stamp()) != self._seen
 
     async def _align(self) -> None:
         """Make view, Redis and disk alike; the lock is the caller's.
@@ -144,7 +216,7 @@ class RegistrySync:
         """
         for _ in range(MAX_ATTEMPTS):
             stamp = self._disk.stamp()
-            if await self._now() == self._seen:
+            if not await self._has_changed():
                 return
             copied = await asyncio.to_thread(self._disk.read_names)
             redis = await self._read_redis()
@@ -181,9 +253,9 @@ class RegistrySync:
         present = {version for name in documents for version in name.versions}
         for version in present & (on_disk - in_redis):
             if kept := await asyncio.to_thread(self._disk.read_content, version):
-                await self._redis.hsetnx(self._keys.content, version, kept)
+                await self._redis.hsetnx(CONTENTS, version, kept)
         for version in present & (in_redis - on_disk):
-            text: Any = await self._redis.hget(self._keys.content, version)
+            text: Any = await self._redis.hget(CONTENTS, version)
             if text is not None:
                 await asyncio.to_thread(self._disk.write_content, version, text.decode(errors="replace"))
         for version in {version for name in documents for version in name.removed} - present:
@@ -191,10 +263,10 @@ class RegistrySync:
 
     async def _read_redis(self) -> _Snapshot:
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.get(self._keys.token)
-            pipe.hgetall(self._keys.names)
-            pipe.hkeys(self._keys.content)
-            pipe.exists(self._keys.audit)
+            pipe.get(TOKEN)
+            pipe.hgetall(NAMES)
+            pipe.hkeys(CONTENTS)
+            pipe.exists(AUDIT)
             token, texts, contents, has_audit = await pipe.execute()
         names, unreadable = {}, {}
         for field_name, text in sorted(texts.items()):
@@ -217,7 +289,7 @@ class RegistrySync:
             *((4, "", line) for line in lines),
         ]
         is_written = await self._compare_and_set(
-            keys=[self._keys.token, self._keys.names, self._keys.content, self._keys.audit],
+            keys=[TOKEN, NAMES, CONTENTS, AUDIT],
             args=[expected, token, AUDIT_KEPT, *(part for triple in triples for part in triple)],
         )
         return token if is_written else None

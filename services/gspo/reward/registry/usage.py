@@ -7,22 +7,29 @@ whose bounds grow by BUCKET_RATIO, so a percentile is exact to that.
 from __future__ import annotations
 
 import asyncio
-import json
+import itertools
 import math
 import time
-from collections import Counter, defaultdict
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, Field
 from redis.asyncio import Redis
 
-from gspo.reward.registry.keys import RegistryKeys
+from gspo.reward.registry.sync import PREFIX
 
 BUCKET_RATIO = 1.1
 SMALLEST_S = 1e-5
 FLUSH_S = 1.0
 PERCENTILES = (50, 90, 99)
 _BUCKET, _ERROR = "bucket:", "error:"
+
+
+def usage_key(name: str, version: str) -> str:
+    """The hash in Redis of one version's calls: counts by result, times by bucket, the last failure."""
+    return f"{PREFIX}usage:{name}:{version}"
 
 
 class LastFailure(BaseModel):
@@ -52,9 +59,9 @@ class UsageCounter:
     """Counts calls, and adds them up in Redis."""
 
     def __init__(self, redis: Redis) -> None:
-        self._redis, self._keys = redis, RegistryKeys()
-        self._counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        self._seconds: dict[tuple[str, str], float] = defaultdict(float)
+        self._redis = redis
+        # By name and version: the numbers to add to the fields of the hash in Redis.
+        self._counts: defaultdict[tuple[str, str], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._failures: dict[tuple[str, str], LastFailure] = {}
 
     def add(self, name: str, version: str, *, answers: int, seconds: float) -> None:
@@ -62,8 +69,8 @@ class UsageCounter:
         counts = self._counts[name, version]
         counts["calls"] += 1
         counts["answers"] += answers
+        counts["seconds"] += seconds
         counts[f"{_BUCKET}{bucket_of(seconds)}"] += 1
-        self._seconds[name, version] += seconds
 
     def fail(self, name: str, version: str, kind: str, text: str, traceback: str = "", output: str = "") -> None:
         """Count one failure, of a call or of one answer in it."""
@@ -80,26 +87,39 @@ class UsageCounter:
 
     async def flush(self) -> None:
         """Add the counts since the last time to Redis."""
-        counts, self._counts = self._counts, defaultdict(Counter)
-        seconds, self._seconds = self._seconds, defaultdict(float)
-        failures, self._failures = self._failures, {}
+        counts, failures = dict(self._counts), dict(self._failures)
+        self._counts.clear()
+        self._failures.clear()
         if not counts:
             return
         async with self._redis.pipeline(transaction=True) as pipe:
-            for (name, version), fields in counts.items():
-                key = self._keys.usage(name, version)
+            for function, fields in counts.items():
                 for field, number in fields.items():
-                    pipe.hincrby(key, field, number)
-                pipe.hincrbyfloat(key, "seconds", seconds[name, version])
-                if (name, version) in failures:
-                    pipe.hset(key, "last_failure", failures[name, version].model_dump_json())
+                    pipe.hincrbyfloat(usage_key(*function), field, number)
+            for function, failure in failures.items():
+                pipe.hset(usage_key(*function), "last_failure", failure.model_dump_json())
             await pipe.execute()
 
     async def read(self, name: str, version: str) -> VersionUsage:
         """How the calls of one version went, those of other replicas up to FLUSH_S ago."""
         await self.flush()
-        fields: Any = await self._redis.hgetall(self._keys.usage(name, version))
-        return summarise(name, version, {field.decode(): value.decode() for field, value in fields.items()})
+        stored: Any = await self._redis.hgetall(usage_key(name, version))
+        fields: dict[str, str] = {field.decode(): value.decode() for field, value in stored.items()}
+        failure = fields.get("last_failure")
+        return VersionUsage(
+            name=name,
+            version=version,
+            calls=int(fields.get("calls", 0)),
+            answers=int(fields.get("answers", 0)),
+            errors=_counts_of(_ERROR, fields),
+            total_s=float(fields.get("seconds", 0)),
+            latency_s=percentiles({int(bucket): count for bucket, count in _counts_of(_BUCKET, fields).items()}),
+            last_failure=LastFailure.model_validate_json(failure) if failure else None,
+        )
+
+
+def _counts_of(prefix: str, fields: Mapping[str, str]) -> dict[str, int]:
+    return {field.removeprefix(prefix): int(count) for field, count in fields.items() if field.startswith(prefix)}
 
 
 def bucket_of(seconds: float) -> int:
@@ -107,32 +127,13 @@ def bucket_of(seconds: float) -> int:
     return max(0, math.ceil(math.log(max(seconds, SMALLEST_S) / SMALLEST_S, BUCKET_RATIO)))
 
 
-def summarise(name: str, version: str, fields: dict[str, str]) -> VersionUsage:
-    """The usage of one version from its hash in Redis."""
-    buckets = {int(field[len(_BUCKET) :]): int(count) for field, count in fields.items() if field.startswith(_BUCKET)}
-    failure = fields.get("last_failure")
-    return VersionUsage(
-        name=name,
-        version=version,
-        calls=int(fields.get("calls", 0)),
-        answers=int(fields.get("answers", 0)),
-        errors={field[len(_ERROR) :]: int(count) for field, count in fields.items() if field.startswith(_ERROR)},
-        total_s=float(fields.get("seconds", 0)),
-        latency_s=percentiles(buckets),
-        last_failure=LastFailure.model_validate(json.loads(failure)) if failure else None,
-    )
-
-
-def percentiles(buckets: dict[int, int]) -> dict[str, float]:
+def percentiles(buckets: Mapping[int, int]) -> dict[str, float]:
     """p50, p90, p99 and the longest, each as the upper bound of its bucket."""
     if not buckets:
         return {}
-    total, times_s = sum(buckets.values()), {}
-    for percent in PERCENTILES:
-        remaining = math.ceil(total * percent / 100)
-        for bucket in sorted(buckets):
-            remaining -= buckets[bucket]
-            if remaining <= 0:
-                times_s[f"p{percent}"] = SMALLEST_S * BUCKET_RATIO**bucket
-                break
-    return {**times_s, "longest": SMALLEST_S * BUCKET_RATIO ** max(buckets)}
+    shortest_first = sorted(buckets)
+    ranks = list(itertools.accumulate(buckets[bucket] for bucket in shortest_first))
+    places = {f"p{percent}": bisect_left(ranks, math.ceil(ranks[-1] * percent / 100)) for percent in PERCENTILES}
+    return {
+        name: SMALLEST_S * BUCKET_RATIO ** shortest_first[place] for name, place in {**places, "longest": -1}.items()
+    }

@@ -19,8 +19,7 @@ from gspo.common.config.reward import RewardConfig
 from gspo.reward.functions.arguments import arguments_for
 from gspo.reward.functions.configured import open_library
 from gspo.reward.functions.library import Function, Library, UnknownFunctionError, counted
-from gspo.reward.registry.disk import OfflineRegistry
-from gspo.reward.registry.store import Registry
+from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import CallError, values_of
 from gspo.reward.sandbox.values import Failure, Value, read_value
