@@ -61,7 +61,7 @@ def _app(service: Service, folder: Path, engine: EngineLike, staged: StagedWeigh
     environments = EnvironmentClient(
         service.redis, service.keys, options.token, service.activity, tls=config.services.tls
     )
-    rollouts = RolloutDriver(engine, tokenizer, config.generation, options.name, Episodes(environments, tokenizer))
+    rollouts = RolloutDriver(engine, tokenizer, config.generation, Episodes(environments, tokenizer))
     worker = Worker(service, engine, rollouts)
     servicer = GenerationGrpcServicer(service, engine, staged, rollouts, worker)
     return App(

@@ -1,14 +1,28 @@
-"""The streams of tasks that a worker takes from, its leased tasks, and the outbox of their finished rollouts."""
+"""A worker's leased tasks: the stream of each, its rollouts in flight, and every write under its lease.
+
+Finished rollouts are written in bursts. In-flight rollouts are saved, so that a generator that dies costs at most
+`save_tokens` tokens of each.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+import time
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gspo.common.streams.inbox import Delivery, EntryOutput, Inbox
+from gspo.common.config.schema import GenerationConfig
+from gspo.common.streams.inbox import Delivery, EntryOutput, EntryState, Inbox
+from gspo.common.telemetry import metrics
+from gspo.generation.engine.api import EngineLike
 from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto.rollout_pb2 import GroupTask
+
+# Short beside the time of half of save_tokens tokens, within which a save must begin and end.
+_CHECK_EVERY_S = 0.1
+# A rollout that grows slowly is saved after this time too.
+_SAVE_EVERY_S = 30.0
 
 
 class Outbox:
@@ -49,17 +63,17 @@ class TaskSource:
     """One stream of tasks, and where their results go.
 
     Args:
-        rollouts: Stream of the finished rollouts.
-        scored: Stream of the failures of groups that are given up.
+        finished_stream: Of the finished rollouts.
+        scored_stream: Of the failures of groups that are given up.
         group_size: Rollouts of a task, at most.
-        segment_tokens: Tokens of a rollout in one step, while other tasks wait; None for any number.
+        segment_tokens: Tokens of a rollout under one version, while other tasks wait; None for any number.
     """
 
     def __init__(
-        self, inbox: Inbox, rollouts: str, scored: str, group_size: int, segment_tokens: int | None = None
+        self, inbox: Inbox, finished_stream: str, scored_stream: str, group_size: int, segment_tokens: int | None = None
     ) -> None:
-        self.inbox, self.outbox, self.rollouts, self.scored = inbox, Outbox(inbox), rollouts, scored
-        self.group_size, self.segment_tokens = group_size, segment_tokens
+        self.inbox, self.outbox, self.finished_stream = inbox, Outbox(inbox), finished_stream
+        self.scored_stream, self.group_size, self.segment_tokens = scored_stream, group_size, segment_tokens
 
 
 @dataclass(eq=False)
@@ -70,7 +84,7 @@ class LeasedTask:
         num_running: Its rollouts that take a place in the engine.
         in_flight: Its rollouts that have begun and not ended, by number.
         awaits_weights: Whether it waits for newer weights.
-        pauses: Whether its rollouts pause once they have used up their tokens of this step.
+        pauses: Whether its rollouts pause at the end of their segments.
     """
 
     source: TaskSource
@@ -86,12 +100,48 @@ class LeasedTask:
         task: GroupTask = self.delivery.message
         return task
 
-    def rollouts(self) -> Iterator[tuple[Inbox, Delivery, InFlightRollout]]:
-        """Every rollout in flight, with the inbox and the delivery that a save needs."""
-        for rollout in self.in_flight.values():
-            yield self.source.inbox, self.delivery, rollout
-
 
 def num_failed_deliveries(num_deliveries: int, unfinished: Iterable[InFlightRollout]) -> int:
     """Times that a task was handed out since a worker last saved a part of it: one that did has not failed."""
     return num_deliveries - max((rollout.state.delivery for rollout in unfinished), default=0)
+
+
+class Saver:
+    """Checks the in-flight rollouts at short intervals, and saves those that have grown enough.
+
+    Args:
+        leased: The tasks of the worker, which it changes.
+    """
+
+    def __init__(self, config: GenerationConfig, engine: EngineLike, leased: list[LeasedTask]) -> None:
+        self._engine, self._leased = engine, leased
+        # Half of it: the other half covers the tokens that are sampled during the save.
+        self._due_tokens = max(1, config.save_tokens // 2)
+
+    async def run(self) -> None:
+        """Save until cancelled."""
+        while True:
+            await asyncio.sleep(_CHECK_EVERY_S)
+            await self._save(self._leased, paused=False)
+
+    async def save_paused(self, leased: Iterable[LeasedTask]) -> None:
+        """Save every rollout of tasks that this worker gives up to any generator."""
+        await self._save(leased, paused=True)
+
+    async def _save(self, tasks: Iterable[LeasedTask], *, paused: bool) -> None:
+        states: dict[Inbox, list[EntryState]] = defaultdict(list)
+        for leased in tasks:
+            for rollout in leased.in_flight.values():
+                if not paused and not self._is_due(rollout):
+                    continue
+                running = self._engine.partial_output(rollout.request_id)
+                state = rollout.snapshot(running, 0 if paused else leased.delivery.num_deliveries)
+                rollout.num_saved, rollout.saved_s = len(state.token_ids), time.monotonic()
+                saved = EntryState(leased.delivery, rollout.rollout_key, state.SerializeToString())
+                states[leased.source.inbox].append(saved)
+        for inbox, saved_states in states.items():
+            metrics.ROLLOUTS_SAVED.inc(await inbox.save(saved_states))
+
+    def _is_due(self, rollout: InFlightRollout) -> bool:
+        unsaved = len(rollout.state.token_ids) + self._engine.num_sampled(rollout.request_id) - rollout.num_saved
+        return unsaved >= self._due_tokens or (unsaved > 0 and time.monotonic() - rollout.saved_s >= _SAVE_EVERY_S)

@@ -18,6 +18,7 @@ from gspo.generation.engine.api import EngineBrokenError, EngineLike, LoadFailed
 from gspo.generation.engine.staging import StagedWeights, StagingError
 from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo.generation.rollout.driver import RolloutAbortedError, RolloutDriver
+from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo.generation.worker import Worker
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import (
@@ -69,18 +70,22 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
             check_message(request.task)
         except MalformedEntryError as error:
             await refuse_message(context, error, "Generate")
-        task = self._limit_tokens(request.task)
-        rollouts = [asyncio.create_task(self._driver.generate(task, number)) for number in range(task.num_rollouts)]
+        task, name = self._limit_tokens(request.task), self._service.options.name
+        rollouts = [
+            asyncio.create_task(self._driver.drive(InFlightRollout(task, number, name)))
+            for number in range(task.num_rollouts)
+        ]
         try:
             for finished in asyncio.as_completed(rollouts):
-                yield await finished
+                if (rollout := await finished) is not None:  # without a segment none pauses
+                    yield rollout
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except (RolloutAbortedError, EngineBrokenError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         finally:  # one has failed, or the caller has cancelled: the engine drops the others
-            for rollout in rollouts:
-                rollout.cancel()
+            for driving in rollouts:
+                driving.cancel()
 
     def _limit_tokens(self, task: GroupTask) -> GroupTask:
         """The task, limited to the tokens that the engine has places for."""
@@ -106,17 +111,11 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
 
     async def Describe(self, request: DescribeRequest, context: Context) -> GeneratorDescription:
         """Version, digest, dtype and number of rollouts of this generator."""
-        config = self._service.config
         return GeneratorDescription(
             name=self._service.options.name,
-            version=self._engine.version,
-            digest=self._receiver.digest,
-            dtype=config.generation.dtype,
-            model=config.model.path,
-            epoch=self._receiver.fence.epoch,
+            model=self._service.config.model.path,
             learner=self._receiver.fence.learner,
-            max_rollouts=config.generation.max_rollouts,
-            num_running=self._worker.num_running,
+            **self.facts(),
         )
 
 

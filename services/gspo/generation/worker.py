@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
 import structlog
 
@@ -25,10 +24,9 @@ from gspo.common.streams.keys import rollout_key
 from gspo.common.tasks import task_group, wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineLike
-from gspo.generation.leased_task import LeasedTask, TaskSource, num_failed_deliveries
+from gspo.generation.leased_task import LeasedTask, Saver, TaskSource, num_failed_deliveries
 from gspo.generation.rollout.driver import RolloutAbortedError, RolloutDriver
 from gspo.generation.rollout.in_flight import InFlightRollout
-from gspo.generation.rollout.saver import Saver
 from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Rollout, Scored
 
 log = structlog.get_logger()
@@ -57,8 +55,8 @@ class Worker:
         self._paused = TaskSource(paused, keys.rollouts, keys.scored, size, segment)
         self._evaluation = TaskSource(evaluation, keys.eval_rollouts, keys.eval_scored, config.evaluation.num_answers)
         self._leased: list[LeasedTask] = []
-        self._saver = Saver(config.generation, engine, self._in_flight)
-        # Tasks that were paused in the step before: the next step begins with them.
+        self._saver = Saver(config.generation, engine, self._leased)
+        # Tasks that were paused under the version before: a new version begins with them.
         self._num_paused_due = sys.maxsize
         self._too_old_until = 0.0
         self._new_weights = asyncio.Event()
@@ -68,7 +66,7 @@ class Worker:
             stopping=service.stopping,
             drain_s=config.run.drain_timeout_s / 2,
             order=self._order,
-            on_cut_off=self._save_all,
+            on_cut_off=partial(self._saver.save_paused, self._leased),  # they go on elsewhere at once
         )
 
     @property
@@ -77,7 +75,7 @@ class Worker:
         return sum(leased.num_running for leased in self._leased)
 
     def weights_changed(self) -> None:
-        """A step begins: wake the tasks that wait for newer weights, and take tasks again."""
+        """A new version serves: wake the tasks that wait for it, and take tasks again, those that are paused first."""
         self._too_old_until = 0.0
         self._num_paused_due = sys.maxsize
         self._new_weights.set()
@@ -98,7 +96,7 @@ class Worker:
         )
 
     async def _order(self) -> Sequence[Subscription]:
-        """A step begins with the tasks that are due, and takes no other before; within it, paused tasks come last."""
+        """A new version begins with the paused tasks, and takes no other before; after that, paused tasks come last."""
         self._describe()
         if self._num_paused_due:  # other generators take them too
             self._num_paused_due = min(self._num_paused_due, await self._paused.inbox.num_untaken())
@@ -134,7 +132,6 @@ class Worker:
         if source is self._paused:
             self._num_paused_due = max(0, self._num_paused_due - 1)
         try:
-            self._describe()
             await self._generate_group(leased)
         except (ValueError, RolloutAbortedError) as error:
             raise DeadLetterError(str(error)) from error
@@ -165,7 +162,7 @@ class Worker:
         )
         metrics.ROLLOUTS_RESUMED.inc(sum(state is not None and state != DONE for state in states))
         return [
-            self._driver.begin(leased.task, number, state)
+            InFlightRollout(leased.task, number, self._service.options.name, state)
             for number, state in zip(numbers, states, strict=True)
             if state != DONE
         ]
@@ -192,15 +189,15 @@ class Worker:
 
     async def _generate_rollout(self, leased: LeasedTask, rollout: InFlightRollout) -> None:
         """Go on with one rollout until it has ended, or has to leave its place to others."""
-        while not await self._driver.drive(rollout, leased.source.segment_tokens):
+        while (finished := await self._driver.drive(rollout, leased.source.segment_tokens)) is None:
             leased.pauses = leased.pauses or await self._others_wait(leased.source)
             if leased.pauses:
                 self._release(leased, 1)
                 return
         self._release(leased, 1)
-        finished = self._driver.finished(rollout)
         del leased.in_flight[rollout.number]
-        output = EntryOutput(leased.delivery, leased.source.rollouts, finished.SerializeToString(), rollout.rollout_key)
+        stream, payload = leased.source.finished_stream, finished.SerializeToString()
+        output = EntryOutput(leased.delivery, stream, payload, rollout.rollout_key)
         if not await leased.source.outbox.put(output):
             detail = "dropped: its group ended, or another worker has it"
             log.info("lease_lost", rollout=rollout.rollout_key, detail=detail)
@@ -226,32 +223,20 @@ class Worker:
             await inbox.finish(delivery)
             return
         metrics.ROLLOUTS_PAUSED.inc(len(leased.in_flight))
-        await self._saver.save(leased.rollouts(), paused=True)
+        await self._saver.save_paused([leased])
         await inbox.requeue(delivery, stream=self._paused.inbox.stream, group=leased.task.group)
-
-    def _in_flight(self) -> Iterator[tuple[Inbox, Delivery, InFlightRollout]]:
-        for leased in self._leased:
-            yield from leased.rollouts()
-
-    async def _save_all(self) -> None:
-        """Save the rollouts that the drain cuts off: they go on elsewhere at once."""
-        await self._saver.save(list(self._in_flight()), paused=True)
 
 
 def _failure(source: TaskSource, delivery: Delivery, reason: str) -> list[tuple[str, bytes]]:
     """The failure that settles a group which cannot be generated."""
     task: GroupTask = delivery.message
     failure = GroupFailure(group=task.group, attempt=task.attempt, reason=f"generation: {reason}")
-    return [(source.scored, Scored(schema=SCHEMA, failure=failure).SerializeToString())]
+    return [(source.scored_stream, Scored(schema=SCHEMA, failure=failure).SerializeToString())]
 
 
 def _trace(traces: Traces, rollout: Rollout) -> None:
     """Trace the wait for a generator, and the generation."""
     which = (rollout.group, rollout.number)
     traces.add("queue", *which, rollout.issued_unix_s, rollout.started_unix_s, before="generate")
-    about: dict[str, Any] = {
-        "tokens": len(rollout.token_ids),
-        "attempt": rollout.attempt,
-        "generator": rollout.generator,
-    }
-    traces.add("generate", *which, rollout.started_unix_s, rollout.finished_unix_s, **about)
+    span = (*which, rollout.started_unix_s, rollout.finished_unix_s)
+    traces.add("generate", *span, tokens=len(rollout.token_ids), attempt=rollout.attempt, generator=rollout.generator)

@@ -26,6 +26,7 @@ from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
+from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.rollout_pb2 import OUTCOME_ENVIRONMENT_DONE, GroupTask, Play, Prompt, Rollout, Sampling
 from tests.support.chat_templates import THOUGHT, TOKENIZERS
@@ -127,8 +128,10 @@ async def played(policy: TaughtPolicy, name: str, number: int, temperature: floa
         play=Play(max_turns=8, turn_tokens=TURN_TOKENS, step_timeout_s=10, total_timeout_s=100),
     )
     episodes = Episodes(cast("EnvironmentClient", GuessingGame()), tokenizer)
-    rollouts = RolloutDriver(policy.engine, tokenizer, GenerationConfig(), "generation-0", episodes)
-    return await rollouts.generate(task, number)
+    rollouts = RolloutDriver(policy.engine, tokenizer, GenerationConfig(), episodes)
+    rollout = await rollouts.drive(InFlightRollout(task, number, "generation-0"))
+    assert rollout is not None
+    return rollout
 
 
 def check_against_vllm(rollout: Rollout, outputs: list[Any]) -> None:

@@ -77,7 +77,7 @@ def start(config: Config, redis_url: str, name: str, *, version: int = 0, decode
     service = service_of(f"generation-{name}", config, redis_url)
     settings = Settings(decode_s=decode_s, decode_s_per_request=0.0, length_median=LENGTH)
     engine = SimulatedEngine(settings, max_num_seqs=4, vocabulary=90, eos=2, key=KEYS[version], version=version)
-    rollouts = RolloutDriver(engine, make_tokenizer(), config.generation, name)
+    rollouts = RolloutDriver(engine, make_tokenizer(), config.generation)
     worker = Worker(service, engine, rollouts)
     return WorkerUnderTest(service, engine, worker, asyncio.create_task(worker.run()))
 

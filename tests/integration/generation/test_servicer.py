@@ -31,7 +31,7 @@ async def test_a_generate_call_that_its_caller_cancels_leaves_no_request_in_the_
     service, staged = service_of("generation-0", config, redis_url), StagedWeights({"a": (4,)}, "float32")
     settings = Settings(decode_s=10.0, decode_s_per_request=0.0, length_median=100)
     engine = SimulatedEngine(settings, max_num_seqs=4, vocabulary=90, eos=2, key=7)
-    driver = RolloutDriver(engine, make_tokenizer(), config.generation, "generation-0")
+    driver = RolloutDriver(engine, make_tokenizer(), config.generation)
     servicer = GenerationGrpcServicer(service, engine, staged, driver, IdleWorker())
     server = GrpcServer(
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server),

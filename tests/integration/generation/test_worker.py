@@ -27,13 +27,7 @@ class StandInDriver:
     def __init__(self, engine: StandInEngine) -> None:
         self._engine = engine
 
-    def begin(self, task: GroupTask, number: int, saved: bytes | None) -> InFlightRollout:
-        return InFlightRollout(task, number, "generation", saved)
-
-    async def drive(self, rollout: InFlightRollout, segment_tokens: int | None) -> bool:
-        return True
-
-    def finished(self, rollout: InFlightRollout) -> Rollout:
+    async def drive(self, rollout: InFlightRollout, segment_tokens: int | None) -> Rollout:
         return Rollout(schema=1, group=rollout.task.group, number=rollout.number, version=[self._engine.version])
 
 

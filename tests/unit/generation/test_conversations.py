@@ -21,6 +21,7 @@ from gspo.generation.rollout.chat_turns import ChatTurns, ObservationError, Plai
 from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
+from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto import rollout_pb2
 from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Rollout, Sampling
@@ -115,11 +116,21 @@ def task_of(tokenizer: PreTrainedTokenizerFast, max_tokens: int = 400, **play: A
 
 def driver_of(engine: ScriptedEngine, game: ScriptedGame) -> RolloutDriver:
     episodes = Episodes(cast("EnvironmentClient", game), engine.tokenizer)
-    return RolloutDriver(cast("EngineLike", engine), engine.tokenizer, GenerationConfig(), "generation-0", episodes)
+    return RolloutDriver(cast("EngineLike", engine), engine.tokenizer, GenerationConfig(), episodes)
+
+
+def in_flight_of(task: GroupTask, saved: bytes | None = None) -> InFlightRollout:
+    return InFlightRollout(task, 0, "generation-0", saved)
+
+
+async def finished(driver: RolloutDriver, in_flight: InFlightRollout) -> Rollout:
+    rollout = await driver.drive(in_flight)
+    assert rollout is not None
+    return rollout
 
 
 async def played(engine: ScriptedEngine, game: ScriptedGame, task: GroupTask) -> Rollout:
-    return await driver_of(engine, game).generate(task, 0)
+    return await finished(driver_of(engine, game), in_flight_of(task))
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -134,7 +145,7 @@ async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
     engine = ScriptedEngine(tokenizer, [THOUGHT, "24 or so", "20"])
     driver = driver_of(engine, game)
     task = task_of(tokenizer)
-    in_flight = driver.begin(task, 0)
+    in_flight = in_flight_of(task)
     task.play.turn_tokens = limit
     original = engine.generate
 
@@ -145,8 +156,7 @@ async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
         return await original(request_id, ids, most)
 
     engine.generate = cut_second  # type: ignore[method-assign]
-    assert await driver.drive(in_flight)
-    rollout = driver.finished(in_flight)
+    rollout = await finished(driver, in_flight)
 
     tokens = [*rollout.prompt.token_ids, *rollout.token_ids]
     # Each prompt of the engine, followed by its samples, is the beginning of the next prompt.
@@ -178,7 +188,7 @@ async def test_a_rollout_goes_on_from_any_save() -> None:
     saves: list[bytes] = []
     engine, game = ScriptedEngine(tokenizer, lines), ScriptedGame(GUESSING)
     first = driver_of(engine, game)
-    in_flight = first.begin(task_of(tokenizer), 0)
+    in_flight = in_flight_of(task_of(tokenizer))
     nothing = api.Tokens([], [], [])
     for asked in (engine, game):
         for name in ("generate",) if asked is engine else ("reset", "step"):
@@ -196,9 +206,7 @@ async def test_a_rollout_goes_on_from_any_save() -> None:
         state = rollout_pb2.RolloutState.FromString(save)
         again.sampled = [[]] * (state.num_turns - (not state.turn_ended))
         driver = driver_of(again, ScriptedGame(GUESSING))
-        resumed = driver.begin(task_of(tokenizer), 0, save)
-        await driver.drive(resumed)
-        rollout = driver.finished(resumed)
+        rollout = await finished(driver, in_flight_of(task_of(tokenizer), save))
         for there in (rollout, whole):
             there.started_unix_s = there.finished_unix_s = 0.0
         assert rollout == whole
@@ -309,9 +317,9 @@ async def test_a_restart_begins_the_conversation_anew() -> None:
     tokenizer = TOKENIZERS["chatml"]
     game = ScriptedGame([says("no"), says("", done=True)])
     driver = driver_of(ScriptedEngine(tokenizer, ["16", "20"]), game)
-    rollout = driver.begin(task_of(tokenizer), 0)
+    rollout = in_flight_of(task_of(tokenizer))
     await driver._episodes_of(rollout).reset(rollout)
     rollout.on_sampled(Completion([65], [-1.0], [3], "length"))
     rollout.restart()
-    await driver.drive(rollout)
-    assert (len(game.tasks), driver.finished(rollout).num_turns) == (2, 2)
+    message = await finished(driver, rollout)
+    assert (len(game.tasks), message.num_turns) == (2, 2)

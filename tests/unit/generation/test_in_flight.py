@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 from gspo.generation.engine.api import Completion, Finish, Tokens
 from gspo.generation.leased_task import num_failed_deliveries
-from gspo.generation.rollout.in_flight import (
-    Action,
-    FinishAction,
-    InFlightRollout,
-    PauseAction,
-    ResetAction,
-    SampleAction,
-    StepAction,
-)
+from gspo.generation.rollout.in_flight import Action, InFlightRollout, PlainAction, SampleAction
 from gspo_proto import rollout_pb2
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Rollout, RolloutState, Sampling
 
@@ -58,13 +50,13 @@ def test_a_rollout_samples_until_the_policy_ends_it(finish: Finish, expected: st
     rollout.on_sampled(piece([10, 11, 12]))
     assert action(rollout) == SampleAction(7)
     rollout.on_sampled(piece([13], finish))
-    assert (action(rollout), outcome(rollout)) == (FinishAction(), expected)
+    assert (action(rollout), outcome(rollout)) == (PlainAction.FINISH, expected)
 
 
 def test_a_rollout_of_all_its_tokens_is_truncated() -> None:
     rollout = in_flight()
     rollout.on_sampled(piece(list(range(10))))
-    assert (action(rollout), outcome(rollout)) == (FinishAction(), "TRUNCATED")
+    assert (action(rollout), outcome(rollout)) == (PlainAction.FINISH, "TRUNCATED")
 
 
 def test_a_segment_counts_the_tokens_of_one_version_from_its_beginning() -> None:
@@ -76,7 +68,7 @@ def test_a_segment_counts_the_tokens_of_one_version_from_its_beginning() -> None
     # A new version is a new step.
     assert rollout.next_action(2, 4, 0.0) == SampleAction(4)
     rollout.on_sampled(piece([13]))
-    assert action(rollout, 4) == PauseAction()
+    assert action(rollout, 4) == PlainAction.PAUSE
     rollout.begin_segment()
     assert action(rollout, 4) == SampleAction(4)
     assert action(rollout, 8) == SampleAction(6)
@@ -86,17 +78,17 @@ def test_a_rollout_saved_under_a_larger_limit_ends_without_another_token() -> No
     longer = in_flight(task=GroupTask(group=7, sampling=Sampling(max_tokens=20)))
     longer.on_sampled(piece(list(range(12))))
     rollout = in_flight(longer.snapshot(NO_TOKENS, delivery=1).SerializeToString())
-    assert (action(rollout, 4), outcome(rollout)) == (FinishAction(), "TRUNCATED")
+    assert (action(rollout, 4), outcome(rollout)) == (PlainAction.FINISH, "TRUNCATED")
 
 
 def test_the_environment_begins_answers_each_turn_and_ends_the_episode() -> None:
     rollout = in_flight(task=GroupTask(group=7, sampling=Sampling(max_tokens=20), environment="game"))
-    assert action(rollout) == ResetAction()
+    assert action(rollout) == PlainAction.RESET
     rollout.on_reset("v1", '"s0"')
     rollout.on_opening(Prompt(token_ids=[5, 6]))
     assert (action(rollout), rollout.context) == (SampleAction(20), [5, 6])
     rollout.on_sampled(piece([10, 11], "stop"))
-    assert action(rollout) == StepAction()
+    assert action(rollout) == PlainAction.STEP
     rollout.on_turn_read("guess")
     rollout.on_step('"s1"', 0.25, 1)
     rollout.on_observation([90, 91, 92], [{"role": "user", "content": "higher"}])
@@ -107,7 +99,7 @@ def test_the_environment_begins_answers_each_turn_and_ends_the_episode() -> None
     rollout.on_step('"s2"', 0.5, 0)
     rollout.on_environment_done([])
     message = rollout.finished("again", 99.0)
-    assert (action(rollout), outcome(rollout)) == (FinishAction(), "ENVIRONMENT_DONE")
+    assert (action(rollout), outcome(rollout)) == (PlainAction.FINISH, "ENVIRONMENT_DONE")
     assert message.mask == b"\x01\x01\x00\x00\x00\x01"
     assert list(message.logp) == [-5.0, -5.5, 0.0, 0.0, 0.0, -6.0]
     assert list(message.version) == [1, 1, -1, -1, -1, 2]
@@ -128,7 +120,7 @@ def test_a_turn_of_all_its_tokens_is_cut_and_answered() -> None:
     rollout.on_sampled(piece([10, 11]))
     assert action(rollout) == SampleAction(1)
     rollout.on_sampled(piece([12]))
-    assert (action(rollout), rollout.state.episode.num_cut_turns) == (StepAction(), 1)
+    assert (action(rollout), rollout.state.episode.num_cut_turns) == (PlainAction.STEP, 1)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +134,7 @@ def test_a_turn_of_all_its_tokens_is_cut_and_answered() -> None:
 def test_each_limit_within_a_turn_ends_the_conversation(play: Any, sampled: Completion, expected: str) -> None:
     rollout = conversation(**play)
     rollout.on_sampled(sampled)
-    assert (action(rollout), outcome(rollout)) == (FinishAction(), expected)
+    assert (action(rollout), outcome(rollout)) == (PlainAction.FINISH, expected)
     # The environment has not seen this turn, but the conversation has it.
     assert '"cut off"' in rollout.finished("cut off", 9.0).episode.turns_json
 
@@ -154,7 +146,7 @@ def test_an_observation_beyond_a_limit_ends_the_conversation(play: Any, num_obse
     rollout = conversation(**play)
     rollout.on_sampled(piece([10], "stop"))
     rollout.on_observation([90] * num_observed, [{"role": "user", "content": "higher"}])
-    assert (action(rollout), outcome(rollout)) == (FinishAction(), expected)
+    assert (action(rollout), outcome(rollout)) == (PlainAction.FINISH, expected)
     assert list(rollout.state.token_ids) == [10]
     assert "higher" in rollout.state.episode.turns_json
 
@@ -162,7 +154,7 @@ def test_an_observation_beyond_a_limit_ends_the_conversation(play: Any, num_obse
 def test_the_time_limit_runs_from_the_start_and_only_in_conversations() -> None:
     rollout = conversation(total_timeout_s=5.0)
     assert action(rollout, after_s=2.0) == SampleAction(10, 3.0)
-    assert (action(rollout, after_s=5.0), outcome(rollout)) == (FinishAction(), "TIME_LIMIT")
+    assert (action(rollout, after_s=5.0), outcome(rollout)) == (PlainAction.FINISH, "TIME_LIMIT")
     assert in_flight(task=GroupTask(play=Play(total_timeout_s=5.0))).seconds_left(1e12) == math.inf
 
 
@@ -170,7 +162,7 @@ def test_the_time_limit_runs_from_the_start_and_only_in_conversations() -> None:
 def test_a_failed_environment_ends_the_conversation_with_the_kind(kind: str, expected: str) -> None:
     rollout = conversation()
     rollout.on_environment_failed(kind, "why")
-    assert (action(rollout), outcome(rollout)) == (FinishAction(), expected)
+    assert (action(rollout), outcome(rollout)) == (PlainAction.FINISH, expected)
     assert (rollout.state.episode.failure_kind, rollout.state.episode.failure) == (kind, "why")
 
 
@@ -201,7 +193,7 @@ def test_a_restart_keeps_the_id_and_the_start_and_nothing_else() -> None:
     # The observation's token is of no version.
     assert rollout.restart() == 2
     assert rollout.state == RolloutState(schema=1, started_unix_s=started, num_turns=1, generator="generation-0")
-    assert (rollout.rollout_key, rollout.is_outdated(99), action(rollout)) == ("7-3", False, ResetAction())
+    assert (rollout.rollout_key, rollout.is_outdated(99), action(rollout)) == ("7-3", False, PlainAction.RESET)
 
 
 def test_a_finished_rollout_is_never_outdated() -> None:
@@ -241,7 +233,7 @@ def test_any_course_ends_within_its_limits_and_is_the_same_from_any_save(
                 rollout = in_flight(rollout.snapshot(NO_TOKENS, delivery=1).SerializeToString(), task)
                 rollout._segment_start = segment_start
             match rollout.next_action(version, segment_tokens, 0.0):
-                case ResetAction():
+                case PlainAction.RESET:
                     rollout.on_reset("v1", "0")
                 case SampleAction(most):
                     assert 1 <= most <= min(rollout.tokens_left, rollout.turn_tokens_left, segment_tokens or most)
@@ -249,16 +241,16 @@ def test_any_course_ends_within_its_limits_and_is_the_same_from_any_save(
                     num_sampled += min(num, most)
                     ids = [100 + version] * min(num, most)
                     rollout.on_sampled(piece(ids, "stop" if stops else "length", version))
-                case StepAction():
+                case PlainAction.STEP:
                     rollout.on_turn_read("turn")
                     if max_turns or num_observed:
                         rollout.on_step(str(rollout.state.num_turns), 0.5, 0)
                         rollout.on_observation([90] * num_observed, [{"role": "user", "content": "next"}])
                     else:
                         rollout.on_environment_done([])
-                case PauseAction():
+                case PlainAction.PAUSE:
                     rollout.begin_segment()
-                case FinishAction():
+                case PlainAction.FINISH:
                     state = rollout.state
                     assert len(state.token_ids) <= max_tokens
                     assert state.mask.count(1) == num_sampled

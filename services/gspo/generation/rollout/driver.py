@@ -20,16 +20,9 @@ from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import Completion, EngineLike, Sampling
 from gspo.generation.rollout.detokenizer import Detokenizer
 from gspo.generation.rollout.episodes import Episodes
-from gspo.generation.rollout.in_flight import (
-    FinishAction,
-    InFlightRollout,
-    PauseAction,
-    ResetAction,
-    SampleAction,
-    StepAction,
-)
+from gspo.generation.rollout.in_flight import InFlightRollout, PlainAction, SampleAction
 from gspo_proto import rollout_pb2
-from gspo_proto.rollout_pb2 import GroupTask, Rollout
+from gspo_proto.rollout_pb2 import Rollout
 
 # A character of UTF-8 has four bytes at most, and a token at least one.
 _TOKENS_PER_CHARACTER = 4
@@ -43,7 +36,6 @@ class RolloutDriver:
     """Makes rollouts with one engine.
 
     Args:
-        generator: This generator's name, which the rollouts carry.
         episodes: Asks the environments of tasks that name one; None where no task does.
     """
 
@@ -52,33 +44,22 @@ class RolloutDriver:
         engine: EngineLike,
         tokenizer: PreTrainedTokenizerBase,
         config: GenerationConfig,
-        generator: str,
         episodes: Episodes | None = None,
     ) -> None:
-        self._engine, self._tokenizer, self._generator, self._episodes = engine, tokenizer, generator, episodes
+        self._engine, self._tokenizer, self._episodes = engine, tokenizer, episodes
         self._detokenizer = Detokenizer(tokenizer)
         self._restarts = config.on_update == "restart"
         self._request_numbers = count()
         self._abort_tasks: set[asyncio.Future[None]] = set()  # the event loop keeps only weak references to tasks
 
-    def begin(self, task: GroupTask, number: int, saved: bytes | None = None) -> InFlightRollout:
-        """A rollout of a task, new or continued from a saved state."""
-        return InFlightRollout(task, number, self._generator, saved)
-
-    async def generate(self, task: GroupTask, number: int) -> Rollout:
-        """One rollout of a task, from its beginning to its end; errors as in `drive`."""
-        rollout = self.begin(task, number)
-        await self.drive(rollout)
-        return self.finished(rollout)
-
-    async def drive(self, rollout: InFlightRollout, segment_tokens: int | None = None) -> bool:
+    async def drive(self, rollout: InFlightRollout, segment_tokens: int | None = None) -> Rollout | None:
         """Carry out a rollout's actions until it finishes or pauses.
 
         Args:
-            segment_tokens: Tokens of one step, after which the rollout pauses; None for any number.
+            segment_tokens: Tokens of one segment, after which the rollout pauses; None for any number.
 
         Returns:
-            Whether it has finished.
+            The finished rollout; None where it pauses.
 
         Raises:
             ValueError: The engine refuses the request, for example because the prompt is too long.
@@ -91,20 +72,16 @@ class RolloutDriver:
             match rollout.next_action(self._engine.version, segment_tokens, time.time()):
                 case SampleAction() as action:
                     await self._sample(rollout, action)
-                case ResetAction():
+                case PlainAction.RESET:
                     await self._episodes_of(rollout).reset(rollout)
-                case StepAction():
+                case PlainAction.STEP:
                     await self._episodes_of(rollout).step(rollout)
-                case PauseAction():
-                    return False
-                case FinishAction():
-                    return True
-
-    def finished(self, rollout: InFlightRollout) -> Rollout:
-        """The message of a rollout that has finished; counts it in the metrics."""
-        message = rollout.finished(self._detokenizer.text(rollout.policy_turn), time.time())
-        _count(message)
-        return message
+                case PlainAction.PAUSE:
+                    return None
+                case PlainAction.FINISH:
+                    finished = rollout.finished(self._detokenizer.text(rollout.policy_turn), time.time())
+                    _count(finished)
+                    return finished
 
     def _episodes_of(self, rollout: InFlightRollout) -> Episodes:
         if self._episodes is None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Episodes:
-    """Carries out ResetAction and StepAction.
+    """Carries out the actions RESET and STEP.
 
     Args:
         environments: Asks the reward replicas.

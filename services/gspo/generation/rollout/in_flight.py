@@ -1,14 +1,12 @@
 """One rollout in flight, as a state machine: its tokens so far, and the action that comes next.
 
 The machine asks no engine and no environment, writes to no stream, counts no metric, and gets the time as an argument.
-`driver.py` carries out its actions and reports their results back:
-
-Each action is reported back by its methods:
+`driver.py` carries out its actions and reports their results back by these methods:
 
 SampleAction: on_sampled.
-ResetAction: on_reset, then on_opening if the environment shows an observation.
-StepAction: on_malformed_call or on_step, then on_observation or on_environment_done.
-PauseAction and FinishAction: none, since the driver stops.
+RESET: on_reset, then on_opening if the environment shows an observation.
+STEP: on_malformed_call or on_step, then on_observation or on_environment_done.
+PAUSE and FINISH: none, since the driver stops.
 
 An environment that fails or is too slow is reported by on_environment_failed or on_time_over.
 
@@ -22,6 +20,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, TypeAlias
 
 from gspo.common.streams.entries import SCHEMA, saved_state
@@ -45,27 +44,16 @@ class SampleAction:
     timeout_s: float = math.inf
 
 
-@dataclass(frozen=True)
-class ResetAction:
-    """Begin the episode: ask the environment for its first state and observation."""
+class PlainAction(Enum):
+    """The actions without arguments."""
+
+    RESET = auto()  # begin the episode: ask the environment for its first state and observation
+    STEP = auto()  # a turn of the policy has ended: ask the environment for its answer
+    PAUSE = auto()  # the segment is used up: other tasks may take its place
+    FINISH = auto()  # the outcome is known: write the rollout
 
 
-@dataclass(frozen=True)
-class StepAction:
-    """A turn of the policy has ended: ask the environment for its answer."""
-
-
-@dataclass(frozen=True)
-class PauseAction:
-    """The rollout has used up its tokens of this step: other tasks may take its place."""
-
-
-@dataclass(frozen=True)
-class FinishAction:
-    """The outcome is known: write the rollout."""
-
-
-Action: TypeAlias = SampleAction | ResetAction | StepAction | PauseAction | FinishAction
+Action: TypeAlias = SampleAction | PlainAction
 
 
 class InFlightRollout:
@@ -135,7 +123,7 @@ class InFlightRollout:
         return not self.ended and any(0 <= sampled_by < version for sampled_by in self.state.version)
 
     def begin_segment(self) -> None:
-        """Count its tokens of one step from here on."""
+        """Begin a segment: its tokens count from here on."""
         self._segment_start = len(self.state.token_ids)
 
     def next_action(self, version: int, segment_tokens: int | None, now_unix_s: float) -> Action:
@@ -146,17 +134,17 @@ class InFlightRollout:
             segment_tokens: Tokens that `version` may sample in this segment; None for any number.
         """
         if self.ended:
-            return FinishAction()
+            return PlainAction.FINISH
         if self.task.environment and not self.state.HasField("episode"):
-            return ResetAction()
+            return PlainAction.RESET
         if self.task.environment and self.state.turn_ended:
-            return StepAction()
+            return PlainAction.STEP
         max_tokens = min(self.tokens_left, self.turn_tokens_left)
         if max_tokens and segment_tokens is not None:
             used = sum(sampled_by == version for sampled_by in self.state.version[self._segment_start :])
             max_tokens = min(max_tokens, segment_tokens - used)
             if max_tokens <= 0:
-                return PauseAction()
+                return PlainAction.PAUSE
         timeout_s = self.seconds_left(now_unix_s)
         if not timeout_s:
             self.on_time_over()
