@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.harness.child_process import serve
 from gspo.common.config.loading import read_config
 from gspo.common.config.schema import Config
-from gspo.common.model.folder import model_folder
+from gspo.common.model.files import model_folder
 from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer import Trainer
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from benchmarks.harness.child_process import serve
 from benchmarks.push.versions import policy
-from gspo.common.weights.changes import apply_changes, pack_changes
-from gspo.common.weights.digest import policy_digest
+from gspo.common.weights import apply_changes, pack_changes, policy_digest
 from gspo.learner.push.policy_weights import FRAME_BYTES, PolicyWeights
 
 _ROUNDS = 3

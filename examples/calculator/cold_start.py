@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from conversations import Lesson, Talk, cold_start, cold_start_command
 
-from gspo.common.config.environment import BUILTIN_TOOLS
+from gspo.common.config.reward import BUILTIN_TOOLS
 
 TOOL_SHARE, MALFORMED_SHARE, COPIED_SHARE = 0.3, 0.15, 0.8
 OPENING, CLOSING = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "', '"}}\n</tool_call>'

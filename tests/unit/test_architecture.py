@@ -199,11 +199,11 @@ def test_exactly_one_file_imports_deepspeed() -> None:
         ("services/gspo/reward/scoring/scorer.py", "from gspo_core import loss", "imports gspo_core"),
         ("services/gspo/learner/push/policy_weights.py", "from vllm import LLM", "imports vllm outside"),
         (
-            "services/gspo/runlog/records.py",
+            "services/gspo/runlog/run_log.py",
             "from gspo.common.errors import InputError",
             "standard library and pyarrow",
         ),
-        ("services/gspo/runlog/records.py", "import torch", "imports torch"),
+        ("services/gspo/runlog/run_log.py", "import torch", "imports torch"),
         ("services/gspo/learner/loop.py", "import deepspeed", "imports deepspeed outside"),
         ("services/gspo/learner/telemetry/trackers.py", "import wandb", "outside services/gspo/tracking"),
         ("services/gspo/tracking/follower.py", "import torch", "imports torch"),

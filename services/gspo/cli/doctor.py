@@ -28,7 +28,7 @@ from gspo.common.errors import InputError
 from gspo.common.host.gpus import Gpu, visible_gpus
 from gspo.common.host.memory import GIB
 from gspo.common.model.files import ModelFiles, read_model_files
-from gspo.common.model.training_memory import host_bytes, num_trained, snapshot_bytes, training_bytes
+from gspo.common.model.memory_needs import host_bytes, num_trained, snapshot_bytes, training_bytes
 from gspo.common.streams.keys import GENERATION, LEARNER, SERVICES
 
 _STYLES = {"OK": "green", "warning": "yellow", "problem": "bold red"}

@@ -10,7 +10,7 @@ from functools import partial
 import structlog
 
 from gspo.common.errors import InputError
-from gspo.common.network.http_guard import BoundedBodies
+from gspo.common.network.http_server import BoundedBodies
 from gspo.common.service.app import App, Service, Work, run_app
 from gspo.coordinator.data.prompts import PromptSet, held_out_prompts, training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer

@@ -12,10 +12,10 @@ from google.protobuf.message import Message
 from gspo.common.network.auth_log import token_accepted_by, token_rejected_by
 from gspo.common.network.grpc_server import open_channel, token_metadata
 from gspo.common.service.app import Service
+from gspo.common.streams.entries import body_of
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import LEARNER
-from gspo.common.streams.messages import body_of
 from gspo.coordinator.redis_state import newest_entries, readable
 from gspo_proto.learner_pb2 import ProgressReply, ProgressRequest
 from gspo_proto.learner_pb2_grpc import LearnerStub

@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from redis.asyncio import Redis
 
 from gspo.common.service.app import Service
+from gspo.common.streams.entries import word_of
 from gspo.common.streams.events import Events
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import GENERATION, PAUSED_BY_USER, Keys
-from gspo.common.streams.messages import word_of
-from gspo.common.telemetry.bottleneck import verdict
+from gspo.common.telemetry.advice import verdict
 from gspo.common.telemetry.step_time import seconds_by_function, shares
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.loop import Coordinator

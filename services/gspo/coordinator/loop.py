@@ -15,9 +15,9 @@ import structlog
 from google.protobuf.message import Message
 
 from gspo.common.service.app import Service
-from gspo.common.streams.messages import word_of
+from gspo.common.streams.entries import word_of
 from gspo.common.telemetry import metrics
-from gspo.common.telemetry.bottleneck import STEPS_LOOKED_AT
+from gspo.common.telemetry.advice import STEPS_LOOKED_AT
 from gspo.coordinator.ending import Ending
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.feed import EventFeed, LearnerProgress

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from transformers import AutoTokenizer
 
 from gspo.common.config.schema import Config
-from gspo.common.model.folder import model_folder
+from gspo.common.model.files import model_folder
 from gspo.common.service.app import App, GrpcApi, Service, run_app
 from gspo.generation.check import check
 from gspo.generation.engine.api import EngineLike

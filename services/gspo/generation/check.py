@@ -8,7 +8,7 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import ConfigError, InputError, warn
 from gspo.common.host.gpus import PARALLEL_ARGUMENTS, check_gpus_are_seen, visible_gpus, warn_of_float32
 from gspo.common.host.memory import GIB, free_memory
-from gspo.common.model.folder import max_positions, model_folder
+from gspo.common.model.files import max_positions, model_folder
 from gspo.generation.engine.arguments import check_engine_args
 
 # vLLM's InputBatch: an int32 token id and a flag for every token of the longest rollout.

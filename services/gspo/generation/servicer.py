@@ -9,8 +9,7 @@ from typing import Any
 import grpc
 import structlog
 
-from gspo.common.network.grpc_guard import refuse_message
-from gspo.common.network.grpc_server import ADMITTED
+from gspo.common.network.grpc_server import ADMITTED, refuse_message
 from gspo.common.service.app import Service
 from gspo.common.streams.entries import MalformedEntryError, check_message
 from gspo.common.telemetry import metrics

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from gspo.common.config.schema import Config
-from gspo.common.model.folder import model_folder
+from gspo.common.model.files import model_folder
 from gspo.common.service.app import App, GrpcApi, Service, run_app
 from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics

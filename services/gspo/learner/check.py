@@ -11,17 +11,24 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest, warn
 from gspo.common.host.gpus import check_gpus_are_seen, generators_per_gpu, visible_gpus, warn_of_float32
 from gspo.common.host.memory import GIB, free_memory, shared_memory
-from gspo.common.model.batch_memory import check_fits, learner_bytes
 from gspo.common.model.files import (
     ALL_LINEAR,
     FUSED,
     ModelFiles,
     causal_model_types,
     is_stacked,
+    model_folder,
     read_model_files,
 )
-from gspo.common.model.folder import model_folder
-from gspo.common.model.training_memory import FLOAT32_BYTES, host_bytes, layers_of, snapshot_bytes, training_bytes
+from gspo.common.model.memory_needs import (
+    FLOAT32_BYTES,
+    check_fits,
+    host_bytes,
+    layers_of,
+    learner_bytes,
+    snapshot_bytes,
+    training_bytes,
+)
 from gspo.learner.ranks.launcher import is_launched, num_local_ranks, num_ranks
 from gspo.learner.telemetry.trackers import check_trackers
 from gspo.learner.training.deepspeed_config import engine_config

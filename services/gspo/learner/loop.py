@@ -14,8 +14,8 @@ from typing import Any
 import structlog
 
 from gspo.common.service.app import Service
+from gspo.common.streams.entries import body_of
 from gspo.common.streams.events import Events
-from gspo.common.streams.messages import body_of
 from gspo.common.telemetry import metrics
 from gspo.learner.assembly.assembler import Batch
 from gspo.learner.batches import Batches

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 from gspo.common.config.schema import Config
 from gspo.common.host.durable_write import replace_file
-from gspo.runlog.records import read_own_records
-from gspo.runlog.run_log import EVALUATIONS, LOG_FOLDER, METRICS, EvaluationRecord, StepRecord
+from gspo.runlog.run_log import EVALUATIONS, LOG_FOLDER, METRICS, EvaluationRecord, StepRecord, read_own_records
 
 _PARSERS: dict[str, Callable[[Mapping[str, Any]], StepRecord | EvaluationRecord]] = {
     METRICS: StepRecord.parse,

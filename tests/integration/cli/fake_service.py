@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from gspo.common.errors import InputError
-from gspo.common.network.http_guard import Receive, Scope, Send
+from gspo.common.network.http_server import Receive, Scope, Send
 from gspo.common.service.app import App, Service, run_app, run_process
 from gspo.common.service.options import await_start, parse_options
 from gspo.common.streams.events import Events

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.model.batch_memory import (
+from gspo.common.model.memory_needs import (
     ANSWER,
     LEARNER_ROLLOUT,
     LEARNER_TOKEN,

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from gspo.common.weights.changes import pack_changes
-from gspo.common.weights.digest import policy_digest
+from gspo.common.weights import pack_changes, policy_digest
 from gspo.generation.engine.api import Completion, LoadFailedError, OnUpdate, Sampling
 from gspo.generation.engine.staging import StagedWeights
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments

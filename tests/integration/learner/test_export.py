@@ -18,7 +18,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gspo.common.weights.digest import policy_digest
+from gspo.common.weights import policy_digest
 from gspo.generation.engine.api import Completion, Sampling
 from gspo.generation.engine.staging import StagedWeights
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments

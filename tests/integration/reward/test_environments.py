@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gspo.common.config.environment import EnvironmentConfig
-from gspo.common.config.reward import RewardConfig
+from gspo.common.config.reward import EnvironmentConfig, RewardConfig
 from gspo.common.errors import InputError
 from gspo.reward.check import check
 from gspo.reward.functions.environment_steps import EnvironmentSteps

@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from gspo.common.weights.digest import policy_digest
+from gspo.common.weights import policy_digest
 from tests.support.gspo_run import WholeRun, whole_run
 from tests.support.tiny_model import make_tiny_model
 

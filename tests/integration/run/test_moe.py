@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from gspo.common.weights.digest import policy_digest
+from gspo.common.weights import policy_digest
 from gspo.generation.engine.api import Sampling
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.support.gspo_run import WholeRun, whole_run

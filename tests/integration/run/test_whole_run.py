@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from gspo.common.weights.digest import policy_digest
+from gspo.common.weights import policy_digest
 from tests.integration.run.conftest import CLIP_HIGH, CLIP_LOW, GROUPS, LEARNING_RATE, SIZE, STEPS
 from tests.support.gspo_run import WholeRun
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from gspo.common.errors import InputError
 from gspo.common.host.gpus import Gpu
 from gspo.common.model.files import read_model_files
-from gspo.common.model.training_memory import num_trained, training_bytes
+from gspo.common.model.memory_needs import num_trained, training_bytes
 from gspo.learner.check import check
 from gspo.learner.training import trainer
 from gspo.learner.training.deepspeed_config import _ALLOWED, _OWN_KEYS, _REFUSED, _ZERO, engine_config

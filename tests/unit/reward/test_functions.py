@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gspo.common.config.environment import EnvironmentConfig
-from gspo.common.config.reward import RewardConfig, RewardFunction
+from gspo.common.config.reward import EnvironmentConfig, RewardConfig, RewardFunction
 from gspo.common.errors import InputError
 from gspo.reward.functions.arguments import MissingColumnError, arguments_for, check_columns
 from gspo.reward.functions.configured import check_names, open_function, read_code

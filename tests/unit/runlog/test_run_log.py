@@ -11,8 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gspo.runlog.records import read_own_records, read_records
-from gspo.runlog.run_log import EvaluationRecord, RunLog, SettledRecord, StepRecord, VersionRecord, best_of
+from gspo.runlog.run_log import (
+    EvaluationRecord,
+    RunLog,
+    SettledRecord,
+    StepRecord,
+    VersionRecord,
+    best_of,
+    read_own_records,
+    read_records,
+)
 from gspo.runlog.step_files import column, read_columns, step_file
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from gspo.cli.monitor.text import duration, evaluation_line, largest_shares
 from gspo.cli.monitor.view import ScreenLine, ServiceProcess, View
 from gspo.common.streams.keys import GENERATION
-from gspo.common.telemetry.bottleneck import verdict
+from gspo.common.telemetry.advice import verdict
 
 _STYLES = {"step": "", "note": "cyan", "warning": "yellow", "error": "bold red"}
 # Seconds between lines about the start, without a live panel.

@@ -30,7 +30,7 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.streams.instances import Instance
 from gspo.common.streams.keys import GENERATION
-from gspo.common.telemetry.bottleneck import verdict
+from gspo.common.telemetry.advice import verdict
 from gspo.runlog.run_log import RunLog
 
 _WATCH_S = 1.0

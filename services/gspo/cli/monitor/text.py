@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from gspo.common.telemetry.bottleneck import Verdict
+from gspo.common.telemetry.advice import Verdict
 from gspo.common.telemetry.step_time import seconds_by_function
 
 _BAR_WIDTH = 24

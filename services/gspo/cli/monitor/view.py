@@ -14,8 +14,8 @@ from typing import Literal
 from gspo.cli.monitor.text import duration, evaluation_line, step_cells
 from gspo.cli.monitor.unscored import FIGURE, Unscored, reasons_of_step
 from gspo.common.config.schema import Config
+from gspo.common.streams.entries import body_of, word_of
 from gspo.common.streams.instances import Instance
-from gspo.common.streams.messages import body_of, word_of
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
 from gspo.runlog.run_log import EvaluationRecord, RunLog, StepRecord, best_of
 from gspo_proto.rollout_pb2 import (

@@ -18,7 +18,7 @@ from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.model.batch_memory import check_fits, redis_bytes
+from gspo.common.model.memory_needs import check_fits, redis_bytes
 from gspo.common.network.credentials import (
     EVERY_INTERFACE,
     is_loopback,

@@ -10,7 +10,7 @@ from gspo.cli.monitor.text import largest_pass
 from gspo.cli.monitor.unscored import unscored_so_far
 from gspo.cli.report.history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
 from gspo.cli.rundir.plan import FAILED
-from gspo.common.telemetry.bottleneck import verdict
+from gspo.common.telemetry.advice import verdict
 
 TIMES = ("wait_s", "train_s", "publish_s", "hold_s", "log_s")
 

@@ -11,7 +11,7 @@ from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.loading import parse_config, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.model.folder import max_positions
+from gspo.common.model.files import max_positions
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_FAILED
 from gspo.common.host.gpus import visible_gpus
 from gspo.common.host.memory import free_memory
-from gspo.common.model.batch_memory import check_fits, redis_bytes
+from gspo.common.model.memory_needs import check_fits, redis_bytes
+from gspo.common.streams.entries import word_of
 from gspo.common.streams.keys import SERVICES
-from gspo.common.streams.messages import word_of
 from gspo.common.tasks import task_group
 from gspo_proto.rollout_pb2 import RUN_END_FAILED, RUN_END_STOPPED, RunEnd
 

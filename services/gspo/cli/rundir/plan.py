@@ -27,7 +27,7 @@ from gspo.common.config.loading import (
 )
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, in_yaml
-from gspo.common.streams.messages import word_of
+from gspo.common.streams.entries import word_of
 from gspo.runlog.run_log import LOG_FOLDER, RunLog
 from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, RUN_END_FAILED, RUN_END_STOPPED, RunEnd
 

@@ -11,11 +11,10 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from gspo.common.config.algorithm import AlgorithmConfig
-from gspo.common.config.environment import ENVIRONMENT_PART, EnvironmentConfig
 from gspo.common.config.evaluation import BestFigure, EvaluationConfig, TrackingConfig
 from gspo.common.config.fields import ON_RESUME, FilePath, FreeMapping, RunName, Section
 from gspo.common.config.learner import MICRO_BATCH_TOKENS, LearnerConfig
-from gspo.common.config.reward import RewardConfig
+from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardConfig
 from gspo.common.config.services import ServicesConfig
 from gspo.common.errors import NO_VALUE, ConfigError
 

@@ -22,8 +22,7 @@ import structlog
 from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError
 from gspo.common.network.credentials import redis_refusal
 from gspo.common.network.grpc_server import GrpcServer
-from gspo.common.network.http_guard import ASGIApp
-from gspo.common.network.http_server import HttpServer
+from gspo.common.network.http_server import ASGIApp, HttpServer
 from gspo.common.service.health import HealthProbes
 from gspo.common.service.options import Options, stay
 from gspo.common.service.redis_client import connect_redis

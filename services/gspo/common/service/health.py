@@ -1,21 +1,29 @@
 """The HTTP server of every service: /healthz, /readyz and /metrics, and the service's own API behind the shared token.
 
-A plain ASGI app, so that services without a REST API need no web framework.
+A plain ASGI app, so that services without a REST API need no web framework. A service with bad input that stays
+(`--stay`, for containers) answers here too: an orchestrator would start one that ends again and again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import signal
+import sys
 from importlib.metadata import version
-from typing import Protocol
+from typing import NoReturn, Protocol
 
+import structlog
 from prometheus_client import make_asgi_app
 
+from gspo.common.errors import EXIT_BAD_INPUT, InputError
 from gspo.common.network.auth_log import note_refusal
-from gspo.common.network.http_guard import ASGIApp, Receive, Scope, Send, caller_of, header, reply
+from gspo.common.network.http_server import ASGIApp, HttpServer, Receive, Scope, Send, caller_of, header, reply
 from gspo.common.service.options import Options
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.activity import STARTING
+
+log = structlog.get_logger()
 
 
 class ProbedService(Protocol):
@@ -64,3 +72,37 @@ class HealthProbes:
     def _is_authorized(self, scope: Scope) -> bool:
         credentials = header(scope, b"authorization").encode("latin-1")
         return not self._expected or hmac.compare_digest(credentials, self._expected)
+
+
+def serve_rejection(error: InputError, host: str, port: int) -> NoReturn:
+    """Serve the reason at /readyz until SIGTERM or SIGINT, and exit with code 2.
+
+    It exits at once if the port cannot be bound.
+    """
+    log.error("bad_input", reason=str(error), detail="staying, not ready; SIGTERM ends it")
+    asyncio.run(_stay(str(error), host, port))
+    sys.exit(EXIT_BAD_INPUT)
+
+
+async def _stay(reason: str, host: str, port: int) -> None:
+    try:
+        http = HttpServer(_rejection_app(reason), host, port)
+    except InputError as bind_error:
+        log.error("bad_input", reason=str(bind_error))
+        return
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    serving = asyncio.create_task(http.run())
+    await stopping.wait()
+    serving.cancel()
+
+
+def _rejection_app(reason: str) -> ASGIApp:
+    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+        if scope["path"] == "/healthz":
+            await reply(send, 200, {"status": "alive"})
+        else:
+            await reply(send, 503, {"ready": False, "problems": {"bad_input": reason}})
+
+    return app

@@ -131,7 +131,7 @@ def _parser(service: str, meaning: str) -> argparse.ArgumentParser:
 
 def stay(error: InputError, host: str, http_port: int) -> NoReturn:
     """Serve the error at /readyz until SIGTERM, then exit with code 2."""
-    from gspo.common.service.degraded_start import serve_rejection  # here: a check needs no HTTP server
+    from gspo.common.service.health import serve_rejection  # here: a check needs no HTTP server
 
     serve_rejection(error, host, http_port)
 

@@ -1,6 +1,6 @@
 """From the bytes of a stream entry to its message, or to its error: unknown schema, cut off, other bytes, too large.
 
-Also the dead letter of an entry that is given up, and the task of an environment. Nothing here talks to Redis.
+Also what a dead letter, an event and an environment's task say. Nothing here talks to Redis.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import (
     DeadLetter,
+    Event,
     GroupTask,
     Outcome,
     Prompt,
@@ -195,3 +196,26 @@ def task_json(prompt: Prompt) -> str:
     """
     content: Any = json.loads(prompt.messages_json) if prompt.messages_json else prompt.text
     return json.dumps({"prompt": content, **json.loads(prompt.columns_json or "{}")})
+
+
+class ProtoEnum(Protocol):
+    """An enum of the contract."""
+
+    def Name(self, number: Any) -> str:
+        """The value's name. Raises ValueError where the enum has no such number."""
+
+
+def body_of(event: Event) -> Message | None:
+    """The message that an event carries, for a `match` on its type; None in an event without one."""
+    what = event.WhichOneof("what")
+    return getattr(event, what) if what else None
+
+
+def word_of(enum: ProtoEnum, number: int) -> str:
+    """The value's name without the enum's prefix, in small letters: `completed` for RUN_END_COMPLETED.
+
+    Raises:
+        ValueError: The enum has no such number.
+    """
+    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+    return enum.Name(number).removeprefix(prefix).lower()

@@ -13,10 +13,9 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from gspo.common.streams.entries import SCHEMA, MalformedEntryError, make_letter, read_entry
+from gspo.common.streams.entries import SCHEMA, MalformedEntryError, body_of, make_letter, read_entry
 from gspo.common.streams.inbox import FIELD
 from gspo.common.streams.keys import EVENTS_KEPT, Keys
-from gspo.common.streams.messages import body_of
 from gspo.common.telemetry import metrics
 from gspo_proto.rollout_pb2 import Event, Finished
 

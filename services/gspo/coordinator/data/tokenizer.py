@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from gspo.common.config.schema import ModelConfig
 from gspo.common.errors import InputError
-from gspo.common.model.folder import model_folder
+from gspo.common.model.files import model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

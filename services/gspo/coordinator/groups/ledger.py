@@ -18,10 +18,9 @@ import structlog
 
 from gspo.common.service.app import Service
 from gspo.common.service.traces import Traces
-from gspo.common.streams.entries import SCHEMA, saved_state
+from gspo.common.streams.entries import SCHEMA, saved_state, word_of
 from gspo.common.streams.inbox import DONE, FIELD
 from gspo.common.streams.keys import GENERATION, rollout_key
-from gspo.common.streams.messages import word_of
 from gspo.common.telemetry import metrics
 from gspo.coordinator.data.prompts import PromptSet
 from gspo.coordinator.groups.slots import TRAINED, OpenGroup, Slots

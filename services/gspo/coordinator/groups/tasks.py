@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo.common.config.environment import ENVIRONMENT_PART
+from gspo.common.config.reward import ENVIRONMENT_PART
 from gspo.common.config.schema import Config
 from gspo.common.streams.entries import SCHEMA
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, RewardUse, Sampling

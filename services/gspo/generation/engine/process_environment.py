@@ -11,7 +11,7 @@ from pathlib import Path
 from gspo.common.config.schema import Config
 from gspo.common.host.gpus import torch_is_for_cpus
 from gspo.common.host.process_tuning import WAITING
-from gspo.common.model.folder import read_model_config
+from gspo.common.model.files import read_model_config
 
 # Threads float over the cores: a learner shares them, and a bound thread would wait for a core that is taken.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **WAITING}

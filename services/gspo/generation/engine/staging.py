@@ -21,8 +21,7 @@ from safetensors import safe_open
 
 from gspo.common.errors import InputError
 from gspo.common.host.memory import GIB, free_memory
-from gspo.common.weights.changes import Packed, UnpackError, apply_changes
-from gspo.common.weights.digest import policy_digest
+from gspo.common.weights import Packed, UnpackError, apply_changes, policy_digest
 
 # Cache lines; also more than any dtype's own alignment.
 _ALIGNMENT = 64

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo.common.config.schema import Config
-from gspo.common.model.folder import model_folder
+from gspo.common.model.files import model_folder
 from gspo_proto.rollout_pb2 import Rollout, ScoredRollout
 
 # A probability is at most 1; engines that round reach a little beyond.

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gspo.common.streams.messages import word_of
+from gspo.common.streams.entries import word_of
 from gspo_proto.rollout_pb2 import Outcome, Rollout, Score, ScoredRollout
 
 SCHEMA_NUMBER = b"1"

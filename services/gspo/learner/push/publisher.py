@@ -27,7 +27,7 @@ from gspo.common.service.app import Service
 from gspo.common.streams.instances import list_instances
 from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry import metrics
-from gspo.common.weights.time_limit import TimeLimit
+from gspo.common.weights import TimeLimit
 from gspo.learner.push.policy_weights import PolicyWeights, UpdateKind, WeightUpdate
 from gspo.learner.push.replicas import REPLICA_STATES, GeneratorReplica, PushFailedError
 from gspo_proto.generation_pb2 import PushResult

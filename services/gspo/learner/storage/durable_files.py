@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from gspo.common.host.durable_write import TEMPORARY, fsync
 from gspo.learner.storage.disk_space import DiskSpace
-from gspo.runlog.records import Record, read_own_records
+from gspo.runlog.run_log import Record, read_own_records
 
 
 def temporary(path: Path) -> Path:

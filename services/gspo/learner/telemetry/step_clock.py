@@ -1,6 +1,6 @@
 """The time of each phase of a step, and the learner's spans in the trace of each rollout.
 
-services/gspo/common/telemetry/bottleneck.py draws the conclusions.
+services/gspo/common/telemetry/advice.py draws the conclusions.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from gspo.common.errors import InputError, nearest
-from gspo.common.streams.messages import word_of
+from gspo.common.streams.entries import word_of
 from gspo.reward.sandbox.calls import CallError, Signature
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout
 

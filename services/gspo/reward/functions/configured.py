@@ -13,9 +13,8 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from gspo.common.config.environment import EnvironmentConfig
 from gspo.common.config.fields import Section
-from gspo.common.config.reward import RewardConfig, RewardFunction
+from gspo.common.config.reward import EnvironmentConfig, RewardConfig, RewardFunction
 from gspo.common.errors import InputError, nearest
 from gspo.reward.functions.classifier import PROGRAM, ClassifierOptions, ClassifierProcess
 from gspo.reward.functions.library import Function, Library, UnknownFunctionError

@@ -12,7 +12,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from gspo.common.network.auth_log import note_refusal
-from gspo.common.network.http_guard import ASGIApp, Receive, Scope, Send, caller_of, header
+from gspo.common.network.http_server import ASGIApp, Receive, Scope, Send, caller_of, header
 from gspo.reward.http_api.views import ProblemView, Refusal
 from gspo.reward.registry.records import ConflictError, NotRegisteredError
 from gspo.reward.submissions.callers import ANONYMOUS, Caller, Callers, RateLimit

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi_offline import FastAPIOffline
 
 from gspo.common.errors import nearest
-from gspo.common.network.http_guard import ASGIApp, BoundedBodies
+from gspo.common.network.http_server import ASGIApp, BoundedBodies
 from gspo.reward.functions.library import Function, Library
 from gspo.reward.http_api.access import BEARER, MAX_BODY_BYTES, AccessControl, RestRefusalError, add_error_answers
 from gspo.reward.http_api.submission_body import read_submission, request_body, submission_schemas

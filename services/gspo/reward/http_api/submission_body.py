@@ -12,7 +12,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 
-from gspo.common.network.http_guard import FORM_TYPE, JSON_TYPE
+from gspo.common.network.http_server import FORM_TYPE, JSON_TYPE
 from gspo.reward.http_api.access import MAX_BODY_BYTES, RestRefusalError, cut, refusal_of
 from gspo.reward.http_api.views import ProblemView
 from gspo.reward.registry.submission import Submission

@@ -14,8 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from gspo.common.config.environment import ENVIRONMENT_PART, EnvironmentConfig
-from gspo.common.config.reward import RewardConfig
+from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardConfig
 from gspo.reward.functions.arguments import arguments_for
 from gspo.reward.functions.configured import open_library
 from gspo.reward.functions.library import Function, Library, UnknownFunctionError, counted

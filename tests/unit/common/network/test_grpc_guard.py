@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo.common.network.grpc_guard import MAX_FIELDS, TooManyFieldsError, check_fields
+from gspo.common.network.grpc_server import MAX_FIELDS, TooManyFieldsError, check_fields
 from gspo_proto.reward_pb2 import ScoreRequest
 from tests.support.reward_rollouts import make_rollout
 

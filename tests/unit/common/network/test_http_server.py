@@ -13,8 +13,7 @@ import pytest_asyncio
 
 from gspo.common.config.services import ServicesConfig
 from gspo.common.network import http_server
-from gspo.common.network.http_guard import ASGIApp, BoundedBodies, Receive, Scope, Send, reply
-from gspo.common.network.http_server import HttpServer
+from gspo.common.network.http_server import ASGIApp, BoundedBodies, HttpServer, Receive, Scope, Send, reply
 
 TIMEOUT_S = 0.5
 NAMES = ServicesConfig(http_hosts=("gspo.example.org", "*.svc.cluster.local"))
@@ -209,7 +208,7 @@ async def test_bodies_of_callers_that_are_refused_are_not_kept() -> None:
 
 
 async def test_many_bodies_at_a_time_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gspo.common.network.http_guard.MAX_BUFFERED_BYTES", 2**20)
+    monkeypatch.setattr("gspo.common.network.http_server.MAX_BUFFERED_BYTES", 2**20)
     full, free = asyncio.Event(), asyncio.Event()
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
     statuses: list[int] = []

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from gspo.common.config.schema import Config
-from gspo.common.telemetry.bottleneck import verdict
+from gspo.common.telemetry.advice import verdict
 
 # A step in which nothing takes long.
 QUICK = {"wait_queue_s": 0.1, "wait_generation_s": 0.1, "wait_reward_s": 0.1, "train_s": 0.1, "publish_s": 0.05}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from gspo.common.errors import InputError
-from gspo.common.weights.digest import policy_digest
+from gspo.common.weights import policy_digest
 from gspo.learner.assembly.rows import Row
 from gspo.learner.training.trainer import Trainer
 from tests.support.tiny_model import make_tiny_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gspo.common.weights import digest as digest_module
-from gspo.common.weights.changes import Packed
+from gspo.common import weights
+from gspo.common.weights import Packed
 from gspo.generation.engine.staging import StagedWeights
 from gspo.learner.push import policy_weights
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
@@ -95,5 +95,5 @@ async def test_a_policy_has_one_dtype() -> None:
 
 def test_the_digest_does_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = policy(1).digest
-    monkeypatch.setattr(digest_module, "_MOST_THREADS", 1)
+    monkeypatch.setattr(weights, "_MOST_THREADS", 1)
     assert policy(1).digest == digest
