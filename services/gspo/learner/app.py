@@ -20,7 +20,7 @@ from gspo.common.telemetry import metrics
 from gspo.learner.loop import Learner
 from gspo.learner.recovery import recover
 from gspo.learner.servicer import SERVICE_NAME, LearnerGrpcServicer
-from gspo.learner.storage.disk_space import DiskSpace
+from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.telemetry.trackers import Trackers
 from gspo.learner.training.trainer_api import StartTrainer
@@ -99,8 +99,8 @@ def _app(service: Service, learner: Learner, trackers: Trackers, position: bytes
     return App(
         learner.run,
         background={
-            "intake": learner.batches.intake.run,
-            "publisher": learner.versions.publisher.run,
+            "intake": learner.intake.run,
+            "publisher": learner.publisher.run,
             "events": lambda: learner.watch_events(position),
             "trackers": trackers.run,
             "stop": stop_on_request,

@@ -1,7 +1,8 @@
 """The learner's loop: assemble, log, acknowledge, train, record, publish; a checkpoint now and then.
 
-consumes: batches (batches.py) and the events StopRequested, PromptsExhausted, EvaluationDone, Finished.
-produces: step files, StepDone, TrainingDone. Its parts produce versions, settlements and checkpoints.
+consumes: batches (intake.py) and the events StopRequested, PromptsExhausted, EvaluationDone, Finished.
+produces: step files, log/policy.jsonl, pushes, VersionLive, StepDone, TrainingDone. Its parts produce settlements and
+checkpoints.
 waits for: complete groups, unblocked by reward. At the end for Finished, unblocked by the coordinator.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import structlog
@@ -18,18 +20,19 @@ from gspo.common.streams.entries import body_of
 from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics
 from gspo.learner.assembly.assembler import Batch
-from gspo.learner.batches import Batches
 from gspo.learner.checkpointing import CheckpointWriter
 from gspo.learner.evaluation_gate import EvaluationGate
+from gspo.learner.intake import Intake
+from gspo.learner.push.policy_weights import PolicyWeights
+from gspo.learner.push.publisher import Publisher
 from gspo.learner.recovery import RecoveredState
 from gspo.learner.run_end import RunEndCondition, RunFailedError
 from gspo.learner.step_report import StepReport
-from gspo.learner.storage.disk_space import DiskSpace
+from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
-from gspo.learner.telemetry.step_clock import StepClock
+from gspo.learner.telemetry.step_clock import StepClock, StepPhase
 from gspo.learner.trainer_thread import TrainerThread
 from gspo.learner.training.trainer_api import NotFiniteError, configured_hyperparameters
-from gspo.learner.versions import Versions
 from gspo_proto.learner_pb2 import CheckpointReply, GroupRange, ProgressReply
 from gspo_proto.rollout_pb2 import (
     RUN_END_FAILED,
@@ -39,6 +42,7 @@ from gspo_proto.rollout_pb2 import (
     PromptsExhausted,
     StopRequested,
     TrainingDone,
+    VersionLive,
 )
 
 log = structlog.get_logger()
@@ -50,8 +54,8 @@ class Learner:
 
     Attributes:
         trainer: Trains a step and writes its state, in a thread.
-        versions: The newest policy version: recorded, then published.
-        batches: Takes scored rollouts in and gives out the next batch.
+        publisher: Pushes the newest policy version to the generators.
+        intake: Takes scored rollouts in and gives out the next batch.
         checkpoints: Writes a checkpoint when one is due or requested.
 
     Args:
@@ -74,12 +78,14 @@ class Learner:
         self._end = RunEndCondition(service.config.run)
         self._gate = EvaluationGate(service.config, run_dir, service.activity)
         self._report = StepReport(service.config, run_dir, self._events)
+        self._groups_in_training: tuple[int, ...] = ()
         self.trainer = TrainerThread(recovered.trainer, thread, disk, run_dir.path)
-        self.versions = Versions(service, run_dir, recovered.weights, self._events, self._clock)
-        self.batches = Batches(service, run_dir, recovered.assembler, self.versions.publisher, self._end, self._events)
+        self.publisher = Publisher(service, run_dir.epoch, self._announce_live)
+        self.intake = Intake(service, run_dir, recovered.assembler, self.publisher, self._end, self._events)
         self.checkpoints = CheckpointWriter(
             service, run_dir, self.trainer, recovered.assembler.moments, self._events, self._clock
         )
+        self._make_newest(recovered.weights)
 
     async def run(self) -> None:
         """Train until the run ends, and stay until the coordinator says that it is finished."""
@@ -89,7 +95,7 @@ class Learner:
                 batch = await self._next_batch()
                 if batch is not None:
                     await self._step(batch)
-                await self.checkpoints.write_if_due(self.versions.number)
+                await self.checkpoints.write_if_due(self._newest.version)
             await self._finish(reason)
         except (RunFailedError, NotFiniteError) as error:
             log.error("run_failed", reason=str(error))
@@ -97,23 +103,23 @@ class Learner:
 
     async def _start(self) -> None:
         await self._save_candidate()
-        self.versions.publish()
+        self._publish()
         self._service.problems.clear()
         metrics.STEP_TIMESTAMP.set_to_current_time()
         log.info(
             "learner_ready",
-            version=self.versions.number,
-            digest=self.versions.digest[:12],
+            version=self._newest.version,
+            digest=self._newest.digest[:12],
             epoch=self._run_dir.epoch,
         )
 
     def _reason_to_end(self) -> str:
-        return self._end.reason(self.versions.number, self._report.trained_s)
+        return self._end.reason(self._newest.version, self._report.trained_s)
 
     async def _next_batch(self) -> Batch | None:
         """The next batch; None where the run's end or a request for a checkpoint comes first."""
-        return await self.batches.next(
-            self.versions.number,
+        return await self.intake.next_batch(
+            self._newest.version,
             is_interrupted=lambda: bool(self._reason_to_end()) or self.checkpoints.is_requested,
         )
 
@@ -121,36 +127,53 @@ class Learner:
         """Log, acknowledge, train, record, publish: in this order, so that a kill anywhere loses nothing."""
         step, activity = batch.step, self._service.activity
         self._clock.begin(
-            self.batches.take_timelines(batch.groups),
-            waited_since_s=self.batches.waited_since_s,
-            live_unix_s=self.versions.publisher.live_unix_s,
+            self.intake.take_timelines(batch.groups),
+            waited_since_s=self.intake.waited_since_s,
+            live_unix_s=self.publisher.live_unix_s,
             evaluated_unix_s=self._gate.recorded_unix_s,
         )
-        self.versions.begin_training(batch.groups)
+        self._groups_in_training = batch.groups
         with activity.doing("logging", f"step {step}"):
             await asyncio.to_thread(self._run_dir.write_step, step, batch.rows)
-            await self.batches.acknowledge(batch.groups)
-        self._clock.end_phase("log_s")
+            await self.intake.acknowledge(batch.groups)
+        self._clock.end_phase(StepPhase.LOG)
         with activity.doing("training", f"step {step}, {len(batch.rows)} rollouts"):
             hyperparameters = configured_hyperparameters(self._service.config, step)
             trained = await self.trainer.train(step, batch.rows, hyperparameters)
             await self._report.record_skipped(step, trained.skipped_updates)
-        self._clock.end_phase("train_s")
+        self._clock.end_phase(StepPhase.TRAIN)
         with activity.doing("publishing", f"version {step}"):
             weights = await self.trainer.weights(step)
-            await self.versions.record(weights, hyperparameters)
-        self._clock.end_phase("publish_s")
+            recorded = weights.version, weights.digest, weights.dtype, asdict(hyperparameters)
+            await asyncio.to_thread(self._run_dir.append_version, *recorded)
+            self._make_newest(weights)
+        self._clock.end_phase(StepPhase.MAKE_VERSION)
         await self._gate.wait(step - 1, lambda: self._end.is_stopped)
-        self._clock.end_phase("hold_s")
-        step_metrics = trained.metrics | self._clock.metrics() | self.batches.take_untrained_metrics()
+        self._clock.end_phase(StepPhase.HOLD)
+        step_metrics = trained.metrics | self._clock.metrics() | self.intake.untrained.take_metrics()
         # Generators wait for the weights; nothing waits for the report.
-        self.versions.publish()
-        await self._report.record(batch, weights, step_metrics)
+        self._publish()
+        await self._report.record(batch, weights.digest, step_metrics)
         await self._save_candidate()
+
+    def _make_newest(self, weights: PolicyWeights) -> None:
+        """The version is on record, and so the newest; the groups that made it may free their slots."""
+        self._newest, self._groups_in_training = weights, ()
+        metrics.POLICY_VERSION.set(weights.version)
+        metrics.STEP.set(weights.version)
+
+    def _publish(self) -> None:
+        """Push the newest version to every generator, beside the next step."""
+        self._clock.publish(self._newest.version)
+        self.publisher.publish(self._newest)
+
+    async def _announce_live(self, live: VersionLive) -> None:
+        self._clock.live(live.version)
+        await self._events.send(Event(version_live=live))
 
     async def _finish(self, reason: str) -> None:
         """Settle open groups (not after a stop: a resume trains them), save, and wait for the coordinator."""
-        version = self.versions.number
+        version = self._newest.version
         self._end.finish_training(reason)
         await self._settle_unused()
         await self.checkpoints.write(version)
@@ -160,22 +183,22 @@ class Learner:
             if not self._end.is_stopped:
                 await self._save_candidate(last=True)
         done = TrainingDone(
-            step=version, version=version, digest=self.versions.digest, reason=reason, end=self._end.kind
+            step=version, version=version, digest=self._newest.digest, reason=reason, end=self._end.kind
         )
         await self._events.send(Event(training_done=done))
         log.info("training_done", step=version, reason=reason)
         self._service.activity.set("waiting", "coordinator", "the last evaluation")
-        max_wait_s = self._gate.max_wait_s + self.versions.publisher.push_limit_s
+        max_wait_s = self._gate.max_wait_s + self.publisher.push_limit_s
         # The coordinator may have issued groups before it heard that this is the end.
         await self._end.wait_for_finished(max_wait_s, on_poll=self._settle_unused)
 
     async def _settle_unused(self) -> None:
         if not self._end.is_stopped:
-            await self.batches.settle_unused(self._end.done_reason)
+            await self.intake.settle_unused(self._end.done_reason)
 
     async def _save_candidate(self, *, last: bool = False) -> None:
         """Save the newest version as a model folder if it will be measured, and the best version is kept."""
-        version = self.versions.number
+        version = self._newest.version
         await self.trainer.write(
             "a version that may be the best",
             lambda trainer: self._gate.save_candidate(version, trainer.export, last=last),
@@ -193,32 +216,33 @@ class Learner:
                     self._end.num_groups = num_groups
                 case Finished():
                     self._end.finished.set()
-            self.batches.wake()
+            self.intake.wake()
 
     async def checkpoint_now(self) -> CheckpointReply:
         """A checkpoint as soon as the current step is done."""
         reply = self.checkpoints.request()
-        self.batches.wake()
+        self.intake.wake()
         return await reply
 
     def stop(self, reason: str) -> None:
         """End after the current step with a checkpoint, and do not wait for the coordinator."""
         self._end.stop(reason)
         self._end.finished.set()
-        self.batches.wake()
+        self.intake.wake()
 
     def progress(self) -> ProgressReply:
         """The learner's account of the run, for the coordinator."""
-        settlements = self.versions.settlements()
+        # Those in training are settled on disk, but their slots are free only when their version is the newest.
+        settlements = self._run_dir.settlements.without(self._groups_in_training)
         return ProgressReply(
             run=self._service.config.name,
             epoch=self._run_dir.epoch,
-            step=self.versions.number,
-            version=self.versions.number,
-            digest=self.versions.digest,
+            step=self._newest.version,
+            version=self._newest.version,
+            digest=self._newest.digest,
             settled=[GroupRange(first=first, last=last) for first, last in settlements.ranges()],
             counts=settlements.counts(),
-            live_version=self.versions.publisher.live_version,
+            live_version=self.publisher.live_version,
             end=self._end.kind,
             end_reason=self._end.done_reason,
             evaluations=self._run_dir.evaluations(),
@@ -227,9 +251,9 @@ class Learner:
     def facts(self) -> dict[str, Any]:
         """Fields that the learner adds to its heartbeat."""
         return {
-            "step": self.versions.number,
-            "version": self.versions.number,
+            "step": self._newest.version,
+            "version": self._newest.version,
             "epoch": self._run_dir.epoch,
-            "generators": self.versions.publisher.describe(),
+            "generators": self.publisher.describe(),
             "notices": self._notices,
         }

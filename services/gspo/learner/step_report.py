@@ -14,9 +14,8 @@ from gspo.common.telemetry import metrics
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
 from gspo.common.telemetry.step_time import seconds_by_cause
 from gspo.learner.assembly.assembler import Batch
-from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.storage.run_directory import RunDir
-from gspo.learner.telemetry.step_clock import STEP_PHASES
+from gspo.learner.telemetry.step_clock import StepPhase
 from gspo.learner.training.trainer_api import SkippedUpdate
 from gspo_proto.rollout_pb2 import Event, StepDone
 
@@ -43,11 +42,11 @@ class StepReport:
             log.warning("mini_batch_not_applied", step=step, **record)
         await asyncio.to_thread(self._run_dir.append_not_applied, step, records)
 
-    async def record(self, batch: Batch, weights: PolicyWeights, step_metrics: Mapping[str, float]) -> None:
+    async def record(self, batch: Batch, digest: str, step_metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step whose version is published.
 
         Args:
-            weights: Of the version that the step made.
+            digest: Of the version that the step made.
             step_metrics: By their public names; among them `tokens`, `sequences` and the clock's seconds.
         """
         step = batch.step
@@ -62,8 +61,8 @@ class StepReport:
         log.info("step_done", step=step, **{key: round(figures[key], 6) for key in _IN_LOG_LINE if key in figures})
         done = StepDone(
             step=step,
-            version=weights.version,
-            digest=weights.digest,
+            version=step,
+            digest=digest,
             groups=batch.groups,
             figures=figures,
             advice=texts,
@@ -75,7 +74,7 @@ def _export(figures: Mapping[str, float]) -> None:
     """The step's metrics for Prometheus."""
     for name, value in figures.items():
         metrics.STEP_FIGURE.labels(name).set(value)
-    for phase in STEP_PHASES:
+    for phase in StepPhase:
         metrics.STEP_SECONDS.labels(phase.removesuffix("_s")).observe(figures[phase])
     for cause, seconds in seconds_by_cause(figures).items():
         metrics.STEP_TIME_SECONDS.labels(cause).inc(seconds)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from gspo.learner.assembly.rows import Row
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
-from gspo.learner.storage.disk_space import DiskSpace
+from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.training.trainer_api import Hyperparameters, TrainerApi, TrainResult
 
 T = TypeVar("T")

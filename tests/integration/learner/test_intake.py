@@ -10,13 +10,17 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo.cli.dead_letter_store import letters
+from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import append
 from gspo.common.streams.keys import LEARNER, Keys
 from gspo.common.telemetry import metrics
-from gspo.learner.assembly import intake as intake_module
+from gspo.learner import intake as intake_module
 from gspo.learner.assembly.assembler import Assembler, Batch
-from gspo.learner.assembly.intake import Intake
 from gspo.learner.assembly.settlements import Settlement, Settlements
+from gspo.learner.intake import Intake
+from gspo.learner.push.publisher import Publisher
+from gspo.learner.run_end import RunEndCondition
+from gspo.learner.storage.run_directory import RunDir
 from gspo_core.advantage import RunningMoments
 from gspo_proto.rollout_pb2 import GroupFailure, Scored
 from tests.support.push_peers import service_of
@@ -39,12 +43,13 @@ class RunningIntake:
             config.algorithm, config.staleness, seed=0, settlements=settlements, moments=RunningMoments()
         )
         self._redis, self._keys, self._service = redis, keys, service_of("learner-0", config, redis_url)
+        self._run_dir = RunDir(folder / "run")
 
     async def take(self, *payloads: bytes) -> int:
         """Append entries, with groups 1 to 5 issued; how many are pending afterwards."""
         await self._redis.hset(self._keys.open, mapping={str(group): "{}" for group in range(1, 6)})
         await append(self._redis, self._keys.scored, payloads)
-        intake = Intake(self._service, self.assembler)
+        intake = self._intake()
         running = asyncio.create_task(intake.run())
         async with asyncio.timeout(10):
             # All are delivered once the last one is.
@@ -57,12 +62,20 @@ class RunningIntake:
         assert pending["pending"] == await self._redis.xlen(self._keys.scored)
         return int(pending["pending"])
 
+    def _intake(self) -> Intake:
+        async def ignore(*_: object) -> None: ...
+
+        publisher, end = Publisher(self._service, 1, ignore), RunEndCondition(self._service.config.run)
+        events = Events(self._redis, self._keys, "learner-0")
+        return Intake(self._service, self._run_dir, self.assembler, publisher, end, events)
+
     async def _has_undelivered(self) -> bool:
         stream = await self._redis.xinfo_stream(self._keys.scored)
         (group,) = await self._redis.xinfo_groups(self._keys.scored)
         return bool(group["last-delivered-id"] != stream["last-generated-id"])
 
     async def close(self) -> None:
+        self._run_dir.close()
         await self._service.redis.aclose()
 
 

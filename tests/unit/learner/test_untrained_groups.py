@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gspo.learner.assembly.settlements import SettledGroup, Settlement
-from gspo.learner.batches import UntrainedGroups
+from gspo.learner.intake import UntrainedGroups
 
 
 def test_each_step_has_what_was_not_trained_since_the_one_before() -> None:

@@ -1,22 +1,25 @@
 """Chooses the groups of the next step: complete, the oldest first, none too old, each settled once.
 
-Pure and synchronous: no Redis, no file, no clock. The same rows, seed and step give the same batch.
+Pure and synchronous: no Redis, no file, no clock. The same rows, seed and step give the same batch, in the same order.
+A step file has the result, so a replay draws no random number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
+
+import numpy as np
+import torch
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.schema import StalenessConfig
 from gspo.learner.assembly.groups import Group
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import SettledGroup, Settlement, Settlements
-from gspo.learner.assembly.training_order import in_training_order, update_moments, with_advantages
-from gspo_core.advantage import RunningMoments
+from gspo_core.advantage import RunningMoments, normalize_rewards
 from gspo_proto.rollout_pb2 import GroupFailure, ScoredRollout
 
 
@@ -85,7 +88,7 @@ class Assembler:
         self.moments = moments
         self._algorithm, self._staleness, self._seed = algorithm, staleness, seed
         self._fails_as_one = on_failure == "group"
-        self._settlements = settlements.copy()
+        self._settlements = Settlements(settlements)
         self._groups: dict[int, Group] = {}
         self._fruitless: list[SettledGroup] = []
 
@@ -242,3 +245,42 @@ class Assembler:
             f"group {last.group}, was {last.settlement}: {last.reason}"
         )
         return NoUsableGroups(reason, waiting.settled)
+
+
+def in_training_order(rows: Sequence[Row], *, seed: int, step: int, num_mini_batches: int) -> list[Row]:
+    """The rows permuted by (seed, step) and cut into mini-batches; their order before has no effect.
+
+    Sizes of mini-batches differ by one at most; with fewer rows than mini-batches each row is one. Skipped rows come
+    last and are in no mini-batch.
+    """
+    rows = sorted(rows, key=lambda row: (row.group, row.number))
+    trained = [row for row in rows if row.skipped is None]
+    order = np.random.default_rng((seed, step)).permutation(len(trained))
+    cuts = np.array_split(order, min(num_mini_batches, len(trained)) or 1)
+    placed = [replace(trained[i], step=step, mini_batch=mini_batch) for mini_batch, cut in enumerate(cuts) for i in cut]
+    return placed + [replace(row, step=step) for row in rows if row.skipped is not None]
+
+
+def with_advantages(rows: Sequence[Row], algorithm: AlgorithmConfig, moments: RunningMoments) -> list[Row]:
+    """The rows with their normalised rewards; under running, `moments` is updated in row order."""
+    trained = [row for row in rows if row.skipped is None]
+    advantages_B = normalize_rewards(
+        _rewards(trained),
+        torch.tensor([row.group for row in trained], dtype=torch.long),
+        reward_norm=algorithm.reward_norm,
+        reward_shift=algorithm.reward_shift,
+        reward_scale=algorithm.reward_scale,
+        reward_clip=algorithm.reward_clip,
+        moments=moments if algorithm.reward_norm == "running" else None,
+    )
+    advantages = iter(advantages_B.tolist())
+    return [replace(row, advantage=next(advantages)) if row.skipped is None else row for row in rows]
+
+
+def update_moments(moments: RunningMoments, rows: Sequence[Row]) -> None:
+    """Update the moments from a logged step, to the bit as `with_advantages` did under running."""
+    moments.update(_rewards([row for row in rows if row.skipped is None]))
+
+
+def _rewards(rows: Sequence[Row]) -> torch.Tensor:
+    return torch.tensor([row.reward for row in rows], dtype=torch.float64)

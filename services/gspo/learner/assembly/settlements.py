@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -34,22 +35,14 @@ class SettledGroup:
         return rollout_pb2.SettledGroup(group=self.group, settlement=number, reason=self.reason)
 
 
-class Settlements:
+class Settlements(dict[int, Settlement]):
     """Group -> how it ended."""
-
-    def __init__(self) -> None:
-        self._ended: dict[int, Settlement] = {}
-
-    def copy(self) -> Settlements:
-        """A copy with the same groups."""
-        return self.without(())
 
     def without(self, groups: Iterable[int]) -> Settlements:
         """A copy without some groups."""
-        rest = Settlements()
-        rest._ended = dict(self._ended)
+        rest = Settlements(self)
         for group in groups:
-            rest._ended.pop(group, None)
+            rest.pop(group, None)
         return rest
 
     def add(self, group: int, settlement: Settlement) -> None:
@@ -58,37 +51,20 @@ class Settlements:
         Raises:
             ValueError: It has ended before.
         """
-        if group in self._ended:
-            raise ValueError(
-                f"group {group} is settled '{self._ended[group]}' and cannot be settled '{settlement}' too"
-            )
-        self._ended[group] = settlement
-
-    def __contains__(self, group: int) -> bool:
-        return group in self._ended
-
-    def __len__(self) -> int:
-        return len(self._ended)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._ended)
-
-    def get(self, group: int) -> Settlement | None:
-        """How a group ended; None before that."""
-        return self._ended.get(group)
+        if group in self:
+            raise ValueError(f"group {group} is settled '{self[group]}' and cannot be settled '{settlement}' too")
+        self[group] = settlement
 
     def counts(self) -> dict[str, int]:
         """Groups by settlement, all five named."""
-        counts = {settlement.value: 0 for settlement in Settlement}
         # A copy: gRPC calls count while another thread adds.
-        for settlement in list(self._ended.values()):
-            counts[settlement.value] += 1
-        return counts
+        numbers = Counter(list(self.values()))
+        return {settlement.value: numbers[settlement] for settlement in Settlement}
 
     def ranges(self) -> list[tuple[int, int]]:
         """The settled groups as ranges (first, last), both included, in order."""
         ranges: list[tuple[int, int]] = []
-        for group in sorted(self._ended):
+        for group in sorted(self):
             if ranges and ranges[-1][1] == group - 1:
                 ranges[-1] = (ranges[-1][0], group)
             else:

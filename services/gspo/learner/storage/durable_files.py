@@ -1,17 +1,35 @@
-"""Durable writes: on the disk when they return, and whole or absent after a kill at any moment."""
+"""Durable writes: on the disk when they return, and whole or absent after a kill at any moment.
+
+They wait while the disk is full: the learner logs it, loses nothing, and continues once there is space. The wait has no
+deadline: only the user can free space, and the log, `gspo status` and the terminal say that the run waits for it.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+import structlog
+from safetensors import SafetensorError
 
 from gspo.common.host.durable_write import TEMPORARY, fsync
-from gspo.learner.storage.disk_space import DiskSpace
+from gspo.common.telemetry.activity import Activity
 from gspo.runlog.run_log import Record, read_own_records
+
+T = TypeVar("T")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+# How the system says that a disk, or a user's share of it, is full.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Libraries that write tensors hide the system's error: then the free space decides.
+_FULL_BELOW_BYTES = 1 << 20
+log = structlog.get_logger()
 
 
 def temporary(path: Path) -> Path:
@@ -37,6 +55,64 @@ def link_new(unfinished: Path, path: Path) -> None:
 def finite_or_null(figures: Mapping[str, float]) -> dict[str, float | None]:
     """Figures for strict JSON, which has no NaN: a value that is not finite becomes null."""
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+
+
+class DiskSpace:
+    """Writes that wait for free disk space. Its calls block, so they belong into threads.
+
+    Args:
+        activity: Shows the wait; with None there is no wait, and every error goes through.
+        stopping: Whether the process has been asked to end: then an error goes through too.
+    """
+
+    def __init__(self, activity: Activity | None = None, stopping: Callable[[], bool] = lambda: False) -> None:
+        self._activity, self._stopping = activity, stopping
+        self._pause = threading.Event()
+
+    def retry_until_written(self, subject: str, where: Path, function: Callable[[], T]) -> T:
+        """The result of `function`, called again until the disk has space for its files.
+
+        Args:
+            subject: Named in the message.
+            where: A path on the disk.
+        """
+        pause_s, before = _FIRST_PAUSE_S, None
+        while True:
+            try:
+                result = function()
+                break
+            except (OSError, RuntimeError, SafetensorError) as error:
+                activity = self._activity
+                if activity is None or self._stopping() or not _is_full(error, where):
+                    raise
+                if before is None:
+                    before = activity.kind, activity.what, activity.detail
+                    log.error(
+                        "disk_full", reason=f"the disk has no space for {subject}", where=str(where), error=str(error)
+                    )
+                free = f"{_free_bytes(where) / 2**20:.1f} MiB are free under {where}"
+                activity.set("waiting", "disk", f"to have free space for {subject}: {free}")
+                self._pause.wait(pause_s)
+                # A checkpoint writes much before it fails.
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if before is not None and self._activity is not None:
+            log.warning("disk_space_freed", written=subject, where=str(where))
+            self._activity.set(*before)
+        return result
+
+
+def _is_full(error: BaseException, where: Path) -> bool:
+    """Whether an error means that the disk of a path is full."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _FULL
+    return _free_bytes(where) < _FULL_BELOW_BYTES
+
+
+def _free_bytes(where: Path) -> int:
+    """Free space on the disk of a path, or of the nearest folder above it that exists."""
+    while not where.exists() and where != where.parent:
+        where = where.parent
+    return shutil.disk_usage(where).free
 
 
 class JsonLines:

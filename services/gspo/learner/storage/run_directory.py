@@ -21,8 +21,7 @@ from gspo.common.host.durable_write import TEMPORARY, replace_file
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import SettledGroup, Settlement, Settlements
 from gspo.learner.storage.checkpoints import Checkpoints
-from gspo.learner.storage.disk_space import DiskSpace
-from gspo.learner.storage.durable_files import JsonLines, finite_or_null
+from gspo.learner.storage.durable_files import DiskSpace, JsonLines, finite_or_null
 from gspo.learner.storage.step_log import StepLog
 from gspo.runlog.run_log import (
     EVALUATIONS,
@@ -263,7 +262,7 @@ class RunDir:
         settlements = Settlements()
         for record in self._lines[SETTLED].records(SettledRecord.parse):
             settlements.add(record.group, Settlement(record.settlement))
-        self._trained_lines.update(g for g in settlements if settlements.get(g) is Settlement.TRAINED)
+        self._trained_lines.update(g for g, settlement in settlements.items() if settlement is Settlement.TRAINED)
         for step in self.steplog.steps():
             # After a kill between the line and the removal of the file there are both.
             for group in set(self.steplog.groups(step)) - self._trained_lines:

@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 
 from gspo.common.host.durable_write import fsync
 from gspo.learner.assembly.rows import SCHEMA, Row, from_table, to_table
-from gspo.learner.storage.disk_space import DiskSpace
-from gspo.learner.storage.durable_files import link_new, temporary
+from gspo.learner.storage.durable_files import DiskSpace, link_new, temporary
 from gspo.runlog.step_files import step_file, step_files
 
 

@@ -1,19 +1,65 @@
-"""The time of each phase of a step, and the learner's spans in the trace of each rollout.
+"""The time of each phase of a step, the causes of the wait before it, and the learner's spans in rollouts' traces.
 
-services/gspo/common/telemetry/advice.py draws the conclusions.
+A batch is complete when its last rollout is. So each moment of the wait belongs to the stage of that rollout at the
+time. services/gspo/common/telemetry/advice.py draws the conclusions.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
 
 from gspo.common.service.traces import Traces
 from gspo.common.telemetry import metrics
-from gspo.learner.telemetry.rollout_timelines import RolloutTimeline, StepWait, seconds_waited
+from gspo.common.telemetry.step_time import REWARD_PREFIX
+from gspo_proto.rollout_pb2 import ScoredRollout
 
-# The phases of a step in their order; together they are its step_s.
-STEP_PHASES = ("wait_s", "log_s", "train_s", "publish_s", "hold_s")
+
+class StepPhase(StrEnum):
+    """The phases of a step in their order, by their columns in the log; together they are its step_s."""
+
+    WAIT = "wait_s"
+    LOG = "log_s"
+    TRAIN = "train_s"
+    # To gather and record the weights. Their push begins after the last phase, and no step waits for it.
+    MAKE_VERSION = "publish_s"
+    HOLD = "hold_s"
+
+
+@dataclass(frozen=True)
+class RolloutTimeline:
+    """When a rollout passed each stage, in Unix seconds by that stage's service.
+
+    Attributes:
+        function: The reward function that took longest on it.
+    """
+
+    group: int
+    number: int
+    issued: float
+    started: float
+    finished: float
+    taken: float
+    scored: float
+    function: str
+
+    @classmethod
+    def of(cls, scored: ScoredRollout) -> Self:
+        """The timeline of a scored rollout."""
+        rollout, score = scored.rollout, scored.score
+        return cls(
+            group=rollout.group,
+            number=rollout.number,
+            issued=rollout.issued_unix_s,
+            started=rollout.started_unix_s,
+            finished=rollout.finished_unix_s,
+            taken=score.taken_unix_s,
+            scored=score.scored_unix_s,
+            function=max(score.seconds, key=lambda name: score.seconds[name], default=""),
+        )
 
 
 class StepClock:
@@ -48,30 +94,31 @@ class StepClock:
             evaluated_unix_s: When the last evaluation was recorded; it holds up the issue before the first step alone.
         """
         now_s, self._began_unix_s, self._timelines = time.monotonic(), time.time(), timelines
-        wait_s = now_s - waited_since_s
+        wait_s, is_first = now_s - waited_since_s, not self._ended_s
         for timeline in timelines:
             metrics.ROLLOUT_WAIT_SECONDS.observe(max(0.0, self._began_unix_s - timeline.scored))
-        wait = StepWait(
+        causes = seconds_waited(
+            timelines,
             began=self._began_unix_s - wait_s,
             ended=self._began_unix_s,
             live=live_unix_s,
-            evaluated=0.0 if self._ended_s else evaluated_unix_s,
+            evaluated=evaluated_unix_s if is_first else 0.0,
         )
-        between_s = now_s - self._ended_s - wait_s if self._ended_s else 0.0
+        report_s = 0.0 if is_first else now_s - self._ended_s - wait_s - self._checkpoint_s
         self._phases = {
-            "wait_s": wait_s,
-            **seconds_waited(timelines, wait),
+            StepPhase.WAIT: wait_s,
+            **causes,
             "checkpoint_s": self._checkpoint_s,
-            "record_s": max(0.0, between_s - self._checkpoint_s),
+            "record_s": max(0.0, report_s),  # the report of the step before
         }
         self._phase_began_s, self._checkpoint_s = now_s, 0.0
 
-    def end_phase(self, phase: str) -> None:
+    def end_phase(self, phase: StepPhase) -> None:
         """A phase of the step is over: it took the time since the one before."""
         now_s = time.monotonic()
         self._phases[phase] = now_s - self._phase_began_s
         self._phase_began_s = self._ended_s = now_s
-        if phase == "train_s":
+        if phase is StepPhase.TRAIN:
             self._trained_unix_s = time.time()
 
     def publish(self, version: int) -> None:
@@ -99,4 +146,38 @@ class StepClock:
 
     def metrics(self) -> dict[str, float]:
         """Seconds by phase; step_s is from the wait to the end of the last phase, without the time before the wait."""
-        return self._phases | {"step_s": sum(self._phases.get(name, 0.0) for name in STEP_PHASES)}
+        return self._phases | {"step_s": sum(self._phases.get(phase, 0.0) for phase in StepPhase)}
+
+
+def seconds_waited(
+    timelines: Iterable[RolloutTimeline], *, began: float, ended: float, live: float, evaluated: float
+) -> dict[str, float]:
+    """Seconds of the wait by metric; they add up to its length.
+
+    The last rollout was at first not issued: a push or an evaluation delayed that, or nothing did. Then it was queued,
+    generated, scored, and on its way to the learner.
+
+    Args:
+        began, ended: Of the wait, in Unix seconds, as all times here.
+        live: When the learner's version was first served by a generator; it frees slots.
+        evaluated: When the last evaluation was recorded; before the first step it delays the issue.
+    """
+    last = max(timelines, key=lambda timeline: timeline.scored, default=None)
+    if last is None:
+        return {"wait_intake_s": ended - began}
+    until = (
+        ("wait_push_s", min(live, last.issued)),
+        ("wait_evaluation_s", min(evaluated, last.issued)),
+        ("wait_issue_s", last.issued),
+        ("wait_queue_s", last.started),
+        ("wait_generation_s", last.finished),
+        ("wait_reward_s", last.scored),
+        ("wait_intake_s", ended),
+    )
+    seconds, begin = {}, began
+    for name, stage_end in until:
+        end = max(begin, min(stage_end, ended))
+        seconds[name], begin = end - begin, end
+    if last.function:
+        seconds[f"{REWARD_PREFIX}{last.function}_s"] = seconds["wait_reward_s"]
+    return seconds

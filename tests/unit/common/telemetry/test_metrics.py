@@ -12,8 +12,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from gspo.common.service.traces import Traces
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.step_time import CAUSES
-from gspo.learner.batches import UntrainedGroups
-from gspo.learner.telemetry.step_clock import STEP_PHASES, StepClock
+from gspo.learner.intake import UntrainedGroups
+from gspo.learner.telemetry.step_clock import StepClock, StepPhase
 from gspo.learner.training.step_metrics import row_metrics
 
 ROOT = Path(__file__).parents[4]
@@ -98,7 +98,7 @@ def explained_figures() -> tuple[set[str], tuple[str, ...]]:
 def test_every_figure_of_a_step_has_a_meaning() -> None:
     clock = StepClock(Traces("learner", name="learner-0", run="r", endpoint=None))
     clock.begin([], waited_since_s=0.0, live_unix_s=0.0, evaluated_unix_s=0.0)
-    for phase in STEP_PHASES[1:]:
+    for phase in StepPhase:
         clock.end_phase(phase)
     used = {*clock.metrics(), *UntrainedGroups().take_metrics(), *(name for names in CAUSES.values() for name in names)}
     for path in [*ROOT.glob("deploy/prometheus/rules/*.yml"), ROOT / "deploy/grafana/dashboards/learning.json"]:

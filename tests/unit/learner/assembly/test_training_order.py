@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from gspo.common.config.algorithm import AlgorithmConfig
+from gspo.learner.assembly.assembler import in_training_order, update_moments, with_advantages
 from gspo.learner.assembly.rows import Row
-from gspo.learner.assembly.training_order import in_training_order, update_moments, with_advantages
 from gspo_core.advantage import RunningMoments
 from tests.support.training.rollout_rows import row_of
 

@@ -17,7 +17,7 @@ import pytest
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.assembly.settlements import SettledGroup, Settlement
-from gspo.learner.storage.disk_space import DiskSpace
+from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
 
 
