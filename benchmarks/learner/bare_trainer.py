@@ -15,6 +15,7 @@ from gspo.common.config.schema import Config
 from gspo.common.model.files import model_folder
 from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer import Trainer
+from gspo.learner.training.trainer_api import configured_hyperparameters
 
 _STEP = 1
 
@@ -24,12 +25,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     config: Config = read_config(Path(spec["config"]))
     rows = StepLog(Path(spec["log"])).read(_STEP)
     began = time.monotonic()
-    trainer = Trainer(config, model_folder(config.model), seed=config.seed)
+    trainer = Trainer(config, model_folder(config.model))
     start_s = time.monotonic() - began
     rounds = []
     for _ in range(spec["rounds"]):
         began = time.monotonic()
-        figures = trainer.train(_STEP, rows).metrics
+        figures = trainer.train(_STEP, rows, (), configured_hyperparameters(config, _STEP)).metrics
         trained = time.monotonic()
         trainer.policy()
         rounds.append({"seconds": trained - began, "policy_s": time.monotonic() - trained, "tokens": figures["tokens"]})

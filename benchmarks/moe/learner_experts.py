@@ -17,6 +17,7 @@ from gspo.common.config.schema import Config
 from gspo.common.model.files import model_folder
 from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer import Trainer
+from gspo.learner.training.trainer_api import configured_hyperparameters
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
@@ -28,10 +29,10 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     given = read_config(run_dir / "config.yaml")
     config: Config = given.model_copy(update={"generation": given.generation.model_copy(update={"dtype": "float32"})})
     rows = StepLog(run_dir / "log").read(step)
-    trainer = Trainer(config, model_folder(config.model), seed=config.seed)
+    trainer = Trainer(config, model_folder(config.model))
     trainer.load(run_dir / "checkpoints" / f"step-{step - 1:06d}")
     trainer.export(Path(spec["before"]))
-    trainer.train(step, rows)
+    trainer.train(step, rows, (), configured_hyperparameters(config, step))
     trainer.export(Path(spec["after"]))
     inputs = [[*row.prompt_token_ids.tolist(), *row.token_ids[:-1].tolist()] for row in rows]
     starts = [len(row.prompt_token_ids) - 1 for row in rows]

@@ -20,7 +20,7 @@ SERVICES = ("coordinator", "generation", "learner", "reward", "tracking")
 # What every package may import; of these, runlog imports none of ours.
 SHARED = ("common", "runlog")
 # The one file that may import DeepSpeed.
-DEEPSPEED_FILE = "services/gspo/learner/training/trainer.py"
+DEEPSPEED_FILE = "services/gspo/learner/training/policy_engine.py"
 # A program that the reward service starts where a reward model is asked for; nothing imports it.
 TORCH_PROGRAM = "services/gspo/reward/functions/builtins/reward_model.py"
 WITHOUT_TORCH = (

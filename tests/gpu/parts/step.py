@@ -13,7 +13,7 @@ from gspo.learner.push.policy_weights import weights_from
 from gspo.learner.training.trainer import Trainer
 from tests.gpu.learner_calls import learner_config, rows_of
 from tests.gpu.part_run import PartRun
-from tests.support.training.rollout_rows import with_version
+from tests.support.training.rollout_rows import train, with_version
 
 _GIB = 1 << 30
 
@@ -29,14 +29,14 @@ def run(case: PartRun) -> None:
     answered = [Completion(line[sizes.prompt_tokens :], flat, [0] * sizes.answer_tokens, "length") for line in tokens]
     rows = rows_of([line[: sizes.prompt_tokens] for line in tokens], answered)
     began = time.monotonic()
-    trainer = Trainer(learner_config(case, case.model, "bfloat16", learning_rate=1e-5), case.model, seed=0)
+    trainer = Trainer(learner_config(case, case.model, "bfloat16", learning_rate=1e-5), case.model)
     case.note(start_s=time.monotonic() - began)
     before = weights_from(0, trainer.policy()).digest
-    trainer.train(1, rows)
+    train(trainer, 1, rows)
     seconds = []
     for step in range(2, 2 + sizes.num_timed_steps):
         began = time.monotonic()
-        figures = trainer.train(step, with_version(rows, step - 1)).metrics
+        figures = train(trainer, step, with_version(rows, step - 1)).metrics
         _synchronize(case)
         seconds.append(time.monotonic() - began)
         case.require(math.isfinite(figures["loss"]) and figures["grad_norm"] > 0, f"step {step}: {figures}")

@@ -21,7 +21,7 @@ from torch import distributed
 
 from gspo.learner.training.trainer import Trainer
 from tests.support.training import figure_cases
-from tests.support.training.rollout_rows import make_config, make_rows, with_version
+from tests.support.training.rollout_rows import make_config, make_rows, train, with_version
 
 STEP = 1
 # Case -> learner keys. The others are compared with the first, on one rank.
@@ -58,8 +58,8 @@ def run_case(model: Path, learner: dict[str, Any]) -> tuple[Trainer, dict[str, A
     rows = make_rows(model, num_mini_batches=1)
     # Some have no advantage, so they count in the KL term alone.
     rows = [replace(row, advantage=0.0) if row.group == 3 else row for row in rows]
-    trainer = Trainer(make_config(model, algorithm=ALGORITHM, learner=learner), model, seed=0)
-    figures = trainer.train(STEP, rows).metrics
+    trainer = Trainer(make_config(model, algorithm=ALGORITHM, learner=learner), model)
+    figures = train(trainer, STEP, rows).metrics
     return trainer, figures, torch.cat(list(gradient(trainer)))
 
 
@@ -68,23 +68,23 @@ def skipped_updates(model: Path, trainer: Trainer) -> list[str]:
     rows = make_rows(model, step=STEP + 1)
     number = next(number for number, row in enumerate(rows) if row.mini_batch == 1)
     rows[number] = replace(rows[number], advantage=math.inf)
-    trained = trainer.train(STEP + 1, rows)
+    trained = train(trainer, STEP + 1, rows)
     return [f"{update.mini_batch}: {update.reason}" for update in trained.skipped_updates]
 
 
 def lagging(model: Path, learner: dict[str, Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Two steps on rollouts of the version before the newest; figures of the second, and the policy."""
-    trainer = Trainer(make_config(model, algorithm={"pg_clip": 0.05}, learner=learner), model, seed=0)
-    trainer.train(4, with_version(make_rows(model, step=4, noise=0.05), 2))
-    figures = trainer.train(5, with_version(make_rows(model, step=5, noise=0.05), 3)).metrics
+    trainer = Trainer(make_config(model, algorithm={"pg_clip": 0.05}, learner=learner), model)
+    train(trainer, 4, with_version(make_rows(model, step=4, noise=0.05), 2))
+    figures = train(trainer, 5, with_version(make_rows(model, step=5, noise=0.05), 3)).metrics
     return figures, trainer.policy()
 
 
 def go_on(model: Path, folder: Path) -> dict[str, torch.Tensor]:
     """The policy one step after a checkpoint without ZeRO."""
-    trainer = Trainer(make_config(model, algorithm=ALGORITHM), model, seed=0)
+    trainer = Trainer(make_config(model, algorithm=ALGORITHM), model)
     trainer.load(folder)
-    trainer.train(STEP + 1, make_rows(model, step=STEP + 1))
+    train(trainer, STEP + 1, make_rows(model, step=STEP + 1))
     return trainer.policy()
 
 
@@ -107,7 +107,7 @@ def main() -> None:
         trainer.save(out / name, {})
         skipped = skipped_updates(model, trainer)
         after = trainer.policy()
-        again = Trainer(make_config(model, algorithm=ALGORITHM, learner=learner), model, seed=0)
+        again = Trainer(make_config(model, algorithm=ALGORITHM, learner=learner), model)
         again.load(out / name)
         skipped_updates(model, again)
         repeated = again.policy()

@@ -24,7 +24,7 @@ from gspo.generation.engine.staging import StagedWeights
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from gspo.learner.training.trainer import Trainer
 from tests.support.tiny_model import make_tiny_model
-from tests.support.training.rollout_rows import make_config, make_rows
+from tests.support.training.rollout_rows import make_config, make_rows, train
 
 PROMPTS = [[1, 33, 31, 17, 30, 98, 4 + number, 97, 6 + number] for number in range(8)]
 LORA = {"rank": 4, "alpha": 16}
@@ -46,8 +46,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
     trainers, folders = {}, {}
     for kind, learner in (("full", {}), ("lora", {"lora": LORA, "learning_rate": 1e-2})):
         config = make_config(base, algorithm={"pg_clip": 0.5}, learner=learner)
-        trainers[kind] = Trainer(config, base, seed=0)
-        trainers[kind].train(1, make_rows(base))
+        trainers[kind] = Trainer(config, base)
+        train(trainers[kind], 1, make_rows(base))
         folders[kind] = folder / kind
         trainers[kind].export(folders[kind])
     return Exports(base, trainers, folders)
@@ -98,7 +98,7 @@ async def test_the_base_with_the_exported_adapters_is_the_exported_model(exports
 async def test_a_push_of_merged_weights_takes_hold(exports: Exports, engine: Engine, tmp_path: Path) -> None:
     """And its digest is the learner's: a generator never sees an adapter."""
     trainer = exports.trainers["lora"]
-    trainer.train(2, make_rows(exports.base, step=2))
+    train(trainer, 2, make_rows(exports.base, step=2))
     trainer.export(tmp_path / "newer")
     await push(engine, exports.folders["lora"], tmp_path / "newer", digest(trainer))
     assert worst_difference(loaded(tmp_path / "newer"), await sampled(engine)) < 1e-4

@@ -130,7 +130,7 @@ def test_without_zero_a_run_goes_on_with_another_number_of_ranks(
 ) -> None:
     """From one to two, and from two to one."""
     assert_close(load_file(together / "gone-on.safetensors"), go_on(folder, checkpoint))
-    trainer = Trainer(make_config(folder, algorithm=ALGORITHM), folder, seed=0)
+    trainer = Trainer(make_config(folder, algorithm=ALGORITHM), folder)
     trainer.load(together / "zero-0")
     written = load_file(together / "zero-0.safetensors")
     assert all(torch.equal(tensor, written[f"weights.{name}"]) for name, tensor in trainer.policy().items())
@@ -138,7 +138,7 @@ def test_without_zero_a_run_goes_on_with_another_number_of_ranks(
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_each_rank_wrote_its_part_of_needs_the_same_number(together: Path, folder: Path, stage: int) -> None:
-    trainer = Trainer(make_config(folder, algorithm=ALGORITHM, learner={"zero_stage": stage}), folder, seed=0)
+    trainer = Trainer(make_config(folder, algorithm=ALGORITHM, learner={"zero_stage": stage}), folder)
     with pytest.raises(InputError) as caught:
         trainer.load(together / f"zero-{stage}")
     assert caught.value.where == "learner.ranks"

@@ -18,7 +18,7 @@ from gspo.learner.assembly.rows import Row
 from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer import Trainer
 from tests.support.training.numpy_reference import normalized
-from tests.support.training.rollout_rows import make_config, make_rows
+from tests.support.training.rollout_rows import make_config, make_rows, train
 
 STEP = 3
 CASES: dict[str, dict[str, Any]] = {
@@ -39,9 +39,9 @@ def figure_config(model: Path, case: str, **learner: Any) -> Config:
 def train_case(model: Path, case: str, out: Path, **learner: Any) -> dict[str, float]:
     """Train a case's step on this rank; its figures. The first rank leaves the log and the figures in `out`."""
     config = figure_config(model, case, **learner)
-    trainer = Trainer(config, model, seed=0)
+    trainer = Trainer(config, model)
     rows = figure_rows(model, config)
-    figures = trainer.train(STEP, rows).metrics
+    figures = train(trainer, STEP, rows).metrics
     if trainer._rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         StepLog(out).write(STEP, rows)

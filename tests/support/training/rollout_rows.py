@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,10 @@ from transformers import AutoModelForCausalLM
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row
+from gspo.learner.training.trainer_api import TrainResult, configured_hyperparameters
+
+if TYPE_CHECKING:
+    from gspo.learner.training.trainer import Trainer
 
 # DeepSpeed leaves what has fewer elements whole on every rank: without this every tensor of a tiny model.
 SPREAD = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -83,6 +87,11 @@ def _make_rows(
             )
         )
     return tuple(with_behavior(folder, rows, temperature, noise, rng))
+
+
+def train(trainer: Trainer, step: int, rows: Sequence[Row], skip_updates: Collection[int] = ()) -> TrainResult:
+    """A step with the configured hyperparameters, as the loop trains it."""
+    return trainer.train(step, rows, skip_updates, configured_hyperparameters(trainer._config, step))
 
 
 def with_version(rows: Sequence[Row], version: int) -> list[Row]:

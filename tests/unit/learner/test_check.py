@@ -20,7 +20,7 @@ from gspo.common.host.gpus import Gpu
 from gspo.common.model.files import read_model_files
 from gspo.common.model.memory_needs import num_trained, training_bytes
 from gspo.learner.check import check
-from gspo.learner.training import trainer
+from gspo.learner.training import policy_engine
 from gspo.learner.training.deepspeed_config import _ALLOWED, _OWN_KEYS, _REFUSED, _ZERO, engine_config
 from gspo.learner.training.gpu_memory import check_gpu_memory, own_fraction
 from tests.support.gpu_machine import pretend_gpu_machine
@@ -202,11 +202,11 @@ def test_a_shared_gpu_is_left_to_generators_that_start_again(
     limits: list[tuple[float, int]] = []
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *arguments: limits.append(arguments))
     pretend_gpu_machine(monkeypatch, tmp_path / "machine", 2, gib=80)
-    trainer._limit_gpu_memory(config, 1)
+    policy_engine._limit_gpu_memory(config, 1)
     assert limits == []  # its own
     monkeypatch.setenv("GSPO_GENERATORS_PER_GPU", "0,1")
     for rank in (0, 1, 2):
-        trainer._limit_gpu_memory(config, rank)
+        policy_engine._limit_gpu_memory(config, rank)
     assert limits == [(pytest.approx(1 - 0.5 - 1 / 80), 1)]
     assert own_fraction(config, Gpu("0", total_bytes=80 << 30), 2) == 0.01
 

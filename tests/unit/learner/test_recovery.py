@@ -247,7 +247,7 @@ def test_versions_are_replayed_to_the_bit_though_a_resume_changes_what_it_may(tm
     after = {"learning_rate": 1e-2, "schedule": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0}
     resumed = make_config(folder, algorithm={"pg_clip": 0.05}, learner=after, run={"total_steps": 50})
     with RunDir(tmp_path / "run") as run:
-        trainer = Trainer(first, folder, seed=first.seed)
+        trainer = Trainer(first, folder)
         for step in (1, 2, 3):
             used = configured_hyperparameters(first, step)
             run.write_step(step, rows := [replace(r, group=r.group + 8 * step) for r in make_rows(folder, step=step)])
@@ -256,7 +256,7 @@ def test_versions_are_replayed_to_the_bit_though_a_resume_changes_what_it_may(tm
             if step == 1:
                 save(run, step, trainer)
         recorded = run.versions()
-        start = lambda config, model, _: Trainer(config, model, seed=config.seed)  # noqa: E731
+        start = lambda config, model, _: Trainer(config, model)  # noqa: E731
         assert recover(resumed, folder, run, Activity("learner"), start).weights.version == 3
         assert run.versions() == recorded
 

@@ -9,12 +9,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from gspo.common.config.learner import LoraConfig as LoraSection
@@ -65,10 +64,6 @@ class Adapters:
         with self._peft.disable_adapter():
             yield
 
-    def base_of(self, policy: nn.Module) -> WithoutAdapters:
-        """The initial policy: `policy`, or the engine around it, without its adapters."""
-        return WithoutAdapters(policy, self)
-
     def weights(self) -> dict[str, NamedWeight]:
         """The policy's weights under the names that they have without adapters, the products added in copies."""
         causal_lm = self._peft.get_base_model()
@@ -99,26 +94,3 @@ def _merged(weight: Tensor, layer: LoraLayer | None) -> NamedWeight:
 def _plain(name: str) -> str:
     """A name without peft's wrapping layers: one around a linear layer, one around each weight of experts."""
     return ".".join(part for part in name.split(".") if part != _WRAPPED)
-
-
-class WithoutAdapters:
-    """A policy, or the engine around it, without its adapters: the initial policy, with no copy of its weights.
-
-    Called like the policy, with the methods of a module that scoring needs.
-    """
-
-    def __init__(self, policy: nn.Module, adapters: Adapters) -> None:
-        self._policy, self._adapters = policy, adapters
-
-    def __call__(self, *inputs: Any) -> Any:
-        """The result of the policy for the same inputs with its adapters off."""
-        with self._adapters.off():
-            return self._policy(*inputs)
-
-    def eval(self) -> None:
-        """Without dropout."""
-        self._policy.eval()
-
-    def train(self) -> None:
-        """With the model's dropout."""
-        self._policy.train()

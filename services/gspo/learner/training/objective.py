@@ -37,14 +37,6 @@ class StepTargets:
     stats: Stats
 
 
-@dataclass(frozen=True)
-class MicroBatchLoss:
-    """`loss` adds up over the micro-batches and ranks of an optimizer step; so do the stats."""
-
-    loss: Tensor
-    stats: Stats
-
-
 def step_targets(
     algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor, reference_BT: Tensor | None
 ) -> StepTargets:
@@ -81,8 +73,11 @@ def micro_batch_loss(
     *,
     num_sequences: int,
     num_tokens: int,
-) -> MicroBatchLoss:
-    """The clipped objective, and the KL term where it is asked for. N and M count the whole optimizer step."""
+) -> tuple[Tensor, Stats]:
+    """The clipped objective, and the KL term where it is asked for. N and M count the whole optimizer step.
+
+    Loss and stats add up over the micro-batches and ranks of the step.
+    """
     mask_RT = micro.take_mask(targets.mask_BT)
     low, high = algorithm.clip
     policy = policy_loss(
@@ -101,11 +96,11 @@ def micro_batch_loss(
     )
     stats = {**policy.stats, **mean_stats("entropy", entropy_RT, mask_RT)}
     if targets.reference_BT is None:
-        return MicroBatchLoss(policy.loss, stats)
+        return policy.loss, stats
     kl_RT = kl_divergence(logp_RT, micro.take(targets.reference_BT), algorithm.kl_kind)
     stats |= mean_stats("reference_kl", kl_RT, mask_RT)
     if not algorithm.use_kl_loss:
-        return MicroBatchLoss(policy.loss, stats)
+        return policy.loss, stats
     kl_loss = aggregate_loss(
         kl_RT,
         mask_RT,
@@ -114,7 +109,7 @@ def micro_batch_loss(
         num_tokens=num_tokens,
         max_response_length=algorithm.response_length,
     )
-    return MicroBatchLoss(policy.loss + algorithm.kl_loss_coef * kl_loss, stats)
+    return policy.loss + algorithm.kl_loss_coef * kl_loss, stats
 
 
 def _behavior_weights(algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor) -> tuple[Tensor, Tensor, Stats]:

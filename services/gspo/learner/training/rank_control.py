@@ -36,7 +36,7 @@ class RankZero:
     def __init__(self, config: Config, model: Path, run_dir: Path) -> None:
         self._timeout_s, self._run_dir = config.learner.rank_timeout_s, run_dir
         with rank_errors(self._timeout_s):
-            self._trainer = Trainer(config, model, seed=config.seed)
+            self._trainer = Trainer(config, model)
             self._broadcast = RankBroadcast(self._timeout_s) if distributed.get_world_size() > 1 else None
 
     @property
@@ -106,7 +106,7 @@ def follow_rank_zero(config: Config, model: Path, run_dir: Path) -> None:
         RanksError: Another rank has ended or is silent.
     """
     with rank_errors(config.learner.rank_timeout_s):
-        trainer = Trainer(config, model, seed=config.seed)
+        trainer = Trainer(config, model)
         broadcast = RankBroadcast(config.learner.rank_timeout_s)
         log.info("rank_ready", rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
         while True:

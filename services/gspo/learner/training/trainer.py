@@ -1,32 +1,27 @@
-"""The learner's engine: trains a step's rows, gives out weights and metrics. The one file that imports DeepSpeed."""
+"""Trains a step's rows: losses, gradients over all ranks, optimizer steps, and the steps that are not applied.
+
+A mini-batch whose loss or gradient norm is not finite is not applied at all: weights and moments stay as they were.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
-import deepspeed
+import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
-from torch import Tensor, distributed
+from torch import Tensor
 
 from gspo.common.config.schema import Config
-from gspo.common.errors import InputError
-from gspo.common.host.durable_write import fsync
-from gspo.common.host.gpus import generators_per_gpu, visible_gpus
 from gspo.learner.assembly.rows import Row
-from gspo.learner.model.batch import StepBatch
-from gspo.learner.model.named_weights import checkpoint_tensors, export_model
-from gspo.learner.model.network import can_be_packed, load_policy_model, load_reference_model
-from gspo.learner.ranks.launcher import cores_per_rank, num_local_ranks
-from gspo.learner.ranks.process_group import join, set_deadlines, sum_stats
-from gspo.learner.training.deepspeed_config import engine_config
-from gspo.learner.training.gpu_memory import own_fraction
-from gspo.learner.training.mismatch_probe import SnapshotWeights
+from gspo.learner.model.batch import MicroBatch, StepBatch, rank_micro_batches
+from gspo.learner.ranks.process_group import sum_over_ranks, sum_stats
+from gspo.learner.training.mismatch_probe import MismatchProbe, fresh_tokens, mismatch_of_step
+from gspo.learner.training.objective import StepTargets, has_gradient, micro_batch_loss, step_targets
+from gspo.learner.training.policy_engine import PolicyEngine
 from gspo.learner.training.step_metrics import (
     batch_metrics,
     correction_metrics,
@@ -34,193 +29,197 @@ from gspo.learner.training.step_metrics import (
     objective_metrics,
     row_metrics,
 )
-from gspo.learner.training.trainer_api import Hyperparameters, TrainResult, configured_hyperparameters
-from gspo.learner.training.updates import StepSums, Updates, mean
-from gspo_core.stats import merge
+from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, SkippedUpdate, TrainResult
+from gspo_core.figures import mismatch_stats
+from gspo_core.stats import Stats, merge
 
-_TAG = "engine"
-_STATE, _RANKS = "caller.json", "num_ranks"
-_SHARED_MEMORY_OP = "deepspeed_shm_comm"
+# So many in a row are no accident: the policy has diverged.
+_MAX_SKIPPED_IN_A_ROW = 3
 
 
-class Trainer:
+@dataclass
+class _StepSums:
+    """Results of the updates of one step: losses and norms of the applied ones, this rank's sums, the skipped ones."""
+
+    stats: list[Stats]
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    skipped_updates: list[SkippedUpdate] = field(default_factory=list)
+
+
+class Trainer(PolicyEngine):
     """One rank of the learner. Every rank has the same rows and makes the same calls in the same order.
 
     The result of a step depends on the weights and moments before it, the rows, the step number and the seed alone.
     """
 
-    def __init__(self, config: Config, model_folder: Path, *, seed: int) -> None:
-        self._config, self._folder = config, model_folder
-        self._threads = config.learner.threads or cores_per_rank(num_local_ranks())
-        torch.set_num_threads(self._threads)
-        self._device = _join(config)
-        self._rank, self._num_ranks = distributed.get_rank(), distributed.get_world_size()
-        self._model = load_policy_model(model_folder, config).to(self._device)
-        packing = config.learner.packing and can_be_packed(self._model.causal_lm)
-        self._engine = self._start_engine()
-        reference = self._start_reference()
-        set_deadlines(config.learner.rank_timeout_s)
-        snapshot = SnapshotWeights(
-            list(self._model.parameters()), lambda parts: self._whole(parts, changed_by=0), is_spread=self._is_spread
-        )
-        self._updates = Updates(config, self._engine, reference, self._device, snapshot, packing=packing, seed=seed)
+    def __init__(self, config: Config, model_folder: Path) -> None:
+        super().__init__(config, model_folder)
+        self._algorithm, self._not_finite_in_a_row = config.algorithm, 0
+        self._probe = MismatchProbe(self._model.parameters(), self._whole, self._score_rows)
 
     def train(
-        self,
-        step: int,
-        rows: Sequence[Row],
-        skip_updates: Collection[int] = (),
-        hyperparameters: Hyperparameters | None = None,
+        self, step: int, rows: Sequence[Row], skip_updates: Collection[int], hyperparameters: Hyperparameters
     ) -> TrainResult:
         """Train the policy of version step - 1 on rows in training order.
 
         Args:
             skip_updates: Numbers of the step's updates that the log records as not applied.
-            hyperparameters: Of the updates; by default the configured ones of this step.
 
         Raises:
-            NotFiniteError: Too many mini-batches in a row had no finite loss or gradient norm. Others before them were
-                applied, so go on from a checkpoint.
+            NotFiniteError: Several mini-batches in a row, over steps, had no finite loss or gradient norm. Others
+                before them were applied, so go on from a checkpoint.
         """
         # OpenMP counts threads anew for every thread that calls it.
         torch.set_num_threads(self._threads)
         batch = StepBatch.from_rows(rows)
-        hyperparameters = hyperparameters or configured_hyperparameters(self._config, step)
-        self._updates.set_hyperparameters(hyperparameters)
+        self._set_hyperparameters(hyperparameters)
         metrics = row_metrics(rows) | batch_metrics(batch, step - 1) | {"learning_rate": hyperparameters.learning_rate}
-        sums = self._updates.run(step, batch, skip_updates) if len(batch) else StepSums()
-        metrics["mini_batches_not_applied"] = float(len(sums.skipped_updates))
-        if sums.targets is None or not sums.losses:
-            return TrainResult(metrics, tuple(sums.skipped_updates))
+        if not len(batch):
+            return TrainResult(metrics | {"mini_batches_not_applied": 0.0})
+        targets, mismatch = self._targets(step, batch)
+        sums = _StepSums([mismatch, self._probe.measure(step, batch)])
+        # Only forwards at the weights that sampled the newest tokens measure the mismatch with the generators.
+        fresh_BT = None if mismatch else fresh_tokens(step, batch)
+        mini_batches = sorted(set(batch.mini_batch_B.tolist()))
+        cuts = {mini_batch: self._cut(batch, targets, mini_batch) for mini_batch in mini_batches}
+        for update, mini_batch in enumerate(mini_batches * self._algorithm.ppo_epochs):
+            if update in skip_updates:
+                self._skip(sums, step, SkippedUpdate(update, mini_batch, "the log records it as not applied"))
+                continue
+            self._seed_random_numbers(step, update)
+            of_update_B = batch.mini_batch_B == mini_batch
+            loss, stats = self._backward(of_update_B, cuts[mini_batch], targets, batch, fresh_BT)
+            grad_norm = self._apply(hyperparameters.max_grad_norm)
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                reason = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
+                self._skip(sums, step, SkippedUpdate(update, mini_batch, reason))
+                continue
+            sums.losses.append(loss)
+            sums.grad_norms.append(grad_norm)
+            sums.stats.append(stats)
+            fresh_BT, self._not_finite_in_a_row = None, 0
+        return TrainResult(metrics | self._update_metrics(batch, targets, sums), tuple(sums.skipped_updates))
+
+    def _update_metrics(self, batch: StepBatch, targets: StepTargets, sums: _StepSums) -> dict[str, float]:
+        metrics = {"mini_batches_not_applied": float(len(sums.skipped_updates))}
+        if not sums.losses:
+            return metrics
         stats = sum_stats(merge(sums.stats), self._device)
-        metrics |= {
-            **correction_metrics(batch, sums.targets),
+        return {
+            **metrics,
+            **correction_metrics(batch, targets),
             **objective_metrics(stats),
-            **mismatch_metrics(self._config.algorithm, stats, sums.targets.mask_BT.sum(-1)),
-            "loss": mean(sums.losses),
-            "grad_norm": mean(sums.grad_norms),
+            **mismatch_metrics(self._algorithm, stats, targets.mask_BT.sum(-1)),
+            "loss": fmean(sums.losses),
+            "grad_norm": fmean(sums.grad_norms),
         }
-        return TrainResult(metrics, tuple(sums.skipped_updates))
 
-    def policy(self) -> dict[str, Tensor]:
-        """The weights in the generators' dtype, by checkpoint names, tied ones once: contiguous CPU copies.
-
-        Empty on every rank but rank zero. The ranks gather one weight at a time, so that no rank's device ever holds
-        the whole policy.
-        """
-        return checkpoint_tensors(
-            self._model.causal_lm,
-            getattr(torch, self._config.generation.dtype),
-            self._model.adapters,
-            whole=self._whole,
-            kept=self._rank == 0,
-        )
-
-    def save(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Write model and optimizer to `folder`, every rank its part, and the caller's `state`, which is JSON.
-
-        Learning rate and random numbers are functions of the step number, and need no state.
-        """
-        # Under LoRA the frozen weights are in the model folder.
-        self._engine.save_checkpoint(
-            str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._model.adapters is not None
-        )
-        if self._rank == 0:
-            (folder / _STATE).write_text(json.dumps({_RANKS: self._num_ranks, "caller": dict(state)}))
-        # On a shared disk only the host that wrote a file can make sure of it.
-        for file in folder.rglob("*"):
-            fsync(file)
-        distributed.barrier()
-
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Continue from a checkpoint of `save`; returns the caller's state.
-
-        Without ZeRO every rank holds all of it, so another number of ranks may have written it.
-
-        Raises:
-            FileNotFoundError: The folder holds no whole checkpoint.
-            InputError: It was written by another number of ranks, each its part.
-        """
-        written = json.loads((folder / _STATE).read_text())
-        stage = self._config.learner.zero_stage
-        if stage and written[_RANKS] != self._num_ranks:
-            raise InputError(
-                "learner.ranks",
-                f"{self._num_ranks} is not the number of ranks that wrote the checkpoint {folder}, {written[_RANKS]}; "
-                f"under ZeRO {stage} (learner.zero_stage) each wrote its own part of the optimizer",
-                f"Start {written[_RANKS]} ranks: only a run with zero_stage 0 can change their number",
+    def _skip(self, sums: _StepSums, step: int, update: SkippedUpdate) -> None:
+        sums.skipped_updates.append(update)
+        self._not_finite_in_a_row += 1
+        if self._not_finite_in_a_row >= _MAX_SKIPPED_IN_A_ROW:
+            raise NotFiniteError(
+                f"step {step}: {_MAX_SKIPPED_IN_A_ROW} mini-batches in a row were not applied; of the last one "
+                f"{update.reason}. Look at the rewards of that step in its log, or lower learner.learning_rate and "
+                "resume"
             )
-        is_whole = self._model.adapters is None
-        if self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=is_whole)[0] is None:
-            raise FileNotFoundError(f"{folder}: the engine's part of the checkpoint is missing")
-        state: dict[str, Any] = written["caller"]
-        return state
 
-    def export(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder with its tokenizer, in the generators' dtype; replaces `folder`.
+    def _seed_random_numbers(self, step: int, update: int) -> None:
+        """A model's dropout depends on seed, step, update and rank, so that a replay draws the same."""
+        entropy = np.random.SeedSequence((self._config.seed, step, update, self._rank))
+        torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
 
-        Adapters are merged in, and also stand alone in a folder in it.
-        """
-        tensors, adapters = self.policy(), self._model.adapters
-        with self._whole([] if adapters is None else [p for p in self._model.parameters() if p.requires_grad]):
-            if self._rank == 0:
-                export_model(self._model.causal_lm, tensors, self._folder, folder, adapters)
-        distributed.barrier()
+    def _cut(self, batch: StepBatch, targets: StepTargets, mini_batch: int) -> list[MicroBatch]:
+        """This rank's micro-batches of a mini-batch; those that need no backward pass come first."""
+        rows = (batch.mini_batch_B == mini_batch).nonzero()[:, 0].tolist()
+        moving_B = has_gradient(self._algorithm, targets)
+        still = self._rank_cut(batch, [row for row in rows if not moving_B[row]])
+        moving = [row for row in rows if moving_B[row]]
+        if moving:
+            return still + self._rank_cut(batch, moving, backward=True)
+        # The moments decay and move the weights also under a gradient of zero.
+        shortest = min(rows, key=lambda row: len(batch.sequences[row]))
+        return still + self._rank_cut(batch, [shortest], backward=True, counted=False)
 
-    def _start_engine(self) -> Any:
-        learner = self._config.learner
-        optimizer = torch.optim.AdamW(
-            [parameter for parameter in self._model.parameters() if parameter.requires_grad],
-            lr=learner.learning_rate,
-            betas=learner.adam_betas,
-            weight_decay=learner.weight_decay,
-            fused=True,
+    def _rank_cut(
+        self, batch: StepBatch, rows: Sequence[int], *, backward: bool = False, counted: bool = True
+    ) -> list[MicroBatch]:
+        cut = rank_micro_batches(
+            batch,
+            rows,
+            self._config.micro_batch_tokens,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            packing=self._packing,
+            backward=backward,
+            counted=counted,
         )
-        return deepspeed.initialize(model=self._model, optimizer=optimizer, config=engine_config(self._config))[0]
+        return [micro.to(self._device) for micro in cut]
 
-    def _start_reference(self) -> Any:
-        """The first policy: a frozen copy, spread over the ranks under ZeRO 3, or the base of the adapters."""
-        if not self._config.algorithm.needs_reference:
-            return None
-        if self._model.adapters is not None:
-            return self._model.adapters.base_of(self._engine)
-        reference = load_reference_model(self._folder, self._config).to(self._device)
-        if self._config.learner.zero_stage != 3:
-            return reference
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-        return deepspeed.initialize(model=reference, config=config)[0]
+    def _targets(self, step: int, batch: StepBatch) -> tuple[StepTargets, Stats]:
+        """The values that the step's log-probs are compared with; under `recompute` also the mismatch."""
+        algorithm = self._algorithm
+        recompute = algorithm.old_logprobs == "recompute"
+        cut = self._rank_cut(batch, range(len(batch))) if recompute or algorithm.needs_reference else []
+        reference_BT = None
+        if algorithm.needs_reference:
+            with self._reference() as reference:
+                reference_BT = self._score(reference, batch, cut)
+        if not recompute:
+            return step_targets(algorithm, batch, batch.behavior_BT, reference_BT), {}
+        old_BT = self._score(self._engine, batch, cut)
+        mismatch = mismatch_of_step(old_BT, batch, fresh_tokens(step, batch))
+        return step_targets(algorithm, batch, old_BT, reference_BT), mismatch
 
-    @property
-    def _is_spread(self) -> bool:
-        """Under ZeRO 3 a rank holds a part of every weight."""
-        return self._config.learner.zero_stage == 3
+    def _score_rows(self, batch: StepBatch, rows: Sequence[int]) -> Tensor:
+        return self._score(self._engine, batch, self._rank_cut(batch, rows))
 
-    @contextmanager
-    def _whole(self, parts: Sequence[Tensor], changed_by: int | None = None) -> Iterator[None]:
-        """Gather tensors that are spread over the ranks; a change by rank `changed_by` reaches all of them."""
-        with deepspeed.zero.GatheredParameters(list(parts), modifier_rank=changed_by, enabled=self._is_spread):
-            yield
+    @torch.no_grad()
+    def _score(self, model: torch.nn.Module, batch: StepBatch, cut: Sequence[MicroBatch]) -> Tensor:
+        """Log-probs [B, T] of the whole step at the model's present weights, on every rank."""
+        logp_BT = torch.zeros_like(batch.behavior_BT)
+        model.eval()
+        for micro in cut:
+            logp_N, _ = model(micro.input_RS, micro.line, micro.state_N, micro.target_N)
+            logp_BT[micro.row_R, : micro.width] += micro.spread(logp_N).cpu()
+        model.train()
+        return sum_over_ranks(logp_BT, self._device)
 
-
-def _join(config: Config) -> torch.device:
-    """Join the other ranks; returns the device of this one."""
-    accelerator = get_accelerator()
-    # It serves inference alone. Its build takes a compiler and a minute, and a process killed meanwhile leaves a lock
-    # on which every later process would wait for ever.
-    deepspeed.ops.__compatible_ops__ = {_SHARED_MEMORY_OP: False}
-    local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))  # DeepSpeed asks the environment, not the group
-    accelerator.set_device(local_rank)
-    if accelerator.device_name() == "cuda":
-        _limit_gpu_memory(config, local_rank)
-    join(accelerator.communication_backend_name(), config.learner.rank_timeout_s)
-    return torch.device(accelerator.current_device_name())
-
-
-def _limit_gpu_memory(config: Config, local_rank: int) -> None:
-    """Leave the generators their share of this rank's GPU: torch keeps the memory that it has freed."""
-    gpus = visible_gpus()
-    if local_rank >= len(gpus):
-        return  # nvidia-smi does not answer
-    fraction = own_fraction(config, gpus[local_rank], generators_per_gpu(gpus)[local_rank])
-    if fraction is not None:
-        torch.cuda.set_per_process_memory_fraction(fraction, local_rank)
+    def _backward(
+        self,
+        of_update_B: Tensor,
+        cut: Sequence[MicroBatch],
+        targets: StepTargets,
+        batch: StepBatch,
+        fresh_BT: Tensor | None,
+    ) -> tuple[float, Stats]:
+        """Gradients of one optimizer step; returns its loss over all ranks and this rank's sums."""
+        counted_BT = targets.mask_BT[of_update_B]
+        num_sequences, num_tokens = int(counted_BT.any(-1).sum()), int(counted_BT.sum())
+        losses, sums = [], []
+        for micro in cut:
+            self._engine.set_gradient_accumulation_boundary(micro is cut[-1])
+            with torch.set_grad_enabled(micro.backward):
+                logp_N, entropy_N = self._engine(micro.input_RS, micro.line, micro.state_N, micro.target_N)
+                logp_RT, entropy_RT = micro.spread(logp_N), micro.spread(entropy_N.detach())
+                part, stats = micro_batch_loss(
+                    self._algorithm,
+                    micro,
+                    logp_RT,
+                    entropy_RT,
+                    targets,
+                    num_sequences=num_sequences,
+                    num_tokens=num_tokens,
+                )
+            losses.append(part.detach().double())
+            sums.append(stats)
+            if fresh_BT is not None:
+                compared_RT = micro.take_mask(fresh_BT)
+                sums.append(mismatch_stats(logp_RT.detach(), micro.take(batch.behavior_BT), compared_RT))
+            if micro.backward:
+                # DeepSpeed averages gradients over the ranks; N and M count all ranks, so the sum is needed. A loss
+                # that is not finite may have finite gradients: it makes them NaN, on every rank, in every ZeRO stage.
+                scale = self._num_ranks * torch.where(part.detach().isfinite(), 1.0, math.nan)
+                self._engine.backward(part * scale)
+        return float(sum_over_ranks(torch.stack(losses).sum(), self._device)), merge(sums)

@@ -17,7 +17,7 @@ from gspo.common.weights import policy_digest
 from gspo.learner.assembly.rows import Row
 from gspo.learner.training.trainer import Trainer
 from tests.support.tiny_model import make_tiny_model
-from tests.support.training.rollout_rows import answer_logp, make_config, make_rows, with_behavior
+from tests.support.training.rollout_rows import answer_logp, make_config, make_rows, train, with_behavior
 
 LORA = {"rank": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_trainer(folder: Path, *, algorithm: dict[str, Any] | None = None, **learner: Any) -> Trainer:
     keys = {"lora": LORA, "learning_rate": 1e-2, **learner}
-    return Trainer(make_config(folder, algorithm={"pg_clip": 0.5, **(algorithm or {})}, learner=keys), folder, seed=0)
+    return Trainer(make_config(folder, algorithm={"pg_clip": 0.5, **(algorithm or {})}, learner=keys), folder)
 
 
 def digest(trainer: Trainer) -> str:
@@ -47,7 +47,7 @@ def test_before_training_the_policy_is_the_given_model_to_the_bit(folder: Path) 
 def test_only_the_chosen_layers_change_and_by_a_product_of_the_rank(folder: Path) -> None:
     initial = load_file(folder / "model.safetensors")
     trainer = make_trainer(folder)
-    trainer.train(1, make_rows(folder))
+    train(trainer, 1, make_rows(folder))
     for name, weight in trainer.policy().items():
         change = weight - initial[name]
         if name.rpartition(".weight")[0].rpartition(".")[2] in LORA["target_modules"]:
@@ -58,7 +58,7 @@ def test_only_the_chosen_layers_change_and_by_a_product_of_the_rank(folder: Path
 
 def test_merging_is_what_peft_merges(folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(folder)
-    trainer.train(1, make_rows(folder))
+    train(trainer, 1, make_rows(folder))
     trainer.export(tmp_path / "export")
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     merged = PeftModel.from_pretrained(base, tmp_path / "export" / "adapter").merge_and_unload().state_dict()
@@ -78,13 +78,13 @@ def test_experts_and_routers_get_adapters_and_what_is_given_out_is_what_is_train
     lora = {"lora": {**LORA, "target_modules": ["all-linear"]}}
     trainer = make_trainer(folder, **lora, **learner)
     assert all(torch.equal(weight, initial[name]) for name, weight in trainer.policy().items())
-    trainer.train(1, make_rows(folder))
+    train(trainer, 1, make_rows(folder))
     trainer.save(tmp_path / "checkpoint", {"moments": {}})
     trainer.export(tmp_path / "export")
     policy = trainer.policy()
     if "gradient_checkpointing" in learner:
         plain = make_trainer(folder, **lora)
-        plain.train(1, make_rows(folder))
+        train(plain, 1, make_rows(folder))
         assert all((weight - policy[name]).norm() < 1e-3 * weight.norm() for name, weight in plain.policy().items())
     assert policy.keys() == initial.keys()
     # An expert's gate_proj and up_proj are one matrix with an adapter of twice the rank.
@@ -97,7 +97,7 @@ def test_experts_and_routers_get_adapters_and_what_is_given_out_is_what_is_train
     resumed = make_trainer(folder, **lora, **learner)
     resumed.load(tmp_path / "checkpoint")
     assert digest(resumed) == digest(trainer)
-    assert trainer.train(2, rows).metrics["sigma_token"] < tolerance
+    assert train(trainer, 2, rows).metrics["sigma_token"] < tolerance
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, tmp_path / "export" / "adapter").eval()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
@@ -110,8 +110,8 @@ def test_giving_the_policy_out_changes_nothing_in_training(folder: Path, tmp_pat
     quiet, asked = make_trainer(folder), make_trainer(folder)
     for step in (1, 2):
         rows = make_rows(folder, step=step)
-        quiet.train(step, rows)
-        asked.train(step, rows)
+        train(quiet, step, rows)
+        train(asked, step, rows)
         asked.policy()
         asked.export(tmp_path / "export")
     assert digest(quiet) == digest(asked)
@@ -123,14 +123,14 @@ def test_a_resumed_run_makes_the_same_bits_from_the_adapters_alone(
 ) -> None:
     rows = [make_rows(folder, step=step) for step in (1, 2)]
     whole, first = make_trainer(folder, zero_stage=zero_stage), make_trainer(folder, zero_stage=zero_stage)
-    whole.train(1, rows[0])
-    first.train(1, rows[0])
+    train(whole, 1, rows[0])
+    train(first, 1, rows[0])
     first.save(tmp_path / "checkpoint", {"moments": {}})
     resumed = make_trainer(folder, zero_stage=zero_stage)
     resumed.load(tmp_path / "checkpoint")
     assert digest(resumed) == digest(first)
     for trainer in (whole, resumed):
-        trainer.train(2, rows[1])
+        train(trainer, 2, rows[1])
     assert digest(resumed) == digest(whole)
     kept = sum(file.stat().st_size for file in (tmp_path / "checkpoint").rglob("*.pt"))
     assert kept < (folder / "model.safetensors").stat().st_size, "the frozen weights are in the checkpoint"
@@ -140,12 +140,12 @@ def test_dropout_is_drawn_from_seed_and_step(folder: Path) -> None:
     lora = {**LORA, "dropout": 0.2}
     dropped = [make_trainer(folder, lora=lora) for _ in range(2)]
     for trainer in (*dropped, plain := make_trainer(folder)):
-        trainer.train(1, make_rows(folder))
+        train(trainer, 1, make_rows(folder))
     assert digest(dropped[0]) == digest(dropped[1]) != digest(plain)
     # The same rows as another step: only the dropout can differ.
     others = make_trainer(folder, lora=lora), make_trainer(folder)
     for trainer in others:
-        trainer.train(2, make_rows(folder))
+        train(trainer, 2, make_rows(folder))
     assert digest(others[0]) != digest(dropped[0]) and digest(others[1]) == digest(plain)
 
 
@@ -156,11 +156,11 @@ def test_the_kl_term_compares_with_the_first_policy(folder: Path, tmp_path: Path
     losses = {}
     for use_kl_loss in (False, True):
         trainer = make_trainer(folder, algorithm={**algorithm, "use_kl_loss": use_kl_loss}, **learner)
-        trainer.train(1, make_rows(folder, num_mini_batches=1, noise=0.0))
+        train(trainer, 1, make_rows(folder, num_mini_batches=1, noise=0.0))
         if use_kl_loss:
             # The term has no gradient where the policy is the first one still.
             trainer.export(tmp_path / "export")
-        losses[use_kl_loss] = trainer.train(2, make_rows(folder, step=2, num_mini_batches=1)).metrics["loss"]
+        losses[use_kl_loss] = train(trainer, 2, make_rows(folder, step=2, num_mini_batches=1)).metrics["loss"]
     expected = 0.5 * mean_k3(folder, tmp_path / "export", make_rows(folder, step=2, num_mini_batches=1))
     assert expected > 1e-3
     assert losses[True] - losses[False] == pytest.approx(expected, rel=1e-3)
@@ -192,8 +192,8 @@ def test_in_bfloat16_the_reference_is_the_first_policy_to_the_bit(
     losses = []
     for coefficient in (0.0, 1e6):
         algorithm = {"num_mini_batches": 1, "pg_clip": 0.5, "use_kl_loss": True, "kl_loss_coef": coefficient}
-        trainer = Trainer(make_config(folder, algorithm=algorithm, learner=learner), folder, seed=0)
-        losses.append(trainer.train(1, rows).metrics["loss"])
+        trainer = Trainer(make_config(folder, algorithm=algorithm, learner=learner), folder)
+        losses.append(train(trainer, 1, rows).metrics["loss"])
     assert losses[0] == losses[1]
 
 

@@ -100,7 +100,7 @@ def in_parts(
     total = torch.zeros((), dtype=torch.float64)
     for micro in rank_micro_batches(batch, range(len(batch)), 24, rank=0, num_ranks=1, packing=True):
         logp_RT = micro.take(logp_BT)
-        part = micro_batch_loss(
+        part, _ = micro_batch_loss(
             algorithm,
             micro,
             logp_RT,
@@ -109,7 +109,7 @@ def in_parts(
             num_sequences=num_sequences,
             num_tokens=num_tokens,
         )
-        total = total + part.loss
+        total = total + part
     total.backward()
     assert logp_BT.grad is not None
     return total.detach(), logp_BT.grad.numpy(), targets

@@ -21,7 +21,7 @@ from gspo.learner.model.network import can_be_packed, load_policy_model
 from gspo.learner.training.trainer import Trainer
 from gspo.learner.training.trainer_api import NotFiniteError
 from tests.support.tiny_model import make_tiny_model
-from tests.support.training.rollout_rows import answer_logp, make_config, make_rows, with_version
+from tests.support.training.rollout_rows import answer_logp, make_config, make_rows, train, with_version
 
 CLIP = 0.05
 GSPO = {"pg_clip": CLIP}
@@ -75,19 +75,19 @@ def assert_same_weights(trainer: Trainer, expected: Mapping[str, torch.Tensor], 
 
 
 def test_losses_and_weights_are_those_of_a_plain_loop(folder: Path) -> None:
-    trainer, plain = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0), PlainLoop(folder)
+    trainer, plain = Trainer(make_config(folder, algorithm=GSPO), folder), PlainLoop(folder)
     for step in (1, 2, 3):
         rows = make_rows(folder, step=step)
-        figures = trainer.train(step, rows).metrics
+        figures = train(trainer, step, rows).metrics
         assert figures["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
     assert_same_weights(trainer, plain.model.state_dict())
 
 
 def test_the_temperature_is_the_samplings(folder: Path) -> None:
     config = make_config(folder, algorithm=GSPO, sampling={"temperature": 0.7})
-    trainer, plain = Trainer(config, folder, seed=0), PlainLoop(folder, temperature=0.7)
+    trainer, plain = Trainer(config, folder), PlainLoop(folder, temperature=0.7)
     rows = make_rows(folder, temperature=0.7)
-    assert trainer.train(1, rows).metrics["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
+    assert train(trainer, 1, rows).metrics["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
     assert_same_weights(trainer, plain.model.state_dict())
 
 
@@ -96,8 +96,8 @@ def test_the_cut_into_micro_batches_changes_nothing(folder: Path) -> None:
     trainers = []
     for tokens in (128, 100_000):
         config = make_config(folder, algorithm=GSPO, learner={"micro_batch_tokens": tokens})
-        trainers.append(Trainer(config, folder, seed=0))
-    losses = [trainer.train(1, rows).metrics["loss"] for trainer in trainers]
+        trainers.append(Trainer(config, folder))
+    losses = [train(trainer, 1, rows).metrics["loss"] for trainer in trainers]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-7)
     assert_same_weights(trainers[0], trainers[1].policy())
 
@@ -111,8 +111,8 @@ def test_skipped_rows_are_absent_and_not_zero(folder: Path) -> None:
         else row
         for row in rows
     ]
-    trainer, plain = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0), PlainLoop(folder)
-    figures = trainer.train(1, skipped).metrics
+    trainer, plain = Trainer(make_config(folder, algorithm=GSPO), folder), PlainLoop(folder)
+    figures = train(trainer, 1, skipped).metrics
     assert figures["loss"] == pytest.approx(plain.train(skipped), rel=1e-5, abs=1e-7)
     assert (figures["sequences"], figures["skipped_failed"], figures["skipped_stale"]) == (24, 8, 0)
     assert_same_weights(trainer, plain.model.state_dict())
@@ -131,17 +131,17 @@ def test_a_mini_batch_that_is_not_finite_is_left_out_whole(
 ) -> None:
     config = make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage})
     rows = [replace(row, advantage=advantage) if row.mini_batch == 1 else row for row in make_rows(folder)]
-    trainer, replaying = (Trainer(config, folder, seed=0) for _ in range(2))
-    trained = trainer.train(1, rows)
+    trainer, replaying = (Trainer(config, folder) for _ in range(2))
+    trained = train(trainer, 1, rows)
     assert [(update.update, update.mini_batch) for update in trained.skipped_updates] == [(1, 1)]
     assert reason in trained.skipped_updates[0].reason
     assert trained.metrics["mini_batches_not_applied"] == 1
     assert all(math.isfinite(value) for value in trained.metrics.values())
     # A replay with the recorded updates makes the same, and gradients and moments keep no trace of the skipped ones.
-    assert [update.update for update in replaying.train(1, rows, skip_updates=[1]).skipped_updates] == [1]
+    assert [update.update for update in train(replaying, 1, rows, skip_updates=[1]).skipped_updates] == [1]
     assert digest(trainer) == digest(replaying)
     for each in (trainer, replaying):
-        assert not each.train(2, make_rows(folder, step=2)).skipped_updates
+        assert not train(each, 2, make_rows(folder, step=2)).skipped_updates
     assert digest(trainer) == digest(replaying)
 
 
@@ -152,33 +152,33 @@ def test_a_loss_that_is_not_finite_is_left_out_though_its_gradient_is(folder: Pa
     far = next(n for n, row in enumerate(rows) if row.mini_batch == 1 and row.mask.sum() > 3)
     rows[far] = replace(rows[far], advantage=3e38, logp=rows[far].logp - rows[far].mask)
     config = make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage})
-    trainer, replaying = (Trainer(config, folder, seed=0) for _ in range(2))
-    (update,) = trainer.train(1, rows).skipped_updates
+    trainer, replaying = (Trainer(config, folder) for _ in range(2))
+    (update,) = train(trainer, 1, rows).skipped_updates
     assert (update.mini_batch, update.reason) == (1, "the loss is -inf")
     # A recorded update is not tried: with these rows it would be applied.
-    replaying.train(1, make_rows(folder), skip_updates=[update.update])
+    train(replaying, 1, make_rows(folder), skip_updates=[update.update])
     assert digest(trainer) == digest(replaying)
 
 
 def test_three_in_a_row_end_the_run_also_over_steps(folder: Path) -> None:
-    trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
+    trainer = Trainer(make_config(folder, algorithm=GSPO), folder)
     spoilt = [replace(row, advantage=math.inf) if row.mini_batch >= 2 else row for row in make_rows(folder)]
-    assert len(trainer.train(1, spoilt).skipped_updates) == 2
+    assert len(train(trainer, 1, spoilt).skipped_updates) == 2
     # One that is applied in between starts the count anew.
     first = [replace(row, advantage=math.inf) if row.mini_batch in (0, 2) else row for row in make_rows(folder, step=2)]
     with pytest.raises(NotFiniteError, match="step 2: 3 mini-batches in a row were not applied; of the last one the"):
-        trainer.train(2, first)
-    trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
-    trainer.train(1, spoilt)
-    trainer.train(2, make_rows(folder, step=2))
-    assert len(trainer.train(3, [replace(row, step=3) for row in spoilt]).skipped_updates) == 2
+        train(trainer, 2, first)
+    trainer = Trainer(make_config(folder, algorithm=GSPO), folder)
+    train(trainer, 1, spoilt)
+    train(trainer, 2, make_rows(folder, step=2))
+    assert len(train(trainer, 3, [replace(row, step=3) for row in spoilt]).skipped_updates) == 2
 
 
 def test_a_step_of_which_nothing_is_applied_says_so_and_changes_nothing(folder: Path) -> None:
-    trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
+    trainer = Trainer(make_config(folder, algorithm=GSPO), folder)
     before = digest(trainer)
     rows = [replace(row, advantage=math.inf) for row in make_rows(folder, num_mini_batches=1)]
-    figures = trainer.train(1, rows).metrics
+    figures = train(trainer, 1, rows).metrics
     assert figures["mini_batches_not_applied"] == 1 and "loss" not in figures
     assert digest(trainer) == before
 
@@ -201,8 +201,8 @@ def test_the_gradient_is_the_same_packed_and_padded_however_it_is_cut(folder: Pa
     for packing in (True, False):
         for tokens in (128, 100_000):
             learner = {"packing": packing, "micro_batch_tokens": tokens, "gradient_checkpointing": tokens == 128}
-            trainer = Trainer(make_config(folder, algorithm=algorithm, learner=learner), folder, seed=0)
-            figures = trainer.train(1, rows).metrics
+            trainer = Trainer(make_config(folder, algorithm=algorithm, learner=learner), folder)
+            figures = train(trainer, 1, rows).metrics
             results[packing, tokens] = figures, gradient(trainer)
     figures, expected = results[False, 100_000]
     for case, (others, vector) in results.items():
@@ -214,7 +214,7 @@ def test_the_gradient_is_the_same_packed_and_padded_however_it_is_cut(folder: Pa
 def test_a_packed_line_is_never_attended_to_as_a_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mask, and the scores, would be the square of all rollouts' tokens."""
     rows = make_rows(folder)
-    trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"micro_batch_tokens": 2048}), folder, seed=0)
+    trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"micro_batch_tokens": 2048}), folder)
     widths = []
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
@@ -223,7 +223,7 @@ def test_a_packed_line_is_never_attended_to_as_a_whole(folder: Path, monkeypatch
 
     monkeypatch.setattr("gspo.learner.model.attention.short_causal_attention", attention)
     monkeypatch.setattr("gspo.learner.model.attention.sdpa_mask", None)
-    trainer.train(1, rows)
+    train(trainer, 1, rows)
     # The longest rollout is 11 tokens of prompt and 39 of an answer.
     assert 0 < max(widths) <= 50
 
@@ -245,9 +245,9 @@ def test_a_model_that_would_mix_packed_rollouts_is_padded(folder: Path, monkeypa
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_every_zero_stage_makes_the_same_weights(folder: Path, zero_stage: int) -> None:
     plain = PlainLoop(folder)
-    trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage}), folder, seed=0)
+    trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage}), folder)
     rows = make_rows(folder)
-    figures = trainer.train(1, rows).metrics
+    figures = train(trainer, 1, rows).metrics
     assert figures["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
     assert figures["grad_norm"] > 0
     assert_same_weights(trainer, plain.model.state_dict())
@@ -260,17 +260,17 @@ def test_a_resumed_run_makes_the_same_bits(folder: Path, tmp_path: Path, dtype: 
         folder, algorithm=GSPO, learner={"dtype": dtype, "schedule": "cosine", "zero_stage": zero_stage}
     )
     rows = {step: make_rows(folder, step=step) for step in (1, 2, 3)}
-    through = Trainer(config, folder, seed=3)
+    through = Trainer(config, folder)
     for step in (1, 2, 3):
-        through.train(step, rows[step])
-    first = Trainer(config, folder, seed=3)
-    first.train(1, rows[1])
+        train(through, step, rows[step])
+    first = Trainer(config, folder)
+    train(first, 1, rows[1])
     first.save(tmp_path / "checkpoint", {"moments": {"count": 4, "mean": 0.25}})
-    second = Trainer(config, folder, seed=3)
+    second = Trainer(config, folder)
     assert second.load(tmp_path / "checkpoint") == {"moments": {"count": 4, "mean": 0.25}}
     assert digest(second) == digest(first) != digest(through)
     for step in (2, 3):
-        second.train(step, rows[step])
+        train(second, step, rows[step])
     assert digest(second) == digest(through)
 
 
@@ -278,13 +278,13 @@ def test_a_resumed_run_makes_the_same_bits(folder: Path, tmp_path: Path, dtype: 
 def test_what_may_change_on_resume_takes_effect_on_resume(folder: Path, tmp_path: Path, zero_stage: int) -> None:
     """A checkpoint of DeepSpeed brings the old learning rate, weight decay and, under ZeRO 1 and 2, gradient clip."""
     stage = {"zero_stage": zero_stage}
-    first = Trainer(make_config(folder, algorithm=GSPO, learner={**stage, "max_grad_norm": 1e-3}), folder, seed=0)
-    first.train(1, make_rows(folder))
+    first = Trainer(make_config(folder, algorithm=GSPO, learner={**stage, "max_grad_norm": 1e-3}), folder)
+    train(first, 1, make_rows(folder))
     first.save(tmp_path / "checkpoint", {})
     changed = {"learning_rate": 5e-4, "weight_decay": 10.0, "max_grad_norm": 0.5}
-    resumed = Trainer(make_config(folder, algorithm=GSPO, learner={**stage, **changed}), folder, seed=0)
+    resumed = Trainer(make_config(folder, algorithm=GSPO, learner={**stage, **changed}), folder)
     resumed.load(tmp_path / "checkpoint")
-    resumed.train(2, make_rows(folder, step=2))
+    train(resumed, 2, make_rows(folder, step=2))
     plain = PlainLoop(folder, max_grad_norm=1e-3)
     plain.train(make_rows(folder))
     for group in plain.optimizer.param_groups:
@@ -296,13 +296,13 @@ def test_what_may_change_on_resume_takes_effect_on_resume(folder: Path, tmp_path
 
 def test_without_a_checkpoint_there_is_nothing_to_load(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        Trainer(make_config(folder), folder, seed=0).load(tmp_path)
+        Trainer(make_config(folder), folder).load(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_policy_has_the_names_of_a_checkpoint(tmp_path: Path, tied: bool) -> None:
     folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
-    policy = Trainer(make_config(folder, generation={"dtype": "bfloat16"}), folder, seed=0).policy()
+    policy = Trainer(make_config(folder, generation={"dtype": "bfloat16"}), folder).policy()
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     assert ("lm_head.weight" in policy) is not tied
     assert policy.keys() == expected.keys() - ({"lm_head.weight"} if tied else set())
@@ -312,10 +312,10 @@ def test_the_policy_has_the_names_of_a_checkpoint(tmp_path: Path, tied: bool) ->
 
 
 def test_the_policy_is_a_copy(folder: Path) -> None:
-    trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
+    trainer = Trainer(make_config(folder, algorithm=GSPO), folder)
     before = trainer.policy()
     kept = {name: tensor.clone() for name, tensor in before.items()}
-    trainer.train(1, make_rows(folder))
+    train(trainer, 1, make_rows(folder))
     assert all(torch.equal(kept[name], tensor) for name, tensor in before.items())
     assert any(not torch.equal(kept[name], tensor) for name, tensor in trainer.policy().items())
 
@@ -324,7 +324,7 @@ def test_under_zero_3_the_policy_is_gathered_one_weight_at_a_time(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a push, an export, and the snapshot under a lag: no rank ever has the whole policy."""
-    trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"zero_stage": 3}), folder, seed=0)
+    trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"zero_stage": 3}), folder)
     gathered = []
 
     class CountingGather(deepspeed.zero.GatheredParameters):
@@ -335,18 +335,18 @@ def test_under_zero_3_the_policy_is_gathered_one_weight_at_a_time(
     monkeypatch.setattr(deepspeed.zero, "GatheredParameters", CountingGather)
     largest = max(tensor.numel() for tensor in trainer.policy().values())
     trainer.export(tmp_path / "export")
-    trainer.train(4, with_version(make_rows(folder, step=4), 2))
-    trainer.train(5, with_version(make_rows(folder, step=5), 3))
+    train(trainer, 4, with_version(make_rows(folder, step=4), 2))
+    train(trainer, 5, with_version(make_rows(folder, step=5), 3))
     assert max(gathered) == largest
     # Twice for policy and export, and to keep, to put in place, and to put back.
     assert sum(numel == largest for numel in gathered) >= 5
 
 
 def test_an_export_loads_like_any_model(folder: Path, tmp_path: Path) -> None:
-    trainer = Trainer(make_config(folder, algorithm=GSPO), folder, seed=0)
+    trainer = Trainer(make_config(folder, algorithm=GSPO), folder)
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "old").touch()
-    trainer.train(1, make_rows(folder))
+    train(trainer, 1, make_rows(folder))
     trainer.export(tmp_path / "export")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in trainer.policy().items())
@@ -369,9 +369,9 @@ def test_an_export_loads_like_any_model(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_every_preset_trains_and_reports(folder: Path, algorithm: dict[str, Any]) -> None:
-    trainer = Trainer(make_config(folder, algorithm=algorithm), folder, seed=0)
+    trainer = Trainer(make_config(folder, algorithm=algorithm), folder)
     before = digest(trainer)
-    figures = trainer.train(1, make_rows(folder)).metrics
+    figures = train(trainer, 1, make_rows(folder)).metrics
     assert digest(trainer) != before
     assert all(math.isfinite(value) for value in figures.values())
     assert figures["tokens"] == sum(row.mask.sum() for row in make_rows(folder))
@@ -398,15 +398,15 @@ def test_with_a_lag_noise_is_measured_under_the_weights_that_sampled(
     and the trained weights do not change for it."""
     config = make_config(folder, algorithm={**GSPO, "old_logprobs": old_logprobs}, learner=learner)
     steps = {step: make_rows(folder, step=step, noise=0.05) for step in (4, 5)}
-    lagging, fresh = Trainer(config, folder, seed=0), Trainer(config, folder, seed=0)
-    first = lagging.train(4, with_version(steps[4], 2)).metrics
+    lagging, fresh = Trainer(config, folder), Trainer(config, folder)
+    first = train(lagging, 4, with_version(steps[4], 2)).metrics
     assert not {"sigma_token", "sigma_sequence", "noise_share", "noise_share_independent"} & first.keys()
     assert (first["age_mean"], first["age_max"]) == (1, 1)
-    second = lagging.train(5, with_version(steps[5], 3)).metrics
+    second = train(lagging, 5, with_version(steps[5], 3)).metrics
     assert second["sigma_token"] == pytest.approx(0.05, rel=0.2)
     assert 0 < second["mismatch_tokens"] <= 16 * 40
-    fresh.train(4, steps[4])
-    drifted = fresh.train(5, steps[5]).metrics
+    train(fresh, 4, steps[4])
+    drifted = train(fresh, 5, steps[5]).metrics
     assert drifted["sigma_token"] > 2 * second["sigma_token"]
     assert digest(lagging) == digest(fresh)
 
@@ -414,7 +414,7 @@ def test_with_a_lag_noise_is_measured_under_the_weights_that_sampled(
 def test_recompute_takes_the_step_s_first_weights_as_old(folder: Path) -> None:
     """With one mini-batch and no update before, every ratio is 1: the behavior noise is gone from it."""
     config = make_config(folder, algorithm={**GSPO, "old_logprobs": "recompute", "num_mini_batches": 1})
-    figures = Trainer(config, folder, seed=0).train(1, make_rows(folder, num_mini_batches=1, noise=0.3)).metrics
+    figures = train(Trainer(config, folder), 1, make_rows(folder, num_mini_batches=1, noise=0.3)).metrics
     assert abs(figures["log_ratio_max"]) < 1e-6
     assert figures["sigma_token"] == pytest.approx(0.3, rel=0.15)
 
@@ -424,10 +424,10 @@ def test_masked_by_the_correction_means_absent(folder: Path) -> None:
     rows = make_rows(folder, noise=0.0)
     off = [replace(row, logp=row.logp - 3 * row.mask) if row.number == 0 else row for row in rows]
     algorithm = {**GSPO, "old_logprobs": "recompute", "behavior_correction": "mask"}
-    masked = Trainer(make_config(folder, algorithm=algorithm), folder, seed=0)
-    masked.train(1, off)
-    without = Trainer(make_config(folder, algorithm={**GSPO, "old_logprobs": "recompute"}), folder, seed=0)
-    without.train(1, [replace(row, skipped="stale", mini_batch=-1) if row.number == 0 else row for row in rows])
+    masked = Trainer(make_config(folder, algorithm=algorithm), folder)
+    train(masked, 1, off)
+    without = Trainer(make_config(folder, algorithm={**GSPO, "old_logprobs": "recompute"}), folder)
+    train(without, 1, [replace(row, skipped="stale", mini_batch=-1) if row.number == 0 else row for row in rows])
     assert_same_weights(masked, without.policy())
 
 
@@ -438,11 +438,11 @@ def test_a_token_masked_by_the_correction_is_absent_too(folder: Path) -> None:
     off = [replace(row, logp=row.logp - 3 * at) for row, at in zip(rows, first, strict=True)]
     recompute = {**GSPO, "old_logprobs": "recompute"}
     algorithm = {**recompute, "behavior_correction": "mask", "behavior_level": "token"}
-    masked = Trainer(make_config(folder, algorithm=algorithm), folder, seed=0)
-    figures = masked.train(1, off).metrics
-    without = Trainer(make_config(folder, algorithm=recompute), folder, seed=0)
-    expected = without.train(
-        1, [replace(row, mask=row.mask & ~at) for row, at in zip(rows, first, strict=True)]
+    masked = Trainer(make_config(folder, algorithm=algorithm), folder)
+    figures = train(masked, 1, off).metrics
+    without = Trainer(make_config(folder, algorithm=recompute), folder)
+    expected = train(
+        without, 1, [replace(row, mask=row.mask & ~at) for row, at in zip(rows, first, strict=True)]
     ).metrics
     assert_same_weights(masked, without.policy())
     assert (figures["tokens"], figures["sequences"]) == (expected["tokens"], expected["sequences"])
@@ -453,7 +453,7 @@ def test_a_token_masked_by_the_correction_is_absent_too(folder: Path) -> None:
 def test_bfloat16_is_near_float32(folder: Path) -> None:
     rows = make_rows(folder)
     metrics_of = [
-        Trainer(make_config(folder, algorithm=GSPO, learner={"dtype": dtype}), folder, seed=0).train(1, rows).metrics
+        train(Trainer(make_config(folder, algorithm=GSPO, learner={"dtype": dtype}), folder), 1, rows).metrics
         for dtype in ("float32", "bfloat16")
     ]
     assert metrics_of[1]["grad_norm"] == pytest.approx(metrics_of[0]["grad_norm"], rel=0.05)
@@ -465,6 +465,6 @@ def test_gradient_checkpointing_changes_nothing(folder: Path) -> None:
     trainers = []
     for checkpointing in (False, True):
         config = make_config(folder, algorithm=GSPO, learner={"gradient_checkpointing": checkpointing})
-        trainers.append(Trainer(config, folder, seed=0))
-        trainers[-1].train(1, rows)
+        trainers.append(Trainer(config, folder))
+        train(trainers[-1], 1, rows)
     assert_same_weights(trainers[0], trainers[1].policy())
