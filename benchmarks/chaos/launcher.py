@@ -15,9 +15,9 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.simulated.run import simulated_programs
-from gspo.cli.processes.child import Program
 from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, InterruptedRunError
 from gspo.cli.processes.programs import Job
+from gspo.cli.processes.supervisor import Program
 from gspo.cli.run.training import run
 
 _WRAPPER = "benchmarks.chaos.faulty_service"

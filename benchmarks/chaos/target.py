@@ -27,9 +27,8 @@ from benchmarks.chaos.faulty_service import VARIABLE
 from benchmarks.chaos.network import Network
 from benchmarks.chaos.schedule import PROCESSES
 from benchmarks.simulated.settings import Settings
-from gspo.cli.processes.child import Program
 from gspo.cli.processes.redis_server import free_port, redis_command, write_password
-from gspo.cli.processes.supervisor import ProcessSupervisor
+from gspo.cli.processes.supervisor import ProcessSupervisor, Program
 from gspo.common.config.loading import read_config
 from gspo.common.config.schema import Config
 from gspo.common.streams.entries import entry_kinds, read_entry

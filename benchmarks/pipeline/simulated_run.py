@@ -23,10 +23,9 @@ from benchmarks.harness.sizes import CACHE
 from benchmarks.harness.workload import write_config
 from benchmarks.simulated.run import simulated
 from benchmarks.simulated.settings import Settings
-from gspo.cli.processes.child import Program
 from gspo.cli.processes.programs import Job, service_programs
 from gspo.cli.processes.redis_server import LOOPBACK, free_port, redis_program
-from gspo.cli.processes.supervisor import ProcessSupervisor
+from gspo.cli.processes.supervisor import ProcessSupervisor, Program
 from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.loading import write_config as write_whole_config
 from gspo.common.config.schema import Config

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gspo.cli.processes.child import Program
 from gspo.cli.processes.programs import Job, service_programs
+from gspo.cli.processes.supervisor import Program
 from gspo.cli.run.training import run
 
 SIMULATED = {"generation": "benchmarks.simulated.generation", "learner": "benchmarks.simulated.learner"}

@@ -20,8 +20,7 @@ from typing import Any
 
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.processes.preflight import check_services
-from gspo.cli.rundir.lock import lock_run_dir
-from gspo.cli.rundir.plan import RunPlan, plan_run, prepare
+from gspo.cli.rundir.plan import RunPlan, lock_run_dir, plan_run, prepare
 from gspo.common.config.loading import (
     CONFIG_NAME,
     changed_keys,

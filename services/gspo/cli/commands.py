@@ -239,7 +239,7 @@ def evaluate(
 
     Example: [bold]gspo eval ~/models/Qwen3-0.6B eval.jsonl --reward reward.py --out result.json[/]
     """
-    from gspo.cli.run.eval_config import EvaluationSpec
+    from gspo.cli.run.evaluation import EvaluationSpec
     from gspo.cli.run.evaluation import evaluate as measure
 
     spec = EvaluationSpec(

@@ -1,23 +1,30 @@
-"""The commands `gspo deadletter ...`: list the entries that a run gave up, put them back, or remove them."""
+"""The commands `gspo deadletter ...`: list the entries that a run gave up, put them back, or remove them.
+
+A letter is written in the transaction that removes the entry from its stream. A retry puts the entry back exactly once,
+and only while its group is open: a settled group is never trained again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import typer
+from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
-from gspo.cli.dead_letter_store import DeadLetterEntry, Retried, drop, letters, retry
-from gspo.cli.rundir.open_run import OpenRun, connect_once, open_run
 from gspo.common.errors import InputError, nearest
+from gspo.common.streams.entries import SCHEMA
+from gspo.common.streams.inbox import FIELD
 from gspo.common.streams.keys import Keys
+from gspo_proto.rollout_pb2 import DeadLetter
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,11 +37,64 @@ Run = Annotated[Path | None, typer.Option("--run", help="Run directory; by defau
 Letters = Annotated[list[str] | None, typer.Argument(help="Letters, by the names in `list`.", show_default=False)]
 All = Annotated[bool, typer.Option("--all", help="All letters.")]
 T = TypeVar("T")
+Retried: TypeAlias = Literal["sent", "settled", "gone"]
 _RESULTS: dict[Retried, str] = {
     "sent": "back in {stream}",
     "settled": "not sent: group {group} is settled already, and a group is never settled twice. Drop the letter",
     "gone": "not sent: the letter does not exist any more; another call has retried or dropped it",
 }
+
+
+# KEYS: dead, the stream of the entry, open. ARGV: letter, payload, group or '' if it has no group to check.
+# The call that removes the letter writes the entry, so two concurrent retries write it once.
+_RETRY = """
+if ARGV[3] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[3]) == 0 then return 'settled' end
+if redis.call('XDEL', KEYS[1], ARGV[1]) == 0 then return 'gone' end
+redis.call('XADD', KEYS[2], '*', 'd', ARGV[2])
+return 'sent'
+"""
+
+
+@dataclass(frozen=True)
+class DeadLetterEntry:
+    """An entry of the stream `dead`; `letter` is None if its bytes are not a letter."""
+
+    entry: str
+    letter: DeadLetter | None
+
+
+async def letters(redis: Redis, keys: Keys) -> list[DeadLetterEntry]:
+    """Every letter, the oldest first."""
+    reply: Any = await redis.xrange(keys.dead)
+    return [DeadLetterEntry(entry.decode(), _read(fields.get(FIELD, b""))) for entry, fields in reply]
+
+
+def _read(payload: bytes) -> DeadLetter | None:
+    try:
+        letter = DeadLetter.FromString(payload)
+    except DecodeError:
+        return None
+    return letter if letter.schema == SCHEMA and letter.stream else None
+
+
+async def retry(redis: Redis, keys: Keys, dead: DeadLetterEntry) -> Retried:
+    """Put an entry back into its stream: `sent`, or the reason why not (its group is `settled`, the letter `gone`)."""
+    letter = dead.letter
+    if letter is None:
+        return "gone"
+    # Only the coordinator knows whether an evaluation is still in flight: it has no slots and no settlement.
+    group = str(letter.group) if letter.HasField("group") and not letter.evaluation else ""
+    answer: Any = await redis.register_script(_RETRY)(
+        keys=[keys.dead, keys.stream(letter.stream), keys.open], args=[dead.entry, letter.payload, group]
+    )
+    retried: Retried = answer.decode()
+    return retried
+
+
+async def drop(redis: Redis, keys: Keys, entries: Iterable[str]) -> int:
+    """Remove letters for good; returns how many existed."""
+    names = list(entries)
+    return int(await redis.xdel(keys.dead, *names)) if names else 0
 
 
 @app.command(name="list")
@@ -104,17 +164,19 @@ def _ask(run: Path | None, question: Callable[[Redis, Keys], Awaitable[T]]) -> T
     Raises:
         InputError: There is no such run, or its Redis does not answer.
     """
+    from gspo.cli.rundir.open_run import connect_once, open_run  # here: every `gspo --help` imports this module
+
     opened = open_run(run)
     if opened.redis_url is None:
         raise InputError(
             str(opened.run_dir), "is not running, and its dead letters are in its Redis", "Resume it, then ask again"
         )
-    return asyncio.run(_answer(opened, opened.redis_url, question))
 
+    async def answer(redis_url: str) -> T:
+        async with connect_once(redis_url, opened.config) as redis:
+            return await question(redis, Keys(opened.config.name))
 
-async def _answer(run: OpenRun, redis_url: str, question: Callable[[Redis, Keys], Awaitable[T]]) -> T:
-    async with connect_once(redis_url, run.config) as redis:
-        return await question(redis, Keys(run.config.name))
+    return asyncio.run(answer(opened.redis_url))
 
 
 def _chosen(entries: list[DeadLetterEntry], names: list[str] | None, *, every: bool) -> list[DeadLetterEntry]:

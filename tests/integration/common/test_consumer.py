@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from gspo.cli.dead_letter_store import letters
+from gspo.cli.dead_letters import letters
 from gspo.common.streams.consumer import Consumer, DeadLetterError, Deliveries, Subscription
 from gspo.common.streams.inbox import Delivery, Inbox, append
 from gspo.common.streams.keys import GENERATION, Keys

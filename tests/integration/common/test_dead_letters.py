@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from typer.testing import CliRunner
 
 from gspo.cli.__main__ import app
-from gspo.cli.dead_letter_store import drop, letters, retry
+from gspo.cli.dead_letters import drop, letters, retry
 from gspo.common.errors import InputError
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.inbox import Inbox, append, create_consumer_groups

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from gspo.cli.dead_letter_store import letters
+from gspo.cli.dead_letters import letters
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event, Finished, StopRequested

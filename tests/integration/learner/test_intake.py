@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from gspo.cli.dead_letter_store import letters
+from gspo.cli.dead_letters import letters
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import append
 from gspo.common.streams.keys import LEARNER, Keys

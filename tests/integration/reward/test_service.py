@@ -17,7 +17,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gspo.cli.dead_letter_store import letters
+from gspo.cli.dead_letters import letters
 from gspo.common.network.grpc_server import token_metadata
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import append

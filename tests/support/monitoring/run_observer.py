@@ -24,7 +24,7 @@ import httpx
 from redis import Redis
 from redis.exceptions import RedisError
 
-from gspo.cli.rundir.lock import supervisor_facts
+from gspo.cli.rundir.plan import supervisor_facts
 from gspo.common.streams.keys import Keys
 from tests.support.monitoring.otlp_collector import Collector
 from tests.support.monitoring.prometheus_server import ROOT, Prometheus

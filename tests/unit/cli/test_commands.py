@@ -28,9 +28,8 @@ from gspo.cli.findings import DoctorFinding
 from gspo.cli.keys_table import print_keys
 from gspo.cli.processes.exit_codes import ServiceRefusedError
 from gspo.cli.processes.redis_server import check_redis, check_unused
-from gspo.cli.run.eval_config import EvaluationSpec, eval_config
-from gspo.cli.run.evaluation import in_order, naming_options
-from gspo.cli.rundir.lock import lock_run_dir
+from gspo.cli.run.evaluation import EvaluationSpec, eval_config, in_order, naming_options
+from gspo.cli.rundir.plan import lock_run_dir
 from gspo.common.config.algorithm import fitting_clip
 from gspo.common.config.loading import parse_config, read_config, write_config
 from gspo.common.config.reference import explain

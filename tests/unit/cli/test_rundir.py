@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from gspo.cli.rundir.lock import is_run_dir_locked, lock_run_dir, supervisor_facts, write_supervisor_facts
-from gspo.cli.rundir.plan import RunPlan, plan_run, prepare
+from gspo.cli.rundir.plan import (
+    RunPlan,
+    is_run_dir_locked,
+    lock_run_dir,
+    plan_run,
+    prepare,
+    supervisor_facts,
+    write_supervisor_facts,
+)
 from gspo.common.errors import InputError
 
 

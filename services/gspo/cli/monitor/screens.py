@@ -16,8 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gspo.cli.monitor.text import duration, evaluation_line, largest_shares
-from gspo.cli.monitor.view import ScreenLine, ServiceProcess, View
+from gspo.cli.monitor.view import ScreenLine, ServiceProcess, View, duration, evaluation_line
 from gspo.common.streams.keys import GENERATION
 from gspo.common.telemetry.advice import verdict
 
@@ -199,7 +198,7 @@ def _step_time(view: View) -> RenderableType:
     num_generators = sum(process.service == GENERATION for process in view.processes.values())
     table = Table.grid(padding=(0, 3))
     if bound := verdict(list(view.steps), view.config, num_generators):
-        table.add_row("step time", largest_shares(bound))
+        table.add_row("step time", "  ".join(f"{share.share:.0%} {share.in_words}" for share in bound.shares[:3]))
         table.add_row("bound by", f"[bold]{bound.stage}[/]" + (f": try {bound.change[0]}" if bound.change else ""))
     return table
 

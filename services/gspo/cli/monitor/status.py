@@ -5,35 +5,42 @@ from __future__ import annotations
 import asyncio
 import shlex
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+import psutil
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gspo.cli.monitor.process_usage import ProcessUsage, UsageMeter
 from gspo.cli.monitor.screens import process_cells
-from gspo.cli.monitor.text import evaluation_line, step_time_table, step_time_title, verdict_lines
-from gspo.cli.monitor.unscored import unscored_so_far
-from gspo.cli.monitor.view import Phases, ServiceProcess, View, load_history, step_line
+from gspo.cli.monitor.view import (
+    Phases,
+    ServiceProcess,
+    View,
+    evaluation_line,
+    load_history,
+    step_line,
+    unscored_so_far,
+)
 from gspo.cli.monitor.watcher import disk_full_message, generator_problems
-from gspo.cli.rundir.lock import is_run_dir_locked, supervisor_facts
 from gspo.cli.rundir.open_run import open_run, read_instances
-from gspo.cli.rundir.plan import COMPLETED, FAILED, PAGE_NAME, RecordedEnd
+from gspo.cli.rundir.plan import COMPLETED, FAILED, PAGE_NAME, RecordedEnd, is_run_dir_locked, supervisor_facts
 from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.streams.instances import Instance
 from gspo.common.streams.keys import GENERATION
-from gspo.common.telemetry.advice import verdict
+from gspo.common.telemetry.advice import Verdict, verdict
+from gspo.common.telemetry.step_time import seconds_by_function
 from gspo.runlog.run_log import RunLog
 
-_WATCH_S = 1.0
+_WATCH_S, _BAR_WIDTH = 1.0, 24
 _PIPE_WIDTH = 10_000
 # In a narrower terminal the addresses get a line of their own.
 _WIDE = 130
@@ -132,8 +139,7 @@ class StatusPage:
         replicas = self._config.generation.replicas
         num_generators = sum(instance.service == GENERATION for instance in instances) or replicas
         if bound := verdict(list(view.steps), self._config, num_generators):
-            table = step_time_table(bound, list(view.steps))
-            parts += ["", Text(step_time_title(bound)), table, *map(Text, verdict_lines(bound))]
+            parts += _step_time(bound, list(view.steps))
         if not self.is_running:
             return Group(*parts, Text(describe_end(run_dir, view.step)))
         if message := disk_full_message(run_dir):
@@ -148,6 +154,19 @@ class StatusPage:
             self._view, self._read = View(self._config, self._run_dir, {}, Phases()), state
             self._unscored = unscored_so_far(self._run_dir, load_history(self._view))
         return self._view
+
+
+def _step_time(bound: Verdict, steps: Sequence[dict[str, float]]) -> list[RenderableType]:
+    """The time of a step by cause, the longest first; the stage that bounds the run, and what to try against it."""
+    mean = f", the mean of the last {bound.steps} steps" if bound.steps > 1 else ""
+    functions = seconds_by_function(*steps[-bound.steps :])
+    table = Table.grid(padding=(0, 2))
+    for share in bound.shares:
+        bar = ProgressBar(1.0, share.share, _BAR_WIDTH)
+        names = f" ({', '.join(functions)})" if share.cause == "reward" and functions else ""
+        table.add_row(f"{share.share:4.0%}", f"{share.seconds:.2f} s", bar, share.in_words + names)
+    lines = [f"bound by {bound.stage}: {bound.because}", *(f"  try {change}" for change in bound.change)]
+    return ["", Text(f"a step takes {bound.seconds:.2f} s{mean}:"), table, *map(Text, lines)]
 
 
 def describe_end(run_dir: Path, step: int) -> str:
@@ -165,6 +184,19 @@ def instance_parts(instances: Sequence[Instance], usage: dict[str, ProcessUsage]
     if not instances:
         return ["no service has registered: the run is starting, or no process works on it"]
     return [_InstancesTable(instances, usage), *(Text(line, "yellow") for line in generator_problems(instances))]
+
+
+@dataclass(frozen=True)
+class ProcessUsage:
+    """The use of one service's process and its children.
+
+    Attributes:
+        cpu: Cores, on average since the last measurement; None at the first.
+        memory_bytes: Resident; memory that children share with their parent counts once for each.
+    """
+
+    cpu: float | None
+    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -199,3 +231,43 @@ def _usage_cells(usage: ProcessUsage | None) -> list[str]:
     if usage is None:
         return ["-", "-"]
     return ["-" if usage.cpu is None else f"{usage.cpu:.2f} cores", f"{usage.memory_bytes / 2**20:,.0f} MiB"]
+
+
+class UsageMeter:
+    """Measures CPU and memory of the run's processes on this machine, with their child processes.
+
+    A process counts only if its command line has the name of the instance: the process id of another machine or
+    container may belong to a foreign process here.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, psutil.Process] = {}
+
+    def measure(self, instances: Iterable[Instance]) -> dict[str, ProcessUsage]:
+        """The use by uid of the instance, without instances of other machines."""
+        usage: dict[str, ProcessUsage] = {}
+        measured: dict[int, psutil.Process] = {}
+        for instance in instances:
+            try:
+                process = self._known.get(instance.pid) or psutil.Process(instance.pid)
+                if instance.name not in process.cmdline():
+                    continue
+                family = [process, *process.children(recursive=True)]
+            except psutil.Error:
+                continue
+            usage[instance.uid] = self._sum(family, measured)
+        self._known = measured
+        return usage
+
+    def _sum(self, family: Iterable[psutil.Process], measured: dict[int, psutil.Process]) -> ProcessUsage:
+        percent, memory, is_first = 0.0, 0, True
+        for process in family:
+            known = self._known.get(process.pid)
+            try:
+                is_first = is_first and known is None
+                percent += (known or process).cpu_percent(None)
+                memory += process.memory_info().rss
+            except psutil.Error:
+                continue  # it has just ended
+            measured[process.pid] = known or process
+        return ProcessUsage(None if is_first else percent / 100, memory)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from gspo.cli.monitor.text import duration, evaluation_line, step_cells
-from gspo.cli.monitor.unscored import FIGURE, Unscored, reasons_of_step
 from gspo.common.config.schema import Config
 from gspo.common.streams.entries import body_of, word_of
 from gspo.common.streams.instances import Instance
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
-from gspo.runlog.run_log import EvaluationRecord, RunLog, StepRecord, best_of
+from gspo.runlog.run_log import LOG_FOLDER, EvaluationRecord, RunLog, StepRecord, best_of
+from gspo.runlog.step_files import column, step_file
 from gspo_proto.rollout_pb2 import (
     RUN_END_FAILED,
     CheckpointDone,
@@ -35,6 +35,20 @@ from gspo_proto.rollout_pb2 import (
 )
 
 STEPS_FOR_ETA = 10
+_UNSCORED, _REASONS_SHOWN = "skipped_failed", 3
+# Newest steps with answers without a score whose files are opened for the reasons.
+_STEPS_READ = 10
+_DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(\.\d+)?")
+# Of a step's line: label, figure, format.
+_STEP_CELLS = (
+    ("reward", "reward_mean", "{:.3f}"),
+    ("clipped", "clipped_sequences", "{:.0%}"),
+    ("age", "age_mean", "{:.2f}"),
+    ("max", "age_max", "{:.0f}"),
+    ("grad norm", "grad_norm", "{:.3g}"),
+    ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    ("", "step_s", "{:.1f} s"),
+)
 Kind = Literal["step", "note", "warning", "error"]
 
 
@@ -104,6 +118,39 @@ class ServiceProcess:
         kind, what, since_unix_s = self.doing()
         text = self.problem or (f"waiting for {what}" if kind == "waiting" else what)
         return f"{text} (for {duration(max(0.0, time.time() - since_unix_s))})"
+
+
+class Unscored:
+    """Counts answers without a score by reason; numbers and quoted texts in a reason do not distinguish it.
+
+    A reward function that raises on some answers does not stop the run, so its user has to be warned.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+
+    def add_step(self, run_dir: Path, step: int) -> bool:
+        """Count the reasons of a logged step, if its file is there; whether one of them is new."""
+        try:
+            reasons = column(step_file(run_dir / LOG_FOLDER, step), "failure")
+        except (OSError, ValueError):
+            return False
+        num_known = len(self._examples)
+        for reason in filter(None, reasons):
+            kind = _DETAIL.sub("...", reason)
+            self._examples.setdefault(kind, reason)
+            self.counts[kind] += 1
+        return len(self._examples) > num_known
+
+    def in_words(self) -> str:
+        """'3 times: r: raised ValueError: ... (r.py line 5); and 2 other reasons'."""
+        shown = [
+            f"{count} times: {self._examples[kind]}" if count > 1 else self._examples[kind]
+            for kind, count in self.counts.most_common(_REASONS_SHOWN)
+        ]
+        more = len(self.counts) - len(shown)
+        return "; ".join([*shown, f"and {more} other reasons"] if more > 0 else shown)
 
 
 @dataclass
@@ -207,18 +254,18 @@ class View:
         warnings = advice(list(self.steps), self.config)
         new = [ScreenLine(text, "warning") for name, text in warnings.items() if name not in self.warned]
         self.warned = set(warnings)
-        return [ScreenLine(step_line(self), "step"), *new, *self._on_unscored(int(figures.get(FIGURE, 0)))]
+        return [ScreenLine(step_line(self), "step"), *new, *self._on_unscored(int(figures.get(_UNSCORED, 0)))]
 
     def _on_unscored(self, count: int) -> list[ScreenLine]:
         """A warning for each new reason, and whenever the number of such answers has one more digit."""
-        if not count:
+        before = self.unscored.counts.total()
+        is_new = count and self.unscored.add_step(self.run_dir, self.step)
+        total = self.unscored.counts.total()
+        if not is_new and len(str(total)) == len(str(before)):
             return []
-        before = len(self.unscored)
-        new = self.unscored.add(reasons_of_step(self.run_dir, self.step))
-        if not new and len(str(len(self.unscored))) == len(str(before)):
-            return []
-        total = f", {len(self.unscored)} so far" if before else ""
-        text = f"step {self.step}: {count} answers have no score{total}, and are left out: {self.unscored.in_words()}"
+        so_far = f", {total} so far" if before else ""
+        reasons = self.unscored.in_words()
+        text = f"step {self.step}: {count} answers have no score{so_far}, and are left out: {reasons}"
         return [ScreenLine(text, "warning")]
 
     def _on_groups(self, groups: Sequence[SettledGroup]) -> list[ScreenLine]:
@@ -270,8 +317,47 @@ def load_history(view: View) -> list[StepRecord]:
 
 def step_line(view: View) -> str:
     """The newest step in one line."""
+    figures = view.figures
     parts = [f"step {view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"]
-    parts += [*step_cells(view.figures), f"version {view.version}"]
+    parts += [f"{label} {form.format(figures[name])}".strip() for label, name, form in _STEP_CELLS if name in figures]
+    parts.append(f"version {view.version}")
     if view.eta_s is not None:
         parts.append(f"{duration(view.eta_s)} to go")
     return "  ".join(parts)
+
+
+def unscored_so_far(run_dir: Path, steps: Sequence[StepRecord]) -> str:
+    """One sentence on the answers without a score in `steps`; empty if every answer has one."""
+    with_some = {record.step: int(record.figures[_UNSCORED]) for record in steps if record.figures.get(_UNSCORED)}
+    if not with_some:
+        return ""
+    unscored = Unscored()
+    for step in sorted(with_some)[-_STEPS_READ:]:
+        unscored.add_step(run_dir, step)
+    where = f"{len(with_some)} of {len(steps)} steps, the last of them step {max(with_some)}"
+    why = f". {unscored.in_words()}" if unscored.counts else ""
+    return f"{sum(with_some.values())} answers without a score, left out of training, in {where}{why}"
+
+
+def evaluation_line(figures: Mapping[str, float]) -> str:
+    """The main figures of an evaluation in one line."""
+    means = [(name, figures[f"{name}_mean"]) for name in ("sampled", "greedy") if f"{name}_mean" in figures]
+    if (largest := largest_pass(figures)) > 1:
+        means.append((f"pass@{largest}", figures[f"pass_at_{largest}"]))
+    return ", ".join(f"{name} {value:.3f}" for name, value in means)
+
+
+def largest_pass(figures: Mapping[str, float]) -> int:
+    """The largest k for which there is a pass@k; 0 without any."""
+    suffixes = (name.removeprefix("pass_at_") for name in figures if name.startswith("pass_at_"))
+    return max((int(k) for k in suffixes if k.isdecimal()), default=0)
+
+
+def duration(seconds: float) -> str:
+    """'42 s', '3 min 5 s', '2 h 10 min'."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -16,9 +16,8 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
-from gspo.cli.monitor.text import duration
-from gspo.cli.monitor.view import ScreenLine, View
-from gspo.cli.rundir import http_client
+from gspo.cli.monitor.view import ScreenLine, View, duration
+from gspo.cli.rundir.open_run import api_client, api_url
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import Keys
@@ -61,7 +60,7 @@ class Watcher:
 
     async def poll(self) -> None:
         """Refresh heartbeats and readiness without end."""
-        async with http_client.client(self._view.config, timeout_s=_READY_TIMEOUT_S) as client:
+        async with api_client(self._view.config, timeout_s=_READY_TIMEOUT_S) as client:
             while True:
                 await self._read_instances()
                 await asyncio.gather(*(self._probe_readiness(client, name) for name in self._view.processes))
@@ -96,7 +95,7 @@ class Watcher:
         if process.ready or process.instance is None or not process.instance.http:
             return
         try:
-            reply = await client.get(f"{http_client.url(process.instance.http, self._view.config)}/readyz")
+            reply = await client.get(f"{api_url(process.instance.http, self._view.config)}/readyz")
             process.ready = reply.status_code == httpx.codes.OK
             problems = {} if process.ready else reply.json().get("problems", {})
             # The heartbeat already says what a starting process does.

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gspo.cli.processes.child import Program
 from gspo.cli.processes.placement import NO_GPUS, Placement
 from gspo.cli.processes.preflight import Preflight
+from gspo.cli.processes.supervisor import Program
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.network.credentials import check_credentials

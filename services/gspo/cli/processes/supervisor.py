@@ -7,18 +7,22 @@ often ends the run with its last words.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from gspo.cli.processes.child import Child, Program
 from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describe_exit
 from gspo.cli.processes.guard import SUPERVISOR_VARIABLE, kill_session, start_guard
+from gspo.cli.processes.preflight import PreflightProcess
 from gspo.common.errors import EXIT_BAD_INPUT
 from gspo.common.tasks import wait_until_set
 
@@ -30,6 +34,104 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _TERMINATE_S, _KILL_S, _SWEEP_S = 15.0, 5.0, 10.0
 # A longer shutdown is announced, because nothing else changes on the screen meanwhile.
 _QUIET_S = 2.0
+
+
+_TAIL_BYTES = 32_768
+_TAIL_LINES = 8
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of a run.
+
+    Attributes:
+        restart_options: Added to the command when it is started again after a death.
+        environment: Variables beside those of the supervisor, at every start.
+        preflight: A process that has checked the configuration and becomes its first one; None starts a new one.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    restart_options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    preflight: PreflightProcess | None = None
+
+
+class Child:
+    """A program with at most one process at a time.
+
+    Args:
+        log_dir: Its standard output and error are appended to NAME.log there.
+        environment: The whole environment of the process.
+    """
+
+    def __init__(self, program: Program, log_dir: Path, environment: dict[str, str]) -> None:
+        self.program, self.log = program, log_dir / f"{program.name}.log"
+        self._environment = environment
+        self._process: Process | None = None
+        self._log_start = 0
+        self.started = 0.0
+
+    @property
+    def name(self) -> str:
+        """The program's name."""
+        return self.program.name
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the running process; None if there is none."""
+        return self._process.pid if self._process and self._process.returncode is None else None
+
+    async def start(self, *, is_restart: bool) -> int:
+        """Start the process; returns the id of its session."""
+        preflight = None if is_restart else self.program.preflight
+        command = self.program.command + (self.program.restart_options if is_restart else ())
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            process = preflight.become_service(command, self.log) if preflight else None
+            self._process = process or await asyncio.create_subprocess_exec(
+                *command, stdin=DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True
+            )
+        self.started = time.monotonic()
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Wait for its end; returns the exit code, negative for a signal."""
+        return await self._process.wait() if self._process else 0
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Signal the process and its children, unless it has ended."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask the process to drain; it ends its own children."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+
+    def last_words(self) -> str:
+        """The reason of its end, from its log since its start: the last logged reason, else the last lines."""
+        with self.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, size - _TAIL_BYTES))
+            lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        for line in reversed(lines):
+            if reason := _logged_reason(line):
+                return reason
+        return "\n".join(lines[-_TAIL_LINES:]) or "it said nothing"
+
+
+def _logged_reason(line: str) -> str:
+    """The reason of a JSON log line; empty for any other line."""
+    if not line.startswith("{"):
+        return ""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError:
+        return ""
+    return str(entry["reason"]) if isinstance(entry, dict) and entry.get("reason") else ""
 
 
 class ProcessSupervisor:

@@ -15,7 +15,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from gspo.cli.monitor.text import largest_pass
+from gspo.cli.monitor.view import largest_pass
 from gspo.cli.report.history import SETTLEMENTS, RunHistory
 from gspo.cli.report.panels import (
     BLUE,

@@ -6,8 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from gspo.cli.monitor.text import largest_pass
-from gspo.cli.monitor.unscored import unscored_so_far
+from gspo.cli.monitor.view import largest_pass, unscored_so_far
 from gspo.cli.report.history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
 from gspo.cli.rundir.plan import FAILED
 from gspo.common.telemetry.advice import verdict

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from gspo.cli.monitor.text import duration
+from gspo.cli.monitor.view import duration
 from gspo.cli.report.history import SETTLEMENTS, RunHistory
 from gspo.cli.report.page_tables import evaluation_table, read_samples, stale_by_length
 from gspo.cli.report.plots import Plot, write_plots

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 
 from gspo.cli.processes.exit_codes import RunError
-from gspo.cli.rundir import http_client
-from gspo.cli.rundir.open_run import OpenRun, open_run, read_instances
+from gspo.cli.rundir.open_run import OpenRun, api_access, api_url, open_run, read_instances
 from gspo.common.config.services import TlsConfig
 from gspo.common.errors import InputError
 from gspo.common.network.credentials import check_tls, shared_token
@@ -65,7 +64,7 @@ class RewardClient:
             RunError: The service cannot be reached, or failed.
         """
         try:
-            with http_client.blocking_client(self._url, self._token, self._tls, timeout_s=TIMEOUT_S) as client:
+            with httpx.Client(base_url=self._url, timeout=TIMEOUT_S, **api_access(self._tls, self._token)) as client:
                 reply = client.request(method, f"/v1/rewards{path}", **options)
         except httpx.HTTPError as error:
             raise RunError(f"the reward service at {self._url} does not answer ({error})") from error
@@ -92,7 +91,7 @@ def find_reward_service(run: Path | None, url: str | None) -> RewardClient:
         return RewardClient(url, token, TlsConfig(ca=_authority()))
     opened = open_run(run, ("*", ".rewards/service/*"), "Give one with --run, or an address with --url")
     config = opened.config
-    address = http_client.url(_address(opened), config)
+    address = api_url(_address(opened), config)
     return RewardClient(address, token or shared_token(config), config.services.tls)
 
 

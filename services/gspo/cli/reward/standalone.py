@@ -16,9 +16,8 @@ from gspo.cli.processes.programs import Job, check_ports, service_programs
 from gspo.cli.processes.redis_server import REDIS, check_redis, start_redis
 from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.cli.run.session import Interrupts
-from gspo.cli.rundir import http_client
-from gspo.cli.rundir.lock import SERVICES_DIR, lock_run_dir, write_supervisor_facts
-from gspo.cli.rundir.plan import RunPlan, prepare
+from gspo.cli.rundir.open_run import api_url
+from gspo.cli.rundir.plan import SERVICES_DIR, RunPlan, lock_run_dir, prepare, write_supervisor_facts
 from gspo.common.config.loading import read_config
 from gspo.common.config.reward import RewardFunction
 from gspo.common.config.schema import Config
@@ -88,6 +87,6 @@ async def _serve(config: Config, console: Console) -> int:
 async def _announce(config: Config, redis: Redis, console: Console) -> None:
     """Print the address of the service as soon as it is registered."""
     instance = await wait_for_instance(redis, Keys(config.name), "reward", START_TIMEOUT_S)
-    url = http_client.url(instance.http, config)
+    url = api_url(instance.http, config)
     console.print(f"reward functions at {url}, documented at {url}/docs; Ctrl-C ends the service", highlight=False)
     console.print(f"submitted functions stay in {config.registry_dir}", highlight=False)

@@ -18,13 +18,12 @@ from redis.exceptions import RedisError
 from gspo.cli.monitor.screens import Screen
 from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, load_history
 from gspo.cli.monitor.watcher import Watcher, watch_disk_space
-from gspo.cli.processes.child import Program
 from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, RunError
 from gspo.cli.processes.programs import Job, external_learner_command, service_programs
 from gspo.cli.processes.redis_server import REDIS, start_redis
-from gspo.cli.processes.supervisor import ProcessSupervisor
-from gspo.cli.rundir import http_client
-from gspo.cli.rundir.lock import SERVICES_DIR, write_supervisor_facts
+from gspo.cli.processes.supervisor import ProcessSupervisor, Program
+from gspo.cli.rundir.open_run import api_client, api_url
+from gspo.cli.rundir.plan import SERVICES_DIR, write_supervisor_facts
 from gspo.common.service.redis_client import REDIS_PATIENCE_S
 from gspo.common.streams.keys import COORDINATOR, LEARNER
 from gspo.common.tasks import run_until_cancelled, task_group
@@ -178,6 +177,6 @@ async def _stop_on_request(job: Job, view: View, screen: Screen, interrupts: Int
 
 
 async def _call_stop(address: str, job: Job) -> None:
-    async with http_client.client(job.config, timeout_s=_STOP_CALL_S) as client:
-        reply = await client.post(f"{http_client.url(address, job.config)}/v1/stop", json={"reason": "Ctrl-C"})
+    async with api_client(job.config, timeout_s=_STOP_CALL_S) as client:
+        reply = await client.post(f"{api_url(address, job.config)}/v1/stop", json={"reason": "Ctrl-C"})
         reply.raise_for_status()

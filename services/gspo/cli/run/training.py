@@ -12,16 +12,14 @@ from rich.console import Console
 from rich.text import Text
 
 from gspo.cli.monitor.screens import open_screen
-from gspo.cli.monitor.text import duration
-from gspo.cli.monitor.view import Phases, ScreenLine, View
+from gspo.cli.monitor.view import Phases, ScreenLine, View, duration
 from gspo.cli.processes.exit_codes import InterruptedRunError
 from gspo.cli.processes.placement import Placement, place
 from gspo.cli.processes.preflight import Preflight, check_services
 from gspo.cli.processes.programs import Job, check_ports, process_names
 from gspo.cli.processes.redis_server import check_redis
 from gspo.cli.run.session import Interrupts, Programs, new_view, run_session
-from gspo.cli.rundir.lock import lock_run_dir
-from gspo.cli.rundir.plan import PAGE_NAME, RunPlan, plan_run, prepare
+from gspo.cli.rundir.plan import PAGE_NAME, RunPlan, lock_run_dir, plan_run, prepare
 from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_FAILED

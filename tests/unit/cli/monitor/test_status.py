@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gspo.cli.monitor.process_usage import ProcessUsage
-from gspo.cli.monitor.status import StatusPage, instance_parts
+from gspo.cli.monitor.status import ProcessUsage, StatusPage, instance_parts
 from gspo.cli.monitor.watcher import GeneratorAlerts, generator_problems
 from gspo.common.config.loading import write_config
 from gspo.common.config.schema import Config

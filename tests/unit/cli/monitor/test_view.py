@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from gspo.cli.monitor.screens import PlainScreen, draw, process_cells, sparkline, waited_for
-from gspo.cli.monitor.text import duration
-from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, load_history, step_line
+from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, duration, load_history, step_line
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance
 from gspo_proto.rollout_pb2 import (

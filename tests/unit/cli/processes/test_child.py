@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo.cli.processes.child import Child, Program
 from gspo.cli.processes.exit_codes import describe_exit
 from gspo.cli.processes.guard import SUPERVISOR_VARIABLE, kill_processes_of, kill_session, processes_of, start_guard
+from gspo.cli.processes.supervisor import Child, Program
 
 
 async def ended(tmp_path: Path, code: str) -> Child:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from gspo.cli.processes import supervisor as supervisor_module
-from gspo.cli.processes.child import Program
 from gspo.cli.processes.exit_codes import RunError
-from gspo.cli.processes.supervisor import ProcessSupervisor
+from gspo.cli.processes.supervisor import ProcessSupervisor, Program
 
 
 async def pauses(tmp_path: Path, command: str) -> tuple[list[float], str]:
