@@ -121,7 +121,8 @@ async def sampled_at_least(generator: WorkerUnderTest, num: int) -> dict[int, in
     while True:
         num_sampled = {
             rollout.number: len(rollout.state.token_ids) + generator.engine.num_sampled(rollout.request_id)
-            for _, _, rollout in generator.worker._in_flight()
+            for leased in generator.worker._leased
+            for rollout in leased.in_flight.values()
         }
         if len(num_sampled) == 4 and min(num_sampled.values()) >= num:
             return num_sampled
@@ -142,7 +143,7 @@ async def test_what_a_killed_worker_had_saved_goes_on_elsewhere(
         kept = list(rollout.version).count(0)
         assert list(rollout.version) == [0] * kept + [1] * (LENGTH - kept)
         assert 0 <= sampled[rollout.number] - kept <= SAVE_TOKENS
-        assert rollout.generator == "other"
+        assert rollout.generator == "generation-other"
         check_tokens(rollout, KEYS)
     await other.end()
 
