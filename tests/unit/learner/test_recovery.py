@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.simulated.settings import Settings
 from benchmarks.simulated.trainer import SimulatedTrainer
+from gspo.common.config.reference import explain
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.telemetry.activity import Activity
@@ -220,12 +221,8 @@ def test_a_recorded_version_is_made_with_what_is_recorded_and_another_as_configu
 
 def test_whatever_a_resume_may_change_of_training_is_recorded_with_a_version() -> None:
     """Each new key that may change on resume belongs to one of these lists."""
-    on_resume = {
-        f"{section}.{name}"
-        for section in ("learner", "algorithm", "sampling", "staleness", "run")
-        for name, field in Config.model_fields[section].annotation.model_fields.items()
-        if (field.json_schema_extra or {}).get("on_resume")
-    }
+    sections = ("learner", "algorithm", "sampling", "staleness", "run")
+    on_resume = {key.name for key in explain() if key.on_resume and key.name.split(".")[0] in sections}
     recorded = {
         "learner.learning_rate",
         "learner.schedule",

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from gspo.common.config.fields import Section
-from gspo.common.errors import ConfigError
 
 RewardNorm = Literal["group", "batch", "running"]
 
@@ -86,8 +85,7 @@ class AlgorithmConfig(Section):
         "gspo", description="Preset of the keys below; explicit keys override it"
     )
     adv_estimator: Literal["grpo", "reinforce"] = Field(
-        "grpo",
-        description="grpo: rewards normalised in their group; reinforce: return-to-go without a group baseline",
+        "grpo", description="grpo: rewards normalised in their group; reinforce: return-to-go without a group baseline"
     )
     importance_sampling: Literal["seq", "seq_token", "token"] = Field(
         "seq", description="Ratio of the sequence (GSPO), of the sequence with token gradients, or of each token (GRPO)"
@@ -106,8 +104,7 @@ class AlgorithmConfig(Section):
         None, description="Ratios above 1 + pg_clip_high are clipped; 4e-4 for seq, 0.27 for token"
     )
     dual_clip_loss: bool | float = Field(
-        False,
-        description="Bound the loss of negative advantages at c times the advantage; true: c = 1.4",
+        False, description="Bound the loss of negative advantages at c times the advantage; true: c = 1.4"
     )
     loss_agg_mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-mean", "seq-mean-token-sum-norm"] = (
         Field("seq-mean-token-mean", description="Aggregation of token losses")
@@ -117,8 +114,7 @@ class AlgorithmConfig(Section):
         description="Denominator of the ratio: the engine's log-probs, or a forward pass at the step's first weights",
     )
     behavior_correction: Literal["none", "truncate", "mask"] = Field(
-        "none",
-        description="Under recompute: weight advantages by old over behavior, truncated or masked",
+        "none", description="Under recompute: weight advantages by old over behavior, truncated or masked"
     )
     behavior_level: Literal["sequence", "token"] = Field(
         "sequence", description="Weight of each sequence, by its mean log-ratio, or of each token"
@@ -170,38 +166,31 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _clip_is_set_one_way(self) -> AlgorithmConfig:
         if self.pg_clip is not None and (self.pg_clip_low is not None or self.pg_clip_high is not None):
-            raise ConfigError(
-                "pg_clip",
-                self.pg_clip,
-                "sets both sides, and pg_clip_low or pg_clip_high is set too",
-                "Keep one of the two ways",
+            raise self.wrong(
+                "pg_clip", "sets both sides, and pg_clip_low or pg_clip_high is set too", "Keep one of the two ways"
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(
-                "dual_clip_loss", self.dual_clip_loss, "as c must be above 1", "Set a larger one, true or false"
-            )
+            raise self.wrong("dual_clip_loss", "as c must be above 1", "Set a larger one, true or false")
         return self
 
     @model_validator(mode="after")
     def _rewards_have_one_norm(self) -> AlgorithmConfig:
         if self.reward_shift and self.reward_scale:
-            raise ConfigError(
-                "reward_shift", True, "with reward_scale: true is both 'only'", "Leave both out to shift and scale"
+            raise self.wrong(
+                "reward_shift", "with reward_scale: true is both 'only'", "Leave both out to shift and scale"
             )
         if self.adv_estimator == "grpo" and self.reward_norm != "group":
-            raise ConfigError(
+            raise self.wrong(
                 "reward_norm",
-                self.reward_norm,
                 "contradicts adv_estimator: grpo, which means group",
                 "Leave reward_norm out, or set adv_estimator: reinforce",
             )
         if (self.reward_shift or self.reward_scale) and self.reward_norm is None:
             key = "reward_shift" if self.reward_shift else "reward_scale"
-            raise ConfigError(key, True, "needs moments, and reward_norm is null", "Set it to group, batch or running")
+            raise self.wrong(key, "needs moments, and reward_norm is null", "Set it to group, batch or running")
         if self.adv_estimator == "grpo" and self.gamma != 1:
-            raise ConfigError(
+            raise self.wrong(
                 "gamma",
-                self.gamma,
                 "discounts the return of reinforce; under adv_estimator: grpo every token has its answer's advantage",
                 "Leave gamma out, or set adv_estimator: reinforce",
             )
@@ -212,16 +201,14 @@ class AlgorithmConfig(Section):
         if self.num_return_sequences_in_group > 1:
             return self
         if self.reward_norm == "group":
-            raise ConfigError(
+            raise self.wrong(
                 "num_return_sequences_in_group",
-                self.num_return_sequences_in_group,
                 "leaves nothing to compare within a group: every advantage would be 0",
                 "Set at least 2, or adv_estimator: reinforce with another reward_norm",
             )
         if self.filter_zero_spread:
-            raise ConfigError(
+            raise self.wrong(
                 "filter_zero_spread",
-                True,
                 "drops every group where num_return_sequences_in_group is 1, since one reward has no spread",
                 "Set at least 2, or leave filter_zero_spread out",
             )
@@ -230,9 +217,8 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _correction_has_something_to_correct(self) -> AlgorithmConfig:
         if self.behavior_correction != "none" and self.old_logprobs != "recompute":
-            raise ConfigError(
+            raise self.wrong(
                 "behavior_correction",
-                self.behavior_correction,
                 "compares recomputed log-probs with the engine's",
                 "Set old_logprobs: recompute, or behavior_correction: none",
             )
@@ -241,16 +227,14 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _sizes_fit(self) -> AlgorithmConfig:
         if self.num_rollouts < self.num_mini_batches:
-            raise ConfigError(
+            raise self.wrong(
                 "num_mini_batches",
-                self.num_mini_batches,
                 f"is more than the {self.num_rollouts} rollouts of a step, and each needs one",
                 "Lower it",
             )
         if self.overlong_buffer is not None and self.overlong_buffer > self.response_length:
-            raise ConfigError(
+            raise self.wrong(
                 "overlong_buffer",
-                self.overlong_buffer,
                 f"is longer than response_length {self.response_length}, at whose end it lies",
                 "Lower it",
             )

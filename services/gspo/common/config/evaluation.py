@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from gspo.common.config.fields import ON_RESUME, FilePath, RunName, Section
+from gspo.common.config.fields import FIXED, ON_RESUME, FilePath, RunName, Section
 from gspo.common.errors import ConfigError, nearest
 
 
@@ -22,53 +22,33 @@ class BestFigure(NamedTuple):
 class EvaluationConfig(Section):
     """Measuring the policy on prompts that are never trained on."""
 
+    may_change = True
+
     prompts: FilePath | dict[RunName, FilePath] | None = Field(
         None,
         description="Held-out prompts as in data.prompts, or several files by name; null: no evaluation",
+        json_schema_extra=FIXED,
     )
-    num_answers: PositiveInt = Field(
-        4,
-        description="Sampled answers to each prompt, at the training temperature",
-        json_schema_extra=ON_RESUME,
-    )
-    greedy: bool = Field(
-        True,
-        description="One greedy answer to each prompt beside the sampled ones",
-        json_schema_extra=ON_RESUME,
-    )
-    pass_reward: float = Field(
-        1.0, description="An answer with at least this reward passes, in pass@k", json_schema_extra=ON_RESUME
-    )
-    every: int = Field(
-        20,
-        ge=0,
-        description="Steps between evaluations while training; 0 is before and after only",
-        json_schema_extra=ON_RESUME,
-    )
-    limit: PositiveInt | None = Field(
-        None, description="Use only the first so many prompts of each file", json_schema_extra=ON_RESUME
-    )
+    num_answers: PositiveInt = Field(4, description="Sampled answers to each prompt, at the training temperature")
+    greedy: bool = Field(True, description="One greedy answer to each prompt beside the sampled ones")
+    pass_reward: float = Field(1.0, description="An answer with at least this reward passes, in pass@k")
+    every: int = Field(20, ge=0, description="Steps between evaluations while training; 0 is before and after only")
+    limit: PositiveInt | None = Field(None, description="Use only the first so many prompts of each file")
     limit_between: PositiveInt | None = Field(
-        None,
-        description="Number of prompts of each file between the first and the last evaluation",
-        json_schema_extra=ON_RESUME,
+        None, description="Number of prompts of each file between the first and the last evaluation"
     )
     hold_weights: bool = Field(
         True,
         description="Delay newer weights until an evaluation ends, so that it measures one version; false: no "
         "delay, newest_version names the last version",
-        json_schema_extra=ON_RESUME,
     )
     keep_best: str | None = Field(
         None,
         description="Keep the version with the highest figure as best/: sampled_mean, greedy_mean, pass_at_K, "
         "best_at_K or part_FUNCTION_mean, of the first file or as FILE/FIGURE",
+        json_schema_extra=FIXED,
     )
-    timeout_s: PositiveFloat = Field(
-        1800.0,
-        description="An evaluation of one file that takes longer is given up",
-        json_schema_extra=ON_RESUME,
-    )
+    timeout_s: PositiveFloat = Field(1800.0, description="An evaluation of one file that takes longer is given up")
 
     @field_validator("prompts", mode="before")
     @classmethod
@@ -158,9 +138,9 @@ class WandbConfig(Section):
 class TrackingConfig(Section):
     """Where figures are shown beside Prometheus and the report; each tracker is a process of its own."""
 
-    tensorboard: bool = Field(
-        False, description="Write event files to tensorboard/ in the run directory", json_schema_extra=ON_RESUME
-    )
+    may_change = True
+
+    tensorboard: bool = Field(False, description="Write event files to tensorboard/ in the run directory")
     wandb: WandbConfig = Field(default_factory=WandbConfig)
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationInfo
 from pydantic.config import JsonDict
@@ -45,11 +46,27 @@ def _from_base(path: Path, info: ValidationInfo) -> Path:
 FilePath = Annotated[Path, AfterValidator(_from_base)]
 # Mappings with keys of other programs: arguments of an engine or a function, a tool's description.
 FreeMapping = Annotated[dict[str, Any], AfterValidator(_only_finite)]
-# For a key that may change when a run is resumed.
+# For a key that may change when a run is resumed, and for one that may not, unlike the others of its section.
 ON_RESUME: JsonDict = {"on_resume": True}
+FIXED: JsonDict = {"on_resume": False}
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen; unknown keys, infinite numbers and NaN are refused."""
+    """A part of the configuration: frozen; unknown keys, infinite numbers and NaN are refused.
 
+    Attributes:
+        may_change: Whether its keys may change when a run is resumed.
+    """
+
+    may_change: ClassVar[bool] = False
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    def wrong(self, key: str, rule: str, fix: str) -> ConfigError:
+        """The error of a key of this section, or of one within, whose value breaks a rule."""
+        return ConfigError(key, attrgetter(key)(self), rule, fix)
+
+    def check_defaults(self, rule: str, fix: str) -> None:
+        """Refuse a key with another value than its default, where no other would have an effect."""
+        for key, field in type(self).model_fields.items():
+            if getattr(self, key) != field.default:
+                raise self.wrong(key, rule, fix)

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from gspo.common.config.fields import ON_RESUME, FilePath, Section
-from gspo.common.errors import ConfigError
 
 # On two cores 2048 took 0.6 of the time of 8192 for answers of mixed lengths: it stays in the cache.
 MICRO_BATCH_TOKENS = 2048
@@ -30,14 +29,9 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _is_on_where_it_is_described(self) -> LoraConfig:
-        for key, field in type(self).model_fields.items():
-            if not self.rank and key != "rank" and (value := getattr(self, key)) != field.default:
-                raise ConfigError(
-                    key,
-                    value,
-                    "has no effect with rank 0, which trains the weights themselves",
-                    "Set learner.lora.rank, such as 16",
-                )
+        if not self.rank:
+            rule = "has no effect with rank 0, which trains the weights themselves"
+            self.check_defaults(rule, "Set learner.lora.rank, such as 16")
         return self
 
 
@@ -49,9 +43,7 @@ class LearnerConfig(Section):
     )
     learning_rate: PositiveFloat = Field(1e-6, description="Peak learning rate of AdamW", json_schema_extra=ON_RESUME)
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant",
-        description="Learning rate after the warm-up, towards run.total_steps",
-        json_schema_extra=ON_RESUME,
+        "constant", description="Learning rate after the warm-up, towards run.total_steps", json_schema_extra=ON_RESUME
     )
     warmup_steps: int = Field(
         0, ge=0, description="Steps over which the learning rate rises", json_schema_extra=ON_RESUME
@@ -65,10 +57,7 @@ class LearnerConfig(Section):
         None,
         description="Tokens of a micro-batch; default 2048, or the longest rollout if that is more. GPUs suit more",
     )
-    packing: bool = Field(
-        True,
-        description="Train rollouts without padding, if the model supports it",
-    )
+    packing: bool = Field(True, description="Train rollouts without padding, if the model supports it")
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, more time"
     )
@@ -91,9 +80,7 @@ class LearnerConfig(Section):
         json_schema_extra=ON_RESUME,
     )
     rank_timeout_s: PositiveFloat = Field(
-        600.0,
-        description="Longest wait of a rank for another; then the learner restarts",
-        json_schema_extra=ON_RESUME,
+        600.0, description="Longest wait of a rank for another; then the learner restarts", json_schema_extra=ON_RESUME
     )
     threads: int = Field(0, ge=0, description="CPU threads of a rank; 0 shares all cores out among them")
     deepspeed: dict[str, Any] | FilePath = Field(

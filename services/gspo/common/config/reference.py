@@ -49,10 +49,10 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from _walk(inner, f"{prefix}{name}.")
         else:
-            yield _key(f"{prefix}{name}", field)
+            yield _key(f"{prefix}{name}", field, may_change=getattr(model, "may_change", False))
 
 
-def _key(name: str, field: FieldInfo) -> Key:
+def _key(name: str, field: FieldInfo, *, may_change: bool) -> Key:
     extra = field.json_schema_extra
     return Key(
         name=name,
@@ -60,7 +60,7 @@ def _key(name: str, field: FieldInfo) -> Key:
         default="required" if field.is_required() else _default(field),
         bounds=_bounds(field),
         meaning=field.description or "",
-        on_resume=isinstance(extra, dict) and bool(extra.get("on_resume")),
+        on_resume=bool(extra.get("on_resume", may_change)) if isinstance(extra, dict) else may_change,
     )
 
 

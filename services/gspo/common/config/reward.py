@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from gspo.common.config.fields import (
+    FIXED,
     HTTP_ADDRESS,
     ON_RESUME,
     FilePath,
@@ -76,9 +77,7 @@ class RewardFunction(Section):
     )
     builtin: Builtin | None = Field(None, description="A function that comes with gspo, instead of a file")
     url: str | None = Field(
-        None,
-        pattern=HTTP_ADDRESS,
-        description="URL of your own scoring server, with OpenRLHF's remote protocol",
+        None, pattern=HTTP_ADDRESS, description="URL of your own scoring server, with OpenRLHF's remote protocol"
     )
     name: RunName | None = Field(
         None,
@@ -99,10 +98,7 @@ class RewardFunction(Section):
     part_weights: dict[str, float] = Field(
         default_factory=dict, description="Factors of named parts of the value; default 1"
     )
-    reads: tuple[FilePath, ...] = Field(
-        (),
-        description="Further files and folders that its code may read and import",
-    )
+    reads: tuple[FilePath, ...] = Field((), description="Further files and folders that its code may read and import")
 
     @property
     def label(self) -> str:
@@ -136,85 +132,54 @@ class RewardFunction(Section):
 class RegistryQuotas(Section):
     """Limits of the functions registered over REST. Beyond them, submissions are refused until versions are removed."""
 
-    versions: PositiveInt = Field(1000, description="Versions of all names together", json_schema_extra=ON_RESUME)
-    versions_per_name: PositiveInt = Field(200, description="Versions of one name", json_schema_extra=ON_RESUME)
-    total_mb: PositiveInt = Field(
-        128, description="Sources and test cases of all versions together, in MiB", json_schema_extra=ON_RESUME
-    )
-    name_mb: PositiveInt = Field(
-        32, description="Sources and test cases of one name's versions, in MiB", json_schema_extra=ON_RESUME
-    )
+    may_change = True
+
+    versions: PositiveInt = Field(1000, description="Versions of all names together")
+    versions_per_name: PositiveInt = Field(200, description="Versions of one name")
+    total_mb: PositiveInt = Field(128, description="Sources and test cases of all versions together, in MiB")
+    name_mb: PositiveInt = Field(32, description="Sources and test cases of one name's versions, in MiB")
 
 
 class RewardConfig(Section):
     """The reward of an answer."""
 
+    may_change = True
+
     functions: tuple[RewardFunction, ...] = Field(
-        (),
-        description="Reward functions, summed by weight; may be empty with an environment",
+        (), description="Reward functions, summed by weight; may be empty with an environment", json_schema_extra=FIXED
     )
-    timeout_s: PositiveFloat = Field(
-        10.0, description="Longest call; then its process is killed", json_schema_extra=ON_RESUME
-    )
-    memory_mb: PositiveInt = Field(
-        2048,
-        description="Address space of the process that runs user code, in MiB",
-        json_schema_extra=ON_RESUME,
-    )
+    timeout_s: PositiveFloat = Field(10.0, description="Longest call; then its process is killed")
+    memory_mb: PositiveInt = Field(2048, description="Address space of the process that runs user code, in MiB")
     cpu_s: PositiveFloat | None = Field(
-        None,
-        description="Processor time of a call, over all its threads; null: timeout_s alone",
-        json_schema_extra=ON_RESUME,
+        None, description="Processor time of a call, over all its threads; null: timeout_s alone"
     )
-    batch_size: PositiveInt = Field(
-        64, description="Most answers in one call of a function", json_schema_extra=ON_RESUME
-    )
+    batch_size: PositiveInt = Field(64, description="Most answers in one call of a function")
     replicas: PositiveInt = Field(
-        1,
-        le=64,
-        description="Reward services that `gspo run` starts; services.reward_port is that of the first",
-        json_schema_extra=ON_RESUME,
+        1, le=64, description="Reward services that `gspo run` starts; services.reward_port is that of the first"
     )
-    workers: PositiveInt = Field(2, description="Parallel calls of one function", json_schema_extra=ON_RESUME)
+    workers: PositiveInt = Field(2, description="Parallel calls of one function")
     on_failure: Literal["rollout", "group"] = Field(
-        "rollout",
-        description="A failed score removes its rollout, or its whole group",
-        json_schema_extra=ON_RESUME,
+        "rollout", description="A failed score removes its rollout, or its whole group"
     )
     max_failure_share: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="Share of failed scores above which the run is paused; 1: never",
-        json_schema_extra=ON_RESUME,
+        0.5, gt=0, le=1, description="Share of failed scores above which the run is paused; 1: never"
     )
-    failure_window: PositiveInt = Field(
-        256, description="Training rollouts over which max_failure_share is measured", json_schema_extra=ON_RESUME
-    )
+    failure_window: PositiveInt = Field(256, description="Training rollouts over which max_failure_share is measured")
     sandbox_minimum: Literal["bubblewrap", "landlock", "rlimits"] = Field(
-        "landlock",
-        description="Least confinement level of user code; the machine's strongest level is used",
-        json_schema_extra=ON_RESUME,
+        "landlock", description="Least confinement level of user code; the machine's strongest level is used"
     )
     registry: FilePath | None = Field(
-        None,
-        description="Folder of this machine's copy of registered functions; default: .rewards in run.directory",
-        json_schema_extra=ON_RESUME,
+        None, description="Folder of this machine's copy of registered functions; default: .rewards in run.directory"
     )
     allowed_packages: tuple[str, ...] = Field(
         ("numpy", "sympy", "math-verify", "regex", "rapidfuzz", "jsonschema"),
         description="Packages that a submitted function may import besides the standard library",
-        json_schema_extra=ON_RESUME,
     )
     tokens: FilePath | None = Field(
-        None,
-        description="File of user tokens for REST: lines of NAME, ROLE (submit or read) and TOKEN",
-        json_schema_extra=ON_RESUME,
+        None, description="File of user tokens for REST: lines of NAME, ROLE (submit or read) and TOKEN"
     )
     calls_per_minute: PositiveInt = Field(
-        600,
-        description="Submissions, trials, activations or removals of one caller in a minute, each",
-        json_schema_extra=ON_RESUME,
+        600, description="Submissions, trials, activations or removals of one caller in a minute, each"
     )
     quotas: RegistryQuotas = Field(default_factory=RegistryQuotas)
 
@@ -227,17 +192,13 @@ class EnvironmentConfig(Section):
         None, description="An environment that comes with gspo: tools answers the calls of environment.tools"
     )
     name: RunName | None = Field(
-        None,
-        description="Name in logs and metrics; default: of the file or built-in. Alone: a registered environment",
+        None, description="Name in logs and metrics; default: of the file or built-in. Alone: a registered environment"
     )
     version: VersionText | None = Field(
         None, description="Version of a registered environment, or 8 or more of its first characters; default: active"
     )
     entry: str | None = Field(None, description="Object or class with reset and step; default: the file itself")
-    reads: tuple[FilePath, ...] = Field(
-        (),
-        description="Further files and folders that its code may read and import",
-    )
+    reads: tuple[FilePath, ...] = Field((), description="Further files and folders that its code may read and import")
     memory_mb: PositiveInt | None = Field(
         None, description="Address space of its process, in MiB; reward.memory_mb by default"
     )
@@ -270,9 +231,7 @@ class EnvironmentConfig(Section):
         json_schema_extra=ON_RESUME,
     )
     total_timeout_s: PositiveFloat = Field(
-        300.0,
-        description="Longest rollout; then it ends as time_limit",
-        json_schema_extra=ON_RESUME,
+        300.0, description="Longest rollout; then it ends as time_limit", json_schema_extra=ON_RESUME
     )
 
     @property
@@ -310,14 +269,8 @@ class EnvironmentConfig(Section):
     @model_validator(mode="after")
     def _is_one_thing(self) -> EnvironmentConfig:
         if not self.used:
-            for key, field in type(self).model_fields.items():
-                if (value := getattr(self, key)) != field.default:
-                    raise ConfigError(
-                        key,
-                        value,
-                        "belongs to an environment, and there is none",
-                        "Set environment.path, builtin or name",
-                    )
+            rule = "belongs to an environment, and there is none"
+            self.check_defaults(rule, "Set environment.path, builtin or name")
             return self
         if self.path is not None and self.builtin is not None:
             raise ConfigError("builtin", NO_VALUE, "stands beside path, and it is one of them", "Leave one out")

@@ -12,7 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_va
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.evaluation import BestFigure, EvaluationConfig, TrackingConfig
-from gspo.common.config.fields import ON_RESUME, FilePath, FreeMapping, RunName, Section
+from gspo.common.config.fields import FIXED, FilePath, FreeMapping, RunName, Section
 from gspo.common.config.learner import MICRO_BATCH_TOKENS, LearnerConfig
 from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardConfig
 from gspo.common.config.services import ServicesConfig
@@ -46,8 +46,7 @@ class DataConfig(Section):
     )
     prompt_column: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages")
     on_long_prompt: Literal["error", "skip", "truncate"] = Field(
-        "error",
-        description="Action for a prompt longer than algorithm.prompt_length; truncate keeps its end",
+        "error", description="Action for a prompt longer than algorithm.prompt_length; truncate keeps its end"
     )
     shuffle: bool = Field(True, description="Shuffle every pass over the prompts, each differently, from the seed")
 
@@ -68,9 +67,8 @@ class SamplingConfig(Section):
         for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             value = getattr(self, key)
             if value != off and not (key == "top_k" and value == -1):
-                raise ConfigError(
+                raise self.wrong(
                     key,
-                    value,
                     "cuts the distribution, so the log-probs of generator and learner are not of the same policy and "
                     "the ratio is biased",
                     f"Leave it out, or set it to {off}",
@@ -81,36 +79,23 @@ class SamplingConfig(Section):
 class StalenessConfig(Section):
     """How far generation may run ahead of the learner."""
 
-    max_lag: int = Field(
-        1,
-        ge=0,
-        le=64,
-        description="Versions a trained rollout may be behind; 0 is synchronous",
-        json_schema_extra=ON_RESUME,
-    )
+    may_change = True
+
+    max_lag: int = Field(1, ge=0, le=64, description="Versions a trained rollout may be behind; 0 is synchronous")
     on_stale: Literal["wait", "drop", "mask"] = Field(
-        "wait",
-        description="Before an open group becomes too old: wait for it, drop it, or mask its old tokens",
-        json_schema_extra=ON_RESUME,
+        "wait", description="Before an open group becomes too old: wait for it, drop it, or mask its old tokens"
     )
     max_token_age: PositiveInt | None = Field(
-        None,
-        description="Versions a token may be behind under on_stale: mask; max_lag by default",
-        json_schema_extra=ON_RESUME,
+        None, description="Versions a token may be behind under on_stale: mask; max_lag by default"
     )
-    group_deadline_s: PositiveFloat = Field(
-        600.0, description="An open group older than this is issued again", json_schema_extra=ON_RESUME
-    )
-    max_attempts: PositiveInt = Field(
-        3, description="Times a group is issued before it is given up", json_schema_extra=ON_RESUME
-    )
+    group_deadline_s: PositiveFloat = Field(600.0, description="An open group older than this is issued again")
+    max_attempts: PositiveInt = Field(3, description="Times a group is issued before it is given up")
 
     @model_validator(mode="after")
     def _mask_has_an_age(self) -> StalenessConfig:
         if self.max_token_age is not None and self.on_stale != "mask":
-            raise ConfigError(
+            raise self.wrong(
                 "max_token_age",
-                self.max_token_age,
                 f"has no effect under on_stale: {self.on_stale}",
                 "Set on_stale: mask, or leave max_token_age out",
             )
@@ -125,77 +110,55 @@ class StalenessConfig(Section):
 class GenerationConfig(Section):
     """The vLLM engines."""
 
-    dtype: Dtype = Field("float32", description="Weights and arithmetic of generation", json_schema_extra=ON_RESUME)
-    replicas: PositiveInt = Field(
-        1, le=64, description="Generators that `gspo run` starts", json_schema_extra=ON_RESUME
-    )
+    may_change = True
+
+    dtype: Dtype = Field("float32", description="Weights and arithmetic of generation")
+    replicas: PositiveInt = Field(1, le=64, description="Generators that `gspo run` starts")
     on_update: Literal["recompute", "keep", "restart"] = Field(
         "recompute",
         description="In-flight rollouts at a weight update: recompute the KV cache, keep it (cheaper, drifts), or "
         "restart sampling",
+        json_schema_extra=FIXED,
     )
     segment_tokens: PositiveInt | None = Field(
         None,
         description="Tokens that a rollout may sample in one step while tasks are queued; then it is paused until "
         "the next version. null: no limit",
-        json_schema_extra=ON_RESUME,
     )
-    save_tokens: PositiveInt = Field(
-        512,
-        description="Most tokens of a rollout that a generator's crash may cost",
-        json_schema_extra=ON_RESUME,
-    )
-    max_rollouts: PositiveInt = Field(
-        256,
-        description="In-flight rollouts of one engine (vLLM's max_num_seqs)",
-        json_schema_extra=ON_RESUME,
-    )
-    kv_cache_gb: PositiveFloat = Field(
-        1.0, description="Memory of the KV cache on the CPU, in GiB", json_schema_extra=ON_RESUME
-    )
-    threads: int = Field(
-        0, ge=0, description="CPU threads of one engine; 0 takes every core but one", json_schema_extra=ON_RESUME
-    )
+    save_tokens: PositiveInt = Field(512, description="Most tokens of a rollout that a generator's crash may cost")
+    max_rollouts: PositiveInt = Field(256, description="In-flight rollouts of one engine (vLLM's max_num_seqs)")
+    kv_cache_gb: PositiveFloat = Field(1.0, description="Memory of the KV cache on the CPU, in GiB")
+    threads: int = Field(0, ge=0, description="CPU threads of one engine; 0 takes every core but one")
     push_timeout_s: PositiveFloat = Field(
         60.0,
         description="Least time limit of a weight push, and of the load in the engine. It grows with the policy's "
         "bytes and the time of earlier pushes",
-        json_schema_extra=ON_RESUME,
     )
-    engine: FreeMapping = Field(
-        default_factory=dict,
-        description="Further engine arguments, with vLLM's names",
-        json_schema_extra=ON_RESUME,
-    )
+    engine: FreeMapping = Field(default_factory=dict, description="Further engine arguments, with vLLM's names")
 
 
 class RunConfig(Section):
     """Length, checkpoints, disk."""
 
+    may_change = True
+
     directory: FilePath = Field(
-        Path("runs"), validate_default=True, description="Folder that holds the run directories"
+        Path("runs"),
+        validate_default=True,
+        description="Folder that holds the run directories",
+        json_schema_extra=FIXED,
     )
-    total_steps: PositiveInt | None = Field(None, description="Stop after so many steps", json_schema_extra=ON_RESUME)
-    total_epochs: PositiveFloat | None = Field(
-        None, description="Stop after so many passes over the prompts", json_schema_extra=ON_RESUME
-    )
-    total_hours: PositiveFloat | None = Field(
-        None, description="Stop after so many hours of training", json_schema_extra=ON_RESUME
-    )
-    checkpoint_every: PositiveInt = Field(50, description="Steps between checkpoints", json_schema_extra=ON_RESUME)
-    keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept", json_schema_extra=ON_RESUME)
+    total_steps: PositiveInt | None = Field(None, description="Stop after so many steps")
+    total_epochs: PositiveFloat | None = Field(None, description="Stop after so many passes over the prompts")
+    total_hours: PositiveFloat | None = Field(None, description="Stop after so many hours of training")
+    checkpoint_every: PositiveInt = Field(50, description="Steps between checkpoints")
+    keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept")
     keep_log_steps: PositiveInt | None = Field(
-        None,
-        description="Number of kept step files; default: all. Files that a kept checkpoint needs always stay",
-        json_schema_extra=ON_RESUME,
+        None, description="Number of kept step files; default: all. Files that a kept checkpoint needs always stay"
     )
-    start_timeout_s: PositiveFloat = Field(
-        600.0, description="Longest that services may take to become ready", json_schema_extra=ON_RESUME
-    )
+    start_timeout_s: PositiveFloat = Field(600.0, description="Longest that services may take to become ready")
     drain_timeout_s: PositiveFloat = Field(
-        60.0,
-        description="Longest wait of Ctrl-C for the current step and a checkpoint",
-        json_schema_extra=ON_RESUME,
+        60.0, description="Longest wait of Ctrl-C for the current step and a checkpoint"
     )
 
 
@@ -252,11 +215,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _schedule_has_a_length(self) -> Config:
         if self.learner.schedule != "constant" and self.run.total_steps is None:
-            raise ConfigError(
-                "learner.schedule",
-                self.learner.schedule,
-                "needs a known number of steps",
-                "Set run.total_steps, or schedule: constant",
+            raise self.wrong(
+                "learner.schedule", "needs a known number of steps", "Set run.total_steps, or schedule: constant"
             )
         return self
 
@@ -265,9 +225,8 @@ class Config(Section):
         learner = self.learner
         least = {"none": 0, "optimizer": 1, "all": 3}[learner.offload]
         if learner.zero_stage < least:
-            raise ConfigError(
+            raise self.wrong(
                 "learner.offload",
-                learner.offload,
                 f"needs zero_stage {least}{' or more' if least < 3 else ''}, and it is {learner.zero_stage}",
                 f"Set learner.zero_stage: {least}, or offload: none",
             )
@@ -281,24 +240,21 @@ class Config(Section):
         key, longest = "generation.segment_tokens", self.algorithm.response_length
         num_segments = -(-longest // segment)
         if staleness.max_lag == 0:
-            raise ConfigError(
+            raise self.wrong(
                 key,
-                segment,
                 "pauses answers until a later step, and with staleness.max_lag 0 no later step may train on them",
                 "Leave it out, or raise max_lag",
             )
         if self.generation.on_update == "restart":
-            raise ConfigError(
+            raise self.wrong(
                 key,
-                segment,
                 "continues answers under newer weights, and generation.on_update: restart drops the tokens of older "
                 "ones",
                 "Leave one of them out",
             )
         if staleness.on_stale != "mask" and staleness.max_lag < num_segments:
-            raise ConfigError(
+            raise self.wrong(
                 key,
-                segment,
                 f"spreads the longest answer (algorithm.response_length {longest}) over {num_segments} steps, and "
                 f"under staleness.on_stale: {staleness.on_stale} max_lag {staleness.max_lag} is too small for its "
                 "first tokens",
