@@ -205,7 +205,7 @@ def test_exactly_one_file_imports_deepspeed() -> None:
         ),
         ("services/gspo/runlog/run_log.py", "import torch", "imports torch"),
         ("services/gspo/learner/loop.py", "import deepspeed", "imports deepspeed outside"),
-        ("services/gspo/learner/telemetry/trackers.py", "import wandb", "outside services/gspo/tracking"),
+        ("services/gspo/learner/trackers.py", "import wandb", "outside services/gspo/tracking"),
         ("services/gspo/tracking/follower.py", "import torch", "imports torch"),
         ("services/gspo/coordinator/loop.py", "from fastapi import FastAPI", "outside an HTTP API"),
         ("services/gspo/reward/scoring/scorer.py", "from fastapi_offline import FastAPIOffline", "outside an HTTP API"),

@@ -10,7 +10,6 @@ import sys
 
 import structlog
 
-from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_BAD_INPUT, InputError, exit_bad_input
 from gspo.common.host.process_tuning import importing, keep_freed_memory, wait_shortly
 from gspo.common.service.options import await_start, parse_options, stay
@@ -28,7 +27,11 @@ def main() -> None:
     if is_launched():
         end_with_launcher()
         structlog.contextvars.bind_contextvars(rank=own_rank())
-        _check_as_launched(options.config)
+        # A user's own launcher may have started ranks for which the first check does not hold.
+        try:
+            check(options.config)
+        except InputError as error:
+            exit_bad_input(error)
     elif options.config.learner.ranks > 1:
         from gspo.learner.ranks.launcher import launch
 
@@ -49,14 +52,6 @@ def main() -> None:
     if own_rank():
         run_process(options, lambda service: run_follower(service, follow_rank_zero))
     run_process(options, lambda service: run_learner(service, RankZero))
-
-
-def _check_as_launched(config: Config) -> None:
-    """Check again: a user's own launcher may have started ranks for which the first check does not hold."""
-    try:
-        check(config)
-    except InputError as error:
-        exit_bad_input(error)
 
 
 if __name__ == "__main__":

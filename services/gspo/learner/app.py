@@ -11,6 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+
+import grpc
 
 from gspo.common.config.schema import Config
 from gspo.common.model.files import model_folder
@@ -19,12 +22,14 @@ from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics
 from gspo.learner.loop import Learner
 from gspo.learner.recovery import recover
-from gspo.learner.servicer import SERVICE_NAME, LearnerGrpcServicer
 from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
-from gspo.learner.telemetry.trackers import Trackers
+from gspo.learner.trackers import Trackers
 from gspo.learner.training.trainer_api import StartTrainer
 from gspo_proto import learner_pb2_grpc
+from gspo_proto.learner_pb2 import CheckpointReply, CheckpointRequest, ProgressReply, ProgressRequest
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 async def run_learner(service: Service, start_trainer: StartTrainer) -> None:
@@ -55,24 +60,27 @@ class _Startup:
 
     @asynccontextmanager
     async def claim(self) -> AsyncIterator[None]:
-        path = self._service.options.run_dir
-        with await asyncio.to_thread(self._open_run_dir, path) as self._run_dir:
+        path, disk = self._service.options.run_dir, self._disk
+        opening = asyncio.to_thread(
+            disk.retry_until_written, "the run directory's lock and epoch", path, lambda: RunDir(path, disk)
+        )
+        with await opening as self._run_dir:
             metrics.DISK_FREE.set_function(lambda: shutil.disk_usage(path).free)
             metrics.DISK_SIZE.set_function(lambda: shutil.disk_usage(path).total)
             yield
 
-    def _open_run_dir(self, path: Path) -> RunDir:
-        return self._disk.retry_until_written(
-            "the run directory's lock and epoch", path, lambda: RunDir(path, self._disk)
-        )
-
     @asynccontextmanager
     async def open(self, service: Service) -> AsyncIterator[App]:
+        config, run_dir = service.config, self._run_dir
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
-            learner = await self._recovered_learner(thread)
+            model = model_folder(config.model)
+            recovered = await asyncio.get_running_loop().run_in_executor(
+                thread, recover, config, model, run_dir, service.activity, self._start_trainer
+            )
+            learner = Learner(service, run_dir, recovered, thread, self._disk)
             position = await Events(service.redis, service.keys, service.options.name).newest()
-            trackers = Trackers(service.config.tracking, service.options.run_dir)
+            trackers = Trackers(config.tracking, run_dir.path)
             try:
                 yield _app(service, learner, trackers, position)
             finally:
@@ -81,21 +89,12 @@ class _Startup:
         finally:
             await asyncio.to_thread(thread.shutdown, cancel_futures=True)
 
-    async def _recovered_learner(self, thread: ThreadPoolExecutor) -> Learner:
-        config, activity = self._service.config, self._service.activity
-        model = model_folder(config.model)
-        recovery = await asyncio.get_running_loop().run_in_executor(
-            thread, recover, config, model, self._run_dir, activity, self._start_trainer
-        )
-        return Learner(self._service, self._run_dir, recovery, thread, self._disk)
-
 
 def _app(service: Service, learner: Learner, trackers: Trackers, position: bytes) -> App:
     async def stop_on_request() -> None:
         await service.stopping.wait()
         learner.stop("the learner was asked to end")
 
-    servicer = LearnerGrpcServicer(learner.progress, learner.checkpoint_now)
     return App(
         learner.run,
         background={
@@ -106,7 +105,25 @@ def _app(service: Service, learner: Learner, trackers: Trackers, position: bytes
             "stop": stop_on_request,
             "ranks": lambda: learner.trainer.send_rank_heartbeats(service.config.learner.rank_timeout_s),
         },
-        grpc=GrpcApi(SERVICE_NAME, lambda server: learner_pb2_grpc.add_LearnerServicer_to_server(servicer, server)),
+        grpc=GrpcApi(
+            "gspo.Learner",
+            lambda server: learner_pb2_grpc.add_LearnerServicer_to_server(LearnerGrpcServicer(learner), server),
+        ),
         facts=learner.facts,
         sets_ready=True,
     )
+
+
+class LearnerGrpcServicer(learner_pb2_grpc.LearnerServicer):
+    """Serves gspo.Learner: its progress, and a checkpoint on request."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    async def Progress(self, _request: ProgressRequest, _context: Context) -> ProgressReply:
+        """Version, settled groups, counts."""
+        return self._learner.progress()
+
+    async def Checkpoint(self, _request: CheckpointRequest, _context: Context) -> CheckpointReply:
+        """A checkpoint after the current step."""
+        return await self._learner.checkpoint_now()

@@ -30,7 +30,7 @@ from gspo.common.model.memory_needs import (
     training_bytes,
 )
 from gspo.learner.ranks.launcher import is_launched, num_local_ranks, num_ranks
-from gspo.learner.telemetry.trackers import check_trackers
+from gspo.learner.trackers import check_trackers
 from gspo.learner.training.deepspeed_config import engine_config
 from gspo.learner.training.gpu_memory import check_gpu_memory
 

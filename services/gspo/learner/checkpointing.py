@@ -11,8 +11,8 @@ from dataclasses import asdict
 
 from gspo.common.service.app import Service
 from gspo.common.streams.events import Events
+from gspo.learner.step_report import StepClock
 from gspo.learner.storage.run_directory import RunDir
-from gspo.learner.telemetry.step_clock import StepClock
 from gspo.learner.trainer_thread import TrainerThread
 from gspo.learner.training.trainer_api import TrainerApi
 from gspo_core.advantage import RunningMoments

@@ -37,8 +37,8 @@ from gspo.learner.assembly.rollout_limits import rollout_limits
 from gspo.learner.assembly.settlements import SettledGroup, Settlement
 from gspo.learner.push.publisher import Publisher
 from gspo.learner.run_end import RunEndCondition, RunFailedError
+from gspo.learner.step_report import RolloutTimeline
 from gspo.learner.storage.run_directory import RunDir
-from gspo.learner.telemetry.step_clock import RolloutTimeline
 from gspo_proto.rollout_pb2 import Event, GroupFailure, GroupsSettled, Rollout, Score, Scored, ScoredRollout
 
 log = structlog.get_logger()

@@ -27,10 +27,9 @@ from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.publisher import Publisher
 from gspo.learner.recovery import RecoveredState
 from gspo.learner.run_end import RunEndCondition, RunFailedError
-from gspo.learner.step_report import StepReport
+from gspo.learner.step_report import StepClock, StepPhase, StepReport
 from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
-from gspo.learner.telemetry.step_clock import StepClock, StepPhase
 from gspo.learner.trainer_thread import TrainerThread
 from gspo.learner.training.trainer_api import NotFiniteError, configured_hyperparameters
 from gspo_proto.learner_pb2 import CheckpointReply, GroupRange, ProgressReply

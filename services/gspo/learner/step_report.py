@@ -1,26 +1,165 @@
-"""Reports a trained step: its metrics go to the log, to Prometheus and to the events stream, with advice."""
+"""The report of each step: the time of its phases, the causes of the wait before it, its metrics, and advice.
+
+produces: log/metrics.jsonl, log/not_applied.jsonl, StepDone, the learner's spans in the traces of rollouts.
+A batch is complete when its last rollout is. So each moment of the wait belongs to the stage of that rollout at the
+time. services/gspo/common/telemetry/advice.py draws the conclusions.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Self
 
 import structlog
 
 from gspo.common.config.schema import Config
+from gspo.common.service.traces import Traces
 from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
-from gspo.common.telemetry.step_time import seconds_by_cause
+from gspo.common.telemetry.step_time import REWARD_PREFIX, seconds_by_cause
 from gspo.learner.assembly.assembler import Batch
 from gspo.learner.storage.run_directory import RunDir
-from gspo.learner.telemetry.step_clock import StepPhase
 from gspo.learner.training.trainer_api import SkippedUpdate
-from gspo_proto.rollout_pb2 import Event, StepDone
+from gspo_proto.rollout_pb2 import Event, ScoredRollout, StepDone
 
 log = structlog.get_logger()
 _IN_LOG_LINE = ("reward_mean", "loss", "step_s")
+
+
+class StepPhase(StrEnum):
+    """The phases of a step in their order, by their columns in the log; together they are its step_s."""
+
+    WAIT = "wait_s"
+    LOG = "log_s"
+    TRAIN = "train_s"
+    # To gather and record the weights. Their push begins after the last phase, and no step waits for it.
+    MAKE_VERSION = "publish_s"
+    HOLD = "hold_s"
+
+
+@dataclass(frozen=True)
+class RolloutTimeline:
+    """When a rollout passed each stage, in Unix seconds by that stage's service.
+
+    Attributes:
+        function: The reward function that took longest on it.
+    """
+
+    group: int
+    number: int
+    issued: float
+    started: float
+    finished: float
+    taken: float
+    scored: float
+    function: str
+
+    @classmethod
+    def of(cls, scored: ScoredRollout) -> Self:
+        """The timeline of a scored rollout."""
+        rollout, score = scored.rollout, scored.score
+        return cls(
+            group=rollout.group,
+            number=rollout.number,
+            issued=rollout.issued_unix_s,
+            started=rollout.started_unix_s,
+            finished=rollout.finished_unix_s,
+            taken=score.taken_unix_s,
+            scored=score.scored_unix_s,
+            function=max(score.seconds, key=lambda name: score.seconds[name], default=""),
+        )
+
+
+class StepClock:
+    """The clock of one learner.
+
+    Args:
+        traces: Where the spans of a step go.
+    """
+
+    def __init__(self, traces: Traces) -> None:
+        self._traces = traces
+        self._timelines: Sequence[RolloutTimeline] = ()
+        self._phases: dict[str, float] = {}
+        self._phase_began_s = self._ended_s = self._checkpoint_s = 0.0
+        self._began_unix_s = self._trained_unix_s = 0.0
+        # Version -> its rollouts, and when it was handed to the publisher, until it is live.
+        self._published: dict[int, tuple[Sequence[RolloutTimeline], float]] = {}
+
+    def begin(
+        self,
+        timelines: Sequence[RolloutTimeline],
+        *,
+        waited_since_s: float,
+        live_unix_s: float,
+        evaluated_unix_s: float,
+    ) -> None:
+        """A step of these rollouts begins, now that they are complete.
+
+        Args:
+            waited_since_s: When the wait for them began, by time.monotonic: the time of day may be set meanwhile.
+            live_unix_s: When the learner's version was first served.
+            evaluated_unix_s: When the last evaluation was recorded; it holds up the issue before the first step alone.
+        """
+        now_s, self._began_unix_s, self._timelines = time.monotonic(), time.time(), timelines
+        wait_s, is_first = now_s - waited_since_s, not self._ended_s
+        for timeline in timelines:
+            metrics.ROLLOUT_WAIT_SECONDS.observe(max(0.0, self._began_unix_s - timeline.scored))
+        causes = seconds_waited(
+            timelines,
+            began=self._began_unix_s - wait_s,
+            ended=self._began_unix_s,
+            live=live_unix_s,
+            evaluated=evaluated_unix_s if is_first else 0.0,
+        )
+        report_s = 0.0 if is_first else now_s - self._ended_s - wait_s - self._checkpoint_s
+        self._phases = {
+            StepPhase.WAIT: wait_s,
+            **causes,
+            "checkpoint_s": self._checkpoint_s,
+            "record_s": max(0.0, report_s),  # the report of the step before
+        }
+        self._phase_began_s, self._checkpoint_s = now_s, 0.0
+
+    def end_phase(self, phase: StepPhase) -> None:
+        """A phase of the step is over: it took the time since the one before."""
+        now_s = time.monotonic()
+        self._phases[phase] = now_s - self._phase_began_s
+        self._phase_began_s = self._ended_s = now_s
+        if phase is StepPhase.TRAIN:
+            self._trained_unix_s = time.time()
+
+    def publish(self, version: int) -> None:
+        """The version is handed to the publisher; the spans of its rollouts end when it is live."""
+        if not self._traces.on:
+            return
+        for timeline in self._timelines:
+            rollout = timeline.group, timeline.number
+            self._traces.add("wait", *rollout, timeline.scored, self._began_unix_s)
+            self._traces.add("train", *rollout, self._began_unix_s, self._trained_unix_s, step=version)
+        self._published[version] = self._timelines, time.time()
+
+    def live(self, version: int) -> None:
+        """A generator serves the version, and with it every earlier one is over."""
+        now_unix_s = time.time()
+        for earlier in [published for published in self._published if published <= version]:
+            timelines, published_unix_s = self._published.pop(earlier)
+            for timeline in timelines:
+                self._traces.add("push", timeline.group, timeline.number, published_unix_s, now_unix_s, version=earlier)
+
+    def add_checkpoint(self, seconds: float) -> None:
+        """A checkpoint was written; it counts to the step after it."""
+        self._checkpoint_s += seconds
+        metrics.CHECKPOINT_SECONDS.observe(seconds)
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds by phase; step_s is from the wait to the end of the last phase, without the time before the wait."""
+        return self._phases | {"step_s": sum(self._phases.get(phase, 0.0) for phase in StepPhase)}
 
 
 class StepReport:
@@ -68,6 +207,40 @@ class StepReport:
             advice=texts,
         )
         await self._events.send(Event(step_done=done))
+
+
+def seconds_waited(
+    timelines: Iterable[RolloutTimeline], *, began: float, ended: float, live: float, evaluated: float
+) -> dict[str, float]:
+    """Seconds of the wait by metric; they add up to its length.
+
+    The last rollout was at first not issued: a push or an evaluation delayed that, or nothing did. Then it was queued,
+    generated, scored, and on its way to the learner.
+
+    Args:
+        began, ended: Of the wait, in Unix seconds, as all times here.
+        live: When the learner's version was first served by a generator; it frees slots.
+        evaluated: When the last evaluation was recorded; before the first step it delays the issue.
+    """
+    last = max(timelines, key=lambda timeline: timeline.scored, default=None)
+    if last is None:
+        return {"wait_intake_s": ended - began}
+    until = (
+        ("wait_push_s", min(live, last.issued)),
+        ("wait_evaluation_s", min(evaluated, last.issued)),
+        ("wait_issue_s", last.issued),
+        ("wait_queue_s", last.started),
+        ("wait_generation_s", last.finished),
+        ("wait_reward_s", last.scored),
+        ("wait_intake_s", ended),
+    )
+    seconds, begin = {}, began
+    for name, stage_end in until:
+        end = max(begin, min(stage_end, ended))
+        seconds[name], begin = end - begin, end
+    if last.function:
+        seconds[f"{REWARD_PREFIX}{last.function}_s"] = seconds["wait_reward_s"]
+    return seconds
 
 
 def _export(figures: Mapping[str, float]) -> None:

@@ -19,8 +19,8 @@ from gspo.common.config.evaluation import TrackingConfig
 from gspo.common.config.loading import CONFIG_NAME, parse_config, write_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.learner.telemetry import trackers
-from gspo.learner.telemetry.trackers import Trackers, check_trackers
+from gspo.learner import trackers
+from gspo.learner.trackers import Trackers, check_trackers
 from gspo.tracking.__main__ import follow
 from gspo.tracking.follower import Follower, TrackerPosition, hyperparameters
 from gspo.tracking.tensorboard import TensorBoard

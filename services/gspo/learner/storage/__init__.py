@@ -1,1 +1,1 @@
-"""The files of the run directory: the log, the checkpoints, the best version."""
+"""The files of the run directory: the log and the checkpoints."""

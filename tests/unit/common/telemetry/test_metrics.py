@@ -13,7 +13,7 @@ from gspo.common.service.traces import Traces
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.step_time import CAUSES
 from gspo.learner.intake import UntrainedGroups
-from gspo.learner.telemetry.step_clock import StepClock, StepPhase
+from gspo.learner.step_report import StepClock, StepPhase
 from gspo.learner.training.step_metrics import row_metrics
 
 ROOT = Path(__file__).parents[4]

@@ -11,7 +11,7 @@ import pytest
 
 from gspo.common.service.traces import Traces
 from gspo.common.telemetry.step_time import seconds_by_cause
-from gspo.learner.telemetry.step_clock import RolloutTimeline, StepClock, StepPhase, seconds_waited
+from gspo.learner.step_report import RolloutTimeline, StepClock, StepPhase, seconds_waited
 from gspo_proto.rollout_pb2 import Rollout, Score, ScoredRollout
 
 # Issued at 10, started at 12, finished at 15, taken at 16, scored at 18.
