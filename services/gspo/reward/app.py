@@ -9,8 +9,7 @@ import structlog
 
 from gspo.common.service.app import App, GrpcApi, Service, run_app
 from gspo.common.telemetry import metrics
-from gspo.reward.http_api.access import AccessControl
-from gspo.reward.http_api.routes import ApiDependencies, rest_app
+from gspo.reward.http_api.routes import RewardApi, rest_app
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.launch import LEVEL_NAMES
@@ -18,7 +17,7 @@ from gspo.reward.scoring.consumer import ScoringConsumer
 from gspo.reward.scoring.scorer import Scorer, open_scorer
 from gspo.reward.servicer import GRPC_SERVICE, RewardServicer
 from gspo.reward.submissions.admission import Admission
-from gspo.reward.submissions.callers import Callers, RateLimit
+from gspo.reward.submissions.callers import Callers
 from gspo_proto.reward_pb2_grpc import add_RewardServicer_to_server
 
 GRPC_GRACE_S = 5.0
@@ -47,8 +46,8 @@ async def startup(service: Service) -> AsyncIterator[App]:
     async with opened as scorer, Admission(scorer.library, config.reward.allowed_packages) as admission:
         _show_confinement(service, scorer)
         callers = Callers(service.options.token, config.reward.tokens)
-        access = AccessControl(callers, RateLimit(config.reward.calls_per_minute))
-        service.http_api = rest_app(ApiDependencies(scorer.library, registry, admission, usage, access))
+        api = RewardApi(scorer.library, registry, admission, usage)
+        service.http_api = rest_app(api, callers, config.reward.calls_per_minute)
         servicer = RewardServicer(scorer, session=config.name)
         versions = {name: function.code.version for name, function in scorer.library.configured.items()}
         yield App(

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from gspo.common.config.reward import RewardFunction
 from gspo.common.errors import InputError
 from gspo.reward.functions.policy_code import UnreadableTestError, code_of, read_tests, same
-from gspo.reward.http_api.views import TryBody
+from gspo.reward.http_api.bodies import TryBody
 from gspo.reward.registry.submission import MAX_COLUMNS, RequestedLimits, Submission, version_of
 from gspo.reward.registry.usage import bucket_of, percentiles
 from gspo.reward.sandbox.imports import Importable, packages_to_share
 from gspo.reward.sandbox.inside import read_source
+from gspo.reward.submissions.admission import InputRefusedError, Outline, Problem, check_imports
 from gspo.reward.submissions.callers import Caller, Callers, RateLimit, read_tokens
-from gspo.reward.submissions.source_check import Outline, Problem, SubmissionRefusedError, check_imports
 
 ALLOWED = ("numpy", "math-verify")
 SOURCE = "def reward(completions): return [1.0]\n"
@@ -56,7 +56,7 @@ def test_a_version_is_the_hash_of_what_decides_the_value() -> None:
     ],
 )
 def test_a_source_is_refused_with_its_place(source: str, line: int, column: int, message: str) -> None:
-    with pytest.raises(SubmissionRefusedError) as refused:
+    with pytest.raises(InputRefusedError) as refused:
         check_imports(outline_of(source), ALLOWED)
     (problem,) = refused.value.problems
     assert (problem.line, problem.column) == (line, column)
@@ -67,12 +67,12 @@ def outline_of(source: str) -> Outline:
     """As SourceReader does, without a sandbox."""
     outline = msgspec.convert(json.loads(json.dumps(read_source.reset({"source": source})[0])), Outline)
     if outline.wrong:
-        raise SubmissionRefusedError([Problem("syntax", *outline.wrong)])
+        raise InputRefusedError([Problem("syntax", *outline.wrong)])
     return outline
 
 
 def test_every_forbidden_import_is_named_at_once() -> None:
-    with pytest.raises(SubmissionRefusedError) as refused:
+    with pytest.raises(InputRefusedError) as refused:
         check_imports(outline_of("import requests\nimport json\nimport flask"), ALLOWED)
     assert [problem.line for problem in refused.value.problems] == [1, 3]
 

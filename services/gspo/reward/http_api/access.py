@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPBearer
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
 from gspo.common.network.auth_log import note_refusal
 from gspo.common.network.http_server import ASGIApp, Receive, Scope, Send, caller_of, header
-from gspo.reward.http_api.views import ProblemView, Refusal
 from gspo.reward.registry.records import ConflictError, NotRegisteredError
+from gspo.reward.submissions.admission import MAX_PROBLEMS, InputRefusedError, Problem
 from gspo.reward.submissions.callers import ANONYMOUS, Caller, Callers, RateLimit
-from gspo.reward.submissions.source_check import MAX_PROBLEMS, SubmissionRefusedError
 
 # A source of 256 KiB in which every character is escaped, with its test cases.
 MAX_BODY_BYTES = 4 * 2**20
@@ -30,64 +30,60 @@ MAX_PROBLEM_CHARS = 500
 _NOT_AN_OBJECT = ("dict_type", "model_type", "model_attributes_type")
 
 
-class RestRefusalError(Exception):
-    """A request that is refused, with its status and problems."""
+class Refusal(BaseModel):
+    """Why a call was refused."""
 
-    def __init__(
-        self, status: int, detail: str, problems: Sequence[ProblemView] = (), headers: dict[str, str] | None = None
-    ) -> None:
-        super().__init__(detail)
-        self.status, self.refusal, self.headers = status, Refusal(detail=detail, problems=list(problems)), headers
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "detail": "line 3, column 1: imports 'requests', which is neither in the standard library nor "
+                    "among reward.allowed_packages (numpy, sympy). Do without it, or have it added there",
+                    "problems": [{"rule": "import", "text": "imports 'requests'", "line": 3, "column": 1}],
+                }
+            ]
+        }
+    )
+    detail: str
+    problems: list[Problem] = []
 
 
 class AccessControl:
-    """Checks token, role and rate of a call before its body is read.
+    """The app behind checks of token, role and rate, before a body is read; its page at /docs is open to all."""
 
-    Attributes:
-        callers: The known callers, also of gRPC.
-    """
+    def __init__(self, app: ASGIApp, callers: Callers, calls_per_minute: int) -> None:
+        self._app, self._callers, self._rate = app, callers, RateLimit(calls_per_minute)
 
-    def __init__(self, callers: Callers, rate: RateLimit) -> None:
-        self.callers, self._rate = callers, rate
-
-    def before(self, app: ASGIApp) -> ASGIApp:
-        """The app behind the checks; its page at /docs is open to all."""
-
-        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            if not scope["path"].startswith("/v1/"):
-                await app(scope, receive, send)
-                return
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith("/v1/"):
             try:
-                caller = self._admit(scope)
-            except RestRefusalError as error:
-                if error.status == 401:
+                scope.setdefault("state", {})["caller"] = self._admit(scope)
+            except HTTPException as error:
+                if error.status_code == 401:
                     note_refusal("http", "token", caller=caller_of(scope), target=scope["path"], detail=NO_TOKEN)
-                await refusal_response(error.status, error.refusal, error.headers)(scope, receive, send)
+                await refusal_response(error)(scope, receive, send)
                 return
-            scope.setdefault("state", {})["caller"] = caller
-            await app(scope, receive, send)
-
-        return guarded
+        await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> Caller:
         """The caller of a request.
 
         Raises:
-            RestRefusalError: The token is unknown, its role does not allow the call, or the rate is exceeded.
+            HTTPException: The token is unknown, its role does not allow the call, or the rate is exceeded.
         """
         scheme, _, token = header(scope, b"authorization").partition(" ")
-        caller = self.callers.find(token.strip() if scheme.lower() == "bearer" else "")
+        caller = self._callers.find(token.strip() if scheme.lower() == "bearer" else "")
         if caller is None:
-            raise RestRefusalError(401, NO_TOKEN, headers={"WWW-Authenticate": "Bearer"})
+            raise HTTPException(401, NO_TOKEN, headers={"WWW-Authenticate": "Bearer"})
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return caller
         if caller.role != "submit":
-            raise RestRefusalError(403, f"{caller.name} has a token to read; this call needs one to submit")
+            raise HTTPException(403, f"{caller.name} has a token to read; this call needs one to submit")
         # Without tokens, callers differ by their address alone.
         who = caller_of(scope).rpartition(":")[0] if caller is ANONYMOUS else caller.name
         if wait_s := self._rate.wait_s(who, _kind(scope), cost=1 + _num_bytes(scope) // BYTES_OF_A_CALL):
             detail = f"{caller.name} has made more calls of this kind than reward.calls_per_minute; wait {wait_s:.1f} s"
-            raise RestRefusalError(429, detail, headers={"Retry-After": str(int(wait_s) + 1)})
+            raise HTTPException(429, detail, headers={"Retry-After": str(int(wait_s) + 1)})
         return caller
 
 
@@ -110,33 +106,32 @@ def _kind(scope: Scope) -> str:
 def add_error_answers(app: FastAPI) -> None:
     """Give every refusal the form of a `Refusal`."""
 
-    @app.exception_handler(RestRefusalError)
-    async def refused(_: Request, error: RestRefusalError) -> Response:
-        return refusal_response(error.status, error.refusal, error.headers)
+    async def refuse(_: Request, error: Exception) -> Response:
+        return refusal_response(error)
 
-    @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> Response:
-        return refusal_response(error.status_code, Refusal(detail=str(error.detail)), dict(error.headers or {}))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return refusal_response(422, refusal_of(error.errors()))
-
-    @app.exception_handler(NotRegisteredError)
-    async def missing(_: Request, error: NotRegisteredError) -> Response:
-        return refusal_response(404, Refusal(detail=str(error)))
-
-    @app.exception_handler(ConflictError)
-    async def conflict(_: Request, error: ConflictError) -> Response:
-        return refusal_response(409, Refusal(detail=str(error)))
-
-    @app.exception_handler(SubmissionRefusedError)
-    async def not_taken(_: Request, error: SubmissionRefusedError) -> Response:
-        problems = [ProblemView(**vars(problem)) for problem in error.problems]
-        return refusal_response(422, Refusal(detail=problems[0].text, problems=problems))
+    for kind in (HTTPException, NotRegisteredError, ConflictError, RequestValidationError, InputRefusedError):
+        app.add_exception_handler(kind, refuse)
 
 
-def refusal_of(errors: Sequence[Any]) -> Refusal:
+def refusal_response(error: Exception) -> Response:
+    """The response to a request that such an error refuses."""
+    status, detail, problems, headers = 422, str(error), list[Problem](), None
+    match error:
+        case HTTPException():
+            status, detail, headers = error.status_code, str(error.detail), error.headers
+        case NotRegisteredError():
+            status = 404
+        case ConflictError():
+            status = 409
+        case RequestValidationError():
+            problems = problems_of(error.errors())
+        case InputRefusedError():
+            problems = error.problems
+    refusal = Refusal(detail=problems[0].text if problems else detail, problems=problems)
+    return JSONResponse(refusal.model_dump(), status, headers)
+
+
+def problems_of(errors: Sequence[Any]) -> list[Problem]:
     """The problems that pydantic reports in a request: the first MAX_PROBLEMS, each cut to MAX_PROBLEM_CHARS."""
     problems = []
     for error in errors[:MAX_PROBLEMS]:
@@ -151,16 +146,11 @@ def refusal_of(errors: Sequence[Any]) -> Refusal:
             text = "the body: is not a JSON object; send one, with content-type: application/json"
         else:
             text = f"{field or 'the body'}: {error['msg']}"
-        problems.append(ProblemView(rule="field", text=cut(text), field=field))
-    return Refusal(detail=problems[0].text, problems=problems)
+        problems.append(Problem("field", cut(text), field=field))
+    return problems
 
 
 def cut(text: str) -> str:
     """The beginning of a text, without half surrogate pairs, which UTF-8 cannot carry."""
     short = text if len(text) <= MAX_PROBLEM_CHARS else f"{text[:MAX_PROBLEM_CHARS]}..."
     return short.encode(errors="replace").decode()
-
-
-def refusal_response(status: int, refusal: Refusal, headers: dict[str, str] | None = None) -> Response:
-    """A refusal as an HTTP response."""
-    return JSONResponse(refusal.model_dump(), status_code=status, headers=headers or None)

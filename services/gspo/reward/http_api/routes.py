@@ -13,32 +13,31 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi_offline import FastAPIOffline
+from starlette.exceptions import HTTPException
 
 from gspo.common.errors import nearest
 from gspo.common.network.http_server import ASGIApp, BoundedBodies
 from gspo.reward.functions.library import Function, Library
-from gspo.reward.http_api.access import BEARER, MAX_BODY_BYTES, AccessControl, RestRefusalError, add_error_answers
-from gspo.reward.http_api.submission_body import read_submission, request_body, submission_schemas
-from gspo.reward.http_api.views import (
+from gspo.reward.http_api.access import BEARER, MAX_BODY_BYTES, AccessControl, Refusal, add_error_answers
+from gspo.reward.http_api.bodies import (
+    SUBMISSION_SCHEMAS,
     ActivateBody,
     ActivationView,
     AuditList,
-    ProblemView,
-    Refusal,
     RemovalView,
     RewardList,
     RewardView,
     SourceView,
     SubmissionView,
-    TrialView,
     TryBody,
     UsageList,
     VersionList,
     VersionView,
     activation_view,
     configured_view,
+    read_submission,
     registered_view,
-    trial_view,
+    request_body,
     unreadable_view,
     version_view,
 )
@@ -47,9 +46,9 @@ from gspo.reward.registry.store import Registry
 from gspo.reward.registry.submission import FunctionName, Version
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import CallError
-from gspo.reward.submissions.admission import Admission
-from gspo.reward.submissions.callers import Caller
-from gspo.reward.submissions.trials import try_actions, try_rows
+from gspo.reward.submissions.admission import Admission, InputRefusedError, Problem
+from gspo.reward.submissions.callers import Callers
+from gspo.reward.submissions.trials import TrialView, try_actions, try_rows
 
 NamePath = Annotated[FunctionName, Path(description="Name of the function, as runs use it", examples=["exact"])]
 VersionPath = Annotated[Version, Path(description="Whole, or its first 8 or more characters")]
@@ -66,71 +65,10 @@ _MEANINGS = {
     429: "Too many calls; Retry-After has the seconds to wait",
     503: "Too many large bodies at a time; try again in a moment",
 }
-
-
-@dataclass(frozen=True)
-class ApiDependencies:
-    """The parts of the service that the endpoints use."""
-
-    library: Library
-    registry: Registry
-    admission: Admission
-    usage: UsageCounter
-    access: AccessControl
-
-
-_MEANING = """Reward functions and environments of running trainings.
+_DESCRIPTION = """Reward functions and environments of running trainings.
 
 Submit a Python function, try it, activate it: seconds later it scores. It runs in a sandbox, under limits of its own.
 If the service has tokens, send one as `Authorization: Bearer TOKEN`. The role `read` may read, `submit` may change."""
-
-
-def rest_app(dependencies: ApiDependencies) -> ASGIApp:
-    """The app behind its access control, which asks for a token before a body is read."""
-    app = FastAPIOffline(title="gspo reward", version=version("gspo"), description=_MEANING)
-    describe = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        """The description, with the parts of a submission: its body is read by hand."""
-        description = describe()
-        description["components"]["schemas"] |= submission_schemas()
-        return description
-
-    app.openapi = openapi  # type: ignore[method-assign] # as FastAPI's own pages advise
-    app.include_router(_make_router(dependencies))
-    add_error_answers(app)
-    return dependencies.access.before(BoundedBodies(app, MAX_BODY_BYTES))
-
-
-def _make_router(dependencies: ApiDependencies) -> APIRouter:
-    """Every endpoint, each with its possible refusals."""
-    calls, router = _Endpoints(dependencies), APIRouter(prefix="/v1/rewards", tags=["reward functions"])
-
-    def add(path: str, endpoint: Callable[..., Any], method: str, **more: Any) -> None:
-        router.add_api_route(path, endpoint, methods=[method], dependencies=[Depends(BEARER)], **more)
-
-    name, body, change = (401, 404, 422), (400, 413, 415, 503), (403, 429)
-    add("", calls.list_rewards, "GET", responses=_refusals(401))
-    add(
-        "", calls.submit_reward, "POST", status_code=201, description=_SUBMIT, openapi_extra=request_body(),
-        responses=_refusals(401, 409, 422, *body, *change),
-    )  # fmt: skip
-    add("/{name}", calls.get_reward, "GET", responses=_refusals(*name))
-    add("/{name}", calls.retire, "DELETE", responses=_refusals(*name, *change))
-    add("/{name}/versions", calls.list_versions, "GET", responses=_refusals(*name))
-    add("/{name}/versions/{version}", calls.get_version, "GET", responses=_refusals(*name))
-    add(
-        "/{name}/versions/{version}", calls.remove_version, "DELETE",
-        responses=_refusals(409, *name, *change),
-    )  # fmt: skip
-    add("/{name}/source", calls.get_source, "GET", responses=_refusals(*name))
-    add("/{name}/usage", calls.get_usage, "GET", responses=_refusals(*name))
-    add("/{name}/log", calls.get_log, "GET", responses=_refusals(*name))
-    add("/{name}/try", calls.try_reward, "POST", responses=_refusals(*name, *body, *change))
-    add("/{name}/activate", calls.activate, "POST", responses=_refusals(409, *name, *body, *change))
-    return router
-
-
 _SUBMIT = """Submit a reward function or an environment. It is compiled, its imports are compared with
 `reward.allowed_packages`, it is loaded in the sandbox, its signature is recognised, and its test cases are run.
 If all of this passes, it is registered. The version is the content's hash: equal content has an equal version.
@@ -138,36 +76,34 @@ If all of this passes, it is registered. The version is the content's hash: equa
 With a file: `curl -F name=exact -F file=@reward.py http://127.0.0.1:PORT/v1/rewards`"""
 
 
-def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": Refusal, "description": _MEANINGS[status]} for status in sorted(set(statuses))}
+@dataclass(frozen=True)
+class RewardApi:
+    """The endpoints, on the parts of the service that they use."""
 
-
-class _Endpoints:
-    def __init__(self, dependencies: ApiDependencies) -> None:
-        self._registry, self._library = dependencies.registry, dependencies.library
-        self._admission, self._usage = dependencies.admission, dependencies.usage
+    library: Library
+    registry: Registry
+    admission: Admission
+    usage: UsageCounter
 
     async def submit_reward(self, request: Request) -> SubmissionView:
         submission = await read_submission(request)
-        if submission.name in self._library.configured:
-            raise RestRefusalError(
+        if submission.name in self.library.configured:
+            raise HTTPException(
                 409, f"the run's configuration has a function '{submission.name}'. Give it another name"
             )
-        if beyond := self._library.beyond_limits(submission.kind, submission.limits):
-            problems = [ProblemView(rule="field", text=text, field=field) for field, text in beyond]
-            raise RestRefusalError(422, problems[0].text, problems)
-        await self._registry.check_quotas(submission)
-        content = await self._registry.known(submission.version) if not submission.tests else None
-        content = content or await self._admission.admit(submission, _who(request))
-        name, new = await self._registry.submit(submission, content, who=_who(request))
-        view = version_view(name, content.version, content)
-        return SubmissionView(**view.model_dump(), new=new)
+        if beyond := self.library.beyond_limits(submission.kind, submission.limits):
+            raise InputRefusedError([Problem("field", text, field=field) for field, text in beyond])
+        await self.registry.check_quotas(submission)
+        content = await self.registry.known(submission.version) if not submission.tests else None
+        content = content or await self.admission.admit(submission, _who(request))
+        name, new = await self.registry.submit(submission, content, who=_who(request))
+        return SubmissionView(**dict(version_view(name, content.version, content)), new=new)
 
     async def list_rewards(self) -> RewardList:
         """Every name: those of the run's configuration, and those that were submitted."""
-        configured = [configured_view(function) for function in self._library.configured.values()]
-        names = [name for name in await self._registry.names() if name.name not in self._library.configured]
-        unreadable = [unreadable_view(name, reason) for name, reason in self._registry.copy.unreadable.items()]
+        configured = [configured_view(function) for function in self.library.configured.values()]
+        names = [name for name in await self.registry.names() if name.name not in self.library.configured]
+        unreadable = [unreadable_view(name, reason) for name, reason in self.registry.copy.unreadable.items()]
         return RewardList(rewards=[*configured, *[await self._view(name) for name in names], *unreadable])
 
     async def get_reward(self, name: NamePath) -> RewardView:
@@ -177,14 +113,14 @@ class _Endpoints:
         return await self._view(await self._registered_name(name))
 
     async def _view(self, name: RegisteredName) -> RewardView:
-        try:
-            return registered_view(name, await self._shown(name))
-        except NotRegisteredError as error:
-            return registered_view(name, None, unreadable=str(error))
+        return registered_view(name, *await self._readable(_shown(name)))
 
-    async def _shown(self, name: RegisteredName) -> Content:
-        """Its active version, else its newest."""
-        return await self._registry.content(name.active or list(name.versions)[-1])
+    async def _readable(self, version: str) -> tuple[Content | None, str]:
+        """The content of a version, or the reason why it cannot be read."""
+        try:
+            return await self.registry.content(version), ""
+        except NotRegisteredError as error:
+            return None, str(error)
 
     async def list_versions(self, name: NamePath) -> VersionList:
         """Every version of a submitted function, the oldest first."""
@@ -197,15 +133,12 @@ class _Endpoints:
         return await self._version_view(registered, registered.find(version))
 
     async def _version_view(self, name: RegisteredName, version: str) -> VersionView:
-        try:
-            return version_view(name, version, await self._registry.content(version))
-        except NotRegisteredError as error:
-            return version_view(name, version, None, unreadable=str(error))
+        return version_view(name, version, *await self._readable(version))
 
     async def remove_version(self, request: Request, name: NamePath, version: VersionPath) -> RemovalView:
         """Remove a version for good, which counts under reward.quotas; the active one is refused (409)."""
         await self._registered_name(name)
-        return RemovalView(name=name, removed=await self._registry.remove(name, version, who=_who(request)))
+        return RemovalView(name=name, removed=await self.registry.remove(name, version, who=_who(request)))
 
     async def get_source(self, name: NamePath, version: VersionQuery = None) -> SourceView:
         """The source of a version."""
@@ -216,7 +149,7 @@ class _Endpoints:
 
     async def _content(self, name: str, version: str | None) -> Content:
         registered = await self._registered_name(name)
-        return await self._registry.content(registered.find(version)) if version else await self._shown(registered)
+        return await self.registry.content(registered.find(version) if version else _shown(registered))
 
     async def get_usage(self, name: NamePath, version: VersionQuery = None) -> UsageList:
         """Calls, failures by kind, times and the last failure, over all replicas; of every version by default."""
@@ -227,72 +160,120 @@ class _Endpoints:
             newest_first = list(registered.versions)[::-1]
             active_first = sorted(newest_first, key=lambda known: known != registered.active)
             versions = [registered.find(version)] if version else active_first
-        return UsageList(usage=[await self._usage.read(name, known) for known in versions])
+        return UsageList(usage=[await self.usage.read(name, known) for known in versions])
 
     async def get_log(self, name: NamePath, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> AuditList:
         """The changes of a name, each with its caller and time; the newest first."""
         await self._registered_name(name)
-        return AuditList(lines=await self._registry.audit(name, limit))
+        return AuditList(lines=await self.registry.audit(name, limit))
 
     async def try_reward(self, name: NamePath, body: TryBody) -> TrialView:
         """Score rows, or play an environment's turns: scores, time and printed output. Nothing of it is counted."""
         function = await self._function(name, body.version)
         wrong = "rows" if function.code.kind == "environment" else "actions"
         if getattr(body, wrong) or (wrong == "rows" and body.task is None):
-            text = f"{name} is of kind {function.code.kind}: send {_TRY_FIELDS[function.code.kind]}"
-            raise RestRefusalError(422, text, [ProblemView(rule="field", text=text, field=wrong)])
+            fields = "`task` and `actions`" if wrong == "rows" else "`rows`"
+            text = f"{name} is of kind {function.code.kind}: send {fields}"
+            raise InputRefusedError([Problem("field", text, field=wrong)])
         if function.code.kind == "environment":
-            trial = await try_actions(function, body.task, body.actions)
-        else:
-            trial = await try_rows(function, [row.model_dump() for row in body.rows])
-        return trial_view(name, function.code.version, trial)
+            return await try_actions(function, body.task, body.actions)
+        return await try_rows(function, [row.model_dump() for row in body.rows])
 
     async def _function(self, name: str, version: str | None) -> Function:
         if function := self._configured(name):
             return function
         content = await self._content(name, version)
         try:
-            return await self._library.load(name, content)
+            return await self.library.load(name, content)
         except CallError as error:
             text = f"version {content.version[:12]} cannot be loaded: {error}"
-            problem = ProblemView(rule="load", text=text, traceback=error.traceback, output=error.output)
-            raise RestRefusalError(422, text, [problem]) from error
+            problem = Problem("load", text, traceback=error.traceback, output=error.output)
+            raise InputRefusedError([problem]) from error
 
     async def activate(self, request: Request, name: NamePath, body: ActivateBody) -> ActivationView:
         """Make a version the active one, a newer or an older; current calls finish on theirs."""
         await self._registered_name(name)
-        change = await self._registry.activate(name, body.version, who=_who(request), if_active=body.if_active)
+        change = await self.registry.activate(name, body.version, who=_who(request), if_active=body.if_active)
         return activation_view(change)
 
     async def retire(self, request: Request, name: NamePath) -> ActivationView:
         """Leave the name without an active version. A run that pins a version still gets it."""
         await self._registered_name(name)
-        return activation_view(await self._registry.retire(name, who=_who(request)))
+        return activation_view(await self.registry.retire(name, who=_who(request)))
 
     async def _registered_name(self, name: str) -> RegisteredName:
         """A submitted name.
 
         Raises:
-            RestRefusalError: There is none; it names the nearest one.
+            HTTPException: There is none; it names the nearest one.
         """
-        configured = self._library.configured
+        configured = self.library.configured
         if name in configured:
-            raise RestRefusalError(404, f"'{name}' is of the run's configuration: it has one version, which stays")
+            raise HTTPException(404, f"'{name}' is of the run's configuration: it has one version, which stays")
         try:
-            return await self._registry.name(name)
+            return await self.registry.name(name)
         except UnreadableError:
             raise
         except NotRegisteredError:
-            known = [*configured, *(known.name for known in await self._registry.names())]
-            raise RestRefusalError(404, f"there is no reward function '{name}'. {nearest(name, known)}") from None
+            known = [*configured, *(known.name for known in await self.registry.names())]
+            raise HTTPException(404, f"there is no reward function '{name}'. {nearest(name, known)}") from None
 
     def _configured(self, name: str) -> Function | None:
-        return self._library.configured.get(name)
+        return self.library.configured.get(name)
+
+
+def _shown(name: RegisteredName) -> str:
+    """Its active version, else its newest."""
+    return name.active or list(name.versions)[-1]
 
 
 def _who(request: Request) -> str:
-    caller: Caller = request.state.caller
-    return caller.name
+    return str(request.state.caller.name)
 
 
-_TRY_FIELDS = {"reward": "`rows`", "environment": "`task` and `actions`"}
+def rest_app(api: RewardApi, callers: Callers, calls_per_minute: int) -> ASGIApp:
+    """The app behind its access control, which asks for a token before a body is read.
+
+    Args:
+        calls_per_minute: Of each kind that changes something, by each caller.
+    """
+    app = FastAPIOffline(title="gspo reward", version=version("gspo"), description=_DESCRIPTION)
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        """The description, with the parts of a submission: its body is read by hand."""
+        description = describe()
+        description["components"]["schemas"] |= SUBMISSION_SCHEMAS
+        return description
+
+    app.openapi = openapi  # type: ignore[method-assign] # as FastAPI's own pages advise
+    app.include_router(_make_router(api))
+    add_error_answers(app)
+    return AccessControl(BoundedBodies(app, MAX_BODY_BYTES), callers, calls_per_minute)
+
+
+def _make_router(api: RewardApi) -> APIRouter:
+    """Every endpoint, each with its possible refusals besides that of the token."""
+    router = APIRouter(prefix="/v1/rewards", tags=["reward functions"], dependencies=[Depends(BEARER)])
+
+    def add(method: str, path: str, endpoint: Callable[..., Any], *statuses: int, **more: Any) -> None:
+        responses: dict[int | str, dict[str, Any]] = {
+            status: {"model": Refusal, "description": _MEANINGS[status]} for status in sorted({401, *statuses})
+        }
+        router.add_api_route(path, endpoint, methods=[method], responses=responses, **more)
+
+    known, body, change = (404, 422), (400, 413, 415, 503), (403, 429)
+    submit = {"status_code": 201, "description": _SUBMIT, "openapi_extra": request_body()}
+    add("GET", "", api.list_rewards)
+    add("POST", "", api.submit_reward, 409, 422, *body, *change, **submit)
+    add("GET", "/{name}", api.get_reward, *known)
+    add("DELETE", "/{name}", api.retire, *known, *change)
+    add("GET", "/{name}/versions", api.list_versions, *known)
+    add("GET", "/{name}/versions/{version}", api.get_version, *known)
+    add("DELETE", "/{name}/versions/{version}", api.remove_version, 409, *known, *change)
+    add("GET", "/{name}/source", api.get_source, *known)
+    add("GET", "/{name}/usage", api.get_usage, *known)
+    add("GET", "/{name}/log", api.get_log, *known)
+    add("POST", "/{name}/try", api.try_reward, *known, *body, *change)
+    add("POST", "/{name}/activate", api.activate, 409, *known, *body, *change)
+    return router

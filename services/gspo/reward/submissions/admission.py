@@ -1,31 +1,39 @@
 """The checks of a submission before it is registered.
 
 It must compile, import only allowed packages, load in the sandbox, follow a convention, and pass its test cases. Every
-refusal names its rule and, for a problem of the source, line and column.
+refusal names its rule and, for a problem of the source, line and column. An import that is put together at run time is
+not checked here; the sandbox bounds its effect.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import re
+import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from pydantic import Field
 
 from gspo.reward.functions.library import Function, Library, code_of
 from gspo.reward.registry.records import Content, StoredSignature
 from gspo.reward.registry.submission import Submission, TestCase
-from gspo.reward.sandbox.calls import CallError
-from gspo.reward.sandbox.values import Failure
+from gspo.reward.sandbox.calls import Callee, CallError, CallLimits, Code
+from gspo.reward.sandbox.inside import read_source
+from gspo.reward.sandbox.values import MAX_NAME_CHARS
 from gspo.reward.submissions.callers import ANONYMOUS
-from gspo.reward.submissions.source_check import (
-    MAX_PROBLEMS,
-    Outline,
-    Problem,
-    SourceReader,
-    SubmissionRefusedError,
-    check_imports,
-)
-from gspo.reward.submissions.trials import Trial, try_actions, try_rows
+from gspo.reward.submissions.trials import TrialView, try_actions, try_rows
 
+MAX_PROBLEMS = 20
+# 256 KiB of ordinary source need less than a third of it.
+READ_LIMITS = CallLimits(timeout_s=20.0, memory_mb=512, cpu_s=5.0)
 # Each is a process that imports the function's packages; many at a time would take the cores from scoring. A caller has
 # one at a time, so that its hanging submissions delay no other caller. Without tokens all callers are the same.
 NUM_AT_A_TIME = 6
@@ -34,6 +42,45 @@ LOAD_TIMEOUT_S = 10.0
 # All test cases of a submission together; the caller waits for them.
 TESTS_TIMEOUT_S = 120.0
 _ENTRIES = {"reward": ("reward", "compute_score", "reward_func"), "environment": ("reset", "step")}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason for a refusal."""
+
+    rule: Annotated[str, Field(description="field, syntax, import, signature, load or test")]
+    text: str
+    line: Annotated[int | None, Field(description="Line of the source, from 1, where one is at fault")] = None
+    column: Annotated[int | None, Field(description="Column of that line, from 1")] = None
+    traceback: str = ""
+    output: Annotated[str, Field(description="What the function printed")] = ""
+    field: Annotated[str | None, Field(description="The field of the request, where one is at fault")] = None
+
+
+class InputRefusedError(Exception):
+    """A submission, or the input of a trial, is refused, with all its problems."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("; ".join(problem.text for problem in problems))
+        self.problems = list(problems)
+
+
+class Outline(msgspec.Struct, frozen=True):
+    """The outline of a source from inside/read_source.py; each item is a name with its line and column, from 1.
+
+    Attributes:
+        wrong: Why it cannot be compiled, with line and column; None if it can.
+    """
+
+    wrong: tuple[str, int, int] | None = None
+    imports: list[tuple[str, int, int]] = []
+    defined: list[tuple[str, int, int]] = []
+
+    def place_of(self, names: Sequence[str]) -> tuple[int, int]:
+        """Line and column of the first definition that has one of `names`, else of the first public one, else 1, 1."""
+        places = [item for item in self.defined if item[0] in names]
+        places = places or [item for item in self.defined if not item[0].startswith("_")]
+        return places[0][1:] if places else (1, 1)
 
 
 class Admission:
@@ -55,10 +102,10 @@ class Admission:
         """The content of a submission by the caller `who`, ready to be registered.
 
         Raises:
-            SubmissionRefusedError: It fails a check; with all its problems.
+            InputRefusedError: It fails a check; with all its problems.
         """
         if problems := list(_unfit_inputs(submission)):
-            raise SubmissionRefusedError(problems[:MAX_PROBLEMS])
+            raise InputRefusedError(problems[:MAX_PROBLEMS])
         content = Content(
             version=submission.version,
             kind=submission.kind,
@@ -94,33 +141,48 @@ class Admission:
         try:
             signature = await sandbox.load()
             async with asyncio.timeout(TESTS_TIMEOUT_S):
-                problems = await self._run_tests(Function(code, sandbox), submission.tests)
+                problems = await _run_tests(Function(code, sandbox), submission.tests)
         except TimeoutError as error:
             text = f"tests: all of them together took longer than {TESTS_TIMEOUT_S:g} s"
-            raise SubmissionRefusedError([Problem("test", text)]) from error
+            raise InputRefusedError([Problem("test", text)]) from error
         except CallError as error:
-            raise SubmissionRefusedError([_load_problem(error, outline, submission)]) from error
+            raise InputRefusedError([_load_problem(error, outline, submission)]) from error
         finally:
             await sandbox.close()
         if problems:
-            raise SubmissionRefusedError(problems[:MAX_PROBLEMS])
+            raise InputRefusedError(problems[:MAX_PROBLEMS])
         stored = StoredSignature(entry=signature.entry, convention=signature.convention)
         return content.model_copy(update={"signature": stored})
 
-    async def _run_tests(self, function: Function, tests: tuple[TestCase, ...]) -> list[Problem]:
-        problems = []
-        for index, test in enumerate(tests):
-            trial = await self._try(function, test)
-            if problem := _judge(index, test, trial):
-                problems.append(problem)
-        return problems
 
-    async def _try(self, function: Function, test: TestCase) -> Trial:
+async def _run_tests(function: Function, tests: tuple[TestCase, ...]) -> list[Problem]:
+    problems = []
+    for index, test in enumerate(tests):
         if function.code.kind == "reward":
-            return await try_rows(function, [test.input])
-        actions = test.input.get("actions", [])
-        actions = [str(action) for action in actions] if isinstance(actions, list) else []
-        return await try_actions(function, test.input.get("task"), actions)
+            trial = await try_rows(function, [test.input])
+        else:
+            actions = test.input.get("actions", [])
+            texts = [str(action) for action in actions] if isinstance(actions, list) else []
+            trial = await try_actions(function, test.input.get("task"), texts)
+        if problem := _judge(index, test, trial):
+            problems.append(problem)
+    return problems
+
+
+def _judge(index: int, test: TestCase, trial: TrialView) -> Problem | None:
+    """The problem with a test's result; None if it passes."""
+    where, last = f"tests.{index}", trial.results[-1]
+    if last.failure:
+        return Problem("test", f"{where}: {last.failure.text}", traceback=last.failure.traceback, output=trial.output)
+    # "" is the number that counts: of an environment the sum over its turns.
+    values = {"": sum(result.reward or 0.0 for result in trial.results), **last.parts, **last.extras}
+    expected = test.expected if isinstance(test.expected, dict) else {"": test.expected}
+    for name, number in expected.items():
+        value, part = values.get(name), f" as '{name}'" if name else ""
+        gave = f"gave no part '{name}'" if value is None else f"gave {value:g}{part}"
+        if value is None or abs(value - number) > test.tolerance:
+            return Problem("test", f"{where}: {gave}, and {number:g} is expected", output=trial.output)
+    return None
 
 
 def _unfit_inputs(submission: Submission) -> Iterator[Problem]:
@@ -143,20 +205,78 @@ def _load_problem(error: CallError, outline: Outline, submission: Submission) ->
     return Problem(rule, text, line, column, error.traceback, error.output)
 
 
-def _judge(index: int, test: TestCase, trial: Trial) -> Problem | None:
-    """The problem with a test's result; None if it passes."""
-    where = f"tests.{index}"
-    result = trial.results[0] if trial.results else trial.total
-    if isinstance(result, Failure):
-        return Problem("test", f"{where}: {result.reason}", None, None, result.traceback, trial.output)
-    reward = result if isinstance(result, float | int) else result.reward
-    parts = {} if isinstance(result, float | int) else {**result.parts, **result.extras}
-    expected = test.expected if isinstance(test.expected, dict) else {"": test.expected}
-    for name, number in expected.items():
-        value = parts.get(name) if name else reward
-        if value is None:
-            return Problem("test", f"{where}: gave no part '{name}', and {number:g} is expected", output=trial.output)
-        if abs(value - number) > test.tolerance:
-            part = f" as '{name}'" if name else ""
-            return Problem("test", f"{where}: gave {value:g}{part}, and {number:g} is expected", output=trial.output)
-    return None
+class SourceReader:
+    """Reads sources in the sandbox, within limits of its own: their compilation may take any time and memory.
+
+    Args:
+        new_sandbox: Makes the sandbox; nothing is started before the first source is read.
+    """
+
+    def __init__(self, new_sandbox: Callable[[Code, CallLimits], Callee]) -> None:
+        text = Path(read_source.__file__).read_text(encoding="utf-8")
+        version = hashlib.sha256(text.encode()).hexdigest()
+        code = Code("read_source", text, version, "read_source.py", kind="environment")
+        self._sandbox = new_sandbox(code, READ_LIMITS)
+
+    async def read(self, source: str) -> Outline:
+        """The outline of a source.
+
+        Raises:
+            InputRefusedError: It cannot be compiled, or not within the limits.
+        """
+        try:
+            question = {"function": "reset", "arguments": {"task": {"source": source}}}
+            answer = await self._sandbox.call(question, session=None)
+            outline = msgspec.convert(answer.values[0], Outline)
+        except CallError as error:
+            raise InputRefusedError([Problem("syntax", f"the source cannot be compiled: {error}", 1, 1)]) from error
+        if outline.wrong is not None:
+            raise InputRefusedError([Problem("syntax", *outline.wrong)])
+        return outline
+
+    async def close(self) -> None:
+        """End its processes."""
+        await self._sandbox.close()
+
+
+def check_imports(outline: Outline, allowed_packages: Collection[str]) -> None:
+    """Check that a source imports only the standard library and allowed packages.
+
+    Raises:
+        InputRefusedError: It imports something else; with line and column of each place.
+    """
+    imports = (_import_problem(*place, allowed_packages) for place in outline.imports)
+    if problems := [problem for problem in imports if problem]:
+        raise InputRefusedError(problems[:MAX_PROBLEMS])
+
+
+def _import_problem(module: str, line: int, column: int, allowed_packages: Collection[str]) -> Problem | None:
+    top = module.split(".")[0]
+    place = f"line {line}, column {column}"
+    if module.startswith("."):
+        text = f"{place}: imports '{module}' from beside it, and a submission is one file. Put it into the source"
+    elif top in sys.stdlib_module_names or top in importable(tuple(sorted(allowed_packages))):
+        return None
+    else:
+        allowed = ", ".join(sorted(allowed_packages)) or "none"
+        text = (
+            f"{place}: imports '{top[:MAX_NAME_CHARS]}', which is neither in the standard library nor among "
+            f"reward.allowed_packages ({allowed}). Do without it, or ask for its addition there"
+        )
+    return Problem("import", text, line, column)
+
+
+@cache
+def importable(packages: tuple[str, ...]) -> frozenset[str]:
+    """Top-level modules of the named distributions; one that is not installed goes by its own name."""
+    normal = {_normal(package) for package in packages}
+    modules = {
+        module
+        for module, distributions in packages_distributions().items()
+        if normal & {_normal(distribution) for distribution in distributions}
+    }
+    return frozenset(modules | {package.replace("-", "_") for package in packages})
+
+
+def _normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()

@@ -5,79 +5,94 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from gspo.reward.functions.arguments import arguments_for
-from gspo.reward.functions.environment_steps import EnvironmentSteps, Turn
+from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function, counted
 from gspo.reward.sandbox.calls import CallError, values_of
 from gspo.reward.sandbox.values import Failure, Value, read_value
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 
 
-@dataclass
-class Trial:
-    """The result of a trial.
+class FailureView(BaseModel):
+    """Why there is no number."""
 
-    Attributes:
-        results: One for each row.
-        turns: Of an environment: the reset, then one for each action that it reached.
-        output: The end of the function's printed output.
-        seconds: Of all calls together.
-    """
-
-    results: list[Value | Failure] = field(default_factory=list)
-    turns: list[Turn | Failure] = field(default_factory=list)
-    output: str = ""
-    seconds: float = 0.0
-
-    @property
-    def total(self) -> float | Failure:
-        """Summed reward of an environment's turns, or the first failure."""
-        for turn in self.turns:
-            if isinstance(turn, Failure):
-                return turn
-        return sum(turn.reward for turn in self.turns if isinstance(turn, Turn))
+    kind: str = Field(description="timeout, memory, crash, forbidden, output_too_large, invalid_return or exception")
+    text: str
+    traceback: str = Field("", description="Of the function's own code")
 
 
-async def try_rows(function: Function, rows: Sequence[dict[str, Any]]) -> Trial:
-    """One call of a reward function for all rows, as a run makes one for a batch."""
-    callee, trial, started = function.callee, Trial(), time.perf_counter()
+class TryResult(BaseModel):
+    """One row's score, or one turn of an environment. A failure has no reward."""
+
+    reward: float | None = None
+    parts: dict[str, float] = {}
+    extras: dict[str, float] = Field({}, description="Reported beside the reward and not counted")
+    failure: FailureView | None = None
+    observation: Any = Field(None, description="Of an environment's turn: text or chat messages")
+    done: bool | None = Field(None, description="Of an environment's turn")
+
+
+class TrialView(BaseModel):
+    """The result of a trial; no run sees it."""
+
+    name: str
+    version: str
+    results: list[TryResult]
+    seconds: float
+    output: str = Field(description="The end of the function's output")
+
+
+async def try_rows(function: Function, rows: Sequence[dict[str, Any]]) -> TrialView:
+    """One call of a reward function for all rows, as a run makes one for a batch; a result for each row."""
+    callee, started, output = function.callee, time.perf_counter(), ""
     batch = [rollout_of(row) for row in rows]
     try:
         with counted(function, None, num_answers=len(rows)):
             question = arguments_for(callee.signature, batch, function.args)
             answer = await callee.call(question, session=None)
-            trial.output = answer.output
-            raw = values_of(answer, len(rows))
-            trial.results = [read_value(value, callee.signature.convention) for value in raw]
+            output, convention = answer.output, callee.signature.convention
+            results = [_result_of(read_value(value, convention)) for value in values_of(answer, len(rows))]
     except CallError as error:
-        trial.output = error.output or trial.output
-        trial.results = [Failure(str(error), error.kind, error.traceback)] * len(rows)
-    trial.seconds = time.perf_counter() - started
-    return trial
+        output, results = error.output or output, [_failed(error)] * len(rows)
+    return _trial_view(function, results, time.perf_counter() - started, output)
 
 
-async def try_actions(function: Function, task: Any, actions: Sequence[str]) -> Trial:
-    """A reset and then the actions, until one fails or the environment is done."""
-    trial, started, printed = Trial(), time.perf_counter(), []
-    environments = EnvironmentSteps(None, session=None)
+async def try_actions(function: Function, task: Any, actions: Sequence[str]) -> TrialView:
+    """A reset and then the actions, until one fails or the environment is done; a result for each turn."""
+    started, results, output = time.perf_counter(), list[TryResult](), ""
+    steps, remaining = EnvironmentSteps(None, session=None), iter(actions)
     try:
-        turn = await environments.reset(function, json.dumps(task))
-        trial.turns.append(turn)
-        printed.append(turn.output)
-        for action in actions:
-            if turn.done:
+        turn = await steps.reset(function, json.dumps(task))
+        while True:
+            observation = json.loads(turn.observation_json)
+            results.append(TryResult(reward=turn.reward, observation=observation, done=turn.done))
+            output += turn.output
+            if turn.done or (action := next(remaining, None)) is None:
                 break
-            turn = await environments.step(function, turn.state_json, action)
-            trial.turns.append(turn)
-            printed.append(turn.output)
+            turn = await steps.step(function, turn.state_json, action)
     except CallError as error:
-        trial.turns.append(Failure(str(error), error.kind, error.traceback))
-        printed.append(error.output)
-    trial.output, trial.seconds = "".join(printed), time.perf_counter() - started
-    return trial
+        results.append(_failed(error))
+        output += error.output
+    return _trial_view(function, results, time.perf_counter() - started, output)
+
+
+def _trial_view(function: Function, results: list[TryResult], seconds: float, output: str) -> TrialView:
+    code = function.code
+    return TrialView(name=code.name, version=code.version, results=results, seconds=seconds, output=output)
+
+
+def _result_of(value: Value | Failure) -> TryResult:
+    if isinstance(value, Failure):
+        return TryResult(failure=FailureView(kind=value.kind, text=value.reason, traceback=value.traceback))
+    return TryResult(reward=value.reward, parts=value.parts, extras=value.extras)
+
+
+def _failed(error: CallError) -> TryResult:
+    return TryResult(failure=FailureView(kind=error.kind, text=str(error), traceback=error.traceback))
 
 
 def rollout_of(row: dict[str, Any]) -> Rollout:

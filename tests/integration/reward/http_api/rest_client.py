@@ -14,13 +14,12 @@ import httpx
 from redis.asyncio import Redis
 
 from gspo.common.config.reward import RewardConfig
-from gspo.reward.http_api.access import AccessControl
-from gspo.reward.http_api.routes import ApiDependencies, rest_app
+from gspo.reward.http_api.routes import RewardApi, rest_app
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.scoring.scorer import Scorer, open_scorer
 from gspo.reward.submissions.admission import Admission
-from gspo.reward.submissions.callers import Callers, RateLimit
+from gspo.reward.submissions.callers import Callers
 from tests.support.reward_rollouts import reward_config
 
 SOURCE = (
@@ -49,9 +48,7 @@ async def open_rest_client(
         open_scorer(config, name="reward-0", registry=registry, usage=usage) as scorer,
         Admission(scorer.library, config.allowed_packages) as admission,
     ):
-        guard = AccessControl(Callers(service_token, config.tokens), RateLimit(config.calls_per_minute))
-        transport = httpx.ASGITransport(
-            app=rest_app(ApiDependencies(scorer.library, registry, admission, usage, guard))
-        )
+        api, callers = RewardApi(scorer.library, registry, admission, usage), Callers(service_token, config.tokens)
+        transport = httpx.ASGITransport(app=rest_app(api, callers, config.calls_per_minute))
         async with RestClient(transport=transport, base_url="http://test", timeout=60) as client:
             yield client, scorer, registry

@@ -1,7 +1,7 @@
 """Reads a submitted source without running it: whether it compiles, its imports and its definitions.
 
 A few hundred bytes can make a parser and a compiler take any time and memory. So they run in the sandbox, as an
-environment without steps, which services/gspo/reward/submissions/source_check.py calls.
+environment without steps, which services/gspo/reward/submissions/admission.py calls.
 """
 
 from __future__ import annotations

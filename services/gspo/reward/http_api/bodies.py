@@ -1,57 +1,74 @@
-"""The bodies of the REST API: its replies, and its requests besides a submission.
-
-Types alone.
-"""
+"""The bodies of the REST API: its replies, and its requests; a submission is JSON, or a form with an uploaded file."""
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
+import tokenize
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, model_validator
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError, model_validator
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
 
-from gspo.reward.functions.environment_steps import Turn
+from gspo.common.network.http_server import FORM_TYPE, JSON_TYPE
 from gspo.reward.functions.library import Function
-from gspo.reward.registry.records import AuditLine, Content, RegisteredName
-from gspo.reward.registry.submission import Kind, PlainJson, RequestBody, RequestedLimits, Version, has_few_columns
+from gspo.reward.http_api.access import MAX_BODY_BYTES, cut, problems_of
+from gspo.reward.registry.records import AuditLine, Content, RegisteredName, StoredSignature
+from gspo.reward.registry.submission import (
+    Kind,
+    PlainJson,
+    RequestBody,
+    RequestedLimits,
+    Submission,
+    Version,
+    has_few_columns,
+)
 from gspo.reward.registry.sync import Change
 from gspo.reward.registry.usage import VersionUsage
-from gspo.reward.sandbox.values import Failure, Value
-from gspo.reward.submissions.trials import Trial
+from gspo.reward.submissions.admission import InputRefusedError, Problem
 
 MAX_ROWS, MAX_MESSAGES = 64, 1024
 Messages = Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
 _PLAIN: TypeAdapter[Any] = TypeAdapter(PlainJson)
+_REFERENCE = "#/components/schemas/{model}"
+# As Python names them. Others are not text, or take long to decode.
+_ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso8859-1", "cp1252")
+_JSON_FIELDS = ("limits", "tests", "activate")
+SOURCE = """def reward(completions, answer, **columns):
+    return [float(text.strip() == right) for text, right in zip(completions, answer)]
+"""
+ENVIRONMENT = """def reset(task):
+    return {"left": task["tries"], "number": task["number"]}, "Guess a number."
 
-
-class ProblemView(BaseModel):
-    """One reason for a refusal."""
-
-    rule: str = Field(description="field, syntax, import, signature, load or test")
-    text: str
-    field: str | None = Field(None, description="The field of the request, where one is at fault")
-    line: int | None = Field(None, description="Line of the source, from 1, where one is at fault")
-    column: int | None = Field(None, description="Column of that line, from 1")
-    traceback: str = ""
-    output: str = Field("", description="What the function printed")
-
-
-class Refusal(BaseModel):
-    """Why a call was refused."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "detail": "line 3, column 1: imports 'requests', which is neither in the standard library nor "
-                    "among reward.allowed_packages (numpy, sympy). Do without it, or have it added there",
-                    "problems": [{"rule": "import", "text": "imports 'requests'", "line": 3, "column": 1}],
-                }
-            ]
+def step(state, action):
+    state["left"] -= 1
+    right = action.strip() == str(state["number"])
+    return state, "Right." if right else "No.", float(right), right or state["left"] == 0
+"""
+EXAMPLES: dict[str, Any] = {
+    "a reward function with a test case": {
+        "value": {
+            "name": "exact",
+            "source": SOURCE,
+            "limits": {"timeout_s": 5.0},
+            "tests": [{"input": {"prompt": "2+2=", "completion": "4", "answer": "4"}, "expected": 1.0}],
         }
-    )
-    detail: str
-    problems: list[ProblemView] = []
+    },
+    "an environment": {
+        "value": {
+            "name": "guess",
+            "kind": "environment",
+            "source": ENVIRONMENT,
+            "tests": [{"input": {"task": {"number": 7, "tries": 2}, "actions": ["3", "7"]}, "expected": 1.0}],
+        }
+    },
+}
+_SCHEMA = Submission.model_json_schema(ref_template=_REFERENCE)
+# The parts of a submission by name, as its description refers to them.
+SUBMISSION_SCHEMAS: dict[str, Any] = _SCHEMA.pop("$defs")
 
 
 class RewardView(BaseModel):
@@ -183,45 +200,16 @@ class TryBody(RequestBody):
     version: Version | None = Field(None, description="The active one by default")
 
 
-class FailureView(BaseModel):
-    """Why there is no number."""
-
-    kind: str = Field(description="timeout, memory, crash, forbidden, output_too_large, invalid_return or exception")
-    text: str
-    traceback: str = Field("", description="Of the function's own code")
-
-
-class TryResult(BaseModel):
-    """One row's score, or one turn of an environment. A failure has no reward."""
-
-    reward: float | None = None
-    parts: dict[str, float] = {}
-    extras: dict[str, float] = Field({}, description="Reported beside the reward and not counted")
-    failure: FailureView | None = None
-    observation: Any = Field(None, description="Of an environment's turn: text or chat messages")
-    done: bool | None = Field(None, description="Of an environment's turn")
-
-
-class TrialView(BaseModel):
-    """The result of a trial; no run sees it."""
-
-    name: str
-    version: str
-    results: list[TryResult]
-    seconds: float
-    output: str = Field(description="The end of the function's output")
-
-
 def version_view(name: RegisteredName, version: str, content: Content | None, unreadable: str = "") -> VersionView:
-    """A version; `content` is None if it cannot be read."""
-    origin = name.versions[version]
+    """A version; `content` is None if it cannot be read, for the reason `unreadable`."""
+    origin, signature = name.versions[version], content.signature if content else StoredSignature()
     return VersionView(
         name=name.name,
         version=version,
         kind=name.kind,
         active=name.active == version,
-        entry=content.signature.entry or content.entry if content else "",
-        convention=content.signature.convention or content.kind if content else "",
+        entry=signature.entry,
+        convention=signature.convention,
         limits=content.limits if content else RequestedLimits(),
         tests=len(content.tests) if content else 0,
         submitted_by=origin.by,
@@ -231,7 +219,8 @@ def version_view(name: RegisteredName, version: str, content: Content | None, un
 
 
 def registered_view(name: RegisteredName, shown: Content | None, unreadable: str = "") -> RewardView:
-    """A submitted function; `shown` is its active version, else its newest."""
+    """A submitted function; `shown` is the content of its active version, else of its newest."""
+    signature = shown.signature if shown else StoredSignature()
     return RewardView(
         name=name.name,
         kind=name.kind,
@@ -240,8 +229,8 @@ def registered_view(name: RegisteredName, shown: Content | None, unreadable: str
         retired=name.retired,
         revision=name.revision,
         versions=len(name.versions),
-        entry=shown.signature.entry or shown.entry if shown else "",
-        convention=shown.signature.convention or shown.kind if shown else "",
+        entry=signature.entry,
+        convention=signature.convention,
         unreadable=unreadable,
     )
 
@@ -282,23 +271,83 @@ def activation_view(change: Change) -> ActivationView:
     )
 
 
-def trial_view(name: str, version: str, trial: Trial) -> TrialView:
-    """A trial of a function."""
-    results = [_row_view(result) for result in trial.results] + [_turn_view(turn) for turn in trial.turns]
-    return TrialView(name=name, version=version, results=results, seconds=trial.seconds, output=trial.output)
+async def read_submission(request: Request) -> Submission:
+    """The submission of a request.
+
+    Raises:
+        HTTPException: It is neither JSON nor a form.
+        InputRefusedError: A field is missing, unknown or wrong.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == JSON_TYPE:
+        text = await request.body()
+    elif kind == FORM_TYPE:
+        text = json.dumps(await _read_form(request)).encode()
+    else:
+        raise HTTPException(
+            415, f"send {JSON_TYPE}, or {FORM_TYPE} with the source as `file`; this is {cut(kind) or 'neither'}"
+        )
+    try:
+        return Submission.model_validate_json(text)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        raise InputRefusedError(problems_of(errors)) from error
 
 
-def _row_view(result: Value | Failure) -> TryResult:
-    if isinstance(result, Failure):
-        return TryResult(failure=_failure_view(result))
-    return TryResult(reward=result.reward, parts=result.parts, extras=result.extras)
+async def _read_form(request: Request) -> dict[str, Any]:
+    """The fields of a form; limits and tests are JSON in it."""
+    fields: dict[str, Any] = {}
+    async with request.form(max_files=1, max_fields=16, max_part_size=MAX_BODY_BYTES) as form:
+        for name, value in form.multi_items():
+            if isinstance(value, str):
+                fields[name] = _read_field(name, value)
+            elif name == "file":
+                fields["source"] = await _read_source(value)
+            else:
+                raise _wrong(name, "is a file; the source is uploaded as `file`")
+    return fields
 
 
-def _turn_view(turn: Turn | Failure) -> TryResult:
-    if isinstance(turn, Failure):
-        return TryResult(failure=_failure_view(turn))
-    return TryResult(reward=turn.reward, observation=json.loads(turn.observation_json), done=turn.done)
+def _read_field(name: str, value: str) -> Any:
+    if name not in _JSON_FIELDS:
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(name, f"is not JSON ({error})") from error
 
 
-def _failure_view(failure: Failure) -> FailureView:
-    return FailureView(kind=failure.kind, text=failure.reason, traceback=failure.traceback)
+async def _read_source(file: UploadFile) -> str:
+    data = await file.read()
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        if codecs.lookup(encoding).name not in _ENCODINGS:
+            raise _wrong("file", f"is written in the encoding {encoding[:100]!r}; save it as UTF-8")
+        return io.TextIOWrapper(io.BytesIO(data), encoding).read()
+    except (SyntaxError, ValueError) as error:
+        raise _wrong("file", f"is not Python text ({error})") from error
+
+
+def _wrong(field: str, text: str) -> InputRefusedError:
+    field = cut(field)
+    return InputRefusedError([Problem("field", f"{field}: {text}", field=field)])
+
+
+def request_body() -> dict[str, Any]:
+    """The body of a submission as /docs describes it."""
+    form = {
+        "type": "object",
+        "required": ["name", "file"],
+        "additionalProperties": False,
+        "properties": {
+            "name": _SCHEMA["properties"]["name"],
+            "file": {"type": "string", "format": "binary", "description": "The Python file"},
+            "kind": _SCHEMA["properties"]["kind"],
+            "entry": {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,99}$"},
+            "limits": {"type": "string", "description": "As JSON", "examples": ['{"timeout_s": 5}']},
+            "tests": {"type": "string", "description": "As JSON", "examples": ["[]"]},
+            "activate": {"type": "string", "enum": ["true", "false"]},
+        },
+    }
+    content = {JSON_TYPE: {"schema": _SCHEMA, "examples": EXAMPLES}, FORM_TYPE: {"schema": form}}
+    return {"requestBody": {"required": True, "content": content}}
