@@ -85,7 +85,7 @@ async def retry(redis: Redis, keys: Keys, dead: DeadLetterEntry) -> Retried:
     # Only the coordinator knows whether an evaluation is still in flight: it has no slots and no settlement.
     group = str(letter.group) if letter.HasField("group") and not letter.evaluation else ""
     answer: Any = await redis.register_script(_RETRY)(
-        keys=[keys.dead, keys.stream(letter.stream), keys.open], args=[dead.entry, letter.payload, group]
+        keys=[keys.dead, keys.key(letter.stream), keys.open], args=[dead.entry, letter.payload, group]
     )
     retried: Retried = answer.decode()
     return retried

@@ -53,7 +53,7 @@ class Handler:
 
 
 def inbox(redis: Redis, keys: Keys, stream: str = "prompts", consumer: str = "a") -> Inbox:
-    return Inbox(redis, keys, keys.stream(stream), consumer=consumer, lease_s=LEASE_S)
+    return Inbox(redis, keys, keys.key(stream), consumer=consumer, lease_s=LEASE_S)
 
 
 @pytest.fixture

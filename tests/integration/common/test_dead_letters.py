@@ -36,7 +36,7 @@ GOOD = {
 
 
 def inbox(redis: Redis, keys: Keys, stream: str, consumer: str = "worker", lease_s: float = 30.0) -> Inbox:
-    return Inbox(redis, keys, keys.stream(stream), consumer=consumer, lease_s=lease_s)
+    return Inbox(redis, keys, keys.key(stream), consumer=consumer, lease_s=lease_s)
 
 
 def counted(stream: str) -> float:
@@ -53,8 +53,8 @@ async def test_unreadable_entries_become_counted_dead_letters_and_the_rest_is_de
     newer.CopyFrom(GOOD[stream])
     newer.schema = 9
     before = counted(stream)
-    await append(redis, keys.stream(stream), [b"\xff\x00 random", good, good[:-1], newer.SerializeToString()])
-    await redis.xadd(keys.stream(stream), {b"another field": b"x"})
+    await append(redis, keys.key(stream), [b"\xff\x00 random", good, good[:-1], newer.SerializeToString()])
+    await redis.xadd(keys.key(stream), {b"another field": b"x"})
     (delivery,) = await inbox(redis, keys, stream).take(10, block_s=1)
     assert delivery.message == GOOD[stream]
     unreadable = [item.letter for item in await letters(redis, keys)]
@@ -63,7 +63,7 @@ async def test_unreadable_entries_become_counted_dead_letters_and_the_rest_is_de
     assert "schema 9" in unreadable[2].reason
     assert {letter.by for letter in unreadable} == {"worker"}
     assert counted(stream) == before + 4
-    assert await redis.xlen(keys.stream(stream)) == 1  # the good one, which stays leased
+    assert await redis.xlen(keys.key(stream)) == 1  # the good one, which stays leased
 
 
 @function_loop

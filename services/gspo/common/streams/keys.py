@@ -6,8 +6,6 @@ also work on a Redis Cluster.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 # An instance that stops its heartbeat is forgotten after this; three beats may be lost.
 INSTANCE_TTL_S = 6
 HEARTBEAT_S = 1.5
@@ -17,92 +15,47 @@ EVENTS_KEPT = 10_000
 PAUSED_BY_USER = b"1"
 
 
-@dataclass(frozen=True)
 class Keys:
-    """The keys of one run."""
+    """The keys of one run.
 
-    run: str
+    Attributes:
+        prompts: Stream of GroupTask: coordinator to generation.
+        paused_prompts: Stream of GroupTask with rollouts that have used up their tokens of a step: to generation again.
+        rollouts: Stream of Rollout: generation to reward.
+        scored: Stream of Scored: reward, or the service that gives a group up, to the learner.
+        eval_prompts: Stream of GroupTask: coordinator to generation, after training work.
+        eval_rollouts: Stream of Rollout: generation to reward.
+        eval_scored: Stream of Scored: reward to coordinator.
+        dead: Stream of DeadLetter: entries that were given up, with the reason.
+        events: Stream of Event: read by everyone who watches.
+        partial: Hash `group-number` -> the saved state of a rollout in flight, or `done`; removed with its group.
+        open: Hash `group` -> OpenGroup as JSON: issued and not settled.
+        redis_epoch: A random value: absent or changed means that Redis was wiped.
+        instances: Set of `service:uid` of every process that has registered.
+        paused: Present while the issue of new groups is paused: PAUSED_BY_USER, or why.
+    """
 
-    def _key(self, name: str) -> str:
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.prompts, self.paused_prompts = self.key("prompts"), self.key("paused_prompts")
+        self.rollouts, self.scored = self.key("rollouts"), self.key("scored")
+        self.eval_prompts, self.eval_rollouts = self.key("eval_prompts"), self.key("eval_rollouts")
+        self.eval_scored = self.key("eval_scored")
+        self.dead, self.events = self.key("dead"), self.key("events")
+        self.partial, self.open = self.key("partial"), self.key("open")
+        self.redis_epoch, self.instances, self.paused = (
+            self.key("redis_epoch"),
+            self.key("instances"),
+            self.key("paused"),
+        )
+
+    def key(self, name: str) -> str:
+        """A key by its name without the prefix of the run."""
         return f"gspo:{{{self.run}}}:{name}"
-
-    @property
-    def prompts(self) -> str:
-        """Stream of GroupTask: coordinator to generation."""
-        return self._key("prompts")
-
-    @property
-    def paused_prompts(self) -> str:
-        """Stream of GroupTask whose rollouts have used up their tokens of a step: generation to generation."""
-        return self._key("paused_prompts")
-
-    @property
-    def rollouts(self) -> str:
-        """Stream of Rollout: generation to reward."""
-        return self._key("rollouts")
-
-    @property
-    def scored(self) -> str:
-        """Stream of Scored: reward, or the service that gives a group up, to the learner."""
-        return self._key("scored")
-
-    @property
-    def eval_prompts(self) -> str:
-        """Stream of GroupTask: coordinator to generation, after training work."""
-        return self._key("eval_prompts")
-
-    @property
-    def eval_rollouts(self) -> str:
-        """Stream of Rollout: generation to reward."""
-        return self._key("eval_rollouts")
-
-    @property
-    def eval_scored(self) -> str:
-        """Stream of Scored: reward to coordinator."""
-        return self._key("eval_scored")
-
-    def stream(self, name: str) -> str:
-        """A stream by its name without the prefix."""
-        return self._key(name)
-
-    @property
-    def dead(self) -> str:
-        """Stream of DeadLetter: entries that were given up, with the reason."""
-        return self._key("dead")
-
-    @property
-    def events(self) -> str:
-        """Stream of Event: read by everyone who watches."""
-        return self._key("events")
-
-    @property
-    def partial(self) -> str:
-        """Hash `group-number` -> the saved state of a rollout in flight, or `done`; removed with its group."""
-        return self._key("partial")
-
-    @property
-    def open(self) -> str:
-        """Hash `group` -> OpenGroup as JSON: issued and not settled."""
-        return self._key("open")
-
-    @property
-    def redis_epoch(self) -> str:
-        """A random value: absent or changed means that Redis was wiped."""
-        return self._key("redis_epoch")
-
-    @property
-    def instances(self) -> str:
-        """Set of `service:uid` of every process that has registered."""
-        return self._key("instances")
 
     def instance(self, service: str, uid: str) -> str:
         """Heartbeat of one process, as JSON; expires after INSTANCE_TTL_S."""
-        return self._key(f"instance:{service}:{uid}")
-
-    @property
-    def paused(self) -> str:
-        """Present while the issue of new groups is paused: PAUSED_BY_USER, or why."""
-        return self._key("paused")
+        return self.key(f"instance:{service}:{uid}")
 
 
 # Consumer group of each stream: the service that reads it.
