@@ -51,19 +51,18 @@ def check(config: Config) -> None:
         warn(warning)
     engine_config(config)
     check_trackers(config.tracking)
-    _check_lengths(config)
     _check_ranks(config)
     folder = model_folder(config.model)
     files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
     _check_kind(config, files.config)
-    _check_context(config, files.config)
+    _check_lengths(config, files.config)
     _check_vocabulary(folder, files)
     _check_shapes(folder, files)
     _check_adapters(config.learner, folder, files)
     _check_memory(config, files)
 
 
-def _check_lengths(config: Config) -> None:
+def _check_lengths(config: Config, model: Mapping[str, Any]) -> None:
     longest = config.algorithm.prompt_length + config.algorithm.response_length
     if config.micro_batch_tokens < longest:
         raise InputError(
@@ -72,10 +71,6 @@ def _check_lengths(config: Config) -> None:
             f"= {longest} tokens",
             f"Set it to at least {longest}, or lower algorithm.prompt_length or response_length",
         )
-
-
-def _check_context(config: Config, model: Mapping[str, Any]) -> None:
-    longest = config.algorithm.prompt_length + config.algorithm.response_length
     context = _text_config(model).get("max_position_embeddings")
     if isinstance(context, int) and longest > context:
         raise InputError(

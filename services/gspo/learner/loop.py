@@ -91,7 +91,7 @@ class Learner:
         try:
             await self._start()
             while not (reason := self._reason_to_end()):
-                batch = await self._next_batch()
+                batch = await self.intake.next_batch(self._newest.version, self._is_interrupted)
                 if batch is not None:
                     await self._step(batch)
                 await self.checkpoints.write_if_due(self._newest.version)
@@ -115,12 +115,9 @@ class Learner:
     def _reason_to_end(self) -> str:
         return self._end.reason(self._newest.version, self._report.trained_s)
 
-    async def _next_batch(self) -> Batch | None:
-        """The next batch; None where the run's end or a request for a checkpoint comes first."""
-        return await self.intake.next_batch(
-            self._newest.version,
-            is_interrupted=lambda: bool(self._reason_to_end()) or self.checkpoints.is_requested,
-        )
+    def _is_interrupted(self) -> bool:
+        """Whether the run's end or a request for a checkpoint comes before the next batch."""
+        return bool(self._reason_to_end()) or self.checkpoints.is_requested
 
     async def _step(self, batch: Batch) -> None:
         """Log, acknowledge, train, record, publish: in this order, so that a kill anywhere loses nothing."""
@@ -143,8 +140,9 @@ class Learner:
         self._clock.end_phase(StepPhase.TRAIN)
         with activity.doing("publishing", f"version {step}"):
             weights = await self.trainer.weights(step)
-            recorded = weights.version, weights.digest, weights.dtype, asdict(hyperparameters)
-            await asyncio.to_thread(self._run_dir.append_version, *recorded)
+            await asyncio.to_thread(
+                self._run_dir.append_version, step, weights.digest, weights.dtype, asdict(hyperparameters)
+            )
             self._make_newest(weights)
         self._clock.end_phase(StepPhase.MAKE_VERSION)
         await self._gate.wait(step - 1, lambda: self._end.is_stopped)

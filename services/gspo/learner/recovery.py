@@ -47,20 +47,6 @@ class RecoveredState:
     notices: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _StartingPoint:
-    """The state from which logged steps are replayed.
-
-    Attributes:
-        weights: Of a checkpoint's version; None where the run starts from the model.
-    """
-
-    step: int
-    moments: RunningMoments
-    weights: PolicyWeights | None
-    notices: tuple[str, ...]
-
-
 def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, start: StartTrainer) -> RecoveredState:
     """Load the newest undamaged checkpoint, replay the log from there, and record the version that this makes.
 
@@ -71,28 +57,32 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
     """
     activity.set("busy", "loading the model", str(model))
     trainer = start(config, model, run_dir.path)
-    starting_point = _load_checkpoint(config, run_dir, trainer, activity)
+    weights, moments, notices = _load_checkpoint(config, run_dir, trainer, activity)
     assembler = Assembler(
         config.algorithm,
         config.staleness,
         seed=config.seed,
         settlements=run_dir.settlements,
-        moments=starting_point.moments,
+        moments=moments,
         on_failure=config.reward.on_failure,
     )
-    weights = starting_point.weights
-    to_replay = run_dir.steps_to_replay(after=starting_point.step)
+    to_replay = run_dir.steps_to_replay(after=weights.version if weights else 0)
     for step in to_replay:
         activity.set("busy", "replaying", f"step {step} of {to_replay[-1]}")
         weights = _replay(config, step, run_dir, trainer, assembler)
-    if weights is None:
-        weights = _initial_weights(trainer)
+    weights = weights or _initial_weights(trainer)
     run_dir.append_version(weights.version, weights.digest, weights.dtype)
-    return RecoveredState(trainer, assembler, weights, starting_point.notices)
+    return RecoveredState(trainer, assembler, weights, notices)
 
 
-def _load_checkpoint(config: Config, run_dir: RunDir, trainer: TrainerApi, activity: Activity) -> _StartingPoint:
-    """Load the newest undamaged checkpoint; damaged ones that are newer are moved out of the way."""
+def _load_checkpoint(
+    config: Config, run_dir: RunDir, trainer: TrainerApi, activity: Activity
+) -> tuple[PolicyWeights | None, RunningMoments, tuple[str, ...]]:
+    """Load the newest undamaged checkpoint; damaged ones that are newer are moved out of the way.
+
+    Returns:
+        The weights of its version, None where the run starts from the model; its moments; notices for the user.
+    """
     checkpoints, damage = run_dir.checkpoints, dict[int, str]()
     has_loaded = False
     for step in reversed(checkpoints.all_steps()):
@@ -110,13 +100,13 @@ def _load_checkpoint(config: Config, run_dir: RunDir, trainer: TrainerApi, activ
         if problem := _difference(config, run_dir, weights):
             damage[step] = problem
             continue
-        return _StartingPoint(step, RunningMoments(**state["moments"]), weights, _pass_over(run_dir, damage, step))
+        return weights, RunningMoments(**state["moments"]), _pass_over(run_dir, damage, step)
     notices = _pass_over(run_dir, damage, 0)
     if has_loaded:
         raise InputError(
             str(checkpoints.folder), " ".join(notices), "Resume once more: the loaded weights have to leave memory"
         )
-    return _StartingPoint(0, RunningMoments(), None, notices)
+    return None, RunningMoments(), notices
 
 
 def _difference(config: Config, run_dir: RunDir, loaded: PolicyWeights) -> str:
@@ -126,8 +116,9 @@ def _difference(config: Config, run_dir: RunDir, loaded: PolicyWeights) -> str:
     another dtype. Neither is damage.
     """
     recorded = run_dir.version(loaded.version)
-    comparable = recorded is not None and recorded.dtype == loaded.dtype and not config.learner.lora.rank
-    if recorded is None or not comparable or recorded.digest == loaded.digest:
+    if recorded is None or recorded.dtype != loaded.dtype or config.learner.lora.rank:
+        return ""
+    if recorded.digest == loaded.digest:
         return ""
     return (
         f"its weights have the digest {loaded.digest[:12]}..., and version {loaded.version} was "

@@ -80,7 +80,8 @@ class Group:
             return Settlement.FAILED, f"{len(failures)} of its rollouts failed, the last one: {failures[-1]}"
         if all(row.skipped for row in self._rows.values()):
             return Settlement.FILTERED, f"no rollout counts: {len(failures)} failed, the others were truncated"
-        if self._algorithm.filter_zero_spread and len(rewards := self._rewards()) == 1:
+        rewards = {row.reward for row in self._rows.values() if row.skipped is None}
+        if self._algorithm.filter_zero_spread and len(rewards) == 1:
             return Settlement.FILTERED, f"zero spread: every reward is {rewards.pop():g}"
         # With masking one young token is enough; otherwise one old token makes the group stale.
         masks = staleness.on_stale == "mask"
@@ -113,10 +114,6 @@ class Group:
             penalty=self._algorithm.overlong_penalty,
         )
         return lowered(row, "overlong", penalty_B.item())
-
-    def _rewards(self) -> set[float | None]:
-        """The distinct rewards of the rollouts that count."""
-        return {row.reward for row in self._rows.values() if row.skipped is None}
 
 
 def _without_old_tokens(row: Row, oldest_allowed: int) -> Row:

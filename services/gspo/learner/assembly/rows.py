@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, get_type_hints
 
@@ -97,14 +97,11 @@ class Row:
         return int((self.version >= 0).sum())
 
 
-def _schema() -> Any:
-    columns = get_type_hints(Row, include_extras=True)
-    nullable = {MaybeNumber, MaybeText}
-    declared = [pa.field(f.name, columns[f.name].__metadata__[0], columns[f.name] in nullable) for f in fields(Row)]
-    return pa.schema(declared, metadata={"gspo.schema": SCHEMA_NUMBER})
-
-
-SCHEMA = _schema()
+_COLUMNS = get_type_hints(Row, include_extras=True).items()
+SCHEMA = pa.schema(
+    [pa.field(name, column.__metadata__[0], column in {MaybeNumber, MaybeText}) for name, column in _COLUMNS],
+    metadata={"gspo.schema": SCHEMA_NUMBER},
+)
 
 
 def row_from_scored(scored: ScoredRollout) -> Row:

@@ -128,7 +128,11 @@ class JsonLines:
         self.path, self._disk = path, disk or DiskSpace()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         fsync(path.parent)
-        self._cut_torn_line()
+        data = path.read_bytes()
+        num_whole = data.rfind(b"\n") + 1
+        if num_whole < len(data):
+            os.ftruncate(self._descriptor, num_whole)
+            os.fsync(self._descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -161,10 +165,3 @@ class JsonLines:
         except OSError:
             os.ftruncate(self._descriptor, before)
             raise
-
-    def _cut_torn_line(self) -> None:
-        data = self.path.read_bytes()
-        num_whole = data.rfind(b"\n") + 1
-        if num_whole < len(data):
-            os.ftruncate(self._descriptor, num_whole)
-            os.fsync(self._descriptor)

@@ -17,15 +17,10 @@ from gspo.learner.assembly.rows import SCHEMA, Row, from_table, to_table
 from gspo.learner.storage.durable_files import DiskSpace, link_new, temporary
 from gspo.runlog.step_files import step_file, step_files
 
-
-def _encoding() -> dict[str, Any]:
-    """Log-probs hardly repeat: a dictionary of them takes 0.4 of the writing, and their split bytes compress."""
-    paths = {c.name: f"{c.name}.list.element" if pa.types.is_list(c.type) else c.name for c in SCHEMA}
-    logp = paths.pop("logp")
-    return {"use_dictionary": list(paths.values()), "column_encoding": {logp: "BYTE_STREAM_SPLIT"}}
-
-
-_ENCODING = _encoding()
+_PATHS = {c.name: f"{c.name}.list.element" if pa.types.is_list(c.type) else c.name for c in SCHEMA}
+# Log-probs hardly repeat: a dictionary of them takes 0.4 of the writing, and their split bytes compress.
+_ENCODING: dict[str, Any] = {"column_encoding": {_PATHS.pop("logp"): "BYTE_STREAM_SPLIT"}}
+_ENCODING["use_dictionary"] = list(_PATHS.values())
 
 
 class StepLog:
