@@ -11,6 +11,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from gspo.common.config.fields import FIXED, ON_RESUME, FilePath, RunName, Section
 from gspo.common.errors import ConfigError, nearest
 
+# Figures part_NAME_mean of a step or an evaluation, at most: their names come from the user's functions.
+MOST_PARTS = 32
+
 
 class BestFigure(NamedTuple):
     """A figure of a held-out file; the file's name is empty where the file has none."""

@@ -10,12 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
-from gspo.common.config.evaluation import EvaluationConfig
+from gspo.common.config.evaluation import MOST_PARTS, EvaluationConfig
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Scored, ScoredRollout
 
 NEWEST_VERSION = "newest_version"
-# Their names come from the user's functions: a figure each, and no more of them than a page shows.
-_MOST_PARTS = 32
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ def _sampled_figures(
     figures |= _mean("truncated_share", [float(answer.truncated) for answer in received])
     figures |= _conversations("", received)
     names = dict.fromkeys(name for answer in received for name in answer.parts)
-    for name in list(names)[:_MOST_PARTS]:
+    for name in list(names)[:MOST_PARTS]:
         figures |= _mean(f"part_{name}_mean", [answer.parts[name] for answer in received if name in answer.parts])
     return figures
 

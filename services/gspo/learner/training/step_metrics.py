@@ -13,14 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from gspo.common.config.algorithm import AlgorithmConfig
+from gspo.common.config.evaluation import MOST_PARTS
 from gspo.learner.assembly.rows import Row
 from gspo.learner.model.batch import StepBatch
 from gspo.learner.training.objective import StepTargets
 from gspo_core.figures import age_stats, independent_sigma, noise_share, reward_stats
 from gspo_core.stats import Stats, figures
 
-# Their names come from the user's functions.
-_MOST_PARTS = 32
 SKIP_REASONS = ("failed", "truncated", "stale")
 _LOSS_FIGURES = ("outside_clip_sequences", "dual_clipped_tokens", "k1", "k3", "reference_kl", "entropy")
 _MOMENTS = ("log_ratio", "token_log_ratio", "advantage")
@@ -64,14 +63,14 @@ def _conversation_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _part_means(scored: Sequence[Row]) -> dict[str, float]:
-    """Means of the reward's parts by name, if it has several; as many as an evaluation has."""
+    """Means of the reward's parts by name, if it has several."""
     values: dict[str, list[float]] = {}
     for row in scored:
         parts = json.loads(row.parts_json)
         for part in parts if len(parts) > 1 else []:
             if part["value"] is not None:
                 values.setdefault(part["name"], []).append(part["value"])
-    return {f"part_{name}_mean": math.fsum(part) / len(part) for name, part in list(values.items())[:_MOST_PARTS]}
+    return {f"part_{name}_mean": math.fsum(part) / len(part) for name, part in list(values.items())[:MOST_PARTS]}
 
 
 def _skipped_tokens(rows: Sequence[Row], reason: str) -> int:
