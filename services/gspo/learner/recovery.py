@@ -81,7 +81,8 @@ def _load_checkpoint(
     """Load the newest undamaged checkpoint; damaged ones that are newer are moved out of the way.
 
     Returns:
-        The weights of its version, None where the run starts from the model; its moments; notices for the user.
+        The weights of its version, its moments, and notices for the user. Without a checkpoint, the weights are None:
+        the run starts from the model.
     """
     checkpoints, damage = run_dir.checkpoints, dict[int, str]()
     has_loaded = False
