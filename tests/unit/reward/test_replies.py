@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from gspo.common.plain_json import MAX_JSON_MEMBERS, plain_json
 from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function
 from gspo.reward.sandbox.calls import Answer, CallError, Code, values_of
@@ -24,7 +25,7 @@ from gspo.reward.sandbox.replies import (
     reply_error,
     values_in,
 )
-from gspo.reward.sandbox.values import MAX_JSON_MEMBERS, Failure, plain_json, read_value
+from gspo.reward.sandbox.values import Failure, read_value
 from gspo_proto.rollout_pb2 import Score, ScorePart
 
 TEXTS = st.text(st.characters(), max_size=8)  # halves of surrogate pairs too

@@ -25,6 +25,7 @@ from gspo.common.config.services import ServicesConfig, TlsConfig
 from gspo.common.errors import InputError
 from gspo.common.network.auth_log import note_refusal
 from gspo.common.network.credentials import reachable_host
+from gspo.common.plain_json import TOO_MANY_MEMBERS, has_many_members
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -35,7 +36,6 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
 # Bodies of all requests of one service that are in memory at a time.
 MAX_BUFFERED_BYTES = 64 * 2**20
-MAX_BRACKETS = 30_000
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _CHANGING = ("POST", "PUT", "PATCH")
 # All headers of a request together; a connection that sends more is answered with 400 and closed.
@@ -143,7 +143,8 @@ class BoundedBodies:
                 refusal = self._refusal(len(body))
                 if not message.get("more_body", False):
                     break
-            refusal = refusal or _too_nested(body)
+            if refusal is None and has_many_members(body):
+                refusal = _Refusal(413, "body", f"the body has {TOO_MANY_MEMBERS}")
             if refusal is not None:
                 await reply(send, refusal.status, {"detail": refusal.detail, "problems": []})
                 return
@@ -157,13 +158,6 @@ class BoundedBodies:
         if self._buffered_bytes > MAX_BUFFERED_BYTES:
             return _Refusal(503, "bodies", "too many large requests at a time; come back in a moment")
         return None
-
-
-def _too_nested(body: bytearray) -> _Refusal | None:
-    """Few bytes can be many lists, and parsing those as JSON would delay every other request."""
-    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
-        return _Refusal(413, "body", f"the body has more than {MAX_BRACKETS} opening brackets")
-    return None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -20,9 +20,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 from gspo.common.config.fields import Section
+from gspo.common.plain_json import whole_text
 from gspo.reward.functions.arguments import OPENRLHF_ARGUMENTS, ground_truth, text_of
 from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
-from gspo.reward.sandbox.values import whole_text
 
 MAX_ATTEMPTS = 6
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
+from gspo.common.plain_json import plain_json, whole_text
 from gspo.reward.sandbox.calls import CallError, FailureKind, Question, Signature
 from gspo.reward.sandbox.inside.frames import FrameError, is_msgpack, read
 from gspo.reward.sandbox.inside.recognise import MAX_NAME_CHARS, MAX_PARAMETERS
-from gspo.reward.sandbox.values import failure_of, plain_json, whole_text
+from gspo.reward.sandbox.values import failure_of
 
 # A megabyte of empty lists is a million objects, which hold up the event loop for 0.3 s. A batch of 64 answers that all
 # failed, each with the longest traceback, has 0.4 MiB.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -13,8 +12,6 @@ from gspo.reward.sandbox.calls import FAILURE_KINDS
 # Each part is a column of logs and pages.
 MAX_PARTS, MAX_NAME_CHARS = 64, 100
 MAX_REASON_CHARS, MAX_TRACEBACK_CHARS = 2000, 4000
-# Each member of a list or object is read in the event loop; commas and brackets in texts count too.
-MAX_JSON_MEMBERS = 100_000
 # Exceptions of inside/, whose text is a message already.
 OWN_ERROR_TYPES = ("UnfitError", "SeveralFunctionsError", "InvalidReturnError", "")
 NO_VALUE, NOT_FINITE, NOT_A_NUMBER = "NoValue", "NotFinite", "NotANumber"
@@ -90,26 +87,6 @@ def _unfit_names(parts: Collection[Any]) -> str | None:
             shown = repr(name[:MAX_NAME_CHARS]) if isinstance(name, str) else type(name).__name__
             return f"returned a part named {shown}: a name has 1 to 100 printable characters"
     return None
-
-
-def whole_text(value: Any) -> Any:
-    """A value of JSON's kinds with `?` for halves of surrogate pairs: neither UTF-8 nor the contract carries them.
-
-    Raises:
-        RecursionError: It is too deep.
-    """
-    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-
-
-def plain_json(text: str) -> Any:
-    """The value of a JSON text, of finite numbers and whole text alone.
-
-    Raises:
-        ValueError, RecursionError: It is none, too deep, or has more than MAX_JSON_MEMBERS.
-    """
-    if sum(map(text.count, ",[{")) > MAX_JSON_MEMBERS:
-        raise ValueError(f"it has more than {MAX_JSON_MEMBERS} commas and opening brackets")
-    return json.loads(json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False).encode(errors="replace"))
 
 
 def _invalid(reason: str, error_type: str = "") -> Failure:
