@@ -10,7 +10,9 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from gspo.runlog.step_files import step_files
 
@@ -69,23 +71,30 @@ def read_own_records(path: Path, parse: Callable[[Mapping[str, Any]], Record], *
     return result
 
 
-@dataclass(frozen=True)
-class StepRecord:
+def _finite(figures: Any) -> Any:
+    """Strict JSON has no NaN: the log has null instead."""
+    return {name: value for name, value in dict(figures).items() if value is not None}
+
+
+Figures = Annotated[dict[str, float], BeforeValidator(_finite)]
+
+
+class LogLine(BaseModel):
+    """A record of the log: `model_validate` makes it of a line's JSON object."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class StepRecord(LogLine):
     """A trained step: a line of metrics.jsonl. `figures` lacks those that were not finite."""
 
     step: int
     version: int
     unix_s: float
-    figures: dict[str, float]
-
-    @classmethod
-    def parse(cls, line: Mapping[str, Any]) -> Self:
-        """The record of a line's JSON object."""
-        return cls(int(line["step"]), int(line["version"]), float(line["unix_s"]), _finite(line["figures"]))
+    figures: Figures
 
 
-@dataclass(frozen=True)
-class EvaluationRecord:
+class EvaluationRecord(LogLine):
     """An evaluation of a policy version on one held-out file: a line of evaluations.jsonl.
 
     Attributes:
@@ -94,37 +103,23 @@ class EvaluationRecord:
         figures: Without those that were not finite.
     """
 
-    file: str
+    file: str = ""
     version: int
     step: int
     unix_s: float
-    score: float | None
-    figures: dict[str, float]
-
-    @classmethod
-    def parse(cls, line: Mapping[str, Any]) -> Self:
-        """The record of a line's JSON object."""
-        score, file = line.get("score"), str(line.get("file", ""))
-        version, step, unix_s = int(line["version"]), int(line["step"]), float(line["unix_s"])
-        return cls(file, version, step, unix_s, None if score is None else float(score), _finite(line["figures"]))
+    score: float | None = None
+    figures: Figures
 
 
-@dataclass(frozen=True)
-class VersionRecord:
+class VersionRecord(LogLine):
     """A policy version: a line of policy.jsonl."""
 
     version: int
     step: int
     digest: str
 
-    @classmethod
-    def parse(cls, line: Mapping[str, Any]) -> Self:
-        """The record of a line's JSON object."""
-        return cls(int(line["version"]), int(line["step"]), str(line["digest"]))
 
-
-@dataclass(frozen=True)
-class SettledRecord:
+class SettledRecord(LogLine):
     """A group that ended: a line of settled.jsonl.
 
     Attributes:
@@ -133,14 +128,8 @@ class SettledRecord:
 
     group: int
     settlement: str
-    reason: str
-    response_tokens: tuple[int, ...]
-
-    @classmethod
-    def parse(cls, line: Mapping[str, Any]) -> Self:
-        """The record of a line's JSON object."""
-        lengths = tuple(int(length) for length in line.get("response_tokens", ()))
-        return cls(int(line["group"]), str(line["settlement"]), str(line.get("reason", "")), lengths)
+    reason: str = ""
+    response_tokens: tuple[int, ...] = ()
 
 
 class RunLog:
@@ -161,21 +150,21 @@ class RunLog:
 
     def steps(self) -> list[StepRecord]:
         """The trained steps in order; the last record of a step counts."""
-        steps = {record.step: record for record in self._read(METRICS, StepRecord.parse)}
+        steps = {record.step: record for record in self._read(METRICS, StepRecord.model_validate)}
         return [steps[step] for step in sorted(steps)]
 
     def evaluations(self) -> list[EvaluationRecord]:
         """The evaluations by policy version, those of one version in the order of the file."""
-        return sorted(self._read(EVALUATIONS, EvaluationRecord.parse), key=lambda record: record.version)
+        return sorted(self._read(EVALUATIONS, EvaluationRecord.model_validate), key=lambda record: record.version)
 
     def versions(self) -> list[VersionRecord]:
         """The policy versions in order; the last record of a version counts."""
-        versions = {record.version: record for record in self._read(VERSIONS, VersionRecord.parse)}
+        versions = {record.version: record for record in self._read(VERSIONS, VersionRecord.model_validate)}
         return [versions[version] for version in sorted(versions)]
 
     def settled(self) -> list[SettledRecord]:
         """The groups that ended, in the order of the file: trained ones only where their step file was removed."""
-        return self._read(SETTLED, SettledRecord.parse)
+        return self._read(SETTLED, SettledRecord.model_validate)
 
     def step_files(self) -> dict[int, Path]:
         """The files of the logged steps by step, in order."""
@@ -204,8 +193,3 @@ def best_of(scores: Iterable[tuple[int, float | None]]) -> tuple[int, float] | N
         if score is not None:
             first_scores.setdefault(version, score)
     return max(first_scores.items(), key=lambda item: (item[1], -item[0]), default=None)
-
-
-def _finite(figures: Mapping[str, float | None]) -> dict[str, float]:
-    """Strict JSON has no NaN: the log has null instead."""
-    return {name: float(value) for name, value in figures.items() if value is not None}

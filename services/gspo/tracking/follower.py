@@ -11,15 +11,16 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from gspo.common.config.schema import Config
 from gspo.common.host.durable_write import replace_file
 from gspo.runlog.run_log import EVALUATIONS, LOG_FOLDER, METRICS, EvaluationRecord, StepRecord, read_own_records
 
-_PARSERS: dict[str, Callable[[Mapping[str, Any]], StepRecord | EvaluationRecord]] = {
-    METRICS: StepRecord.parse,
-    EVALUATIONS: EvaluationRecord.parse,
+FigureRecord: TypeAlias = StepRecord | EvaluationRecord
+_PARSERS: dict[str, Callable[[Mapping[str, Any]], FigureRecord]] = {
+    METRICS: StepRecord.model_validate,
+    EVALUATIONS: EvaluationRecord.model_validate,
 }
 _FOLDER = "tracking"
 # Sections with addresses and files of this machine: a Redis address may hold a password.
@@ -55,20 +56,11 @@ class TrackerPosition:
         replace_file(self.path, (json.dumps(facts) + "\n").encode())
 
 
-@dataclass(frozen=True)
-class TrackedRecord:
-    """The figures of one step or evaluation, by their names in a tracker."""
-
-    step: int
-    unix_s: float
-    figures: dict[str, float]
-
-
 class Tracker(Protocol):
     """A service or file format for figures."""
 
-    def send(self, record: TrackedRecord) -> None:
-        """Send a record."""
+    def send(self, record: FigureRecord) -> None:
+        """Send a record, whose figures have their names in a tracker."""
 
     def flush(self) -> None:
         """Return when all sent records are safe."""
@@ -85,27 +77,23 @@ class Follower:
 
     def send_new(self) -> int:
         """Send the records since the last call, steps before evaluations; returns their number."""
-        offsets, records = dict(self._position.offsets), list[TrackedRecord]()
+        offsets, records = dict(self._position.offsets), list[FigureRecord]()
         for name, parse in _PARSERS.items():
             new = read_own_records(self._log / name, parse, offset=offsets.get(name, 0))
             offsets[name] = new.end
-            records += [_tracked(record) for record in new.records]
+            records += new.records
         if not records:
             return 0
         for record in records:
-            self._tracker.send(record)
+            prefix = "train" if isinstance(record, StepRecord) else "/".join(("eval", *filter(None, [record.file])))
+            figures = {f"{prefix}/{name}": value for name, value in record.figures.items()}
+            self._tracker.send(record.model_copy(update={"figures": figures}))
         self._tracker.flush()
         self._position.offsets = offsets
         self._position.num_sent += len(records)
         self._position.last_step = max(self._position.last_step, *(record.step for record in records))
         self._position.write()
         return len(records)
-
-
-def _tracked(record: StepRecord | EvaluationRecord) -> TrackedRecord:
-    prefix = "train" if isinstance(record, StepRecord) else "/".join(("eval", *filter(None, [record.file])))
-    figures = {f"{prefix}/{name}": value for name, value in record.figures.items()}
-    return TrackedRecord(record.step, record.unix_s, figures)
 
 
 def hyperparameters(config: Config) -> dict[str, str | int | float | bool]:

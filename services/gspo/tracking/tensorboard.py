@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import hparams, scalar, text
 
 from gspo.common.config.schema import Config
-from gspo.tracking.follower import TrackedRecord, TrackerPosition, hyperparameters
+from gspo.tracking.follower import FigureRecord, TrackerPosition, hyperparameters
 
 FOLDER = "tensorboard"
 # The hyperparameter view shows these beside the keys.
@@ -37,7 +37,7 @@ class TensorBoard:
         else:
             self._describe(config)
 
-    def send(self, record: TrackedRecord) -> None:
+    def send(self, record: FigureRecord) -> None:
         """Write a record's figures as scalars."""
         for name, value in record.figures.items():
             self._write(record.step, record.unix_s, summary=scalar(name, value))

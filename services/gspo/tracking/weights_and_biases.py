@@ -10,7 +10,7 @@ from pathlib import Path
 import wandb
 
 from gspo.common.config.schema import Config
-from gspo.tracking.follower import TrackedRecord, TrackerPosition, hyperparameters
+from gspo.tracking.follower import FigureRecord, TrackerPosition, hyperparameters
 
 
 class WeightsAndBiases:
@@ -37,7 +37,7 @@ class WeightsAndBiases:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def send(self, record: TrackedRecord) -> None:
+    def send(self, record: FigureRecord) -> None:
         """Log a record's figures beside their step."""
         self._run.log({**record.figures, "step": record.step}, step=self._num_sent)
         self._num_sent += 1

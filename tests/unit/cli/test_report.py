@@ -25,7 +25,7 @@ from gspo.cli.rundir.plan import ENVIRONMENT_NAME
 from gspo.common.config.learner import LoraConfig
 from gspo.common.config.loading import CONFIG_NAME, read_config, write_config
 from gspo.common.config.schema import Config
-from gspo.common.telemetry.step_time import IN_WORDS
+from gspo.common.telemetry.step_time import CAUSES
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import SettledGroup, Settlement
 from gspo.learner.storage.run_directory import RunDir
@@ -360,7 +360,7 @@ def test_no_legend_is_wider_than_its_plot() -> None:
     """However many causes of a step's time there are, and however long their names."""
     figure = Figure((6.4, 3.5), dpi=150, layout="constrained")
     (panel,) = make_axes(figure, ["seconds a step"])
-    for name in IN_WORDS.values():
+    for _, name in CAUSES.values():
         panel.plot([1, 2], [1, 2], label=name)
     draw_legend(panel)
     figure.draw_without_rendering()

@@ -51,17 +51,17 @@ def test_a_run_without_a_log_has_no_records(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_read_once_it_is_whole(log: RunLog) -> None:
     write(log, "metrics.jsonl", step(1), '{"step": 2, "version": 2, "unix')
     path = log.folder / "metrics.jsonl"
-    first = read_records(path, StepRecord.parse)
+    first = read_records(path, StepRecord.model_validate)
     assert ([record.step for record in first.records], first.broken) == ([1], {})
     write(log, "metrics.jsonl", '_s": 7.5, "figures": {}}\n')
-    second = read_records(path, StepRecord.parse, offset=first.end)
+    second = read_records(path, StepRecord.model_validate, offset=first.end)
     assert ([record.step for record in second.records], second.end) == ([2], path.stat().st_size)
-    assert read_records(path, StepRecord.parse, offset=second.end).records == []
+    assert read_records(path, StepRecord.model_validate, offset=second.end).records == []
 
 
 def test_a_null_is_left_out_of_the_figures(log: RunLog) -> None:
     write(log, "metrics.jsonl", step(1, loss=None, reward_mean=0.5))
-    assert log.steps() == [StepRecord(1, 1, 7.5, {"reward_mean": 0.5})]
+    assert log.steps() == [StepRecord(step=1, version=1, unix_s=7.5, figures={"reward_mean": 0.5})]
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_a_foreign_line_is_counted_and_left_out(log: RunLog, line: str) -> None:
     assert [record.step for record in log.steps()] == [1, 2]
     assert log.problems == ["metrics.jsonl: 1 line(s) are not the learner's, and are left out"]
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: not a line that the learner wrote"):
-        read_own_records(log.folder / "metrics.jsonl", StepRecord.parse)
+        read_own_records(log.folder / "metrics.jsonl", StepRecord.model_validate)
 
 
 def test_the_last_record_of_a_step_and_of_a_version_counts(log: RunLog) -> None:
     write(log, "metrics.jsonl", step(2, loss=1.0), step(1), step(2, loss=2.0))
     write(log, "policy.jsonl", *({"version": 1, "step": 1, "digest": digest, "unix_s": 1.0} for digest in "ab"))
     assert [(record.step, record.figures) for record in log.steps()] == [(1, {}), (2, {"loss": 2.0})]
-    assert log.versions() == [VersionRecord(1, 1, "b")]
+    assert log.versions() == [VersionRecord(version=1, step=1, digest="b")]
 
 
 def test_evaluations_are_in_order_of_versions_and_those_of_a_version_in_order_of_recording(log: RunLog) -> None:
@@ -96,13 +96,16 @@ def test_evaluations_are_in_order_of_versions_and_those_of_a_version_in_order_of
 
 def test_an_evaluation_without_a_named_file_or_a_score_is_a_record(log: RunLog) -> None:
     write(log, "evaluations.jsonl", {"version": 0, "step": 0, "unix_s": 1.0, "figures": {}})
-    assert log.evaluations() == [EvaluationRecord("", 0, 0, 1.0, None, {})]
+    assert log.evaluations() == [EvaluationRecord(file="", version=0, step=0, unix_s=1.0, score=None, figures={})]
 
 
 def test_settled_groups_keep_their_order_and_lengths(log: RunLog) -> None:
     stale = {"group": 5, "settlement": "stale", "reason": "too old", "unix_s": 1.0, "response_tokens": [3, 4]}
     write(log, "settled.jsonl", stale, {"group": 2, "settlement": "failed", "reason": "", "unix_s": 1.0})
-    assert log.settled() == [SettledRecord(5, "stale", "too old", (3, 4)), SettledRecord(2, "failed", "", ())]
+    assert log.settled() == [
+        SettledRecord(group=5, settlement="stale", reason="too old", response_tokens=(3, 4)),
+        SettledRecord(group=2, settlement="failed", reason="", response_tokens=()),
+    ]
 
 
 def test_sizes_change_with_each_record(log: RunLog) -> None:

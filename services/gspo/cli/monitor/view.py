@@ -284,7 +284,10 @@ class View:
 
     def _on_evaluation(self, done: EvaluationDone, unix_s: float) -> list[ScreenLine]:
         figures, score = dict(done.figures), done.score if done.HasField("score") else None
-        self.evaluations.append(EvaluationRecord(done.file, done.version, done.step, unix_s, score, figures))
+        record = EvaluationRecord(
+            file=done.file, version=done.version, step=done.step, unix_s=unix_s, score=score, figures=figures
+        )
+        self.evaluations.append(record)
         if self.phases.current == "evaluation_before" and len(self.by_file) >= len(self.config.evaluation.files):
             self.phases.enter("training")
         name = done.file or "held-out prompts"

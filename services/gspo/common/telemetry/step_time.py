@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-# Cause -> figures of a step that add up to it. The rollout that came last decides the cause of the learner's wait.
-CAUSES: dict[str, tuple[str, ...]] = {
-    "issue": ("wait_issue_s",),
-    "queue": ("wait_queue_s",),
-    "generation": ("wait_generation_s",),
-    "reward": ("wait_reward_s",),
-    "intake": ("wait_intake_s",),
-    "training": ("train_s",),
-    "push": ("wait_push_s", "publish_s"),
-    "evaluation": ("wait_evaluation_s", "hold_s"),
-    "checkpoint": ("checkpoint_s",),
-    "log": ("log_s", "record_s"),
-}
-IN_WORDS = {
-    "issue": "waiting for groups to be issued",
-    "queue": "waiting for a generator to be free",
-    "generation": "waiting for rollouts to be generated",
-    "reward": "waiting for rewards",
-    "intake": "waiting for scored rollouts to come in",
-    "training": "training",
-    "push": "publishing and pushing the version",
-    "evaluation": "waiting for an evaluation",
-    "checkpoint": "writing a checkpoint",
-    "log": "writing the log",
+
+class Cause(NamedTuple):
+    """Figures of a step that add up to one cause of its time, and the learner's work or wait in words."""
+
+    figures: tuple[str, ...]
+    in_words: str
+
+
+# The rollout that came last decides the cause of the learner's wait.
+CAUSES: dict[str, Cause] = {
+    "issue": Cause(("wait_issue_s",), "waiting for groups to be issued"),
+    "queue": Cause(("wait_queue_s",), "waiting for a generator to be free"),
+    "generation": Cause(("wait_generation_s",), "waiting for rollouts to be generated"),
+    "reward": Cause(("wait_reward_s",), "waiting for rewards"),
+    "intake": Cause(("wait_intake_s",), "waiting for scored rollouts to come in"),
+    "training": Cause(("train_s",), "training"),
+    "push": Cause(("wait_push_s", "publish_s"), "publishing and pushing the version"),
+    "evaluation": Cause(("wait_evaluation_s", "hold_s"), "waiting for an evaluation"),
+    "checkpoint": Cause(("checkpoint_s",), "writing a checkpoint"),
+    "log": Cause(("log_s", "record_s"), "writing the log"),
 }
 # Before the name of a function: the part of wait_reward_s in which it was the slowest.
 REWARD_PREFIX = "wait_reward_by_"
@@ -45,12 +42,12 @@ class Share:
     @property
     def in_words(self) -> str:
         """The learner's work or wait, in words."""
-        return IN_WORDS[self.cause]
+        return CAUSES[self.cause].in_words
 
 
 def seconds_by_cause(figures: Mapping[str, float]) -> dict[str, float]:
     """Seconds of one step by cause, in the order of CAUSES, also causes without time."""
-    return {cause: sum(figures.get(name, 0.0) for name in names) for cause, names in CAUSES.items()}
+    return {cause: sum(figures.get(name, 0.0) for name in names) for cause, (names, _) in CAUSES.items()}
 
 
 def shares(*steps: Mapping[str, float]) -> list[Share]:

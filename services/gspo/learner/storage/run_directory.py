@@ -96,13 +96,13 @@ class RunDir:
             self._trained_lines: set[int] = set()
             self.settlements = self._read_settlements()
             self._versions = {v.version: v for v in self._lines[VERSIONS].records(PolicyVersion.parse)}
-            steps = self._lines[METRICS].records(StepRecord.parse)
+            steps = self._lines[METRICS].records(StepRecord.model_validate)
             self._measured_steps = {record.step for record in steps}
             self.trained_s = sum(record.figures.get("step_s", 0.0) for record in steps)
             self._not_applied = set(self._lines[NOT_APPLIED].records(lambda line: (line["step"], line["update"])))
             self._evaluations: dict[str, float] = {}
             self.scores: dict[int, float] = {}
-            evaluations = self._lines[EVALUATIONS].records(lambda line: (line["label"], EvaluationRecord.parse(line)))
+            evaluations = self._lines[EVALUATIONS].records(lambda line: (line["label"], EvaluationRecord(**line)))
             for label, record in evaluations:
                 self._note_evaluation(label, record.version, record.figures, record.score)
             self._open_files = files.pop_all()
@@ -260,7 +260,7 @@ class RunDir:
 
     def _read_settlements(self) -> Settlements:
         settlements = Settlements()
-        for record in self._lines[SETTLED].records(SettledRecord.parse):
+        for record in self._lines[SETTLED].records(SettledRecord.model_validate):
             settlements.add(record.group, Settlement(record.settlement))
         self._trained_lines.update(g for g, settlement in settlements.items() if settlement is Settlement.TRAINED)
         for step in self.steplog.steps():

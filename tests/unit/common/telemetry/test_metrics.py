@@ -100,7 +100,11 @@ def test_every_figure_of_a_step_has_a_meaning() -> None:
     clock.begin([], waited_since_s=0.0, live_unix_s=0.0, evaluated_unix_s=0.0)
     for phase in StepPhase:
         clock.end_phase(phase)
-    used = {*clock.metrics(), *UntrainedGroups().take_metrics(), *(name for names in CAUSES.values() for name in names)}
+    used = {
+        *clock.metrics(),
+        *UntrainedGroups().take_metrics(),
+        *(name for names, _ in CAUSES.values() for name in names),
+    }
     for path in [*ROOT.glob("deploy/prometheus/rules/*.yml"), ROOT / "deploy/grafana/dashboards/learning.json"]:
         used |= set(re.findall(r'figure=\\?"(\w+)\\?"', path.read_text()))
     used |= set(row_metrics([]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo.common.telemetry.step_time import CAUSES, IN_WORDS, seconds_by_cause, seconds_by_function, shares
+from gspo.common.telemetry.step_time import seconds_by_cause, seconds_by_function, shares
 
 STEP = {
     "wait_s": 5.0, "wait_push_s": 0.5, "wait_queue_s": 1.0, "wait_generation_s": 2.0, "wait_reward_s": 1.5,
@@ -33,7 +33,3 @@ def test_shares_are_of_the_whole_time_and_the_largest_is_first() -> None:
 def test_a_function_is_known_by_the_wait_for_it() -> None:
     assert seconds_by_function(STEP, STEP, {"wait_reward_by_other_s": 4.0}) == {"other": 4.0, "slow": 3.0}
     assert list(seconds_by_function(STEP, {"wait_reward_by_other_s": 4.0})) == ["other", "slow"]
-
-
-def test_every_cause_has_words() -> None:
-    assert set(IN_WORDS) == set(CAUSES)
