@@ -22,6 +22,7 @@ from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.storage.step_log import StepLog
+from gspo.learner.training.trainer_api import configured_hyperparameters
 
 ENDINGS = ("trained", "filtered", "stale", "failed", "unused")
 
@@ -98,7 +99,7 @@ def _made_again(left: FinishedRun, steps: dict[int, list[Row]]) -> dict[int, Pol
     maker = SimulatedTrainer(left.config, Path(left.config.model.path), left.run_dir, Settings(time_scale=0))
     policies = {0: weights_from(0, maker.policy())}
     for step, rows in steps.items():
-        maker.train(step, rows)
+        maker.train(step, rows, (), configured_hyperparameters(left.config, step))
         policies[step] = weights_from(step, maker.policy())
     return policies
 

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from benchmarks.simulated.settings import Settings
 from gspo.common.config.schema import Config
+from gspo.common.host.durable_write import fsync
 from gspo.learner.assembly.rows import Row
-from gspo.learner.storage.durable_files import fsync
+from gspo.learner.model.batch import StepBatch
+from gspo.learner.training.step_metrics import batch_metrics, row_metrics
 from gspo.learner.training.trainer_api import Hyperparameters, TrainResult
 
 _STATE, _WEIGHTS, _EXPORTED = "caller.json", "weights.safetensors", "model.safetensors"
@@ -53,8 +55,8 @@ class SimulatedTrainer:
         self,
         step: int,
         rows: Sequence[Row],
-        skip_updates: Collection[int] = (),
-        hyperparameters: Hyperparameters | None = None,
+        skip_updates: Collection[int],
+        hyperparameters: Hyperparameters,
     ) -> TrainResult:
         """Change a share of every tensor, and take the time that training takes."""
         began = time.monotonic()
@@ -65,10 +67,10 @@ class SimulatedTrainer:
             flat[chosen] += drawn.standard_normal(len(chosen)).astype(np.float32) * _CHANGE
             # The first one always: it is the key in answers.py.
             flat[0] += _CHANGE * (1 + drawn.random())
-        figures = _figures(rows, step - 1)
+        figures = row_metrics(rows) | batch_metrics(StepBatch.from_rows(rows), step - 1)
         wanted_s = self._settings.train_s + self._settings.train_s_per_token * figures["tokens"]
         time.sleep(max(0.0, self._settings.time_scale * wanted_s - (time.monotonic() - began)))
-        return TrainResult(figures)
+        return TrainResult(figures | {"loss": 0.0, "grad_norm": 0.0})
 
     def policy(self) -> dict[str, Tensor]:
         """Copies of the weights in the generators' dtype."""
@@ -125,24 +127,3 @@ def _entropy(step: int, rows: Sequence[Row], weights: Mapping[str, NDArray[np.fl
     for name in sorted(weights):
         seen.update(weights[name].reshape(-1)[:64].tobytes())
     return int.from_bytes(seen.digest()[:8], "big")
-
-
-def _figures(rows: Sequence[Row], version: int) -> dict[str, float]:
-    """What the loop and its readers expect of every step."""
-    counted = [row for row in rows if row.skipped is None and row.mask.any()]
-    ages = [version - int(row.version[row.mask].min()) for row in counted]
-    tokens = [int(row.mask.sum()) for row in counted]
-    rewards = [row.reward for row in rows if row.reward is not None]
-    return {
-        "tokens": float(sum(tokens)),
-        "sequences": float(len(counted)),
-        "groups": float(len({row.group for row in rows})),
-        "age_max": float(max(ages, default=0)),
-        "age_mean": float(np.mean(ages)) if ages else 0.0,
-        "reward_mean": float(np.mean(rewards)) if rewards else 0.0,
-        "response_tokens_mean": float(np.mean(tokens)) if tokens else 0.0,
-        "skipped_failed": float(sum(row.skipped == "failed" for row in rows)),
-        "skipped_stale": float(sum(row.skipped == "stale" for row in rows)),
-        "loss": 0.0,
-        "grad_norm": 0.0,
-    }

@@ -28,7 +28,7 @@ from gspo.common.streams.inbox import DONE, append, create_consumer_groups
 from gspo.common.streams.instances import Instance, list_instances, wait_for_instance
 from gspo.common.streams.keys import Keys
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
-from gspo.learner.push.replicas import send_push
+from gspo.learner.push.replicas import GeneratorReplica, PushFailedError
 from gspo_proto.generation_pb2 import (
     DescribeRequest,
     GenerateRequest,
@@ -58,6 +58,7 @@ class RunningGenerator:
     config: Config
     redis: Redis
     keys: Keys
+    instance: Instance
     stub: GenerationStub
     policy: PolicyWeights
     process: subprocess.Popen[bytes]
@@ -89,7 +90,7 @@ async def running(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> A
         instance = await registered(process, redis, keys, "generation")
         channel = open_channel(instance.grpc)
         policy = policy_of(folder / "model", 0)
-        yield RunningGenerator(config, redis, keys, GenerationStub(channel), policy, process)
+        yield RunningGenerator(config, redis, keys, instance, GenerationStub(channel), policy, process)
         await channel.close(None)
     await redis.aclose()
 
@@ -122,7 +123,9 @@ async def push(
 ) -> PushResult:
     update = WeightUpdate(policy, base)
     header = update.header(running.config.name, epoch, "")
-    result, _ = await send_push(running.stub.PushWeights(timeout=60), header, update, lambda: None)
+    async with open_channel(running.instance.grpc) as channel:
+        replica = GeneratorReplica(running.instance, channel, ())
+        result, _ = await replica.push(header, update, limit_s=60, on_sent=lambda: None)
     return result
 
 
@@ -184,17 +187,17 @@ async def test_pushes_take_hold_or_change_nothing(running: RunningGenerator) -> 
     }
     assert (await push(running, second, base=first)).version == 2
 
-    with pytest.raises(grpc.aio.AioRpcError) as wrong_base:
+    with pytest.raises(PushFailedError) as wrong_base:
         await push(running, policy_of(model, 3), base=first)
-    assert wrong_base.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert wrong_base.value.status == grpc.StatusCode.FAILED_PRECONDITION
     broken = PolicyWeights(4, first.digest, "float32", second.bits)
-    with pytest.raises(grpc.aio.AioRpcError) as wrong_digest:
+    with pytest.raises(PushFailedError) as wrong_digest:
         await push(running, broken)
-    assert wrong_digest.value.code() == grpc.StatusCode.DATA_LOSS
+    assert wrong_digest.value.status == grpc.StatusCode.DATA_LOSS
     await push(running, second, epoch=5)
-    with pytest.raises(grpc.aio.AioRpcError) as old_epoch:
+    with pytest.raises(PushFailedError) as old_epoch:
         await push(running, first, epoch=4)
-    assert old_epoch.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    assert old_epoch.value.status == grpc.StatusCode.PERMISSION_DENIED
     now = await describe(running)
     assert (now.version, now.digest, now.epoch) == (2, second.digest, 5)
 
@@ -244,10 +247,10 @@ async def test_a_killed_generator_costs_what_it_had_not_saved(running: RunningGe
     redis, keys, process = running.redis, running.keys, running.process
     newest = await describe(running)
     with service_process("generation", running.config, redis_url, "--name", "doomed") as doomed:
-        channel = open_channel((await named(doomed, redis, keys, "doomed")).grpc)
+        instance = await named(doomed, redis, keys, "doomed")
         policy = policy_of(Path(running.config.model.path), newest.version, scale=1.4)
         assert policy.digest == newest.digest
-        await push(replace(running, stub=GenerationStub(channel)), policy, epoch=newest.epoch)
+        await push(replace(running, instance=instance), policy, epoch=newest.epoch)
         os.kill(process.pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(0.3)  # a read that it has begun is over by now
@@ -256,7 +259,6 @@ async def test_a_killed_generator_costs_what_it_had_not_saved(running: RunningGe
         finally:
             os.killpg(doomed.pid, signal.SIGKILL)
             os.kill(process.pid, signal.SIGCONT)
-        await channel.close(None)
     by_number = {rollout.number: rollout for rollout in await rollouts(running, 8)}
     assert sorted(by_number) == list(range(8))
     assert any(by_number[number].generator != "doomed" for number in saved)

@@ -19,6 +19,7 @@ from benchmarks.simulated.trainer import SimulatedTrainer
 from gspo.learner.assembly.rows import Row
 from gspo.learner.push.policy_weights import weights_from
 from gspo.learner.storage.step_log import StepLog
+from gspo.learner.training.trainer_api import configured_hyperparameters
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import make_rows
@@ -59,7 +60,7 @@ def sound(tmp_path: Path, model: Path) -> FinishedRun:
         key = key_of_bits(policy.bits[min(policy.bits)])
         rows = [_row(row, step, key) for row in make_rows(model, step=step, num_groups=2)]
         log.write(step, rows)
-        maker.train(step, rows)
+        maker.train(step, rows, (), configured_hyperparameters(config, step))
         policy = weights_from(step, maker.policy())
         metrics.append({"step": step})
     versions.append({"version": STEPS, "digest": policy.digest})

@@ -6,8 +6,7 @@ Only adapters are trained; generators and exports see ordinary weights. Merging 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -58,11 +57,10 @@ class Adapters:
                     "learner.lora.target_modules", f"{chosen}: {error}", "Name linear layers, such as q_proj"
                 ) from error
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """The policy without its adapters: the base."""
-        with self._peft.disable_adapter():
-            yield
+    def off(self) -> AbstractContextManager[None]:
+        """A block with the policy without its adapters: the base."""
+        base: AbstractContextManager[None] = self._peft.disable_adapter()
+        return base
 
     def weights(self) -> dict[str, NamedWeight]:
         """The policy's weights under the names that they have without adapters, the products added in copies."""

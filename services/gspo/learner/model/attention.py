@@ -32,25 +32,24 @@ _TRIAL_TOKENS = 16
 _TOLERANCE = 1e-3
 
 
-class _CurrentPacking:
-    """The packed line of the model's current input.
+class _Current:
+    """The model's current input.
 
     A global, because the backward pass attends again under gradient checkpointing, and not every model passes unknown
     arguments on.
+
+    Attributes:
+        line: Its packed line; None for separate rows.
+        arguments: Names of the arguments that layers pass to the attention; collected while this is a set.
     """
 
     line: PackedRollouts | None = None
-
-
-class _SeenArguments:
-    """Names of the arguments that layers passed to the attention; collected while this is a set."""
-
-    names: set[str] | None = None
+    arguments: set[str] | None = None
 
 
 def attend_to(line: PackedRollouts | None) -> None:
     """Set the packed line of the next forward and its backward; None for separate rows."""
-    _CurrentPacking.line = line
+    _Current.line = line
 
 
 def attention_name() -> str:
@@ -75,12 +74,12 @@ def use_own_attention(causal_lm: PreTrainedModel) -> str:
     vocabulary, rows = causal_lm.config.get_text_config().vocab_size, 2
     token_RS = (torch.arange(rows * _TRIAL_TOKENS, device=causal_lm.device) * 7 % vocabulary).view(rows, -1)
     attend_to(None)
-    _SeenArguments.names = set()
+    _Current.arguments = set()
     try:
         ours = causal_lm(input_ids=token_RS, use_cache=False).logits
-        unknown = _SeenArguments.names - _SUPPORTED
+        unknown = _Current.arguments - _SUPPORTED
     finally:
-        _SeenArguments.names = None
+        _Current.arguments = None
     causal_lm.set_attn_implementation(OWN_ATTENTION)
     if not has_own_attention(causal_lm):
         return "its code takes no other attention"
@@ -100,7 +99,7 @@ def has_own_attention(causal_lm: PreTrainedModel) -> bool:
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """transformers' own mask; none for a packed line, whose mask would be a square."""
-    if _CurrentPacking.line is not None:
+    if _Current.line is not None:
         return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
@@ -117,15 +116,15 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention. query [R, heads, S, head width], key and value [R, kv heads, S, head width]."""
-    if _SeenArguments.names is not None:
-        _SeenArguments.names |= {name for name, value in kwargs.items() if value is not None and value is not False}
-    if _CurrentPacking.line is None:
+    if _Current.arguments is not None:
+        _Current.arguments |= {name for name, value in kwargs.items() if value is not None and value is not False}
+    if _Current.line is None:
         return _attention_of_rows(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     # [positions, heads, head width] of the whole line.
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     window = kwargs.get("sliding_window")
     attended = []
-    for block in _CurrentPacking.line.blocks:
+    for block in _Current.line.blocks:
         q_rows, k_rows, v_rows = (block.to_rows(tensor).transpose(1, 2) for tensor in (q, k, v))
         mask = _window_mask(block, window, query.device)
         rows = _attention_of_rows(module, q_rows, k_rows, v_rows, mask, dropout, scaling, kwargs)

@@ -98,8 +98,7 @@ class PackedBlock:
         """The same with its places on `device`."""
         if self.row_place_N is None or self.line_place_N is None:
             return self
-        places = self.row_place_N.to(device), self.line_place_N.to(device)
-        return PackedBlock(self.first, self.last, self.num_rows, self.width, *places)
+        return replace(self, row_place_N=self.row_place_N.to(device), line_place_N=self.line_place_N.to(device))
 
     def to_rows(self, line: Tensor) -> Tensor:
         """[positions of the line, ...] to [R, S, ...]: this block's rows, with finite values behind their ends."""
@@ -186,15 +185,13 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The inputs of model and loss on `device`; `row_R` stays on the device of the step's matrices."""
-        return MicroBatch(
-            self.row_R,
-            self.input_RS.to(device),
-            self.line.to(device) if self.line else None,
-            self.state_N.to(device),
-            self.target_N.to(device),
-            self.mask_RT.to(device),
-            self.backward,
-        )
+        tensors = {name: getattr(self, name).to(device) for name in ("input_RS", "state_N", "target_N", "mask_RT")}
+        return replace(self, line=self.line.to(device) if self.line else None, **tensors)
+
+    def without_counted(self) -> MicroBatch:
+        """The same input, in which no token counts."""
+        nothing = self.state_N[:0]
+        return replace(self, state_N=nothing, target_N=nothing, mask_RT=torch.zeros_like(self.mask_RT))
 
     @property
     def width(self) -> int:
@@ -246,7 +243,7 @@ def rank_micro_batches(
     parts = cuts[rank] + [ordered[-1:]] * missing
     micros = [_micro_batch(batch, part, max_tokens if packing else None, backward) for part in parts]
     first_empty = len(cuts[rank]) if counted else 0
-    return micros[:first_empty] + [_empty(micro) for micro in micros[first_empty:]]
+    return micros[:first_empty] + [micro.without_counted() for micro in micros[first_empty:]]
 
 
 def _side_by_side(arrays: Sequence[NDArray[Any]]) -> Tensor:
@@ -277,8 +274,3 @@ def _micro_batch(batch: StepBatch, rows: Sequence[int], packed_tokens: int | Non
     r_N, t_N = mask_RT.nonzero(as_tuple=True)
     state_N = start_R[r_N] + batch.prompt_length_B[row_R][r_N] + t_N - 1
     return MicroBatch(row_R, input_RS, line, state_N, batch.token_BT[row_R][r_N, t_N], mask_RT, backward)
-
-
-def _empty(micro: MicroBatch) -> MicroBatch:
-    nothing = micro.state_N[:0]
-    return replace(micro, state_N=nothing, target_N=nothing, mask_RT=torch.zeros_like(micro.mask_RT))

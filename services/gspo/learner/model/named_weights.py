@@ -59,9 +59,14 @@ def checkpoint_tensors(
         whole: Entered for one weight after another, on every rank in the same order.
         kept: False on a rank that only takes part in the gathering; it gets an empty result.
     """
-    tied = _tied_names(causal_lm)
+    has_ties = causal_lm.config.get_text_config().tie_word_embeddings
+    tied = set(getattr(causal_lm, "all_tied_weights_keys", {})) if has_ties else set()
+    if adapters is not None:
+        weights = adapters.weights()
+    else:
+        weights = {name: NamedWeight([it], it.detach) for name, it in causal_lm.state_dict(keep_vars=True).items()}
     copies = {}
-    for name, weight in _weights(causal_lm, adapters).items():
+    for name, weight in weights.items():
         if name in tied:
             continue
         with whole(weight.parts):
@@ -74,23 +79,11 @@ def checkpoint_tensors(
     return {name: _unshared(tensor) for name, tensor in named.items()}
 
 
-def _weights(causal_lm: PreTrainedModel, adapters: Adapters | None) -> dict[str, NamedWeight]:
-    if adapters is not None:
-        return adapters.weights()
-    return {name: NamedWeight([it], it.detach) for name, it in causal_lm.state_dict(keep_vars=True).items()}
-
-
 def _unshared(tensor: Tensor) -> Tensor:
     """In memory of its own: a file of tensors cannot be written otherwise."""
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _tied_names(causal_lm: PreTrainedModel) -> set[str]:
-    if not causal_lm.config.get_text_config().tie_word_embeddings:
-        return set()
-    return set(getattr(causal_lm, "all_tied_weights_keys", {}))
 
 
 def export_model(

@@ -123,17 +123,15 @@ def load_policy_model(folder: Path, config: Config) -> PolicyModel:
             so its log-probs would differ.
     """
     causal_lm = _load_causal_lm(folder, config)
-    adapters = _adapters(causal_lm, config) if config.learner.lora.rank else None
+    adapters = None
+    if config.learner.lora.rank:
+        from gspo.learner.model.adapters import Adapters  # here: peft takes a second to import, and few runs need it
+
+        adapters = Adapters(causal_lm, config.learner.lora, seed=config.seed)
     if config.learner.gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     # A model loads in evaluation mode, in which gradient checkpointing and dropout do nothing.
     return _policy_model(causal_lm, config, adapters).train()
-
-
-def _adapters(causal_lm: PreTrainedModel, config: Config) -> Adapters:
-    from gspo.learner.model.adapters import Adapters  # here: peft takes a second to import, and few runs need it
-
-    return Adapters(causal_lm, config.learner.lora, seed=config.seed)
 
 
 def load_reference_model(folder: Path, config: Config) -> PolicyModel:

@@ -109,7 +109,20 @@ class GeneratorReplica:
         """
         with _push_failures():
             call = GenerationStub(self._channel).PushWeights(timeout=limit_s, metadata=self._metadata)
-            result, num_bytes = await send_push(call, header, update, on_sent)
+            try:
+                try:
+                    num_bytes = await _transmit(call, header, update)
+                finally:
+                    on_sent()
+                result: PushResult = await call
+            finally:
+                call.cancel()
+        if (result.version, result.digest) != (header.version, header.digest):
+            raise PushFailedError(
+                grpc.StatusCode.DATA_LOSS,
+                f"version {header.version} with digest {header.digest[:12]} was sent, and the generator answers that "
+                f"it serves version {result.version} with digest {result.digest[:12]}",
+            )
         self.version, self.digest = result.version, result.digest
         return result, num_bytes
 
@@ -156,32 +169,6 @@ def _push_failures() -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise PushFailedError(error.code(), error.details() or "") from error
-
-
-async def send_push(
-    call: Any, header: PushHeader, update: WeightUpdate, on_sent: Callable[[], None]
-) -> tuple[PushResult, int]:
-    """Send one version over a PushWeights call; arguments and result as of GeneratorReplica.push.
-
-    Raises:
-        grpc.aio.AioRpcError: The generator refused it, or the call broke.
-        PushFailedError: The generator did not admit it in time, or answered that it serves something else.
-    """
-    try:
-        try:
-            num_bytes = await _transmit(call, header, update)
-        finally:
-            on_sent()
-        result = await call
-    finally:
-        call.cancel()
-    if (result.version, result.digest) != (header.version, header.digest):
-        raise PushFailedError(
-            grpc.StatusCode.DATA_LOSS,
-            f"version {header.version} with digest {header.digest[:12]} was sent, and the generator answers that it "
-            f"serves version {result.version} with digest {result.digest[:12]}",
-        )
-    return result, num_bytes
 
 
 async def _transmit(call: Any, header: PushHeader, update: WeightUpdate) -> int:

@@ -193,8 +193,8 @@ def _refuse_without_effect(section: Mapping[str, Any], zero_stage: int) -> None:
             continue
         if name not in _ZERO:
             _refuse(key, value, {f"zero_optimization.{known}" for known in _ZERO})
-        # An offload that the stage does not have has a refusal of its own.
-        if zero_stage not in _ZERO[name] and not name.startswith("offload_"):
+        offloads_nothing = isinstance(value, Mapping) and value.get("device") == "none"
+        if zero_stage not in _ZERO[name] and not offloads_nothing:
             stages = " or ".join(map(str, _ZERO[name]))
             raise InputError(
                 f"learner.deepspeed.{key}",
@@ -253,8 +253,8 @@ def _offload(learner: LearnerConfig) -> dict[str, Any]:
 
 
 def _refuse_offload(section: Mapping[str, Any], learner: LearnerConfig) -> None:
-    """Refuse an offload that contradicts ours, has no such device, or that the ZeRO stage does not have."""
-    for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
+    """Refuse an offload that contradicts ours, or that torch's AdamW does not have."""
+    for name in ("offload_optimizer", "offload_param"):
         key = f"learner.deepspeed.zero_optimization.{name}"
         offload = _at(section, f"zero_optimization.{name}")
         device, ours = _at(section, f"zero_optimization.{name}.device"), _offload(learner).get(name)
@@ -270,13 +270,6 @@ def _refuse_offload(section: Mapping[str, Any], learner: LearnerConfig) -> None:
                 f"{in_yaml(offload)} is not supported under ZeRO {learner.zero_stage}: torch's AdamW updates whole "
                 "states, in memory",
                 "Set learner.offload to optimizer or all, and leave it out here",
-            )
-        if device != "none" and learner.zero_stage < least:
-            raise InputError(
-                key,
-                f"ZeRO {learner.zero_stage} has no such offload, {'stages 1 to' if least < 3 else 'only stage'} 3 "
-                f"{'have' if least < 3 else 'has'}",
-                f"Set learner.zero_stage: {least}, or leave it out",
             )
 
 

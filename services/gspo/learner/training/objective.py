@@ -41,7 +41,13 @@ def step_targets(
     algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor, reference_BT: Tensor | None
 ) -> StepTargets:
     """Correct for stale behavior, penalise by KL, and place the advantages, over the whole step."""
-    weight_BT, keep_BT, stats = _behavior_weights(algorithm, batch, old_BT)
+    kind, level = algorithm.behavior_correction, algorithm.behavior_level
+    compared = old_BT, batch.behavior_BT, batch.mask_BT
+    # Truncation only caps: a lower bound would raise the weight of tokens that the policy has moved away from.
+    lowest = algorithm.behavior_low if kind == "mask" else 0.0
+    bounds = None if kind == "none" else (lowest, algorithm.behavior_high)
+    weight_BT, keep_BT = behavior_weights(*compared, behavior_correction=kind, behavior_level=level, bounds=bounds)
+    stats = {} if bounds is None else behavior_stats(*compared, behavior_level=level, bounds=bounds)
     mask_BT = batch.mask_BT & keep_BT
     penalty_BT = None
     if algorithm.add_token_level_kl and reference_BT is not None:
@@ -110,14 +116,3 @@ def micro_batch_loss(
         max_response_length=algorithm.response_length,
     )
     return policy.loss + algorithm.kl_loss_coef * kl_loss, stats
-
-
-def _behavior_weights(algorithm: AlgorithmConfig, batch: StepBatch, old_BT: Tensor) -> tuple[Tensor, Tensor, Stats]:
-    kind, level = algorithm.behavior_correction, algorithm.behavior_level
-    compared = old_BT, batch.behavior_BT, batch.mask_BT
-    if kind == "none":
-        return *behavior_weights(*compared, behavior_correction=kind), {}
-    # Truncation only caps: a lower bound would raise the weight of tokens that the policy has moved away from.
-    bounds = (algorithm.behavior_low if kind == "mask" else 0.0, algorithm.behavior_high)
-    weight_BT, keep_BT = behavior_weights(*compared, behavior_correction=kind, behavior_level=level, bounds=bounds)
-    return weight_BT, keep_BT, behavior_stats(*compared, behavior_level=level, bounds=bounds)

@@ -7,7 +7,8 @@ consumes: rank zero's calls. waits for: the next one, which comes at the latest 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,55 +49,52 @@ class RankZero:
         self, step: int, rows: Sequence[Row], skip_updates: Collection[int], hyperparameters: Hyperparameters
     ) -> TrainResult:
         """As Trainer.train."""
-        result: TrainResult = self._call(
-            "train", rows, step=step, skip_updates=sorted(skip_updates), hyperparameters=asdict(hyperparameters)
-        )
-        return result
+        numbers = {"skip_updates": sorted(skip_updates), "hyperparameters": asdict(hyperparameters)}
+        with self._all_ranks("train", rows, step=step, **numbers):
+            return self._trainer.train(step, rows, skip_updates, hyperparameters)
 
     def policy(self) -> dict[str, Tensor]:
         """As Trainer.policy."""
-        weights: dict[str, Tensor] = self._call("policy")
-        return weights
+        with self._all_ranks("policy"):
+            return self._trainer.policy()
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """As Trainer.save, into a folder of the run directory."""
-        self._call("save", folder=self._relative(folder), state=dict(state))
+        with self._all_ranks("save", folder=folder, state=dict(state)):
+            self._trainer.save(folder, state)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """As Trainer.load, from a folder of the run directory."""
-        state: dict[str, Any] = self._call("load", folder=self._relative(folder))
-        return state
+        with self._all_ranks("load", folder=folder):
+            return self._trainer.load(folder)
 
     def export(self, folder: Path) -> None:
         """As Trainer.export, into a folder of the run directory."""
-        self._call("export", folder=self._relative(folder))
+        with self._all_ranks("export", folder=folder):
+            self._trainer.export(folder)
 
     def rank_heartbeat(self) -> None:
         """Show the other ranks that there will be calls, and see that they are there."""
-        with rank_errors(self._timeout_s):
-            self._send({"name": _HEARTBEAT})
+        with self._all_ranks(_HEARTBEAT):
             if self._broadcast:
                 self._broadcast.barrier()
 
     def close(self) -> None:
         """Let the other ranks end."""
+        with self._all_ranks(_END):
+            pass
+
+    @contextmanager
+    def _all_ranks(self, name: str, rows: Sequence[Row] = (), **arguments: Any) -> Iterator[None]:
+        """Have the other ranks make a call of the trainer, which this one makes in the block."""
         with rank_errors(self._timeout_s):
-            self._send({"name": _END})
-
-    def _call(self, name: str, rows: Sequence[Row] = (), **arguments: Any) -> Any:
-        """Have all ranks make a call of the trainer; its result on this one."""
-        call = {"name": name, **arguments}
-        with rank_errors(self._timeout_s):
-            self._send(call, rows)
-            return _execute(self._trainer, call, rows, self._run_dir)
-
-    def _send(self, call: Mapping[str, Any], rows: Sequence[Row] = ()) -> None:
-        if self._broadcast:
-            self._broadcast.send(json.dumps(call).encode() + b"\n" + _packed(rows))
-
-    def _relative(self, folder: Path) -> str:
-        """The run directory may be mounted elsewhere on another host."""
-        return str(folder.relative_to(self._run_dir))
+            if self._broadcast:
+                if "folder" in arguments:
+                    # The run directory may be mounted elsewhere on another host.
+                    arguments["folder"] = str(arguments["folder"].relative_to(self._run_dir))
+                call = json.dumps({"name": name, **arguments}).encode()
+                self._broadcast.send(call + b"\n" + _packed(rows))
+            yield
 
 
 def follow_rank_zero(config: Config, model: Path, run_dir: Path) -> None:
@@ -118,38 +116,33 @@ def follow_rank_zero(config: Config, model: Path, run_dir: Path) -> None:
                 broadcast.barrier()
                 continue
             try:
-                _execute(trainer, call, _unpacked(table), run_dir)
+                _execute(trainer, call, table, run_dir)
             except NotFiniteError as error:
                 # Rank zero came to the same end, and decides what follows.
                 log.info("training_ended", reason=str(error))
 
 
-def _execute(trainer: Trainer, call: Mapping[str, Any], rows: Sequence[Row], run_dir: Path) -> Any:
-    """Make one call of the trainer on this rank; its result."""
+def _execute(trainer: Trainer, call: Mapping[str, Any], table: bytes, run_dir: Path) -> None:
+    """Make one call of the trainer as rank zero makes it."""
     match call["name"]:
         case "train":
-            hyperparameters = Hyperparameters(**call["hyperparameters"])
-            return trainer.train(call["step"], rows, call["skip_updates"], hyperparameters)
+            rows, hyperparameters = from_table(pa.ipc.open_stream(table).read_all()), call["hyperparameters"]
+            trainer.train(call["step"], rows, call["skip_updates"], Hyperparameters(**hyperparameters))
         case "policy":
-            return trainer.policy()
+            trainer.policy()
         case "save":
-            return trainer.save(run_dir / call["folder"], call["state"])
+            trainer.save(run_dir / call["folder"], call["state"])
         case "load":
-            return trainer.load(run_dir / call["folder"])
+            trainer.load(run_dir / call["folder"])
         case "export":
-            return trainer.export(run_dir / call["folder"])
+            trainer.export(run_dir / call["folder"])
         case unknown:
             raise ValueError(f"rank zero calls {unknown!r}, which this rank does not know: the ranks' versions differ")
 
 
 def _packed(rows: Sequence[Row]) -> bytes:
-    table = to_table(rows)
-    sink = pa.BufferOutputStream()
+    table, sink = to_table(rows), pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
     packed: bytes = sink.getvalue().to_pybytes()
     return packed
-
-
-def _unpacked(packed: bytes) -> list[Row]:
-    return from_table(pa.ipc.open_stream(packed).read_all())
