@@ -70,6 +70,11 @@ def warn(text: str) -> None:
     sys.stderr.write(f"{WARNING}{text}\n")
 
 
+def printable(text: str) -> str:
+    """Text of others with its control characters as escapes, so that they cannot change the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """'Did you mean ...?' for an unknown word, or the known ones when none is near."""
     choices = sorted(known)

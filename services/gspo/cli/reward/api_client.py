@@ -12,7 +12,7 @@ import httpx
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.rundir.open_run import OpenRun, api_access, api_url, open_run, read_instances
 from gspo.common.config.services import TlsConfig
-from gspo.common.errors import InputError
+from gspo.common.errors import InputError, printable
 from gspo.common.network.credentials import check_tls, shared_token
 from gspo.common.streams.keys import REWARD
 
@@ -37,11 +37,6 @@ class RefusedCallError(InputError):
             output = problem["output"] and f"it printed: {problem['output']}"
             lines += [text.rstrip() for text in (problem["traceback"], output) if text]
         return printable("\n".join(lines))
-
-
-def printable(text: str) -> str:
-    """Text of a function with its control characters as escapes, so that they cannot change the terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 class RewardClient:
@@ -88,30 +83,23 @@ def find_reward_service(run: Path | None, url: str | None) -> RewardClient:
     url = url or os.environ.get(URL_VARIABLE)
     token = os.environ.get(TOKEN_VARIABLE, "")
     if url and run is None:
-        return RewardClient(url, token, TlsConfig(ca=_authority()))
+        authority = os.environ.get(CA_VARIABLE)
+        tls = TlsConfig(ca=Path(authority) if authority else None)
+        check_tls(tls, "")
+        return RewardClient(url, token, tls)
     opened = open_run(run, ("*", ".rewards/service/*"), "Give one with --run, or an address with --url")
     config = opened.config
-    address = api_url(_address(opened), config)
-    return RewardClient(address, token or shared_token(config), config.services.tls)
-
-
-def _authority() -> Path | None:
-    """The certificate authority to trust for an address, from the environment."""
-    authority = os.environ.get(CA_VARIABLE)
-    if authority:
-        check_tls(TlsConfig(ca=Path(authority)), "")
-    return Path(authority) if authority else None
+    return RewardClient(api_url(_address(opened), config), token or shared_token(config), config.services.tls)
 
 
 def _address(run: OpenRun) -> str:
     problem: InputError | None = None
     try:
-        instances = asyncio.run(read_instances(run.redis_url, run.config)) if run.redis_url else []
+        for instance in asyncio.run(read_instances(run.redis_url, run.config)) if run.redis_url else []:
+            if instance.service == REWARD and instance.grpc:
+                return instance.http
     except InputError as error:
-        instances, problem = [], error
-    for instance in instances:
-        if instance.service == REWARD and instance.grpc:
-            return instance.http
+        problem = error
     raise InputError(
         str(run.run_dir),
         "has no reward service that runs",

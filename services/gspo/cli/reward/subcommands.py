@@ -1,16 +1,22 @@
-"""The commands `gspo reward ...`: submit, list, show, try, activate, retire and remove reward functions."""
+"""The commands `gspo reward ...`: submit, list, show, try, activate, retire and remove reward functions.
+
+The modules that call or run a service are imported by the commands: their imports take time.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from gspo.common.errors import InputError
+from gspo.common.errors import InputError, printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,7 +55,7 @@ def submit(
         "kind": kind,
         "source": _read_text(file),
         "limits": {key: value for key, value in limits.items() if value is not None},
-        "tests": [] if tests is None else _read_json(tests),
+        "tests": [] if tests is None else _parse(_read_text(tests), tests),
         "activate": activate,
     }
     if entry is not None:
@@ -69,9 +75,7 @@ def list_rewards(run: Run = None, url: Url = None, as_json: AsJson = False) -> N
 
     Example: [bold]gspo reward list[/]
     """
-    from gspo.cli.reward.tables import print_list
-
-    _print(_client(run, url).call("GET"), print_list, as_json=as_json)
+    _print(_client(run, url).call("GET"), _print_list, as_json=as_json)
 
 
 @app.command()
@@ -87,8 +91,6 @@ def show(
 
     Example: [bold]gspo reward show exact --source[/]
     """
-    from gspo.cli.reward.tables import print_function
-
     client = _client(run, url)
     if source or version:
         query = {"version": version} if version else {}
@@ -97,7 +99,7 @@ def show(
     facts = {"reward": client.call("GET", f"/{name}"), **client.call("GET", f"/{name}/usage")}
     if facts["reward"]["origin"] == "registered":
         facts |= client.call("GET", f"/{name}/versions")
-    _print(facts, print_function, as_json=as_json)
+    _print(facts, _print_function, as_json=as_json)
 
 
 @app.command(name="try")
@@ -118,13 +120,11 @@ def try_rows(
 
     Example: [bold]gspo reward try exact rows.jsonl[/]
     """
-    from gspo.cli.reward.tables import print_trial
-
     content = _read_rows(rows)
     is_episode = len(content) == 1 and "actions" in content[0]
     body = {"task": content[0].get("task"), "actions": content[0]["actions"]} if is_episode else {"rows": content}
     reply = _client(run, url).call("POST", f"/{name}/try", json=body | ({"version": version} if version else {}))
-    _print(reply, print_trial, as_json=as_json)
+    _print(reply, _print_trial, as_json=as_json)
 
 
 @app.command()
@@ -181,11 +181,9 @@ def logs(
 
     Example: [bold]gspo reward logs exact[/]
     """
-    from gspo.cli.reward.tables import print_logs
-
     client = _client(run, url)
     lines = client.call("GET", f"/{name}/log", params={"limit": limit})
-    _print({**lines, **client.call("GET", f"/{name}/usage")}, print_logs, as_json=as_json)
+    _print({**lines, **client.call("GET", f"/{name}/usage")}, _print_logs, as_json=as_json)
 
 
 @app.command()
@@ -219,6 +217,68 @@ def _print(reply: dict[str, Any], print_table: Callable[[dict[str, Any], Console
         print_table(reply, Console())
 
 
+def _print_list(reply: dict[str, Any], console: Console) -> None:
+    """Print a line for each function."""
+    table = _table("name", "kind", "active", "versions", "convention", "from")
+    for function in reply["rewards"]:
+        active = function["active"][:12] if function["active"] else "retired"
+        origin = function["source"] if function["origin"] == "configured" else "submitted"
+        cells = (function["name"], function["kind"], active, function["versions"], function["convention"])
+        table.add_row(*map(_text, (*cells, function["unreadable"] or origin)))
+    console.print(table if reply["rewards"] else "no function yet: gspo reward submit FILE")
+
+
+def _print_function(reply: dict[str, Any], console: Console) -> None:
+    """Print the versions of one function, and the outcomes of their calls."""
+    usage = {calls["version"]: calls for calls in reply["usage"]}
+    configured = {"version": reply["reward"]["active"], "active": True, "entry": reply["reward"]["entry"]}
+    table = _table("version", "active", "function", "submitted", "calls", "failures", "p50", "p99")
+    for version in reply.get("versions") or [configured]:
+        calls = usage.get(version["version"], {"calls": 0, "errors": {}, "latency_s": {}})
+        failures = ", ".join(f"{count} {kind}" for kind, count in calls["errors"].items())
+        submitted = "configured"
+        if "submitted_by" in version:
+            submitted = f"{_when(version['submitted_unix_s'])} by {version['submitted_by']}"
+        latency = [_seconds(calls["latency_s"].get(name)) for name in ("p50", "p99")]
+        active = "yes" if version["active"] else ""
+        entry = version.get("unreadable") or version["entry"]
+        cells = (version["version"][:12], active, entry, submitted, calls["calls"], failures, *latency)
+        table.add_row(*map(_text, cells))
+    console.print(table)
+
+
+def _print_trial(reply: dict[str, Any], console: Console) -> None:
+    """Print a line for each row, with its reward or failure, and the output of the function."""
+    table = _table("row", "reward", "parts", "")
+    for number, result in enumerate(reply["results"]):
+        failure, parts = result["failure"], {**result["parts"], **result["extras"]}
+        values = ", ".join(f"{name} {value:g}" for name, value in parts.items())
+        more = f"{failure['kind']}: {failure['text']}" if failure else str(result["observation"] or "")
+        table.add_row(*map(_text, (number, "failed" if failure else f"{result['reward']:g}", values, more)))
+    console.print(table)
+    if reply["output"]:
+        console.print(_text(f"it printed:\n{reply['output'].rstrip()}"))
+    traceback = next((result["failure"]["traceback"] for result in reply["results"] if result["failure"]), "")
+    if traceback:
+        console.print(_text(traceback.rstrip()))
+    console.print(f"version {reply['version'][:12]}, {_seconds(reply['seconds'])}", highlight=False)
+
+
+def _print_logs(reply: dict[str, Any], console: Console) -> None:
+    """Print the changes, and the last failure of each version."""
+    for line in reply["lines"]:
+        action = f"{line['action']} {line['version'][:12]}".rstrip()
+        was = f" (was {line['was'][:12]})" if line["was"] else ""
+        console.print(_text(f"{_when(line['unix_s'])}  {line['who']}: {action}{was}"))
+    for calls in reply["usage"]:
+        if failure := calls["last_failure"]:
+            head = f"\n{calls['version'][:12]} failed last {_when(failure['unix_s'])}: {failure['kind']}"
+            console.print(_text(f"{head}: {failure['text']}"))
+            for text in (failure["traceback"], failure["output"]):
+                if text:
+                    console.print(_text(text.rstrip()))
+
+
 def _short(version: str | None) -> str:
     return version[:12] if version else "none"
 
@@ -240,12 +300,25 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _read_json(path: Path) -> Any:
-    return _parse(_read_text(path), path)
-
-
 def _parse(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
         raise InputError(str(path), f"is not JSON ({error})", "Fix that line") from error
+
+
+def _text(value: object) -> Text:
+    """Foreign text without rich's markup and without control characters."""
+    return Text(printable(str(value)))
+
+
+def _table(*names: str) -> Table:
+    return Table(*names, box=None, header_style="dim")
+
+
+def _when(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
