@@ -40,18 +40,18 @@ class CheckpointWriter:
         self._run_dir, self._trainer, self._moments = run_dir, trainer, moments
         self._events, self._clock = events, clock
         self._newest_step = run_dir.checkpoints.newest() or 0
-        self._requests: list[asyncio.Future[CheckpointReply]] = []
+        self._requested: asyncio.Future[CheckpointReply] | None = None
 
     def request(self) -> asyncio.Future[CheckpointReply]:
         """Ask for a checkpoint of the version after the current step."""
-        reply: asyncio.Future[CheckpointReply] = asyncio.get_running_loop().create_future()
-        self._requests.append(reply)
-        return reply
+        self._requested = self._requested or asyncio.get_running_loop().create_future()
+        # A caller that goes away leaves the reply to the others.
+        return asyncio.shield(self._requested)
 
     @property
     def is_requested(self) -> bool:
         """Whether a caller waits for a checkpoint."""
-        return bool(self._requests)
+        return self._requested is not None
 
     async def write_if_due(self, version: int) -> None:
         """Write a checkpoint of a version where one is due or requested."""
@@ -73,10 +73,9 @@ class CheckpointWriter:
             self._clock.add_checkpoint(time.monotonic() - began)
             await self._events.send(Event(checkpoint_done=CheckpointDone(step=version, path=str(path))))
         self._newest_step = version
-        requests, self._requests = self._requests, []
-        for reply in requests:
-            if not reply.done():
-                reply.set_result(CheckpointReply(step=version, path=str(path)))
+        if self._requested is not None:
+            self._requested.set_result(CheckpointReply(step=version, path=str(path)))
+            self._requested = None
 
     def _write_files(self, trainer: TrainerApi, version: int) -> None:
         folder = self._run_dir.checkpoints.begin(version)

@@ -82,7 +82,7 @@ class EvaluationGate:
         if not self._config.evaluation.hold_weights or not self._config.is_measured(version):
             return []
         labels = [evaluation_label(version, file) for file in self._config.evaluation.files]
-        return [label for label in labels if label not in self._run_dir.evaluations()]
+        return [label for label in labels if label not in self._run_dir.evaluations]
 
 
 class BestVersion:

@@ -242,7 +242,7 @@ class Learner:
             live_version=self.publisher.live_version,
             end=self._end.kind,
             end_reason=self._end.done_reason,
-            evaluations=self._run_dir.evaluations(),
+            evaluations=list(self._run_dir.evaluations),
         )
 
     def facts(self) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def _difference(config: Config, run_dir: RunDir, loaded: PolicyWeights) -> str:
     Under LoRA a policy is a product of matrices, which another machine rounds otherwise; and a resume may publish in
     another dtype. Neither is damage.
     """
-    recorded = run_dir.version(loaded.version)
+    recorded = run_dir.versions.get(loaded.version)
     if recorded is None or recorded.dtype != loaded.dtype or config.learner.lora.rank:
         return ""
     if recorded.digest == loaded.digest:
@@ -167,7 +167,7 @@ def _replay(config: Config, step: int, run_dir: RunDir, trainer: TrainerApi, ass
     Its hyperparameters are on record if its version is. A step without a recorded version is trained with the
     configured ones, so that a change may save a run that ended in it.
     """
-    rows, recorded = run_dir.steplog.read(step), run_dir.version(step)
+    rows, recorded = run_dir.steplog.read(step), run_dir.versions.get(step)
     hyperparameters = configured_hyperparameters(config, step)
     if recorded and recorded.hyperparameters:
         hyperparameters = Hyperparameters(**recorded.hyperparameters)

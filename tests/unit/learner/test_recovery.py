@@ -97,11 +97,11 @@ def flip_a_bit(file: Path) -> None:
 def test_the_weights_it_hands_on_are_those_on_record(config: Config, scored) -> None:
     with RunDir(config.run_dir) as run:
         new = recovered(config, run)
-        assert [(version.version, version.digest) for version in run.versions()] == [(0, new.weights.digest)]
+        assert {number: version.digest for number, version in run.versions.items()} == {0: new.weights.digest}
         train_run(config, run, scored, steps=2, checkpoints=(2,))
         resumed = recovered(config, run)
         assert (resumed.weights.version, list(resumed.trainer.skipped)) == (2, []), "a step was replayed"
-        assert resumed.weights.digest == run.version(2).digest == weights_from(2, resumed.trainer.policy()).digest
+        assert resumed.weights.digest == run.versions[2].digest == weights_from(2, resumed.trainer.policy()).digest
 
 
 def test_a_replay_skips_the_updates_that_the_log_records_as_not_applied(config: Config, scored) -> None:
@@ -110,7 +110,7 @@ def test_a_replay_skips_the_updates_that_the_log_records_as_not_applied(config: 
             run.write_step(step, [replace(row_from_scored(scored(step)), step=step)])
         run.append_not_applied(2, [{"update": 3, "mini_batch": 1, "reason": "the loss is nan"}])
         state = recovered(config, run)
-        assert [version.version for version in run.versions()] == [1, 2]
+        assert list(run.versions) == [1, 2]
     assert (state.weights.version, state.trainer.skipped) == (2, {1: [], 2: [3]})
     assert state.notices == ()
 
@@ -119,11 +119,11 @@ def test_a_replay_skips_the_updates_that_the_log_records_as_not_applied(config: 
 def test_one_changed_bit_makes_it_take_the_checkpoint_before(config: Config, scored, name: str) -> None:
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=5, checkpoints=(2, 4))
-        recorded = run.versions()
+        recorded = dict(run.versions)
     flip_a_bit(config.run_dir / "checkpoints" / "step-000004" / name)
     with RunDir(config.run_dir) as run:
         state = recovered(config, run)
-        assert run.versions() == recorded
+        assert run.versions == recorded
         assert run.checkpoints.steps() == [2]
         # Its name is free: training makes the checkpoint of that step anew.
         run.checkpoints.begin(4)
@@ -148,13 +148,13 @@ def test_a_second_resume_of_the_same_checkpoint_repeats_the_first_and_what_came_
         hyperparameters = configured_hyperparameters(config, 4)
         first.trainer.train(4, rows, (), hyperparameters)
         record_version(run, 4, first.trainer, hyperparameters)
-        recorded = run.versions()
+        recorded = dict(run.versions)
     # It died before its next checkpoint.
     with RunDir(config.run_dir) as run:
         second = recovered(config, run)
         assert (second.weights.version, list(second.trainer.skipped)) == (4, [2, 3, 4])
         assert weights_from(4, second.trainer.policy()).digest == recorded[4].digest
-        assert run.versions() == recorded
+        assert run.versions == recorded
         assert contents(run.checkpoints.path(1)) == files
         assert run.settlements.ranges() == [(1, 4)]
 
@@ -166,10 +166,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_without_an_earlier_checkpoint_the_whole_log_is_replayed(config: Config, scored) -> None:
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=3, checkpoints=(2,))
-        recorded = run.versions()
+        recorded = dict(run.versions)
         flip_a_bit(run.checkpoints.path(2) / "weights.safetensors")
         state = recovered(config, run)
-        assert run.versions() == recorded
+        assert run.versions == recorded
     assert list(state.trainer.skipped) == [1, 2, 3]
     assert "continues from the model that the run started from" in state.notices[0]
 
@@ -196,15 +196,15 @@ def test_weights_that_are_not_the_recorded_version_are_damage_too(config: Config
         train_run(config, run, scored, steps=3, checkpoints=(1,))
         maker = RecordingTrainer(config, config.run_dir.parent / "model", run.path)
         save(run, 3, maker)
-        recorded = run.versions()
+        recorded = dict(run.versions)
         state = recovered(config, run)
-        assert run.versions() == recorded and list(state.trainer.skipped) == [2, 3]
+        assert run.versions == recorded and list(state.trainer.skipped) == [2, 3]
         assert "its weights have the digest" in state.notices[0]
         # Published in another dtype every version has another digest, and none is damaged.
         other = config.model_copy(update={"generation": config.generation.model_copy(update={"dtype": "bfloat16"})})
         assert recovered(other, run).notices == ()
-        assert [version.dtype for version in run.versions()] == ["float32", "float32", "bfloat16", "bfloat16"]
-        assert run.version(3).hyperparameters == recorded[3].hyperparameters
+        assert [run.versions[number].dtype for number in range(4)] == ["float32"] * 2 + ["bfloat16"] * 2
+        assert run.versions[3].hyperparameters == recorded[3].hyperparameters
 
 
 def test_a_recorded_version_is_made_with_what_is_recorded_and_another_as_configured(config: Config, scored) -> None:
@@ -216,7 +216,7 @@ def test_a_recorded_version_is_made_with_what_is_recorded_and_another_as_configu
     with RunDir(config.run_dir) as run:
         state = recovered(resumed, run)
         assert state.trainer.used == {1: configured_hyperparameters(config, 1), 2: Hyperparameters(**changed)}
-        assert run.version(2).hyperparameters == changed
+        assert run.versions[2].hyperparameters == changed
 
 
 def test_whatever_a_resume_may_change_of_training_is_recorded_with_a_version() -> None:
@@ -252,10 +252,10 @@ def test_versions_are_replayed_to_the_bit_though_a_resume_changes_what_it_may(tm
             record_version(run, step, trainer, used)
             if step == 1:
                 save(run, step, trainer)
-        recorded = run.versions()
+        recorded = dict(run.versions)
         start = lambda config, model, _: Trainer(config, model)  # noqa: E731
         assert recover(resumed, folder, run, Activity("learner"), start).weights.version == 3
-        assert run.versions() == recorded
+        assert run.versions == recorded
 
 
 def test_a_version_that_is_not_finite_is_refused_wherever_one_is_made(config: Config, scored) -> None:
@@ -274,4 +274,4 @@ def test_a_version_that_is_not_finite_is_refused_wherever_one_is_made(config: Co
         run.write_step(1, [replace(row_from_scored(scored(1)), step=1)])
         with pytest.raises(InputError, match="replaying it ends as it did before: version 1 is not published"):
             recovered(config, run, NonFiniteTrainer)
-        assert run.versions() == []
+        assert run.versions == {}

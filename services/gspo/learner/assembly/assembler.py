@@ -218,7 +218,7 @@ class Assembler:
 
     def _make_batch(self, version: int, chosen: Sequence[Group], settled: tuple[SettledGroup, ...]) -> Batch:
         step = version + 1
-        rows = [row for group in chosen for row in self._rows_to_train(group, version)]
+        rows = [row for group in chosen for row in group.rows_to_train(version, self._staleness)]
         num_mini_batches = self._algorithm.num_mini_batches
         rows = in_training_order(rows, seed=self._seed, step=step, num_mini_batches=num_mini_batches)
         rows = with_advantages(rows, self._algorithm, self.moments)
@@ -226,11 +226,6 @@ class Assembler:
             self._settle(group.number, Settlement.TRAINED, f"step {step}")
         self._fruitless.clear()
         return Batch(step, tuple(rows), tuple(sorted(group.number for group in chosen)), settled)
-
-    def _rows_to_train(self, group: Group, version: int) -> list[Row]:
-        if self._staleness.on_stale != "mask":
-            return group.rows()
-        return group.rows_without_old_tokens(version, self._staleness.token_age_limit)
 
     def _has_refilled_enough(self) -> bool:
         """Whether max_refill batches of groups have ended without training since the last step."""

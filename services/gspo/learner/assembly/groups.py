@@ -94,9 +94,11 @@ class Group:
         """The rollouts by number, with `skipped` set if the score failed or the answer was cut off."""
         return [self._rows[number] for number in sorted(self._rows)]
 
-    def rows_without_old_tokens(self, version: int, max_age: int) -> list[Row]:
-        """The rollouts by number; tokens more than max_age behind `version` leave the mask."""
-        return [_without_old_tokens(row, version - max_age) for row in self.rows()]
+    def rows_to_train(self, version: int, staleness: StalenessConfig) -> list[Row]:
+        """The rollouts by number; under on_stale: mask, tokens too old at the learner's `version` leave the mask."""
+        if staleness.on_stale != "mask":
+            return self.rows()
+        return [_without_old_tokens(row, version - staleness.token_age_limit) for row in self.rows()]
 
     def _why_skipped(self, row: Row) -> str | None:
         if row.failure is not None:

@@ -95,17 +95,13 @@ class Checkpoints:
     def damage(self, step: int) -> str:
         """How the checkpoint has changed since it was written; empty if every byte is the same. Reads every file."""
         try:
-            return self._difference(step)
+            written, present = self._read_manifest(step), _manifest_of(step, self.path(step))
         except OSError as error:
             if error.errno != errno.EIO:  # a missing permission, for one, damages nothing
                 raise
             return f"a file cannot be read ({error.strerror}): the disk has lost a part of it"
-
-    def _difference(self, step: int) -> str:
-        written = self._read_manifest(step)
         if written is None:
             return f"{MANIFEST} is missing or unreadable"
-        present = _manifest_of(step, self.path(step))
         for name, entry in sorted(written.files.items()):
             if present.files.get(name) != entry:
                 return f"{name}: expected {entry}, found {present.files.get(name, 'no such file')}"

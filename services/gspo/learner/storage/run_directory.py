@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,28 +32,21 @@ from gspo.runlog.run_log import (
     EvaluationRecord,
     SettledRecord,
     StepRecord,
+    VersionRecord,
 )
 from gspo_proto.rollout_pb2 import EvaluationDone
 
 
-@dataclass(frozen=True)
-class PolicyVersion:
-    """A version of the policy: a line of policy.jsonl. (version, digest) identifies it everywhere.
+class PolicyVersion(VersionRecord):
+    """A version of the policy as a replay needs it. (version, digest) identifies it everywhere.
 
     Attributes:
         dtype: Of the weights that the digest is of.
         hyperparameters: Of its step, by the names of Hyperparameters; None of version 0.
     """
 
-    version: int
-    digest: str
     dtype: str
-    hyperparameters: Mapping[str, float] | None
-
-    @classmethod
-    def parse(cls, line: Mapping[str, Any]) -> Self:
-        """The version of a line's JSON object."""
-        return cls(line["version"], line["digest"], line["dtype"], line["hyperparameters"])
+    hyperparameters: dict[str, float] | None
 
 
 class RunDir:
@@ -70,6 +62,8 @@ class RunDir:
         checkpoints: The checkpoint folders.
         epoch: Of this start, from 1.
         settlements: How groups have ended.
+        versions: The newest record of each policy version.
+        evaluations: Label of each recorded evaluation -> its number of prompts, in the order of recording.
         scores: Version -> its score in evaluation.keep_best, of the versions that have one.
         trained_s: Seconds that the recorded steps took before it was opened.
 
@@ -95,12 +89,12 @@ class RunDir:
             # Trained groups whose step file was removed.
             self._trained_lines: set[int] = set()
             self.settlements = self._read_settlements()
-            self._versions = {v.version: v for v in self._lines[VERSIONS].records(PolicyVersion.parse)}
+            self.versions = {v.version: v for v in self._lines[VERSIONS].records(PolicyVersion.model_validate)}
             steps = self._lines[METRICS].records(StepRecord.model_validate)
             self._measured_steps = {record.step for record in steps}
             self.trained_s = sum(record.figures.get("step_s", 0.0) for record in steps)
             self._not_applied = set(self._lines[NOT_APPLIED].records(lambda line: (line["step"], line["update"])))
-            self._evaluations: dict[str, float] = {}
+            self.evaluations: dict[str, float] = {}
             self.scores: dict[int, float] = {}
             evaluations = self._lines[EVALUATIONS].records(lambda line: (line["label"], EvaluationRecord(**line)))
             for label, record in evaluations:
@@ -160,28 +154,22 @@ class RunDir:
             self.settlements.add(settled.group, settled.settlement)
 
     def append_version(
-        self, version: int, digest: str, dtype: str, hyperparameters: Mapping[str, float] | None = None
+        self, version: int, digest: str, dtype: str, hyperparameters: dict[str, float] | None = None
     ) -> None:
         """Record a policy version, which the step of its number made; on the disk when this returns.
 
         A version that a replay made again is written only if its digest differs; then the newest digest counts.
         Recorded hyperparameters stay if the call brings none.
         """
-        if (recorded := self.version(version)) and recorded.digest == digest:
+        if (recorded := self.versions.get(version)) and recorded.digest == digest:
             return
         if hyperparameters is None and recorded:
             hyperparameters = recorded.hyperparameters
-        record = PolicyVersion(version, digest, dtype, hyperparameters)
-        self._lines[VERSIONS].append([{**asdict(record), "step": version, "unix_s": time.time()}])
-        self._versions[version] = record
-
-    def versions(self) -> list[PolicyVersion]:
-        """Every recorded version, in order."""
-        return [self._versions[version] for version in sorted(self._versions)]
-
-    def version(self, version: int) -> PolicyVersion | None:
-        """The newest record of a version; None if there is none."""
-        return self._versions.get(version)
+        record = PolicyVersion(
+            version=version, step=version, digest=digest, dtype=dtype, hyperparameters=hyperparameters
+        )
+        self._lines[VERSIONS].append([{**record.model_dump(), "unix_s": time.time()}])
+        self.versions[version] = record
 
     def append_not_applied(self, step: int, updates: Iterable[Mapping[str, Any]]) -> None:
         """Record the mini-batches of a step that were not applied, each once; on the disk when this returns.
@@ -209,16 +197,12 @@ class RunDir:
     def append_evaluation(self, done: EvaluationDone) -> None:
         """Record an evaluation under its label, unless one of as many prompts is recorded."""
         label, figures, score = done.evaluation, done.figures, done.score if done.HasField("score") else None
-        if label in self._evaluations and _num_prompts(figures) <= self._evaluations[label]:
+        if label in self.evaluations and _num_prompts(figures) <= self.evaluations[label]:
             return
         record = {"label": label, "version": done.version, "step": done.step, "unix_s": time.time()}
         record |= {"file": done.file, "score": score, "figures": finite_or_null(figures)}
         self._lines[EVALUATIONS].append([record])
         self._note_evaluation(label, done.version, figures, score)
-
-    def evaluations(self) -> list[str]:
-        """The labels of the recorded evaluations, in the order of recording."""
-        return list(self._evaluations)
 
     def prune(self, *, keep_checkpoints: int, keep_log_steps: int | None) -> None:
         """Remove checkpoints and step files beyond the numbers to keep.
@@ -270,7 +254,7 @@ class RunDir:
         return settlements
 
     def _note_evaluation(self, label: str, version: int, figures: Mapping[str, float], score: float | None) -> None:
-        self._evaluations[label] = _num_prompts(figures)
+        self.evaluations[label] = _num_prompts(figures)
         if score is not None:
             # A version's first score counts: by it the version was kept or removed.
             self.scores.setdefault(version, score)

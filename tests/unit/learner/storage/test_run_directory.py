@@ -252,8 +252,10 @@ def test_versions_are_found_by_number_after_a_restart(tmp_path: Path) -> None:
         run.append_version(0, "aa", "float32")
         run.append_version(1, "bb", "float32")
     with RunDir(tmp_path) as run:
-        assert run.versions() == [PolicyVersion(0, "aa", "float32", None), PolicyVersion(1, "bb", "float32", None)]
-        assert (run.version(1).digest, run.version(2)) == ("bb", None)
+        assert run.versions == {
+            number: PolicyVersion(version=number, step=number, digest=digest, dtype="float32", hyperparameters=None)
+            for number, digest in enumerate(("aa", "bb"))
+        }
 
 
 def test_a_replayed_version_is_written_again_only_with_another_digest(tmp_path: Path) -> None:
@@ -264,7 +266,7 @@ def test_a_replayed_version_is_written_again_only_with_another_digest(tmp_path: 
     lines = (tmp_path / "log" / "policy.jsonl").read_text().splitlines()
     assert [json.loads(line)["digest"] for line in lines] == ["bb", "cc"]
     with RunDir(tmp_path) as run:
-        assert run.version(1).digest == "cc"
+        assert run.versions[1].digest == "cc"
 
 
 def test_a_replayed_step_is_not_measured_twice(tmp_path: Path) -> None:
@@ -305,7 +307,7 @@ def test_an_evaluation_of_more_prompts_is_recorded_beside_one_of_fewer(tmp_path:
     with RunDir(tmp_path) as run:
         run.append_evaluation(evaluated(2, num_prompts=250.0))
         run.append_evaluation(evaluated(2, num_prompts=50.0))
-        assert run.evaluations() == ["v2"]
+        assert list(run.evaluations) == ["v2"]
     assert [line["figures"] for line in recorded_evaluations(tmp_path)] == [{"num_prompts": 50}, {"num_prompts": 250}]
 
 
@@ -315,7 +317,7 @@ def test_an_evaluation_is_recorded_once(tmp_path: Path) -> None:
     with RunDir(tmp_path) as run:
         run.append_evaluation(evaluated(0, sampled_mean=0.5))
         run.append_evaluation(evaluated(20, sampled_mean=0.5))
-        assert run.evaluations() == ["v0", "v20"]
+        assert list(run.evaluations) == ["v0", "v20"]
     assert recorded_evaluations(tmp_path) == [
         {"label": "v0", "version": 0, "step": 0, "figures": {"sampled_mean": 0.25}},
         {"label": "v20", "version": 20, "step": 20, "figures": {"sampled_mean": 0.5}},
