@@ -49,8 +49,8 @@ lint: setup ## ruff, mypy strict, and the prose of pages and comments
 	$(BIN)/python deploy/lint/prose.py
 	$(BIN)/mypy
 
-bench: setup ## Measure speed and write docs/benchmarks.md
-	$(BIN)/python -m benchmarks
+bench: setup ## Measure speed and write docs/benchmarks.md (NAMES="engine push": these sections alone)
+	$(BIN)/python -m benchmarks $(NAMES)
 
 chaos: setup ## Strike a simulated run with everything that can go wrong, check it, write docs/chaos.md (SEED=0; an hour)
 	$(BIN)/python -m benchmarks.chaos --seed $(SEED)

@@ -1,4 +1,11 @@
-"""Measurements of speed and of learning on one machine; `python -m benchmarks` makes docs/benchmarks.md of them.
+"""Measurements of speed and of learning on one machine: `python -m benchmarks` and its commands.
 
-Not part of the package, and no tests: nothing here asserts a speed.
+They are neither part of the package nor tests: nothing here asserts a speed.
 """
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / ".cache/benchmarks"
+RESULTS = ROOT / "benchmarks/results"
+DOCS = ROOT / "docs"

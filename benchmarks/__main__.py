@@ -1,119 +1,122 @@
-"""`python -m benchmarks`: measure, part by part, and write docs/benchmarks.md.
+"""`python -m benchmarks [SECTION...]`: measure, section by section, and write docs/benchmarks.md.
 
-A part that was measured before is kept on disk, so any of them can be measured again alone. Wants the machine to
-itself.
+The results of a section stay on disk, so each can be measured again alone. The machine should have no other work.
+Further commands write pages of their own: `moe`, `models`, `chaos` and `chaos-engines`.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
+import click
 import psutil
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from typer.core import TyperGroup
 
-from benchmarks.engine import token_rate
+from benchmarks import DOCS, RESULTS
+from benchmarks.engine.token_rate import ENGINE
 from benchmarks.harness.child_process import MeasurementError
-from benchmarks.harness.measurement import Measurement, SectionResults, load_results
-from benchmarks.harness.sizes import DOCS, RESULTS
-from benchmarks.learner import logprobs, step_time
-from benchmarks.page.writer import write_page
-from benchmarks.pipeline import rollout_rate
-from benchmarks.push import weight_update
-from benchmarks.reward import sandbox_cost
-from benchmarks.system import lag, startup, step_rate
-from benchmarks.tails import long_answers
+from benchmarks.harness.page import write_page
+from benchmarks.harness.section import Effort, PageSection, Record, load_results, save_results
+from benchmarks.learner.logprobs import LOGPROBS
+from benchmarks.learner.step_time import LEARNER
+from benchmarks.moe.stability import moe
+from benchmarks.pipeline.rollout_rate import PIPELINE
+from benchmarks.push.weight_update import PUSH
+from benchmarks.reward.sandbox_cost import REWARD
+from benchmarks.system.lag import LEARNING
+from benchmarks.system.startup import START
+from benchmarks.system.step_rate import SYSTEM
+from benchmarks.tails.long_answers import TAIL
+from gspo.cli.processes.exit_codes import RunError
 
-console = Console()
-PARTS = {
-    "A": "engine",
-    "B": "learner",
-    "C": "system",
-    "D": "learning",
-    "L": "logprobs",
-    "Q": "pipeline",
-    "R": "reward",
-    "S": "start",
-    "T": "tail",
-    "W": "push",
-}
-_PARTS_HELP = "Parts: " + ", ".join(f"{letter} {name}" for letter, name in PARTS.items())
+SECTIONS = (ENGINE, LEARNER, LOGPROBS, START, SYSTEM, TAIL, PIPELINE, REWARD, LEARNING, PUSH)
+_NAMES = ", ".join(section.name for section in SECTIONS)
 _BUSY_SHARE = 0.1
+console = Console()
 
 
-def main(
-    only: Annotated[str, typer.Option(help=_PARTS_HELP)] = "A,B,C,D,L,Q,R,S,T,W",
+class MeasureByDefault(TyperGroup):
+    """A group whose words are sections unless the first one names a command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put the command before the sections."""
+        has_command = bool(args) and args[0] in {*self.commands, "--help"}
+        return super().parse_args(ctx, args if has_command else ["measure", *args])
+
+
+app = typer.Typer(cls=MeasureByDefault, help=__doc__, add_completion=False)
+
+
+@app.command()
+def measure(
+    names: Annotated[list[str] | None, typer.Argument(metavar="SECTION", help=f"Of {_NAMES}; all by default")] = None,
     quick: Annotated[bool, typer.Option(help="Two rounds or steps of everything, to see that it works")] = False,
-    steps: Annotated[int | None, typer.Option(min=4, help="Steps of each run in C (8) and in D (40)")] = None,
-    page: Annotated[bool, typer.Option(help="Measure nothing: write the page from what was measured")] = False,
+    steps: Annotated[int | None, typer.Option(min=4, help="Steps of each run in system (8) and learning (40)")] = None,
+    page: Annotated[bool, typer.Option(help="Measure nothing: write the page from the results on disk")] = False,
 ) -> None:
     """Measure speed and learning on this machine, and write docs/benchmarks.md."""
-    # A terminated benchmark ends its children as an interrupted one does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sections = {section.name: section for section in SECTIONS}
+    if unknown := [name for name in names or () if name not in sections]:
+        raise typer.BadParameter(f"{unknown[0]} is no section; there are {_NAMES}", param_hint="SECTION")
     results = RESULTS / "quick" if quick else RESULTS
     if not page:
-        _measure(_chosen(only), results, quick=quick, steps=steps)
-    found = load_results(results)
-    if not found:
+        _measure([sections[name] for name in names or sections], results, Effort(quick, steps))
+    measured = load_results(results)
+    if not measured:
         raise typer.BadParameter(f"{results} holds no results; measure first", param_hint="--page")
-    written = write_page(found, results / "page" if quick else DOCS)
-    console.print(f"written: {written}")
+    console.print(f"written: {write_page(SECTIONS, measured, results / 'page' if quick else DOCS)}")
 
 
-def _chosen(only: str) -> list[str]:
-    chosen = [part.strip().upper() for part in only.split(",")]
-    if unknown := [part for part in chosen if part not in PARTS]:
-        raise typer.BadParameter(f"{unknown[0]} is no part; there are {', '.join(PARTS)}", param_hint="--only")
-    return list(dict.fromkeys(chosen))
-
-
-def _measure(parts: list[str], results: Path, *, quick: bool, steps: int | None) -> None:
+def _measure(sections: list[PageSection], results: Path, effort: Effort) -> None:
     _warn_if_busy()
-    makers: dict[str, Callable[[], Iterable[Measurement]]] = {
-        "A": lambda: token_rate.cases(quick=quick),
-        "B": lambda: step_time.cases(quick=quick),
-        "C": lambda: step_rate.cases(quick=quick, steps=steps),
-        "D": lambda: lag.cases(quick=quick, steps=steps),
-        "L": lambda: logprobs.cases(quick=quick),
-        "Q": lambda: rollout_rate.cases(quick=quick),
-        "R": lambda: sandbox_cost.cases(quick=quick),
-        "S": lambda: startup.cases(quick=quick),
-        "T": lambda: long_answers.cases(quick=quick),
-        "W": lambda: weight_update.cases(quick=quick),
-    }
-    todo = {part: list(makers[part]()) for part in parts}
+    cases = {section: list(section.measurements(effort)) for section in sections}
     columns = (BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f}"), TimeElapsedColumn())
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
-        bar = progress.add_task("measuring", total=sum(map(len, todo.values())))
-        for part, cases in todo.items():
-            kept = SectionResults(results, PARTS[part])
-            for case in cases:
-                progress.update(bar, description=f"{PARTS[part]}: {case.label}")
+        bar = progress.add_task("measuring", total=sum(map(len, cases.values())))
+        for section, measurements in cases.items():
+            records: list[Record] = []
+            for case in measurements:
+                name = f"{section.name}: {case.label}"
+                progress.update(bar, description=name)
                 began = time.monotonic()
                 try:
-                    kept.add(case)
-                except MeasurementError as error:
-                    raise typer.Exit(_failed(case, error)) from error
-                console.print(f"{PARTS[part]}: {case.label}: {time.monotonic() - began:.0f} s", style="dim")
+                    record = case.measure(*case.arguments)
+                except (MeasurementError, RunError, TimeoutError) as error:
+                    console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
+                    raise typer.Exit(1) from error
+                took_s = time.monotonic() - began
+                records.append({"label": case.label, "took_s": took_s, **record})
+                save_results(results, section.name, records)
+                console.print(f"{name}: {took_s:.0f} s", style="dim")
                 progress.advance(bar)
 
 
-def _failed(case: Measurement, error: MeasurementError) -> int:
-    console.print(f"{case.label}: {error}", style="red", markup=False, highlight=False)
-    return 1
-
-
 def _warn_if_busy() -> None:
-    """Numbers from a machine that does other things are worth little; say so, and go on."""
+    """Warn of other work on the machine, which makes the numbers worth little."""
     busy = psutil.cpu_percent(interval=1.0) / 100
     if busy > _BUSY_SHARE:
         console.print(f"the machine is {busy:.0%} busy with other things: the numbers will show that", style="yellow")
 
 
+@app.command()
+def models(kinds: Annotated[list[str] | None, typer.Argument(help="model_type; by default all")] = None) -> None:
+    """Compare the log-probs of every architecture, and write docs/models.md if no type is named."""
+    from benchmarks.learner.model_types import PAGE, examine_all, page
+
+    verdicts = examine_all(kinds or ())
+    if not kinds:
+        PAGE.write_text(page(verdicts))
+
+
+app.command()(moe)
+
 if __name__ == "__main__":
-    typer.run(main)
+    # A terminated benchmark ends its children as an interrupted one does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    app()

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from benchmarks.harness.machine import machine_facts
+from benchmarks.harness.section import machine_facts
 
 
 def write_report(results: Path, seed: int, out: Path) -> None:

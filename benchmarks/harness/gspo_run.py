@@ -1,4 +1,4 @@
-"""`gspo run` as a user starts it, watched from outside: its log while it grows, and its end.
+"""`gspo run` as a user starts it, observed from outside: its log while it grows, and its end.
 
 It measures nothing.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 
 from benchmarks.harness.child_process import MeasurementError, started, tail
@@ -27,7 +28,7 @@ _DRAIN_S = 90.0
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """A run under way."""
+    """A run of another process."""
 
     process: subprocess.Popen[bytes]
     run_dir: Path
@@ -36,7 +37,7 @@ class ObservedRun:
 
     @property
     def redis_url(self) -> str:
-        """Where the run's Redis is, once it has one."""
+        """The address of the run's Redis, once it has one."""
         facts = json.loads((self.run_dir / "services" / "supervisor.json").read_text())
         return str(facts["redis_url"])
 
@@ -71,6 +72,22 @@ class ObservedRun:
         """The whole lines of a file in the run's log; none while it is not there."""
         return logged(self.run_dir, name)
 
+    def steps(self, after: int, last: int) -> pd.DataFrame:
+        """The figures of the steps `after` + 1 to `last`; `duration_s` is from the end of the step before."""
+        lines = self.lines("metrics.jsonl")[after - 1 : last]
+        figures = pd.DataFrame([line["figures"] for line in lines])
+        return figures.assign(duration_s=pd.Series([line["unix_s"] for line in lines]).diff())[1:]
+
+    def rollouts(self, after: int, last: int, column: str) -> pd.Series[Any]:
+        """A column of the step files of the steps `after` + 1 to `last`."""
+        paths = [self.run_dir / "log" / f"step-{step:06d}.parquet" for step in range(after + 1, last + 1)]
+        return pd.concat([pd.read_parquet(path, columns=[column], partitioning=None)[column] for path in paths])
+
+
+def answer_tokens(lengths: pd.Series[Any]) -> dict[str, float]:
+    """Median, mean and largest of the lengths of answers."""
+    return {name: float(lengths.agg(name)) for name in ("median", "mean", "max")}
+
 
 def logged(run_dir: Path, name: str) -> list[dict[str, Any]]:
     """The whole lines of a file in a run's log; none while it is not there."""
@@ -81,14 +98,14 @@ def logged(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def observed_run(config: Path, module: str = "", environment: Mapping[str, str] | None = None) -> Iterator[ObservedRun]:
-    """A run of this configuration; at the end of the block it is ended, and with it everything it has started.
+    """A run of this configuration, which ends with the block, together with its processes.
 
     Args:
-        module: What runs it instead of `gspo run`.
+        module: Runs it instead of `gspo run`.
         environment: Further variables of it.
     """
-    given = yaml.safe_load(config.read_text())
-    run_dir = config.parent / given["run"]["directory"] / given["name"]
+    keys = yaml.safe_load(config.read_text())
+    run_dir = config.parent / keys["run"]["directory"] / keys["name"]
     output = config.parent / "output.txt"
     program = [module] if module else ["gspo.cli", "run"]
     command = [sys.executable, "-m", *program, str(config), "--plain"]

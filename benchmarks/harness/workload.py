@@ -1,7 +1,7 @@
 """The workload of a benchmark: a random Qwen3 of 3.2 M parameters, prompts, a trivial reward, a configuration.
 
-Two models: one has no end-of-sequence token, so every answer is exactly as long as allowed; the other ends an answer
-at a random token, so lengths are near exponential.
+There are two models. One has no end-of-sequence token, so every answer is as long as allowed. The other ends an answer
+at a random token, so lengths are nearly exponential.
 """
 
 from __future__ import annotations
@@ -11,23 +11,26 @@ import random
 import shutil
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
 
+from benchmarks import CACHE
 from benchmarks.harness.child_process import run_child
-from benchmarks.harness.sizes import (
-    CACHE,
-    GROUP_SIZE,
-    GROUPS,
-    KV_CACHE_GIB,
-    MAX_TOKENS,
-    NUM_MINI_BATCHES,
-    PROMPT_LENGTH,
-    Dtype,
-    Lengths,
-)
 
+Lengths = Literal["fixed", "long-tailed"]
+Dtype = Literal["float32", "bfloat16"]
+LENGTHS: tuple[Lengths, ...] = get_args(Lengths)
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+GROUPS, GROUP_SIZE = 32, 8
+NUM_ROLLOUTS = GROUPS * GROUP_SIZE
+NUM_MINI_BATCHES = 4
+PROMPT_LENGTH = 32
+# A fixed answer is as long as it may be. A long-tailed one ends where its model samples the end, on average after
+# about as many tokens.
+MAX_TOKENS: dict[Lengths, int] = {"fixed": 128, "long-tailed": 512}
+KV_CACHE_GIB = 1.0
+LAGS = (0, 1, 2)
 HIDDEN_SIZE, LAYERS = 256, 4
 _NUM_PROMPTS = 1024
 _MODEL_S = 120.0
@@ -41,16 +44,35 @@ def reward(prompts, completions, **columns):
 Message = dict[str, str]
 
 
+def cases(quick: bool) -> list[tuple[Lengths, Dtype]]:
+    """The lengths in each dtype, the long-tailed ones in float32 alone; quick: the first."""
+    every = [(lengths, dtype) for lengths in LENGTHS for dtype in (DTYPES if lengths == "fixed" else DTYPES[:1])]
+    return every[:1] if quick else every
+
+
 def model_folder(lengths: Lengths) -> Path:
-    """The model of answers of these lengths; made at the first call."""
-    folder = CACHE / f"model-{lengths}"
+    """The model of answers of these lengths; written at the first call."""
+    return make_model(f"model-{lengths}", hidden_size=HIDDEN_SIZE, layers=LAYERS, ends=lengths != "fixed")
+
+
+def make_model(name: str, **sizes: Any) -> Path:
+    """A model of the cache; a child process writes it at the first call, so that the benchmark loads no torch."""
+    folder, unfinished = CACHE / name, CACHE / f"{name}.tmp"
     if not folder.exists():
-        half_made = CACHE / f"model-{lengths}.tmp"
-        shutil.rmtree(half_made, ignore_errors=True)
-        spec = {"folder": str(half_made), "hidden_size": HIDDEN_SIZE, "layers": LAYERS, "ends": lengths != "fixed"}
-        run_child("harness.model_writer", spec, timeout_s=_MODEL_S)
-        half_made.rename(folder)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        run_child(f"{__name__}.write_model", {"folder": str(unfinished), **sizes}, timeout_s=_MODEL_S)
+        unfinished.rename(folder)
     return folder
+
+
+def write_model(folder: str, hidden_size: int, layers: int, ends: bool) -> None:
+    """Write a random model; without `ends`, no file of it names an end-of-sequence token. Runs in a child process."""
+    from tests.support.tiny_model import make_tiny_model
+
+    for path in make_tiny_model(Path(folder), hidden_size=hidden_size, layers=layers).glob("*.json"):
+        content = json.loads(path.read_text())
+        if not ends and {"eos_token", "eos_token_id"} & set(content):
+            path.write_text(json.dumps({k: v for k, v in content.items() if not k.startswith("eos_token")}, indent=2))
 
 
 def num_parameters(folder: Path) -> int:
@@ -101,8 +123,13 @@ def write_config(name: str, lengths: Lengths, dtype: Dtype, **sections: Any) -> 
         "learner": {"dtype": dtype},
         "run": {"directory": ".", "total_steps": 1, "checkpoint_every": 1000},
     }
+    return write_merged(folder, config, sections)
+
+
+def write_merged(folder: Path, config: dict[str, Any], sections: dict[str, Any]) -> Path:
+    """Write a configuration with other keys in some of its sections; its path."""
     for section, keys in sections.items():
-        config[section] = {**config.get(section, {}), **keys}
+        config[section] = {**config.get(section, {}), **keys} if isinstance(keys, dict) else keys
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path

@@ -1,7 +1,7 @@
 """Causal language models that the learner trains, and the difference of its log-probs to the model's own.
 
 Of every architecture that transformers has a tiny random form is made, written to disk, loaded as the learner loads a
-model, and compared with the model's own attention and full logits. `python -m benchmarks.learner.model_types` writes
+model, and compared with the model's own attention and full logits. `python -m benchmarks models` writes
 docs/models.md.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -42,7 +41,7 @@ model on a CPU in float32. The learner's log-probs were compared with those of t
 full logits. The largest difference of a trained model is {largest}. At each start, the learner repeats this \
 comparison with the real model on a few tokens. vLLM has its own list of architectures.
 
-`python -m benchmarks.learner.model_types` writes this page; `make test-long` compares it with new results.
+`python -m benchmarks models` writes this page; `make test-long` compares it with new results.
 
 - **carried, packed**: the learner's attention gives the model's log-probs, without padding.
 - **carried, padded**: the same, with each rollout in a row of its own.
@@ -283,10 +282,3 @@ def examine_all(kinds: Sequence[str] = ()) -> list[ModelVerdict]:
             found.append(examine(kind, Path(folder)))
         print(found[-1].row(), flush=True)
     return found
-
-
-if __name__ == "__main__":
-    chosen = sys.argv[1:]
-    found = examine_all(chosen)
-    if not chosen:
-        PAGE.write_text(page(found))

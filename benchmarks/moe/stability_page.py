@@ -7,163 +7,125 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from math import fsum
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib import rc_context
-from matplotlib.figure import Figure
+import pandas as pd
 
-from benchmarks.harness.tables import number, table
+from benchmarks.harness.page import write_below
+from benchmarks.harness.plots import panels
+from benchmarks.harness.section import Record
+from benchmarks.harness.tables import table
 from benchmarks.moe.comparison_run import ALGORITHMS
-from gspo.cli.report.panels import BLUE, ORANGE, STYLE
+from gspo.cli.report.panels import BLUE, ORANGE
 
 NAME = "moe"
-GENERATED = "<!-- Below this line: written by python -m benchmarks.moe.stability -->"
-_COLOURS = dict(zip(ALGORITHMS, (BLUE, ORANGE), strict=True))
-_DPI = 150
+GENERATED = "<!-- Below this line: written by python -m benchmarks moe -->"
 _LAST = 10  # steps at the end of a run over which a mean is taken
+# Label of a row, the figure of a run in it, and the format of its numbers.
+Row = tuple[str, str, str]
+_TRAINING: tuple[Row, ...] = (
+    ("held-out accuracy, sampled, before", "accuracy_before", ".3f"),
+    ("held-out accuracy, sampled, after", "accuracy_after", ".3f"),
+    (f"reward, mean of the last {_LAST} steps", "last_reward_mean", ".3f"),
+    ("clipped share of tokens", "mean_clipped_tokens", ".2%"),
+    ("clipped share of sequences (any token)", "mean_clipped_sequences", ".2%"),
+    ("log-ratio of a token: standard deviation", "mean_token_log_ratio_std", ".2e"),
+    ("log-ratio of a sequence: standard deviation", "mean_log_ratio_std", ".2e"),
+    ("log-ratio of a token: largest in the run", "max_token_log_ratio_max", ".2f"),
+    ("mismatch of engine and learner, token", "mean_sigma_token", ".2e"),
+    ("mismatch of engine and learner, sequence", "mean_sigma_sequence", ".2e"),
+    ("gradient norm, mean", "mean_grad_norm", ".3f"),
+    ("gradient norm, largest in the run", "max_grad_norm", ".2f"),
+    (f"entropy, mean of the last {_LAST} steps", "last_entropy", ".3f"),
+)
+_EXPERTS: tuple[Row, ...] = (
+    ("bfloat16 engine against float32 learner, same weights: tokens", "bfloat16.tokens", ".2%"),
+    ("the same, over tokens and layers", "bfloat16.layers", ".2%"),
+    ("float32 engine against float32 learner, same weights: tokens", "float32.tokens", ".2%"),
+    ("learner before against after one step: tokens", "one_step.tokens", ".2%"),
+    ("the same, over tokens and layers", "one_step.layers", ".2%"),
+    ("share of the busiest expert of a layer (1/16 is balance)", "busiest", ".2%"),
+)
+# Title of a panel, its figures with their lines, and its least value.
+_PANELS: tuple[tuple[str, dict[str, str], float | None], ...] = (
+    ("reward, mean of a step", {"reward_mean": "-"}, None),
+    ("clipped share of tokens", {"clipped_tokens": "-"}, 1e-5),
+    ("log-ratio, std: token (solid), sequence (dashed)", {"token_log_ratio_std": "-", "log_ratio_std": "--"}, None),
+    ("engine against learner, std: token, sequence", {"sigma_token": "-", "sigma_sequence": "--"}, None),
+)
 
-Run = dict[str, Any]
 
-
-def write_page(runs: Sequence[Run], folder: Path) -> Path:
+def write_page(runs: Sequence[Record], folder: Path) -> Path:
     """Write the page, its plot and its numbers to `folder`; the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    page = folder / f"{NAME}.md"
-    by_hand = page.read_text().partition(GENERATED)[0] if page.exists() else "# Mixture of experts\n"
     _draw(runs, folder / f"{NAME}-stability.png")
-    page.write_text(f"{by_hand.rstrip()}\n\n{GENERATED}\n{_render(runs)}")
     (folder / f"{NAME}.json").write_text(json.dumps(list(runs), indent=None) + "\n")
-    return page
+    return write_below(folder / f"{NAME}.md", GENERATED, _render(runs), "# Mixture of experts\n")
 
 
-def _render(runs: Sequence[Run]) -> str:
+def _render(runs: Sequence[Record]) -> str:
     machine, newest = runs[0]["machine"], max(run["measured_unix_s"] for run in runs)
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
-    seeds = sorted({run["seed"] for run in runs})
+    seeds = ", ".join(map(str, sorted({run["seed"] for run in runs})))
+    figures = pd.DataFrame([_figures(run) for run in runs]).groupby("algorithm").agg(["mean", "min", "max"])
+    shares = [figures.loc[algorithm, ("mean_clipped_tokens", "mean")] for algorithm in ALGORITHMS]
+    ratio = f"{shares[0] / shares[1]:,.0f}" if shares[1] else "no token of the second was clipped"
     measured = (
         f"Measured until {time.strftime('%Y-%m-%d', time.gmtime(newest))} on {machine['processor']}, "
         f"{machine['cores']} cores. Packages: {packages}. {len(runs[0]['series']['reward_mean'])} steps, seeds "
-        f"{', '.join(map(str, seeds))}. Each cell has the mean over the seeds (least to most). "
-        f"Every number: [{NAME}.json]({NAME}.json)."
+        f"{seeds}. Each cell has the mean over the seeds (least to most). Every number: [{NAME}.json]({NAME}.json)."
     )
     paragraphs = (
         measured,
         f"![Reward, clipped share, log-ratio and mismatch over the steps]({NAME}-stability.png)",
-        _table(runs, _TRAINING),
-        f"Tokens that GSPO clips for each one that GRPO clips: {_clip_ratio(runs)}.",
+        _table(figures, _TRAINING),
+        f"Tokens that GSPO clips for each one that GRPO clips: {ratio}.",
         "Experts, at the answers' tokens of the last step:",
-        _table(runs, _EXPERTS),
+        _table(figures, _EXPERTS),
     )
-    return "\n" + "\n\n".join(text.strip() for text in paragraphs) + "\n"
+    return "\n\n".join(paragraphs)
 
 
-def _over_run(name: str) -> Callable[[Run], float]:
-    return lambda run: _mean(run["series"][name])
+def _figures(run: Record) -> Record:
+    """The figures of a run, by the names in the rows."""
+    series = pd.DataFrame(run["series"]).astype(float)
+    return {
+        "algorithm": run["algorithm"],
+        **series.mean().add_prefix("mean_"),
+        **series.max().add_prefix("max_"),
+        **series.tail(_LAST).mean().add_prefix("last_"),
+        "accuracy_before": run["accuracy"][0]["mean"],
+        "accuracy_after": run["accuracy"][-1]["mean"],
+        **pd.json_normalize(run["experts"]).iloc[0],
+    }
 
 
-def _at_end(name: str) -> Callable[[Run], float]:
-    return lambda run: _mean(run["series"][name][-_LAST:])
+def _table(figures: pd.DataFrame, rows: Sequence[Row]) -> str:
+    def cell(algorithm: str, name: str, style: str) -> str:
+        mean, least, most = (format(figures.loc[algorithm, (name, key)], style) for key in ("mean", "min", "max"))
+        return f"{mean} ({least} to {most})"
+
+    columns = ((a.upper(), [cell(a, name, style) for _, name, style in rows], "") for a in ALGORITHMS)
+    return table(("", [label for label, _, _ in rows], ""), *columns)
 
 
-def _worst(name: str) -> Callable[[Run], float]:
-    return lambda run: max(run["series"][name])
-
-
-def _accuracy(place: int) -> Callable[[Run], float]:
-    return lambda run: float(run["accuracy"][place]["mean"])
-
-
-def _changed(by: str, unit: str) -> Callable[[Run], float | None]:
-    return lambda run: run["experts"].get(by, {}).get(unit)
-
-
-# Label of a row, its value in a run (None if not measured), and the format of its numbers.
-Row = tuple[str, Callable[[Run], float | None], str]
-_TRAINING: tuple[Row, ...] = (
-    ("held-out accuracy, sampled, before", _accuracy(0), ".3f"),
-    ("held-out accuracy, sampled, after", _accuracy(-1), ".3f"),
-    (f"reward, mean of the last {_LAST} steps", _at_end("reward_mean"), ".3f"),
-    ("clipped share of tokens", _over_run("clipped_tokens"), ".2%"),
-    ("clipped share of sequences (any token)", _over_run("clipped_sequences"), ".2%"),
-    ("log-ratio of a token: standard deviation", _over_run("token_log_ratio_std"), ".2e"),
-    ("log-ratio of a sequence: standard deviation", _over_run("log_ratio_std"), ".2e"),
-    ("log-ratio of a token: largest in the run", _worst("token_log_ratio_max"), ".2f"),
-    ("mismatch of engine and learner, token", _over_run("sigma_token"), ".2e"),
-    ("mismatch of engine and learner, sequence", _over_run("sigma_sequence"), ".2e"),
-    ("gradient norm, mean", _over_run("grad_norm"), ".3f"),
-    ("gradient norm, largest in the run", _worst("grad_norm"), ".2f"),
-    (f"entropy, mean of the last {_LAST} steps", _at_end("entropy"), ".3f"),
-)
-_EXPERTS: tuple[Row, ...] = (
-    ("bfloat16 engine against float32 learner, same weights: tokens", _changed("bfloat16", "tokens"), ".2%"),
-    ("the same, over tokens and layers", _changed("bfloat16", "layers"), ".2%"),
-    ("float32 engine against float32 learner, same weights: tokens", _changed("float32", "tokens"), ".2%"),
-    ("learner before against after one step: tokens", _changed("one_step", "tokens"), ".2%"),
-    ("the same, over tokens and layers", _changed("one_step", "layers"), ".2%"),
-    ("share of the busiest expert of a layer (1/16 is balance)", lambda run: float(run["experts"]["busiest"]), ".2%"),
-)
-
-
-def _table(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    lines = []
-    for label, read, style in rows:
-        cells = []
-        for algorithm in ALGORITHMS:
-            found = [read(run) for run in runs if run["algorithm"] == algorithm]
-            values = [value for value in found if value is not None]
-            low, mean, high = (format(value, style) for value in (min(values), _mean(values), max(values)))
-            cells.append(f"{mean} ({low} to {high})")
-        lines.append([label, *cells])
-    return table(["", *(algorithm.upper() for algorithm in ALGORITHMS)], lines)
-
-
-def _clip_ratio(runs: Sequence[Run]) -> str:
-    """How many times more tokens the first algorithm clips than the second, in words of one number."""
-    shares = [
-        _mean([_over_run("clipped_tokens")(run) for run in runs if run["algorithm"] == algorithm])
-        for algorithm in ALGORITHMS
-    ]
-    return number(shares[0] / shares[1], 0) if shares[1] else "no token of the second was clipped"
-
-
-def _draw(runs: Sequence[Run], path: Path) -> None:
-    with rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 5.4), dpi=_DPI, layout="constrained")
-        panels = figure.subplots(2, 2).ravel()
-        _curves(panels[0], runs, "reward_mean", "-")
-        panels[0].set_title("reward, mean of a step", fontsize=9)
-        _curves(panels[1], runs, "clipped_tokens", "-", floor=1e-5)
-        panels[1].set_title("clipped share of tokens", fontsize=9)
-        for name, line in (("token_log_ratio_std", "-"), ("log_ratio_std", "--")):
-            _curves(panels[2], runs, name, line)
-        panels[2].set_title("log-ratio, std: token (solid), sequence (dashed)", fontsize=9)
-        for name, line in (("sigma_token", "-"), ("sigma_sequence", "--")):
-            _curves(panels[3], runs, name, line)
-        panels[3].set_title("engine against learner, std: token, sequence", fontsize=9)
-        for panel in panels[1:]:
-            panel.set_yscale("log")
-        for panel in panels[2:]:
-            panel.set_xlabel("step")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2)
-        figure.suptitle("What the ratio's kind does to a mixture of experts", x=0.015, ha="left", fontweight="bold")
-        figure.savefig(path)
-
-
-def _curves(panel: Any, runs: Sequence[Run], name: str, line: str, *, floor: float | None = None) -> None:
-    """Every seed thin, and the mean of the seeds; values under `floor` are drawn at it."""
-    for algorithm, colour in _COLOURS.items():
-        mine = [np.array(run["series"][name], dtype=float) for run in runs if run["algorithm"] == algorithm]
-        drawn = [values if floor is None else values.clip(min=floor) for values in mine]
-        for values in drawn:
-            panel.plot(range(1, len(values) + 1), values, color=colour, linestyle=line, linewidth=0.6, alpha=0.35)
-        mean = np.mean(drawn, axis=0)
-        panel.plot(range(1, len(mean) + 1), mean, color=colour, linestyle=line, linewidth=1.6, label=algorithm.upper())
-
-
-def _mean(values: Sequence[float]) -> float:
-    return fsum(values) / len(values)
+def _draw(runs: Sequence[Record], path: Path) -> None:
+    """Every seed thin, and the mean of the seeds."""
+    question = "What the ratio's kind does to a mixture of experts"
+    with panels(path, question, rows=2, columns=2, height=5.4, share_y=False) as axes:
+        for axis, (title, lines, least) in zip(axes, _PANELS, strict=True):
+            for algorithm, colour in zip(ALGORITHMS, (BLUE, ORANGE), strict=True):
+                for name, line in lines.items():
+                    style: dict[str, Any] = {"ax": axis, "color": colour, "linestyle": line, "legend": False}
+                    series = [run["series"][name] for run in runs if run["algorithm"] == algorithm]
+                    seeds = pd.DataFrame(series, dtype=float).T.clip(lower=least)
+                    seeds.index += 1  # steps count from 1
+                    seeds.add_prefix("_").plot(**style, linewidth=0.6, alpha=0.35)
+                    seeds.mean(axis=1).plot(**style, linewidth=1.6, label=algorithm.upper() if line == "-" else "_")
+            axis.set_title(title, fontsize=9)
+        for axis in axes[1:]:
+            axis.set_yscale("log")
+        for axis in axes[2:]:
+            axis.set_xlabel("step")

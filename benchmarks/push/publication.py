@@ -1,25 +1,23 @@
 """Real pushes: the learner's publisher here, the generation service with vLLM in processes of its own, Redis between.
 
-The engine has nothing to generate meanwhile, so the times are those of the push alone.
+The engine has nothing to generate meanwhile, so the times are those of the push alone. Only child processes import it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from redis.asyncio import Redis
-
-from benchmarks.harness.single_service import beside
-from benchmarks.harness.workload import write_config
-from benchmarks.push.versions import model, policy
-from gspo.common.config.loading import CONFIG_NAME, read_config
-from gspo.common.config.loading import write_config as write_whole_config
+from benchmarks.harness.services import running_services
+from benchmarks.push.versions import load_version
+from gspo.common.config.loading import read_config
 from gspo.common.config.schema import Config
 from gspo.common.service.app import Service
 from gspo.common.service.options import Options
 from gspo.common.streams.instances import wait_for_instance
+from gspo.common.tasks import task_group
 from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.publisher import Publisher
 from gspo_proto.rollout_pb2 import VersionLive
@@ -27,51 +25,36 @@ from gspo_proto.rollout_pb2 import VersionLive
 _START_S, _PUSH_S = 300.0, 60.0
 
 
-def measure(rates: Sequence[float], versions: int) -> dict[str, Any]:
-    """What every push cost: for each learning rate the whole model first, then each version's changes."""
-    sections = {"model": {"path": str(model())}}
-    config = read_config(write_config("push", "fixed", "bfloat16", **sections))
-    config.run_dir.mkdir()
-    write_whole_config(config, config.run_dir / CONFIG_NAME)
-    return asyncio.run(beside("generation", config, lambda redis, url: _push_all(config, redis, url, rates, versions)))
+def push_all(config: str, folder: str, rates: Sequence[float], versions: int) -> list[dict[str, Any]]:
+    """The cost of every push: for each learning rate the whole model first, then each version's changes."""
+    return asyncio.run(_push_all(read_config(Path(config)), Path(folder), rates, versions))
 
 
-async def _push_all(config: Config, redis: Redis, url: str, rates: Sequence[float], versions: int) -> dict[str, Any]:
-    service = Service(Options("learner", config.run_dir, url, "learner-0", "127.0.0.1", 0, 0, False, config))
-    await wait_for_instance(redis, service.keys, "generation", _START_S)
-    found = []
-    for epoch, rate in enumerate(rates, 1):
-        # A learner that starts anew has no version before and pushes everything.
-        named = [policy(rate, version, number=10 * epoch + version) for version in range(versions + 1)]
-        found += [
-            {"rate": rate, "version": version, **push}
-            for version, push in enumerate(await _push(service, epoch, named))
-        ]
-    await service.redis.aclose()
-    return {"pushes": found}
+async def _push_all(config: Config, folder: Path, rates: Sequence[float], versions: int) -> list[dict[str, Any]]:
+    pushes = []
+    async with running_services(config, "generation") as services:
+        options = Options("learner", config.run_dir, services.redis_url, "learner-0", "127.0.0.1", 0, 0, False, config)
+        learner = Service(options)
+        await wait_for_instance(services.redis, services.keys, "generation", _START_S)
+        for epoch, rate in enumerate(rates, 1):
+            # A learner that starts anew has no version before and pushes everything.
+            policies = [load_version(folder, rate, n, number=10 * epoch + n) for n in range(versions + 1)]
+            costs = await _push(learner, epoch, policies)
+            pushes += [{"rate": rate, "version": version, **cost} for version, cost in enumerate(costs)]
+        await learner.close()
+    return pushes
 
 
-async def _push(service: Service, epoch: int, policies: Sequence[PolicyWeights]) -> list[dict[str, float]]:
-    """One learner's life: publish each policy when the one before is live."""
+async def _push(learner: Service, epoch: int, policies: Sequence[PolicyWeights]) -> list[dict[str, float]]:
+    """Publish each policy when the one before is live, as a learner process of this epoch."""
     live: asyncio.Queue[VersionLive] = asyncio.Queue()
-    publisher = Publisher(service, epoch, live.put)
-    running = asyncio.create_task(publisher.run())
-    found = []
-    try:
-        for one in policies:
-            publisher.publish(one)
+    publisher = Publisher(learner, epoch, live.put)
+    costs = []
+    async with task_group(publisher.run()):
+        for policy in policies:
+            publisher.publish(policy)
             async with asyncio.timeout(_PUSH_S):
-                cost = await live.get()
-            found.append(
-                {
-                    "push_s": cost.push_s,
-                    "stage_s": cost.push_s - cost.stall_s,
-                    "stall_s": cost.stall_s,
-                    "bytes": cost.bytes,
-                    "share": cost.bytes / one.num_bytes,
-                }
-            )
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-    return found
+                served = await live.get()
+            cost = {"push_s": served.push_s, "stage_s": served.push_s - served.stall_s, "stall_s": served.stall_s}
+            costs.append({**cost, "bytes": served.bytes, "share": served.bytes / policy.num_bytes})
+    return costs

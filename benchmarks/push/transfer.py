@@ -1,44 +1,48 @@
-"""A child process: a policy from one process to another of the same machine, by gRPC and by plain TCP.
+"""A policy between two processes of a machine by gRPC and by plain TCP, and the encoding of its changes.
 
-What is received is dropped at once, so that the ways are compared and not what is done with the weights.
+The receiver drops everything at once, so that only the ways are compared. Only child processes import it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.harness.child_process import serve
-from benchmarks.harness.tables import middle
-from benchmarks.push.versions import policy
+import numpy as np
+
+from benchmarks.push.versions import load_version
 from gspo.common.host.process_tuning import keep_freed_memory
 from gspo.common.network.grpc_server import GrpcServer, open_channel
+from gspo.common.weights import apply_changes, pack_changes, policy_digest
 from gspo.learner.push.policy_weights import FRAME_BYTES, PolicyWeights, WeightUpdate
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 
 _HOST = "127.0.0.1"
-_ROUNDS = 7
+_ROUNDS, _PACK_ROUNDS = 7, 3
 
 
-def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a whole policy on each way, and of the changes of every learning rate's last version by gRPC."""
+def send(folder: str, rates: Sequence[float], version: int) -> dict[str, Any]:
+    """Seconds of a whole policy on each way, and of the changes of every learning rate's version by gRPC."""
     keep_freed_memory()  # as the learner does
-    whole = policy(0, 0)
-    last = spec["versions"]
-    changes = {f"{rate:g}": WeightUpdate(policy(rate, last), policy(rate, last - 1)) for rate in spec["rates"]}
-    grpc_s, changes_s = asyncio.run(_by_grpc(whole, changes))
-    return {
-        "bytes": whole.num_bytes,
-        "grpc_s": grpc_s,
-        "tcp_s": _by_tcp(whole),
-        "changes_s": changes_s,
+    path = Path(folder)
+    whole = load_version(path, 0, 0)
+    changes = {
+        f"{rate:g}": WeightUpdate(load_version(path, rate, version), load_version(path, rate, version - 1))
+        for rate in rates
     }
+    grpc_s, changes_s = asyncio.run(_by_grpc(whole, changes))
+    return {"bytes": whole.num_bytes, "grpc_s": grpc_s, "tcp_s": _by_tcp(whole), "changes_s": changes_s}
 
 
 async def _by_grpc(whole: PolicyWeights, changes: dict[str, WeightUpdate]) -> tuple[float, dict[str, float]]:
@@ -47,19 +51,19 @@ async def _by_grpc(whole: PolicyWeights, changes: dict[str, WeightUpdate]) -> tu
             stub = generation_pb2_grpc.GenerationStub(channel)
 
             async def seconds(frames: Callable[[], WeightUpdate]) -> float:
-                found = []
+                seconds_each = []
                 for _ in range(_ROUNDS):
                     began = time.monotonic()
                     await stub.PushWeights(aiter(frames()), timeout=60)
-                    found.append(time.monotonic() - began)
-                return middle(found[1:])
+                    seconds_each.append(time.monotonic() - began)
+                return median(seconds_each[1:])
 
             whole_s = await seconds(lambda: WeightUpdate(whole))
             return whole_s, {rate: await seconds(lambda made=made: made) for rate, made in changes.items()}
 
 
 def _by_tcp(whole: PolicyWeights) -> float:
-    found = []
+    seconds_each = []
     with ReceiverProcess(_receive_tcp) as address:
         host, port = address.split(":")
         for _ in range(_ROUNDS):
@@ -70,8 +74,8 @@ def _by_tcp(whole: PolicyWeights) -> float:
                         connection.sendall(memoryview(bits).cast("B")[start : start + FRAME_BYTES])
                 connection.shutdown(socket.SHUT_WR)
                 connection.recv(1)
-                found.append(time.monotonic() - began)
-    return middle(found[1:])
+                seconds_each.append(time.monotonic() - began)
+    return median(seconds_each[1:])
 
 
 class ReceiverProcess:
@@ -128,5 +132,38 @@ async def _serve_grpc(address_pipe: Connection) -> None:
     await asyncio.Event().wait()
 
 
-if __name__ == "__main__":
-    serve(measure)
+def pack(folder: str, rate: float, versions: int) -> list[dict[str, Any]]:
+    """Changed share, bytes and seconds of the changes of every version of a learning rate."""
+    policies = [load_version(Path(folder), rate, version) for version in range(versions + 1)]
+    return [_packed(newest, base) for base, newest in pairwise(policies)]
+
+
+def _packed(newest: PolicyWeights, base: PolicyWeights) -> dict[str, Any]:
+    runs = [
+        (name, slice(start, start + FRAME_BYTES // bits.itemsize))
+        for name, bits in newest.bits.items()
+        for start in range(0, bits.size, FRAME_BYTES // bits.itemsize)
+    ]
+    pairs = [(newest.bits[name].reshape(-1)[run], base.bits[name].reshape(-1)[run]) for name, run in runs]
+    pack_s, apply_s = [], []
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # frame by frame, as the services work
+        for _ in range(_PACK_ROUNDS):
+            began = time.monotonic()
+            packed = list(threads.map(lambda pair: pack_changes(*pair), pairs))
+            pack_s.append(time.monotonic() - began)
+            copies = [old.copy() for _, old in pairs]
+            began = time.monotonic()
+            list(threads.map(apply_changes, copies, packed))
+            apply_s.append(time.monotonic() - began)
+    assert all(np.array_equal(copy, new) for copy, (new, _) in zip(copies, pairs, strict=True))
+    began = time.monotonic()
+    digest = policy_digest((name, newest.dtype, bits.shape, bits) for name, bits in newest.bits.items())
+    digest_s = time.monotonic() - began
+    assert digest == newest.digest
+    num_bytes = sum(len(changes.data) for changes in packed)
+    return {
+        "changed": sum(int(np.count_nonzero(new != old)) for new, old in pairs) / sum(len(new) for new, _ in pairs),
+        "bytes": newest.num_bytes,
+        "digest_s": digest_s,
+        "gaps": {"bytes": num_bytes, "pack_s": min(pack_s), "apply_s": min(apply_s)},
+    }

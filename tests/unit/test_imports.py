@@ -23,6 +23,8 @@ BUDGETS = {
     "gspo.generation.__main__": ENGINES | TABLES | FACES | {"numpy"},
     "gspo.learner.__main__": ENGINES | TABLES | FACES | {"numpy"},
     "gspo.tracking.__main__": ENGINES | TABLES | FACES | {"numpy"},
+    # Engines load in its children alone.
+    "benchmarks.__main__": ENGINES,
 }
 
 

@@ -1,6 +1,6 @@
 """A mixture of experts through the whole system, with GSPO and no routing replay; its export in both engines.
 
-Not here: the books of a run (test_run.py), stability (`python -m benchmarks.moe.stability`).
+Not here: the books of a run (test_run.py), stability (`python -m benchmarks moe`).
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
-from benchmarks.harness.tables import middle
 from gspo_proto.rollout_pb2 import Rollout
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -33,7 +33,7 @@ def pushes(key: str, rate: float | None) -> float:
         for push in service["pushes"]
         if (push["rate"] == rate and push["version"] if rate else not push["version"])
     ]
-    return middle([push[key] for push in selected])
+    return median([push[key] for push in selected])
 
 
 def test_the_table_has_what_was_measured() -> None:
