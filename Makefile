@@ -53,7 +53,7 @@ bench: setup ## Measure speed and write docs/benchmarks.md (NAMES="engine push":
 	$(BIN)/python -m benchmarks $(NAMES)
 
 chaos: setup ## Strike a simulated run with everything that can go wrong, check it, write docs/chaos.md (SEED=0; an hour)
-	$(BIN)/python -m benchmarks.chaos --seed $(SEED)
+	$(BIN)/python -m benchmarks chaos --seed $(SEED)
 
 proto: setup ## Generate the contract's Python code
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto \

@@ -19,6 +19,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
 from benchmarks import DOCS, RESULTS
+from benchmarks.chaos.arithmetic import chaos_engines
+from benchmarks.chaos.command import chaos
 from benchmarks.engine.token_rate import ENGINE
 from benchmarks.harness.child_process import MeasurementError
 from benchmarks.harness.page import write_page
@@ -114,7 +116,8 @@ def models(kinds: Annotated[list[str] | None, typer.Argument(help="model_type; b
         PAGE.write_text(page(verdicts))
 
 
-app.command()(moe)
+for command in (moe, chaos, chaos_engines):
+    app.command()(command)
 
 if __name__ == "__main__":
     # A terminated benchmark ends its children as an interrupted one does.

@@ -1,6 +1,7 @@
-"""How each kind of strike is done, and undone.
+"""The beginning and the end of each kind of fault.
 
-It decides nothing about when or whom (schedule.py) and waits for no recovery."""
+schedule.py decides when a fault comes and for which process; target.py sees when the run has recovered.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
 
 from redis.exceptions import RedisError
 
@@ -18,104 +21,111 @@ from benchmarks.chaos.schedule import CLOCK_BACK_S, Fault
 from benchmarks.chaos.target import RunUnderTest
 
 _APPEAR_S, _PUSH_S = 60.0, 60.0
+T = TypeVar("T")
 
 
 async def strike(world: RunUnderTest, planned: Fault) -> None:
-    """Do it, and return when it is over; what it did may last."""
-    verb = planned.kind.partition(" ")[0]
-    await _HOW[verb](world, planned)
+    """Inject a fault, and return when it is over; its effects may last.
+
+    Raises:
+        TimeoutError: It found nothing to strike.
+    """
+    async with asynccontextmanager(_FAULTS[planned.verb])(world, planned):
+        await asyncio.sleep(planned.lasts_s)
 
 
-async def _kill(world: RunUnderTest, planned: Fault) -> None:
-    os.kill(await _pid(world, planned.targets[0]), signal.SIGKILL)
+async def _kill(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
+    os.kill(await _pid(world, planned), signal.SIGKILL)
+    yield
 
 
-async def _stop(world: RunUnderTest, planned: Fault) -> None:
-    pid = await _pid(world, planned.targets[0])
+async def _stop(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
+    pid = await _pid(world, planned)
     os.kill(pid, signal.SIGSTOP)
     try:
-        await asyncio.sleep(planned.lasts_s)
+        yield
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
 
-async def _flush(world: RunUnderTest, planned: Fault) -> None:
+async def _flush(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
     async with asyncio.timeout(_APPEAR_S):
         while True:
             with suppress(RedisError, OSError):
                 await world.redis.flushall()
-                return
+                break
             await asyncio.sleep(0.1)
+    yield
 
 
-async def _cut(world: RunUnderTest, planned: Fault) -> None:
+async def _cut(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
     assert world.network is not None
     world.network.cut(*planned.targets)
     try:
-        await asyncio.sleep(planned.lasts_s)
+        yield
     finally:
         world.network.join(*planned.targets)
 
 
-async def _fill(world: RunUnderTest, planned: Fault) -> None:
+async def _fill(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
     filler = world.disk / "filler"
-    deadline = time.monotonic() + planned.lasts_s
+    filling = asyncio.create_task(_keep_full(filler))
     try:
-        while time.monotonic() < deadline:
-            # Again and again: a service that removes a file of its own makes room.
-            with suppress(OSError), filler.open("ab", buffering=0) as file:
-                while True:
-                    file.write(b"\0" * min(1 << 20, max(1, shutil.disk_usage(world.disk).free)))
-            await asyncio.sleep(0.05)
+        yield
     finally:
+        filling.cancel()
         filler.unlink()
 
 
-async def _corrupt(world: RunUnderTest, planned: Fault) -> None:
-    file = world.faults / f"corrupt-{planned.targets[0]}"
-    file.touch()
-    deadline = time.monotonic() + _PUSH_S
-    while file.exists() and time.monotonic() < deadline:
+async def _keep_full(filler: Path) -> None:
+    """Fill the disk again and again: a service that removes a file of its own frees space."""
+    while True:
+        with suppress(OSError), filler.open("ab", buffering=0) as file:
+            while True:
+                file.write(b"\0" * min(1 << 20, max(1, shutil.disk_usage(filler.parent).free)))
         await asyncio.sleep(0.05)
-    if file.exists():
-        raise TimeoutError(f"no frame came to {planned.targets[0]} within {_PUSH_S:g} s")
 
 
-async def _hang(world: RunUnderTest, planned: Fault) -> None:
-    file = world.faults / "hang"
+async def _place_file(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
+    """The fault of faulty_service.py or of the reward function that lasts while its file is there."""
+    file = world.fault_file(planned)
+    file.write_text(f"{-CLOCK_BACK_S}" if planned.verb == "clock" else "")
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
+async def _corrupt(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
+    file = world.fault_file(planned)
     file.touch()
-    try:
-        await asyncio.sleep(planned.lasts_s)
-    finally:
-        file.unlink()
+    await _until(lambda: not file.exists() or None, f"no frame came to {planned.targets[0]}", _PUSH_S)
+    yield
 
 
-async def _clock(world: RunUnderTest, planned: Fault) -> None:
-    file = world.faults / f"clock-{planned.targets[0]}"
-    file.write_text(f"{-CLOCK_BACK_S}")
-    try:
-        await asyncio.sleep(planned.lasts_s)
-    finally:
-        file.unlink()
+async def _pid(world: RunUnderTest, planned: Fault) -> int:
+    name = planned.targets[0]
+    return await _until(lambda: world.pid(name), f"{name} has no process", _APPEAR_S)
 
 
-async def _pid(world: RunUnderTest, name: str) -> int:
-    deadline = time.monotonic() + _APPEAR_S
-    while (pid := world.pid(name)) is None:
+async def _until(value: Callable[[], T | None], problem: str, timeout_s: float) -> T:
+    """The first value that is not None."""
+    deadline = time.monotonic() + timeout_s
+    while (result := value()) is None:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{name} has no process")
+            raise TimeoutError(f"{problem} within {timeout_s:g} s")
         await asyncio.sleep(0.05)
-    return pid
+    return result
 
 
-_HOW: dict[str, Callable[[RunUnderTest, Fault], Awaitable[None]]] = {
+_FAULTS: dict[str, Callable[[RunUnderTest, Fault], AsyncIterator[None]]] = {
     "kill": _kill,
     "stop": _stop,
     "flush": _flush,
     "cut": _cut,
     "fill": _fill,
     "corrupt": _corrupt,
-    "hang": _hang,
-    "clock": _clock,
+    "hang": _place_file,
+    "clock": _place_file,
 }

@@ -1,9 +1,8 @@
 """A service process that takes faults from outside: `python -m benchmarks.chaos.faulty_service MODULE OPTIONS`.
 
-Faults are files in the folder that GSPO_CHAOS names, with the process's name behind a dash. `clock-NAME` holds seconds
-that are added to the time of day (never to the monotonic clock, which no administrator can set). `corrupt-NAME` flips
-one bit of the next frame of weights that comes, once. Everything else is the module as it is.
-Neighbour: strikes.py writes the files.
+Faults are files that faults.py writes to the folder of GSPO_CHAOS, with the process's name behind a dash. `clock-NAME`
+holds seconds that are added to the time of day (never to the monotonic clock, which no administrator can set).
+`corrupt-NAME` flips one bit of the next frame of weights, once. Everything else is the module as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _LOOK_EVERY_S = 0.1
 
 
 class MovedClock:
-    """The time of day, moved by what a file says."""
+    """The time of day, moved by the seconds in a file."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._true = file, time.time

@@ -1,7 +1,7 @@
 """Check a finished run against the invariants of ARCHITECTURE.md, from its step files and log alone.
 
-The version's weights are made again from the log, step by step, so every digest and every log-prob is computed anew.
-It needs no process of the run.
+The weights of each version are made again from the log, step by step, so every digest and every log-prob is computed
+anew. It needs no process of the run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer_api import configured_hyperparameters
 
-ENDINGS = ("trained", "filtered", "stale", "failed", "unused")
+SETTLEMENTS = ("trained", "filtered", "stale", "failed", "unused")
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class FinishedRun:
 
     Attributes:
         exit_code: Of `gspo run`.
-        in_redis: Fields that are left, by hash, and dead letters.
-        longest: Most entries that were seen in each stream.
-        on_their_way: Groups of which a stream still holds something.
+        in_redis: Remaining fields by hash, and dead letters.
+        longest: The largest number of entries seen in each stream.
+        on_their_way: Groups with entries in a stream.
     """
 
     run_dir: Path
@@ -50,10 +51,38 @@ class FinishedRun:
         path = self.run_dir / "log" / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    @cached_property
+    def steps(self) -> dict[int, list[Row]]:
+        """The rows of each step file."""
+        log = StepLog(self.run_dir / "log")
+        return {step: log.read(step) for step in log.steps()}
+
+    @property
+    def rows(self) -> Iterator[tuple[int, Row]]:
+        """Every row, with its step."""
+        return ((step, row) for step, rows in self.steps.items() for row in rows)
+
+    @cached_property
+    def policies(self) -> dict[int, PolicyWeights]:
+        """Every version, trained from the log by a simulated trainer of the same seed."""
+        trainer = SimulatedTrainer(self.config, Path(self.config.model.path), self.run_dir, Settings(time_scale=0))
+        policies = {0: weights_from(0, trainer.policy())}
+        for step, rows in self.steps.items():
+            trainer.train(step, rows, (), configured_hyperparameters(self.config, step))
+            policies[step] = weights_from(step, trainer.policy())
+        return policies
+
+    @cached_property
+    def groups(self) -> dict[str, int]:
+        """The summary's number of groups by settlement; empty without a summary."""
+        path = self.run_dir / "summary.json"
+        groups: dict[str, int] = json.loads(path.read_text())["groups"] if path.exists() else Counter()
+        return groups
+
 
 @dataclass(frozen=True)
 class InvariantResult:
-    """One invariant and what breaks it; nothing does where `broken` is empty. `seen` says how much was looked at."""
+    """One invariant, the amount of checked data, and everything that breaks it."""
 
     number: int
     what: str
@@ -61,148 +90,118 @@ class InvariantResult:
     broken: tuple[str, ...]
 
 
-def check(left: FinishedRun) -> list[InvariantResult]:
-    """Every invariant."""
-    steps = _read_steps(left.run_dir)
-    policies = _made_again(left, steps)
-    rows = sum(len(found) for found in steps.values())
-    parts: list[tuple[int, str, str, Callable[[], Iterator[str]]]] = [
-        (1, "no rollout is in two steps, and every issued group is settled once, with a reason",
-         f"{rows} rollouts, {_summary(left)['groups']['issued']} groups", lambda: _settled_once(left, steps)),
-        (2, "no counted token older than max_lag", f"{rows} rollouts", lambda: _young_enough(left, steps)),
-        (3, "each log-prob is that of the weights of its version", f"{_num_tokens(steps)} tokens",
-         lambda: _of_their_weights(steps, policies)),
-        (4, "learner and generators agree on the digest of a version", f"{len(policies)} versions",
-         lambda: _same_digests(left, policies)),
-        (5, "a failed score is never a number", f"{_num_failed(steps)} failed scores", lambda: _no_number(steps)),
-        (6, "the run ends, Redis is empty, no stream exceeds the slots",
-         f"{len(steps)} steps", lambda: _complete(left, steps)),
-        (7, "a replay of the log gives the recorded digests", f"{len(policies)} versions",
-         lambda: _recorded_digests(left, policies)),
-    ]  # fmt: skip
-    return [InvariantResult(number, what, seen, tuple(look())) for number, what, seen, look in parts]
+def check(run: FinishedRun) -> list[InvariantResult]:
+    """Check every invariant."""
+    counts = {
+        "rollouts": sum(map(len, run.steps.values())),
+        "groups": run.groups["issued"],
+        "tokens": sum(len(row.token_ids) for _, row in run.rows),
+        "versions": len(run.policies),
+        "failed scores": sum(row.failure is not None for _, row in run.rows),
+        "steps": len(run.steps),
+    }
+    return [
+        InvariantResult(number, what, ", ".join(f"{counts[unit]} {unit}" for unit in units), tuple(breaks(run)))
+        for number, (what, units, breaks) in enumerate(_INVARIANTS, 1)
+    ]
 
 
-def _read_steps(run_dir: Path) -> dict[int, list[Row]]:
-    log = StepLog(run_dir / "log")
-    return {step: log.read(step) for step in log.steps()}
-
-
-def _summary(left: FinishedRun) -> dict[str, Any]:
-    path = left.run_dir / "summary.json"
-    summary: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"groups": Counter()}
-    return summary
-
-
-def _made_again(left: FinishedRun, steps: dict[int, list[Row]]) -> dict[int, PolicyWeights]:
-    """Every version, trained from the log by a stand-in of the same seed."""
-    maker = SimulatedTrainer(left.config, Path(left.config.model.path), left.run_dir, Settings(time_scale=0))
-    policies = {0: weights_from(0, maker.policy())}
-    for step, rows in steps.items():
-        maker.train(step, rows, (), configured_hyperparameters(left.config, step))
-        policies[step] = weights_from(step, maker.policy())
-    return policies
-
-
-def _settled_once(left: FinishedRun, steps: dict[int, list[Row]]) -> Iterator[str]:
-    rollouts = Counter((row.group, row.number) for rows in steps.values() for row in rows)
-    yield from (f"rollout {one} is in the log {times} times" for one, times in rollouts.items() if times > 1)
-    endings = Counter(group for rows in steps.values() for group in {row.group for row in rows})
-    otherwise = left.lines("settled.jsonl")
-    endings.update(line["group"] for line in otherwise)
-    yield from (f"group {group} is settled {times} times" for group, times in endings.items() if times > 1)
+def _settled_once(run: FinishedRun) -> Iterator[str]:
+    rollouts = Counter((row.group, row.number) for _, row in run.rows)
+    yield from (f"rollout {name} is in the log {times} times" for name, times in rollouts.items() if times > 1)
+    settled = Counter(group for rows in run.steps.values() for group in {row.group for row in rows})
+    otherwise = run.lines("settled.jsonl")
+    settled.update(line["group"] for line in otherwise)
+    yield from (f"group {group} is settled {times} times" for group, times in settled.items() if times > 1)
     yield from (
         f"group {line['group']} is {line['settlement']} for no reason" for line in otherwise if not line["reason"]
     )
-    issued = set(range(max(endings, default=-1) + 1))
-    if missing := issued - set(endings):
+    if missing := set(range(max(settled, default=-1) + 1)) - set(settled):
         yield f"groups {sorted(missing)[:10]} were issued and never settled"
-    told = _summary(left)["groups"]
-    if told["issued"] != len(endings) or sum(told[name] for name in ENDINGS) != told["issued"]:
-        yield f"the summary counts {dict(told)}, the log {len(endings)} groups"
+    if not run.groups["issued"] == len(settled) == sum(run.groups[name] for name in SETTLEMENTS):
+        yield f"the summary counts {dict(run.groups)}, the log {len(settled)} groups"
 
 
-def _young_enough(left: FinishedRun, steps: dict[int, list[Row]]) -> Iterator[str]:
-    for step, rows in steps.items():
-        for row in rows:
-            if row.skipped is None and row.mask.any():
-                age = step - 1 - int(row.version[row.mask].min())
-                if age > left.config.staleness.max_lag:
-                    yield f"step {step}: rollout {row.group}-{row.number} is {age} versions old"
+def _young_enough(run: FinishedRun) -> Iterator[str]:
+    for step, row in run.rows:
+        if row.skipped is None and row.mask.any():
+            age = step - 1 - int(row.version[row.mask].min())
+            if age > run.config.staleness.max_lag:
+                yield f"step {step}: rollout {row.group}-{row.number} is {age} versions old"
 
 
-def _of_their_weights(steps: dict[int, list[Row]], policies: dict[int, PolicyWeights]) -> Iterator[str]:
-    keys = {version: key_of_bits(policy.bits[min(policy.bits)]) for version, policy in policies.items()}
-    for step, rows in steps.items():
-        for row in rows:
-            first = len(row.prompt_token_ids)
-            for version in set(row.version.tolist()):
-                expected_T = log_probs(row.token_ids.tolist(), first, keys.get(version, -1))
-                if not np.array_equal(expected_T[row.version == version], row.logp[row.version == version]):
-                    yield f"step {step}: rollout {row.group}-{row.number}: log-probs not of version {version}"
+def _of_their_weights(run: FinishedRun) -> Iterator[str]:
+    keys = {version: key_of_bits(policy.bits[min(policy.bits)]) for version, policy in run.policies.items()}
+    for step, row in run.rows:
+        for version in set(row.version.tolist()):
+            expected_T = log_probs(row.token_ids.tolist(), len(row.prompt_token_ids), keys.get(version, -1))
+            if not np.array_equal(expected_T[row.version == version], row.logp[row.version == version]):
+                yield f"step {step}: rollout {row.group}-{row.number}: log-probs not of version {version}"
 
 
-def _same_digests(left: FinishedRun, policies: dict[int, PolicyWeights]) -> Iterator[str]:
+def _same_digests(run: FinishedRun) -> Iterator[str]:
     loaded = 0
-    for path in (left.run_dir / "services").glob("generation-*.log"):
+    for path in (run.run_dir / "services").glob("generation-*.log"):
         for line in path.read_text(errors="replace").splitlines():
             if '"version_loaded"' not in line:
                 continue
             try:
-                told = json.loads(line)
+                event = json.loads(line)
             except json.JSONDecodeError:
                 continue  # the disk was full in the middle of it
             loaded += 1
-            made = policies.get(told["version"])
-            if made is None or not made.digest.startswith(told["digest"]):
-                yield f"{path.name} served version {told['version']} with digest {told['digest']}"
+            policy = run.policies.get(event["version"])
+            if policy is None or not policy.digest.startswith(event["digest"]):
+                yield f"{path.name} served version {event['version']} with digest {event['digest']}"
     if not loaded:
         yield "no generator loaded anything"
 
 
-def _no_number(steps: dict[int, list[Row]]) -> Iterator[str]:
-    for step, rows in steps.items():
-        for row in rows:
-            if (row.failure is not None) and (row.reward is not None or row.skipped is None):
-                yield f"step {step}: rollout {row.group}-{row.number} failed and counts"
+def _no_number(run: FinishedRun) -> Iterator[str]:
+    for step, row in run.rows:
+        if row.failure is not None and (row.reward is not None or row.skipped is None):
+            yield f"step {step}: rollout {row.group}-{row.number} failed and counts"
 
 
-def _complete(left: FinishedRun, steps: dict[int, list[Row]]) -> Iterator[str]:
-    if left.exit_code:
-        yield f"`gspo run` ended with exit code {left.exit_code}"
-    if sorted(steps) != list(range(1, len(steps) + 1)):
+def _complete(run: FinishedRun) -> Iterator[str]:
+    steps = sorted(run.steps)
+    if run.exit_code:
+        yield f"`gspo run` ended with exit code {run.exit_code}"
+    if steps != list(range(1, len(steps) + 1)):
         yield f"the steps in the log are not 1 to {len(steps)}"
-    recorded = [line["step"] for line in left.lines("metrics.jsonl")]
-    if recorded != sorted(steps):
+    if (recorded := [line["step"] for line in run.lines("metrics.jsonl")]) != steps:
         yield f"{len(recorded)} steps have figures, {len(steps)} are in the log"
-    yield from (
-        f"{left.in_redis[name]} left in {name}" for name in left.in_redis if name != "dead" and left.in_redis[name]
-    )
-    settled = {line["group"] for line in left.lines("settled.jsonl")} | {
-        row.group for rows in steps.values() for row in rows
-    }
-    if lost := left.on_their_way - settled:
-        yield f"groups {sorted(lost)[:10]} are still on their way, and nobody settled them"
-    groups = left.config.num_slots * left.config.staleness.max_attempts
-    bounds = {"prompts": groups}
-    bounds |= dict.fromkeys(("rollouts", "scored"), groups * left.config.algorithm.num_return_sequences_in_group)
-    for name, bound in bounds.items():
-        if left.longest.get(name, 0) > bound:
-            yield f"{name} had {left.longest[name]} entries, and the slots allow {bound}"
+    yield from (f"{count} left in {name}" for name, count in run.in_redis.items() if name != "dead" and count)
+    settled = {line["group"] for line in run.lines("settled.jsonl")} | {row.group for _, row in run.rows}
+    if lost := run.on_their_way - settled:
+        yield f"groups {sorted(lost)[:10]} are still in a stream, and no service settled them"
+    groups = run.config.num_slots * run.config.staleness.max_attempts
+    rollouts = groups * run.config.algorithm.num_return_sequences_in_group
+    for name, bound in {"prompts": groups, "rollouts": rollouts, "scored": rollouts}.items():
+        if run.longest.get(name, 0) > bound:
+            yield f"{name} had {run.longest[name]} entries, and the slots allow {bound}"
 
 
-def _recorded_digests(left: FinishedRun, policies: dict[int, PolicyWeights]) -> Iterator[str]:
+def _recorded_digests(run: FinishedRun) -> Iterator[str]:
     recorded: dict[int, set[str]] = {}
-    for line in left.lines("policy.jsonl"):
+    for line in run.lines("policy.jsonl"):
         recorded.setdefault(line["version"], set()).add(line["digest"])
-    for version, policy in policies.items():
+    for version, policy in run.policies.items():
         if recorded.get(version) != {policy.digest}:
             yield f"version {version} is recorded as {recorded.get(version)}, and the log makes {policy.digest}"
 
 
-def _num_tokens(steps: dict[int, list[Row]]) -> int:
-    return sum(len(row.token_ids) for rows in steps.values() for row in rows)
-
-
-def _num_failed(steps: dict[int, list[Row]]) -> int:
-    return sum(row.failure is not None for rows in steps.values() for row in rows)
+# Each with the kinds of data that it is checked on.
+_INVARIANTS: tuple[tuple[str, tuple[str, ...], Callable[[FinishedRun], Iterator[str]]], ...] = (
+    (
+        "no rollout is in two steps, and every issued group is settled once, with a reason",
+        ("rollouts", "groups"),
+        _settled_once,
+    ),
+    ("no counted token older than max_lag", ("rollouts",), _young_enough),
+    ("each log-prob is that of the weights of its version", ("tokens",), _of_their_weights),
+    ("learner and generators agree on the digest of a version", ("versions",), _same_digests),
+    ("a failed score is never a number", ("failed scores",), _no_number),
+    ("the run ends, Redis is empty, no stream exceeds the slots", ("steps",), _complete),
+    ("a replay of the log gives the recorded digests", ("versions",), _recorded_digests),
+)

@@ -1,6 +1,6 @@
 """A network namespace for each process, on one bridge with Redis; a cut between two of them is silence both ways.
 
-Nothing is refused and nothing closed while a cut lasts, as with a pulled cable. Needs root. Neighbour: world.py.
+Nothing is refused and nothing closed while a cut lasts, as with a pulled cable. It needs root.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class Network:
     @contextmanager
     def up(self) -> Iterator[None]:
         """Make it, and remove it afterwards."""
-        with ExitStack() as made:
+        with ExitStack() as opened:
             # The bridge has a namespace too: a firewall outside, such as Docker's, would drop what it carries.
             _ip(f"netns add {self._hub}")
-            made.callback(_ip, f"netns del {self._hub}")
+            opened.callback(_ip, f"netns del {self._hub}")
             _ip(f"-n {self._hub} link add {_BRIDGE} type bridge")
             _ip(f"-n {self._hub} link set {_BRIDGE} up")
             _ip(f"link add {self._outside_device} type veth peer name out netns {self._hub}")
-            made.callback(_ip, f"link del {self._outside_device}")
+            opened.callback(_ip, f"link del {self._outside_device}")
             _ip(f"addr add {self.outside}/24 dev {self._outside_device}")
             _ip(f"link set {self._outside_device} up")
             _ip(f"-n {self._hub} link set out master {_BRIDGE} up")
             for number, name in enumerate(self._names):
                 space = self._space(name)
                 _ip(f"netns add {space}")
-                made.callback(_ip, f"netns del {space}")
+                opened.callback(_ip, f"netns del {space}")
                 _ip(f"-n {space} link set lo up")
                 _ip(f"-n {self._hub} link add p{number} type veth peer name {_DEVICE} netns {space}")
                 _ip(f"-n {self._hub} link set p{number} master {_BRIDGE} up")
@@ -58,15 +58,15 @@ class Network:
                 _ip(f"-n {space} link set {_DEVICE} up")
             yield
 
-    def cut(self, one: str, other: str) -> None:
+    def cut(self, first: str, second: str) -> None:
         """Part two processes: packets between them are lost."""
-        for name, peer in ((one, other), (other, one)):
+        for name, peer in ((first, second), (second, first)):
             where, device = self._place(name)
             _ip(f"{where} neigh replace {self.address(peer)} lladdr {_NOBODY} dev {device} nud permanent")
 
-    def join(self, one: str, other: str) -> None:
+    def join(self, first: str, second: str) -> None:
         """Undo a cut."""
-        for name, peer in ((one, other), (other, one)):
+        for name, peer in ((first, second), (second, first)):
             where, device = self._place(name)
             with suppress(RuntimeError):
                 _ip(f"{where} neigh del {self.address(peer)} dev {device}")
@@ -78,7 +78,16 @@ class Network:
         return f"gspo-chaos-{self._own}-{name}"
 
 
-def _ip(words: str) -> None:
-    done = subprocess.run(["ip", *words.split()], capture_output=True, text=True, check=False)
+def call(*words: str) -> None:
+    """Run a command.
+
+    Raises:
+        RuntimeError: It failed; with its last words.
+    """
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"ip {words}: {done.stderr.strip()}")
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def _ip(words: str) -> None:
+    call("ip", *words.split())

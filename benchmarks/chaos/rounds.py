@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.chaos.faults import strike
-from benchmarks.chaos.invariants import FinishedRun, InvariantResult, check
+from benchmarks.chaos.invariants import InvariantResult, check
 from benchmarks.chaos.schedule import Fault
 from benchmarks.chaos.target import RunUnderTest
 
@@ -23,12 +22,12 @@ _MARGIN_S = 40.0
 
 @dataclass(frozen=True)
 class FaultOutcome:
-    """One strike as it went.
+    """The course of one fault.
 
     Attributes:
-        at_s: Since the run was well first.
-        recovered_s: From the strike's beginning until the run was well again; None where it was not in time.
-        amiss: What was not well then.
+        at_s: Its time since the start of the run was complete.
+        recovered_s: From its beginning until the run had recovered; None if that took too long.
+        problem: The reason then.
     """
 
     kind: str
@@ -36,8 +35,12 @@ class FaultOutcome:
     at_s: float
     lasts_s: float
     recovered_s: float | None
-    amiss: str
+    problem: str
     step: int
+
+    def __str__(self) -> str:
+        recovery = f"NOT RECOVERED: {self.problem}" if self.problem else f"recovered after {self.recovered_s:.1f} s"
+        return f"{self.at_s:6.1f} s  {self.kind} {' '.join(self.targets)}: {recovery}"
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Round:
 
     seed: int
     number: int
-    struck: list[FaultOutcome]
+    faults: list[FaultOutcome]
     findings: list[InvariantResult]
     steps: int
     groups: dict[str, int]
@@ -57,11 +60,11 @@ class Round:
     @property
     def broken(self) -> list[str]:
         """Everything that went wrong."""
-        late = [f"{one.kind} {' '.join(one.targets)}: not well again: {one.amiss}" for one in self.struck if one.amiss]
-        return late + [f"invariant {found.number}: {text}" for found in self.findings for text in found.broken]
+        breaks = [f"invariant {result.number}: {text}" for result in self.findings for text in result.broken]
+        return [str(fault) for fault in self.faults if fault.problem] + breaks
 
     def to_json(self) -> str:
-        """For a file."""
+        """The content of its file."""
         return json.dumps(asdict(self), indent=1)
 
 
@@ -70,15 +73,15 @@ class RoundPlan:
     """The plan of a round.
 
     Attributes:
-        lasts_s: Seconds of training in the run; strikes for which no time is left are not played.
+        lasts_s: Seconds of training in the run; it leaves out faults that no longer fit.
         keep: Folder for the logs of a round in which something broke.
-        say: Called with a line for each strike.
+        say: Called with a line for each fault.
     """
 
     folder: Path
     seed: int
     number: int
-    strikes: Sequence[Fault]
+    faults: Sequence[Fault]
     with_network: bool
     lasts_s: float
     keep: Path
@@ -86,7 +89,7 @@ class RoundPlan:
 
 
 async def run_round(plan: RoundPlan) -> Round:
-    """Run it, strike, let it end, check."""
+    """Start a run, inject the faults, let it end, check."""
     async with RunUnderTest(plan.folder, plan.seed, with_network=plan.with_network, lasts_s=plan.lasts_s) as world:
         is_sound = False
         try:
@@ -102,53 +105,40 @@ async def run_round(plan: RoundPlan) -> Round:
 
 async def _play(world: RunUnderTest, plan: RoundPlan) -> Round:
     began = time.monotonic()
-    if amiss := await world.wait_until_well(0, _START_S):
-        raise RuntimeError(f"the run did not start: {amiss}. Its words: {_last_words(plan.folder)}")
-    well_at = time.monotonic()
-    struck = []
-    for one in plan.strikes:
-        if time.monotonic() - well_at + one.lasts_s + _MARGIN_S > plan.lasts_s:
+    if problem := await world.wait_until_well(0, _START_S):
+        output = (plan.folder / "run.log").read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"the run did not start: {problem}. The end of its output: {output}")
+    started = time.monotonic()
+    outcomes: list[FaultOutcome] = []
+    for fault in plan.faults:
+        if time.monotonic() - started + fault.lasts_s + _MARGIN_S > plan.lasts_s:
             continue
-        await asyncio.sleep(one.pause_s)
-        struck.append(await _strike(world, one, well_at))
-        plan.say(_line(struck[-1]))
-        if struck[-1].recovered_s is None:
+        await asyncio.sleep(fault.pause_s)
+        outcomes.append(await _outcome(world, fault, started))
+        plan.say(str(outcomes[-1]))
+        if outcomes[-1].problem:
             break
-    exit_code = await world.finish()
-    waiting = frozenset(await world.groups_in_streams())
-    left = FinishedRun(
-        world.run_dir, world.config, exit_code, await world.left_in_redis(), dict(world.longest), waiting
-    )
-    summary: Any = json.loads((world.run_dir / "summary.json").read_text())
+    run = await world.finish()
     return Round(
-        plan.seed,
-        plan.number,
-        struck,
-        check(left),
-        world.step,
-        summary["groups"],
-        left.longest,
-        left.in_redis["dead"],
-        time.monotonic() - began,
+        seed=plan.seed,
+        number=plan.number,
+        faults=outcomes,
+        findings=check(run),
+        steps=world.step,
+        groups=run.groups,
+        longest=run.longest,
+        dead_letters=run.in_redis["dead"],
+        wall_s=time.monotonic() - began,
     )
 
 
-async def _strike(world: RunUnderTest, planned: Fault, well_at: float) -> FaultOutcome:
+async def _outcome(world: RunUnderTest, fault: Fault, started: float) -> FaultOutcome:
     began = time.monotonic()
     try:
-        await strike(world, planned)
+        await strike(world, fault)
         step = world.step
-        amiss = await world.wait_until_well(step, _RECOVERY_S)
+        problem = await world.wait_until_well(step, _RECOVERY_S)
     except TimeoutError as error:
-        step, amiss = world.step, str(error)
-    recovered_s = None if amiss else time.monotonic() - began
-    return FaultOutcome(planned.kind, planned.targets, began - well_at, planned.lasts_s, recovered_s, amiss, step)
-
-
-def _line(struck: FaultOutcome) -> str:
-    told = f"well after {struck.recovered_s:.1f} s" if struck.recovered_s is not None else f"NOT WELL: {struck.amiss}"
-    return f"{struck.at_s:6.1f} s  {struck.kind} {' '.join(struck.targets)}: {told}"
-
-
-def _last_words(folder: Path) -> str:
-    return (folder / "run.log").read_text(errors="replace")[-2000:]
+        step, problem = world.step, str(error)
+    recovered_s = None if problem else time.monotonic() - began
+    return FaultOutcome(fault.kind, fault.targets, began - started, fault.lasts_s, recovered_s, problem, step)

@@ -1,16 +1,14 @@
-"""The run under attack: its Redis, its processes in their namespaces, its small disk, and whether it is well.
+"""The run under test: its Redis, its processes in their namespaces, its small disk, and whether it is well.
 
-It strikes nothing and checks no invariant.
+It injects no fault and checks no invariant.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from asyncio.subprocess import Process
@@ -24,27 +22,27 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from benchmarks.chaos.faulty_service import VARIABLE
-from benchmarks.chaos.network import Network
-from benchmarks.chaos.schedule import PROCESSES
+from benchmarks.chaos.invariants import FinishedRun
+from benchmarks.chaos.network import Network, call
+from benchmarks.chaos.schedule import GENERATORS, SERVICES, Fault
 from benchmarks.simulated.settings import Settings
 from gspo.cli.processes.redis_server import free_port, redis_command, write_password
 from gspo.cli.processes.supervisor import ProcessSupervisor, Program
 from gspo.common.config.loading import read_config
-from gspo.common.config.schema import Config
 from gspo.common.streams.entries import entry_kinds, read_entry
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys, consumer_groups
 from tests.support.tiny_model import make_tiny_model
 
-NAME, SERVICES = "chaos", tuple(name for kind, names in PROCESSES.items() if kind != "redis" for name in names)
+NAME = "chaos"
 GROUPS, SIZE, MAX_LAG, MAX_ATTEMPTS = 6, 4, 1, 5
 _SECRET = "a-secret-of-the-chaos"  # noqa: S105 - of a Redis that lives for minutes
-# A run is asked to stop long before this.
+# A signal stops the run long before this.
 _ENDLESS = 1_000_000
 _STEPS_AFTERWARDS = 3
 _DISK_MB = 256
 _START_S, _END_S = 150.0, 120.0
-# Steps after a strike until the run counts as well again: the first may have been under way.
+# Steps after a fault until the run counts as well again: the first may have been in flight.
 _STEPS_UNTIL_WELL = 2
 SIMULATED = Settings(
     decode_s=0.01, decode_s_per_request=1e-4, length_median=16, length_sigma=0.6, train_s=0.15, load_s=0.02
@@ -85,8 +83,8 @@ class RunUnderTest:
             folder.mkdir(parents=True, exist_ok=True)
         if self.network:
             self._resources.enter_context(self.network.up())
-            _call("mount", "-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", str(self.disk))
-            self._resources.callback(_call, "umount", "-l", str(self.disk))
+            call("mount", "-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", str(self.disk))
+            self._resources.callback(call, "umount", "-l", str(self.disk))
         await self._start_redis()
         self._write_config(
             {"total_steps": _ENDLESS} if self._lasts_s is None else {"total_hours": self._lasts_s / 3600}
@@ -99,19 +97,18 @@ class RunUnderTest:
         await self._resources.aclose()
 
     @property
-    def config(self) -> Config:
-        """Of the run as it is now."""
-        return read_config(self.folder / "config.yaml")
-
-    @property
     def step(self) -> int:
         """Steps recorded so far."""
         with suppress(FileNotFoundError):
             return (self.run_dir / "log" / "metrics.jsonl").read_bytes().count(b"\n")
         return 0
 
+    def fault_file(self, fault: Fault) -> Path:
+        """The file that makes a service of faulty_service.py, or the reward function, have a fault."""
+        return self.faults / "-".join((fault.verb, *fault.targets))
+
     def pid(self, name: str) -> int | None:
-        """Of the living process of this name; a torn-down namespace leaves none."""
+        """The process of this name that runs; None while there is none."""
         if name == "redis":
             return self._supervisor.children["redis"].pid
         for process in psutil.process_iter(["cmdline"]):
@@ -123,18 +120,36 @@ class RunUnderTest:
         return None
 
     async def wait_until_well(self, since_step: int, timeout_s: float) -> str:
-        """Empty once everyone is there, every generator has the newest weights and steps go on; else what is amiss."""
+        """Empty once every process runs, every generator has the newest weights and steps follow; else the problem."""
         deadline = time.monotonic() + timeout_s
-        while amiss := await self._amiss(since_step):
+        while problem := await self._problem(since_step):
             if self._cli is not None and self._cli.returncode is not None:
                 return f"`gspo run` ended with exit code {self._cli.returncode}"
             if time.monotonic() > deadline:
-                return amiss
+                return problem
             await asyncio.sleep(0.2)
         return ""
 
-    async def finish(self) -> int:
-        """Wait until the run ends by itself, or have it end; its exit code."""
+    async def finish(self) -> FinishedRun:
+        """Wait until the run ends by itself, or end it; its remains."""
+        exit_code = await self._end()
+        in_redis = {
+            "open": await self.redis.hlen(self.keys.open),
+            "partial": await self.redis.hlen(self.keys.partial),
+            "dead": await self.redis.xlen(self.keys.dead),
+        }
+        on_their_way = set()
+        for stream, kind in entry_kinds(self.keys).items():
+            for _, fields in await self.redis.xrange(stream):
+                message = read_entry(kind, fields[b"d"])
+                if hasattr(message, "failure"):
+                    is_rollout = message.WhichOneof("what") == "rollout"
+                    message = message.rollout.rollout if is_rollout else message.failure
+                on_their_way.add(int(message.group))
+        config = read_config(self.folder / "config.yaml")
+        return FinishedRun(self.run_dir, config, exit_code, in_redis, dict(self.longest), frozenset(on_their_way))
+
+    async def _end(self) -> int:
         assert self._cli is not None
         if self._lasts_s is not None:
             return await asyncio.wait_for(self._cli.wait(), self._lasts_s + _END_S)
@@ -146,43 +161,20 @@ class RunUnderTest:
         # The first was stopped by the user, which has a code of its own.
         return ended or (0 if stopped in (0, 130) else stopped)
 
-    async def left_in_redis(self) -> dict[str, int]:
-        """Fields of the hashes and dead letters, after the end."""
-        return {
-            "open": await self.redis.hlen(self.keys.open),
-            "partial": await self.redis.hlen(self.keys.partial),
-            "dead": await self.redis.xlen(self.keys.dead),
-        }
-
-    async def groups_in_streams(self) -> set[int]:
-        """Groups of which something is still on its way: what nobody waited for at the end."""
-        found = set()
-        for stream, kind in entry_kinds(self.keys).items():
-            for _, fields in await self.redis.xrange(stream):
-                message = read_entry(kind, fields[b"d"])
-                if hasattr(message, "failure"):
-                    is_rollout = message.WhichOneof("what") == "rollout"
-                    message = message.rollout.rollout if is_rollout else message.failure
-                found.add(int(message.group))
-        return found
-
-    async def _amiss(self, since_step: int) -> str:
+    async def _problem(self, since_step: int) -> str:
         if self.step < since_step + _STEPS_UNTIL_WELL:
             return f"{self.step - since_step} steps since"
         try:
-            there = {instance.name: instance for instance in await list_instances(self.redis, self.keys)}
+            instances = {instance.name: instance for instance in await list_instances(self.redis, self.keys)}
         except (RedisError, OSError) as error:
             return f"Redis: {error}"
         for name in SERVICES:
-            pid = self.pid(name)
-            is_open = name in there and (there[name].grpc or name.startswith("coordinator"))
-            if not is_open or there[name].pid != pid:
-                return f"{name} is not there"
-        known = there["learner-0"].facts["generators"]
-        behind = [one["name"] for one in known if one["state"] == "out" or one["num_failures"]]
-        if len(known) < len(PROCESSES["generation"]) or behind:
-            return f"generators: {behind or known}"
-        return ""
+            is_open = name in instances and (instances[name].grpc or name.startswith("coordinator"))
+            if not is_open or instances[name].pid != self.pid(name):
+                return f"{name} does not run"
+        known = instances["learner-0"].facts["generators"]
+        behind = [replica["name"] for replica in known if replica["state"] == "out" or replica["num_failures"]]
+        return f"generators: {behind or known}" if len(known) < len(GENERATORS) or behind else ""
 
     async def _start_redis(self) -> None:
         port, address = free_port(), self.network.outside if self.network else "127.0.0.1"
@@ -200,38 +192,31 @@ class RunUnderTest:
         self._watching = asyncio.create_task(self._watch_streams())
         self._resources.callback(self._watching.cancel)
         async with asyncio.timeout(20):
-            while not await self._answers():
+            while True:
+                with suppress(RedisError, OSError):
+                    await self.redis.ping()
+                    return
                 await asyncio.sleep(0.05)
 
-    async def _answers(self) -> bool:
-        with suppress(RedisError, OSError):
-            return bool(await self.redis.ping())
-        return False
-
     async def _watch_streams(self) -> None:
-        """Remember how long each stream was at most."""
+        """Remember the largest length of each stream."""
+        names = [stream.rpartition(":")[2] for stream in consumer_groups(self.keys)]
         while True:
             with suppress(RedisError, OSError):
-                for name in _streams(self.keys):
+                for name in names:
                     self.longest[name] = max(self.longest[name], await self.redis.xlen(self.keys.stream(name)))
             await asyncio.sleep(0.5)
 
     async def _start_run(self, *options: str) -> None:
-        words = [
-            sys.executable,
-            "-m",
-            "benchmarks.chaos.launcher",
-            str(self.folder / "config.yaml"),
-            "--plain",
-            *options,
-        ]
-        addresses = {name: self.network.address(name) for name in SERVICES} if self.network else {}
-        namespaces = {name: self.network.inside(name, ()) for name in SERVICES} if self.network else {}
+        config = str(self.folder / "config.yaml")
+        words = [sys.executable, "-m", "benchmarks.chaos.launcher", config, "--plain", *options]
+        network = self.network
+        places = {name: (network.address(name), network.inside(name, ())) for name in SERVICES} if network else {}
         environment = {
             **os.environ,
             **SIMULATED.to_environment(),
             VARIABLE: str(self.faults),
-            "GSPO_CHAOS_PLACES": json.dumps({name: [addresses[name], namespaces[name]] for name in addresses}),
+            "GSPO_CHAOS_PLACES": json.dumps(places),
             "OMP_NUM_THREADS": "1",
         }
         with (self.folder / "run.log").open("ab") as log:
@@ -241,7 +226,7 @@ class RunUnderTest:
 
     async def _end_by_force(self) -> None:
         if self._cli is not None and self._cli.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 self._cli.kill()  # its guard ends the services
             await self._cli.wait()
             await asyncio.sleep(1.0)
@@ -290,13 +275,3 @@ class RunUnderTest:
             },
         }
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config))
-
-
-def _streams(keys: Keys) -> list[str]:
-    return [stream.rpartition(":")[2] for stream in consumer_groups(keys)]
-
-
-def _call(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")

@@ -2,8 +2,7 @@
 
 The weights start at random and learn the words of Python's own library for a while. Then each learning rate continues
 from there with a fresh AdamW in float32 and policy gradients. A gradient is that of the log-prob of each text times an
-advantage drawn from a standard normal, like rewards that a policy cannot predict. The files are bfloat16, as a generator
-serves them.
+advantage drawn from a standard normal, like rewards that a policy cannot predict. The files are bfloat16, as served.
 """
 
 from __future__ import annotations

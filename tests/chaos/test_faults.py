@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.faults import strike
-from benchmarks.chaos.invariants import FinishedRun, InvariantResult, check
+from benchmarks.chaos.invariants import check
 from benchmarks.chaos.schedule import Fault
 from benchmarks.chaos.target import GROUPS, MAX_LAG, SIZE, RunUnderTest
 
@@ -44,20 +44,10 @@ async def _play(folder: Path) -> dict[str, int]:
         for planned in STRIKES:
             await strike(world, planned)
             assert await world.wait_until_well(world.step, WELL_S) == "", planned
-        exit_code = await world.finish()
-        waiting = frozenset(await world.groups_in_streams())
-        left = FinishedRun(
-            world.run_dir, world.config, exit_code, await world.left_in_redis(), dict(world.longest), waiting
-        )
-        # Here, for the run directory goes with its disk.
-        return while_stopped | {f"broken {found.number}": len(found.broken) for found in _findings(left)}
-
-
-def _findings(left: FinishedRun) -> list[InvariantResult]:
-    found = check(left)
-    for one in found:
-        assert one.broken == (), f"invariant {one.number} ({one.what}): {one.broken[:5]}"
-    return found
+        findings = check(await world.finish())  # before the run directory goes with its disk
+        for result in findings:
+            assert result.broken == (), f"invariant {result.number} ({result.what}): {result.broken[:5]}"
+        return while_stopped | {f"broken {result.number}": len(result.broken) for result in findings}
 
 
 async def _without_a_learner(world: RunUnderTest) -> dict[str, int]:

@@ -34,7 +34,7 @@ def test_a_seed_repeats_a_schedule_and_another_does_not() -> None:
 
 
 def test_a_round_strikes_once_with_each_kind_and_every_process_is_killed_and_stopped() -> None:
-    planned = [one.kind for one in round_of(0, 0, kinds())]
+    planned = [fault.kind for fault in round_of(0, 0, kinds())]
     assert sorted(planned) == sorted(kinds())
     assert {f"{verb} {process}" for verb in ("kill", "stop") for process in PROCESSES} <= set(planned)
     assert not {"cut network", "fill disk"} & set(kinds(cuts=False, disks=False))
@@ -87,18 +87,18 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def broken(left: FinishedRun) -> set[int]:
-    return {found.number for found in check(left) if found.broken}
+def broken(run: FinishedRun) -> set[int]:
+    return {result.number for result in check(run) if result.broken}
 
 
 def test_a_sound_log_breaks_nothing(sound: FinishedRun) -> None:
-    found = check(sound)
-    assert [one.number for one in found] == [1, 2, 3, 4, 5, 6, 7]
-    assert [one.broken for one in found] == [()] * 7
+    results = check(sound)
+    assert [result.number for result in results] == [1, 2, 3, 4, 5, 6, 7]
+    assert [result.broken for result in results] == [()] * 7
 
 
-def _change_last_step(left: FinishedRun, change: Callable[[Row], Row]) -> None:
-    log = StepLog(left.run_dir / "log")
+def _change_last_step(run: FinishedRun, change: Callable[[Row], Row]) -> None:
+    log = StepLog(run.run_dir / "log")
     first, *others = log.read(STEPS)
     log.path(STEPS).unlink()
     log.write(STEPS, [change(first), *others])
@@ -129,7 +129,7 @@ def test_a_group_that_never_ended_is_seen(sound: FinishedRun) -> None:
 def test_a_group_that_ended_twice_or_for_no_reason_is_seen(sound: FinishedRun) -> None:
     settled = _read(sound.run_dir / "log/settled.jsonl")
     _write(sound.run_dir / "log/settled.jsonl", [*settled, {"group": 0, "settlement": "failed", "reason": ""}])
-    (finding,) = [found for found in check(sound) if found.broken]
+    (finding,) = [result for result in check(sound) if result.broken]
     assert finding.broken == ("group 0 is settled 2 times", "group 0 is failed for no reason")
 
 
@@ -143,7 +143,7 @@ def test_other_digests_are_seen(sound: FinishedRun) -> None:
 
 
 @pytest.mark.parametrize(
-    "left",
+    "change",
     [
         {"exit_code": 1},
         {"in_redis": {"open": 1}},
@@ -152,5 +152,5 @@ def test_other_digests_are_seen(sound: FinishedRun) -> None:
         {"longest": {"scored": 100_000}},
     ],
 )
-def test_an_end_that_is_none_is_seen(sound: FinishedRun, left: dict[str, Any]) -> None:
-    assert broken(replace(sound, **left)) == {6}
+def test_an_end_that_is_none_is_seen(sound: FinishedRun, change: dict[str, Any]) -> None:
+    assert broken(replace(sound, **change)) == {6}
