@@ -22,12 +22,12 @@ from gspo.common.errors import InputError, nearest, warn
 from gspo.common.network.credentials import redis_arguments
 from gspo.common.streams.entries import task_json
 from gspo.reward.functions.arguments import arguments_for, check_columns
+from gspo.reward.functions.configured import open_library
 from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function
 from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.sandbox.calls import CallError, values_of
-from gspo.reward.sandbox.values import NO_VALUE, NOT_A_NUMBER, NOT_FINITE, Failure, Value, read_value
-from gspo.reward.scoring.scorer import open_scorer
+from gspo.reward.sandbox.values import NO_VALUE, NOT_A_NUMBER, NOT_FINITE, Failure, read_value
 from gspo.reward.submissions.callers import read_tokens
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 
@@ -35,9 +35,8 @@ NUM_TRIALS = 2
 TRIAL_TEXT = "42"
 REDIS_TIMEOUT_S = 5.0
 # Errors that the function raises for any answer or action; others may come from the made-up one.
-ALWAYS_WRONG = ("ImportError", "ModuleNotFoundError", "NameError", "UnfitError", "InvalidReturnError")
-_BUILDERS = {".json": "json", ".csv": "csv", ".parquet": "parquet"}
-_FORMS = (".jsonl", *_BUILDERS)
+ALWAYS_WRONG = ("ImportError", "ModuleNotFoundError", "NameError", "UnfitError", "InvalidReturnError", NOT_A_NUMBER)
+_BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 # `datasets` reads as many bytes to learn a JSON file's columns.
 _HEAD_BYTES = 10 * 2**20
 
@@ -54,22 +53,22 @@ def check(config: Config) -> None:
 async def _check(config: Config) -> None:
     if config.reward.tokens is not None:
         read_tokens(config.reward.tokens)
+    environment = config.environment
     async with (
         _open_registry(config) as registry,
-        open_scorer(config.reward, name="check", environment=config.environment, registry=registry) as scorer,
+        open_library(config.reward, environment=environment, registry=registry) as library,
     ):
         prompts = await asyncio.to_thread(_first_prompts, config)
         training = prompts["data.prompts"]
-        trials = [_made_up_rollout(training[i % len(training)]) for i in range(NUM_TRIALS)]
         for index, spec in enumerate(config.reward.functions):
-            function = await scorer.library.find(spec.label, spec.version or "")
+            function = await library.find(spec.label, spec.version or "")
+            name = f"{function.callee.signature.entry} of {function.code.filename}"
             for key, rows in prompts.items():
                 columns = {**json.loads(rows[0].columns_json), **function.args}
-                check_columns(function.callee.signature, columns, key, _shown(function))
-            await _try_function(function, spec, f"reward.functions.{index}", trials)
-        if config.environment.used:
-            environment = config.environment
-            function = await scorer.library.find(environment.label, environment.version or "")
+                check_columns(function.callee.signature, columns, key, name)
+            await _try_function(function, name, spec, f"reward.functions.{index}", training)
+        if environment.used:
+            function = await library.find(environment.label, environment.version or "")
             await _try_environment(function, [task_json(prompt) for prompt in training], bool(environment.tools))
 
 
@@ -97,30 +96,30 @@ def _first_prompts(config: Config) -> dict[str, list[Prompt]]:
     return prompts
 
 
-def _made_up_rollout(prompt: Prompt) -> Rollout:
-    return Rollout(prompt=prompt, text=TRIAL_TEXT, token_ids=[0], outcome=OUTCOME_EOS)
+async def _try_function(
+    function: Function, name: str, spec: RewardFunction, where: str, prompts: Sequence[Prompt]
+) -> None:
+    """Score made-up answers.
 
-
-def _shown(function: Function) -> str:
-    return f"{function.callee.signature.entry} of {function.code.filename}"
-
-
-async def _try_function(function: Function, spec: RewardFunction, where: str, trials: list[Rollout]) -> None:
-    """Score the made-up answers.
+    Args:
+        name: Of the function, for messages.
+        where: Its key in the configuration.
 
     Raises:
         InputError: The function cannot work with any answer.
     """
-    signature, name = function.callee.signature, _shown(function)
+    signature = function.callee.signature
+    trials = [
+        Rollout(prompt=prompts[number % len(prompts)], text=TRIAL_TEXT, token_ids=[0], outcome=OUTCOME_EOS)
+        for number in range(NUM_TRIALS)
+    ]
     try:
         answer = await function.callee.call(arguments_for(signature, trials, function.args))
         values = [read_value(raw, signature.convention) for raw in values_of(answer, len(trials))]
     except CallError as error:
-        if error.error_type in ALWAYS_WRONG:
-            wrong_return = error.error_type == "InvalidReturnError"
-            fix = "Return a list with one number for each completion" if wrong_return else "Correct the function"
-            raise InputError(where, f"{name} {error}", fix) from error
-        warn(f"{where}: {name}, tried on a made-up answer, {error}")
+        wrong_return = error.error_type == "InvalidReturnError"
+        fix = "Return a list with one number for each completion" if wrong_return else "Correct the function"
+        _judge(error.error_type, str(error), where, name, fix)
         return
     failures = [value for value in values if isinstance(value, Failure)]
     if len(failures) == len(values) and all(failure.error_type == NOT_FINITE for failure in failures):
@@ -131,28 +130,21 @@ async def _try_function(function: Function, spec: RewardFunction, where: str, tr
         )
     for value in values:
         if isinstance(value, Failure):
-            _judge_failure(value, where, name)
-        else:
-            _check_part_weights(value, spec, where, name)
+            fix = "Return numbers" if value.error_type == NOT_A_NUMBER else "Correct the function"
+            _judge(value.error_type, value.reason, where, name, fix)
+            continue
+        for part in spec.part_weights:
+            if part not in value.parts:
+                fix = nearest(part, value.parts) if value.parts else "Leave it out"
+                raise InputError(f"{where}.part_weights.{part}", f"{name} returned no such part", fix)
 
 
-def _judge_failure(failure: Failure, where: str, name: str) -> None:
+def _judge(error_type: str, reason: str, where: str, name: str, fix: str) -> None:
     """Refuse a failure that comes for any answer, and warn of one that the made-up answer may have caused."""
-    if failure.error_type == NOT_A_NUMBER:
-        raise InputError(where, f"{name} {failure.reason}", "Return numbers")
-    if failure.error_type in ALWAYS_WRONG:
-        raise InputError(where, f"{name} {failure.reason}", "Correct the function")
-    if failure.error_type != NO_VALUE:  # None says by TRL's convention that the function does not apply
-        warn(f"{where}: {name}, tried on a made-up answer, {failure.reason}")
-
-
-def _check_part_weights(value: Value, spec: RewardFunction, where: str, name: str) -> None:
-    """Refuse a weight of a part that the function does not return."""
-    for part in spec.part_weights:
-        if part not in value.parts:
-            rule = f"{name} returned no such part"
-            fix = nearest(part, value.parts) if value.parts else "Leave it out"
-            raise InputError(f"{where}.part_weights.{part}", rule, fix)
+    if error_type in ALWAYS_WRONG:
+        raise InputError(where, f"{name} {reason}", fix)
+    if error_type != NO_VALUE:  # None says by TRL's convention that the function does not apply
+        warn(f"{where}: {name}, tried on a made-up answer, {reason}")
 
 
 async def _try_environment(function: Function, tasks_json: Sequence[str], has_tools: bool) -> None:
@@ -195,9 +187,9 @@ def _read_first_rows(path: Path, count: int, key: str) -> list[dict[str, Any]]:
     """
     if not path.exists():
         raise InputError(key, f"{path} does not exist", "Give the path of a file of prompts")
-    if path.is_file() and path.suffix.lower() not in _FORMS:
+    if path.is_file() and path.suffix.lower() not in _BUILDERS:
         fix = "Convert it, or give a folder that `datasets` opens"
-        raise InputError(key, f"{path} is none of {', '.join(_FORMS)}", fix)
+        raise InputError(key, f"{path} is none of {', '.join(_BUILDERS)}", fix)
     try:
         # JSON lines are read here: the import of `datasets` would be half of the check's time.
         lines = path.is_file() and path.suffix.lower() == ".jsonl"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from gspo.cli.reward.api_client import find_reward_service
-from gspo.reward.registry.records import Content, Origin, RegisteredName
-from gspo.reward.registry.submission import version_of
+from gspo.reward.registry.records import Content, Origin, RegisteredName, version_of
 from gspo.reward.registry.sync import DiskCopy
 from tests.conftest import free_port
 from tests.support.gspo_run import REWARD, WholeRun, whole_run

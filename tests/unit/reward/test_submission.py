@@ -14,7 +14,7 @@ from gspo.common.config.reward import RewardFunction
 from gspo.common.errors import InputError
 from gspo.reward.functions.policy_code import UnreadableTestError, code_of, read_tests, same
 from gspo.reward.http_api.bodies import TryBody
-from gspo.reward.registry.submission import MAX_COLUMNS, RequestedLimits, Submission, version_of
+from gspo.reward.registry.records import MAX_COLUMNS, RequestedLimits, Submission, version_of
 from gspo.reward.registry.usage import bucket_of, percentiles
 from gspo.reward.sandbox.imports import Importable, packages_to_share
 from gspo.reward.sandbox.inside import read_source

@@ -20,8 +20,8 @@ from gspo.reward.functions.classifier import PROGRAM, ClassifierOptions, Classif
 from gspo.reward.functions.library import Function, Library, UnknownFunctionError
 from gspo.reward.functions.policy_code import CodeTests, ToolEnvironment
 from gspo.reward.functions.remote import Judge, JudgeOptions, RemoteFunction
+from gspo.reward.registry.records import version_of
 from gspo.reward.registry.store import OfflineRegistry, Registry
-from gspo.reward.registry.submission import version_of
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import CallError, CallLimits, Code
 from gspo.reward.sandbox.execution import Sandbox

@@ -16,9 +16,8 @@ from typing import Any
 
 from gspo.common.telemetry import metrics
 from gspo.reward.functions.arguments import NOT_ASKED
-from gspo.reward.registry.records import Content, NotRegisteredError
+from gspo.reward.registry.records import Content, Kind, NotRegisteredError, RequestedLimits
 from gspo.reward.registry.store import OfflineRegistry, Registry
-from gspo.reward.registry.submission import Kind, RequestedLimits
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import Callee, CallError, CallLimits, Code, raising_call_errors
 from gspo.reward.sandbox.execution import Sandbox

@@ -16,12 +16,15 @@ from starlette.exceptions import HTTPException
 from gspo.common.network.http_server import FORM_TYPE, JSON_TYPE
 from gspo.reward.functions.library import Function
 from gspo.reward.http_api.access import MAX_BODY_BYTES, cut, problems_of
-from gspo.reward.registry.records import AuditLine, Content, RegisteredName, StoredSignature
-from gspo.reward.registry.submission import (
+from gspo.reward.registry.records import (
+    AuditLine,
+    Content,
     Kind,
     PlainJson,
+    RegisteredName,
     RequestBody,
     RequestedLimits,
+    StoredSignature,
     Submission,
     Version,
     has_few_columns,

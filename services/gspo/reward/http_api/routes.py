@@ -41,9 +41,15 @@ from gspo.reward.http_api.bodies import (
     unreadable_view,
     version_view,
 )
-from gspo.reward.registry.records import Content, NotRegisteredError, RegisteredName, UnreadableError
+from gspo.reward.registry.records import (
+    Content,
+    FunctionName,
+    NotRegisteredError,
+    RegisteredName,
+    UnreadableError,
+    Version,
+)
 from gspo.reward.registry.store import Registry
-from gspo.reward.registry.submission import FunctionName, Version
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import CallError
 from gspo.reward.submissions.admission import Admission, InputRefusedError, Problem

@@ -26,11 +26,11 @@ from gspo.reward.registry.records import (
     NotRegisteredError,
     Origin,
     RegisteredName,
+    Submission,
     UnreadableError,
     read_audit,
     read_content,
 )
-from gspo.reward.registry.submission import Submission
 from gspo.reward.registry.sync import AUDIT, AUDIT_KEPT, CONTENTS, Change, DiskCopy, RegistrySync, Rule
 from gspo.reward.registry.usage import usage_key
 

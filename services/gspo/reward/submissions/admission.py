@@ -23,8 +23,7 @@ import msgspec
 from pydantic import Field
 
 from gspo.reward.functions.library import Function, Library, code_of
-from gspo.reward.registry.records import Content, StoredSignature
-from gspo.reward.registry.submission import Submission, TestCase
+from gspo.reward.registry.records import Content, StoredSignature, Submission, TestCase
 from gspo.reward.sandbox.calls import Callee, CallError, CallLimits, Code
 from gspo.reward.sandbox.inside import read_source
 from gspo.reward.sandbox.values import MAX_NAME_CHARS

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from gspo.common.network.grpc_server import GrpcServer
 from gspo.common.streams.entries import SCHEMA
 from gspo.reward.functions import library
-from gspo.reward.registry.submission import Submission
+from gspo.reward.registry.records import Submission
 from gspo.reward.scoring.scorer import Scorer
 from gspo.reward.servicer import GRPC_SERVICE, RewardServicer
 from gspo.reward.submissions import admission

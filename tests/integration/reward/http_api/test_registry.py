@@ -10,9 +10,8 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gspo.reward.registry.records import ConflictError, Content, NotRegisteredError
+from gspo.reward.registry.records import ConflictError, Content, NotRegisteredError, Submission
 from gspo.reward.registry.store import OfflineRegistry, Registry
-from gspo.reward.registry.submission import Submission
 from gspo_proto.rollout_pb2 import RewardUse
 from tests.integration.reward.http_api.rest_client import NEWER, SOURCE, open_rest_client
 from tests.support.reward_rollouts import make_rollout, reward_or_failure

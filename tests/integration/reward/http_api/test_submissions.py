@@ -14,8 +14,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gspo.reward.registry.records import Content
-from gspo.reward.registry.submission import RequestedLimits, Submission
+from gspo.reward.registry.records import Content, RequestedLimits, Submission
 from gspo_proto.rollout_pb2 import RewardUse
 from tests.integration.reward.http_api.rest_client import NEWER, SOURCE, open_rest_client
 from tests.support.reward_rollouts import make_rollout, reward_or_failure
