@@ -101,7 +101,14 @@ def export_model(
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         fresh = Path(scratch, "fresh")
         fresh.mkdir()
-        _write_model(causal_lm, tensors, fresh)
+        config = copy.deepcopy(causal_lm.config)
+        (config.dtype,) = {tensor.dtype for tensor in tensors.values()}
+        config.architectures = [type(causal_lm).__name__]
+        config.save_pretrained(fresh)
+        if causal_lm.can_generate():
+            causal_lm.generation_config.save_pretrained(fresh)
+        # The pattern is how transformers names the files of a model.
+        save_torch_state_dict(dict(tensors), fresh, filename_pattern="model{suffix}.safetensors")
         if adapters is not None:
             adapters.save(fresh / _ADAPTER)
         for file in (file for pattern in _COPIED for file in source.glob(pattern)):
@@ -109,14 +116,3 @@ def export_model(
         if folder.exists():
             folder.rename(Path(scratch, "replaced"))
         fresh.rename(folder)
-
-
-def _write_model(causal_lm: PreTrainedModel, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    config = copy.deepcopy(causal_lm.config)
-    (config.dtype,) = {tensor.dtype for tensor in tensors.values()}
-    config.architectures = [type(causal_lm).__name__]
-    config.save_pretrained(folder)
-    if causal_lm.can_generate():
-        causal_lm.generation_config.save_pretrained(folder)
-    # The pattern is how transformers names the files of a model.
-    save_torch_state_dict(dict(tensors), folder, filename_pattern="model{suffix}.safetensors")

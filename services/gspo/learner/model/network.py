@@ -47,19 +47,10 @@ class PolicyModel(nn.Module):
         adapters: The trained part under LoRA; None where the weights themselves are trained.
     """
 
-    def __init__(
-        self,
-        causal_lm: PreTrainedModel,
-        *,
-        temperature: float,
-        dtype: torch.dtype,
-        adapters: Adapters | None = None,
-    ) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, config: Config, adapters: Adapters | None = None) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
-        self.adapters = adapters
-        self._temperature = temperature
-        self._dtype = dtype
+        self.causal_lm, self.adapters = causal_lm, adapters
+        self._temperature, self._dtype = config.sampling.temperature, getattr(torch, config.learner.dtype)
 
     def forward(
         self, input_RS: Tensor, line: PackedRollouts | None, state_N: Tensor, target_N: Tensor
@@ -72,15 +63,9 @@ class PolicyModel(nn.Module):
         with torch.autocast(input_RS.device.type, dtype=self._dtype, enabled=lower):
             hidden_RSD = hidden_states(self.causal_lm, input_RS, line)
         hidden_ND = hidden_RSD.flatten(0, 1).index_select(0, state_N)
-        head_VD = self.head
+        head_VD = self.causal_lm.get_output_embeddings().weight
         rows = max(_LEAST_ROWS, _LOGITS_AT_A_TIME // len(head_VD))
         return token_logprobs(hidden_ND, head_VD, target_N, temperature=self._temperature, chunk_size=rows)
-
-    @property
-    def head(self) -> nn.Parameter:
-        """The output weight [V, D]."""
-        weight: nn.Parameter = self.causal_lm.get_output_embeddings().weight
-        return weight
 
 
 def hidden_states(causal_lm: PreTrainedModel, input_RS: Tensor, line: PackedRollouts | None) -> Tensor:
@@ -131,7 +116,7 @@ def load_policy_model(folder: Path, config: Config) -> PolicyModel:
     if config.learner.gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     # A model loads in evaluation mode, in which gradient checkpointing and dropout do nothing.
-    return _policy_model(causal_lm, config, adapters).train()
+    return PolicyModel(causal_lm, config, adapters).train()
 
 
 def load_reference_model(folder: Path, config: Config) -> PolicyModel:
@@ -140,11 +125,11 @@ def load_reference_model(folder: Path, config: Config) -> PolicyModel:
     Under bfloat16 its linear layers and experts are stored in bfloat16. Autocast rounds them so at every use, so half
     the memory gives the same bits. The output layer stays in float32, as its product does.
     """
-    reference = _policy_model(_load_causal_lm(folder, config), config, None)
+    reference = PolicyModel(_load_causal_lm(folder, config), config)
     for module in reference.causal_lm.base_model.modules():
         for weight in module.parameters(recurse=False):
             if isinstance(module, nn.Linear) or weight.ndim == _STACKED:
-                weight.data = weight.data.to(_dtype_of(config))
+                weight.data = weight.data.to(getattr(torch, config.learner.dtype))
     return reference.eval().requires_grad_(False)
 
 
@@ -189,15 +174,6 @@ def _from_pretrained(folder: Path, config: Config, attention: str) -> PreTrained
         if error.args != (attention,) or attention == OWN_ATTENTION:
             raise
     return _from_pretrained(folder, config, OWN_ATTENTION)
-
-
-def _policy_model(causal_lm: PreTrainedModel, config: Config, adapters: Adapters | None) -> PolicyModel:
-    return PolicyModel(causal_lm, temperature=config.sampling.temperature, dtype=_dtype_of(config), adapters=adapters)
-
-
-def _dtype_of(config: Config) -> torch.dtype:
-    """Arithmetic of the learner's matrix products."""
-    return torch.bfloat16 if config.learner.dtype == "bfloat16" else torch.float32
 
 
 @torch.no_grad()

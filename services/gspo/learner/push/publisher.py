@@ -172,7 +172,7 @@ class Publisher:
                 await self._note_failure(replica, update, failure)
                 return
         duration_s = time.monotonic() - began_s
-        self._queue.record(kind, num_bytes, duration_s)
+        self._queue.limits[kind].record(num_bytes, duration_s)
         token_accepted_by(self._service, replica.name)
         metrics.PUSH_SECONDS.labels(kind).observe(duration_s)
         metrics.PUSH_BYTES.labels(kind).inc(num_sent)
@@ -244,6 +244,7 @@ class SendQueue:
 
     Attributes:
         waiting: The uids of the generators whose pushes wait for a slot.
+        limits: Time limits by kind, which learn from the pushes that succeed.
 
     Args:
         least_s: Least time limit of a push.
@@ -251,7 +252,7 @@ class SendQueue:
 
     def __init__(self, least_s: float) -> None:
         self._slots = {kind: asyncio.Semaphore(num) for kind, num in _NUM_SLOTS.items()}
-        self._limits = {kind: TimeLimit(least_s, _FIRST_BYTES_S) for kind in _NUM_SLOTS}
+        self.limits = {kind: TimeLimit(least_s, _FIRST_BYTES_S) for kind in _NUM_SLOTS}
         self.waiting: set[str] = set()
 
     @asynccontextmanager
@@ -278,8 +279,4 @@ class SendQueue:
             num_bytes: Of the whole policy: changes are packed from it, and it is staged, digested and loaded.
             num_failures: Pushes in a row that failed at this generator.
         """
-        return self._limits[kind].seconds(num_bytes) * 2.0 ** min(num_failures, _MOST_DOUBLINGS)
-
-    def record(self, kind: UpdateKind, num_bytes: int, seconds: float) -> None:
-        """Note how long a push took that succeeded."""
-        self._limits[kind].record(num_bytes, seconds)
+        return self.limits[kind].seconds(num_bytes) * 2.0 ** min(num_failures, _MOST_DOUBLINGS)

@@ -95,18 +95,13 @@ class RankBroadcast:
     def __init__(self, timeout_s: float) -> None:
         self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
-    def send(self, message: bytes) -> None:
-        """Send a message; called by rank zero alone."""
-        distributed.broadcast(torch.tensor([len(message)]), src=0, group=self._group)
-        distributed.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), src=0, group=self._group)
-
-    def receive(self) -> bytes:
-        """The next message; called by every rank but rank zero."""
-        length = torch.zeros(1, dtype=torch.long)
+    def exchange(self, message: bytes = b"") -> bytes:
+        """The next message of rank zero, which alone gives one."""
+        length = torch.tensor([len(message)])
         distributed.broadcast(length, src=0, group=self._group)
-        message = torch.empty(int(length), dtype=torch.uint8)
-        distributed.broadcast(message, src=0, group=self._group)
-        return message.numpy().tobytes()
+        data = torch.frombuffer(bytearray(message or int(length)), dtype=torch.uint8)
+        distributed.broadcast(data, src=0, group=self._group)
+        return data.numpy().tobytes()
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -6,6 +6,7 @@ The formulas are in gspo_core.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +87,12 @@ def micro_batch_loss(
     """
     mask_RT = micro.take_mask(targets.mask_BT)
     low, high = algorithm.clip
+    sizes: dict[str, Any] = {
+        "loss_agg_mode": algorithm.loss_agg_mode,
+        "num_sequences": num_sequences,
+        "num_tokens": num_tokens,
+        "max_response_length": algorithm.response_length,
+    }
     policy = policy_loss(
         logp_RT,
         micro.take(targets.old_BT),
@@ -95,24 +102,12 @@ def micro_batch_loss(
         pg_clip_low=low,
         pg_clip_high=high,
         dual_clip=algorithm.dual_clip,
-        loss_agg_mode=algorithm.loss_agg_mode,
-        num_sequences=num_sequences,
-        num_tokens=num_tokens,
-        max_response_length=algorithm.response_length,
+        **sizes,
     )
-    stats = {**policy.stats, **mean_stats("entropy", entropy_RT, mask_RT)}
-    if targets.reference_BT is None:
-        return policy.loss, stats
-    kl_RT = kl_divergence(logp_RT, micro.take(targets.reference_BT), algorithm.kl_kind)
-    stats |= mean_stats("reference_kl", kl_RT, mask_RT)
-    if not algorithm.use_kl_loss:
-        return policy.loss, stats
-    kl_loss = aggregate_loss(
-        kl_RT,
-        mask_RT,
-        loss_agg_mode=algorithm.loss_agg_mode,
-        num_sequences=num_sequences,
-        num_tokens=num_tokens,
-        max_response_length=algorithm.response_length,
-    )
-    return policy.loss + algorithm.kl_loss_coef * kl_loss, stats
+    loss, stats = policy.loss, {**policy.stats, **mean_stats("entropy", entropy_RT, mask_RT)}
+    if targets.reference_BT is not None:
+        kl_RT = kl_divergence(logp_RT, micro.take(targets.reference_BT), algorithm.kl_kind)
+        stats |= mean_stats("reference_kl", kl_RT, mask_RT)
+        if algorithm.use_kl_loss:
+            loss = loss + algorithm.kl_loss_coef * aggregate_loss(kl_RT, mask_RT, **sizes)
+    return loss, stats

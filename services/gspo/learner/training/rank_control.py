@@ -93,7 +93,7 @@ class RankZero:
                     # The run directory may be mounted elsewhere on another host.
                     arguments["folder"] = str(arguments["folder"].relative_to(self._run_dir))
                 call = json.dumps({"name": name, **arguments}).encode()
-                self._broadcast.send(call + b"\n" + _packed(rows))
+                self._broadcast.exchange(call + b"\n" + _packed(rows))
             yield
 
 
@@ -108,7 +108,7 @@ def follow_rank_zero(config: Config, model: Path, run_dir: Path) -> None:
         broadcast = RankBroadcast(config.learner.rank_timeout_s)
         log.info("rank_ready", rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
         while True:
-            head, _, table = broadcast.receive().partition(b"\n")
+            head, _, table = broadcast.exchange().partition(b"\n")
             call = json.loads(head)
             if call["name"] == _END:
                 return

@@ -56,7 +56,11 @@ class Trainer(PolicyEngine):
     def __init__(self, config: Config, model_folder: Path) -> None:
         super().__init__(config, model_folder)
         self._algorithm, self._not_finite_in_a_row = config.algorithm, 0
-        self._probe = MismatchProbe(self._model.parameters(), self._whole, self._score_rows)
+        self._probe = MismatchProbe(
+            self._model.parameters(),
+            self._whole,
+            lambda batch, rows: self._score(self._engine, batch, self._rank_cut(batch, rows)),
+        )
 
     def train(
         self, step: int, rows: Sequence[Row], skip_updates: Collection[int], hyperparameters: Hyperparameters
@@ -87,7 +91,9 @@ class Trainer(PolicyEngine):
             if update in skip_updates:
                 self._skip(sums, step, SkippedUpdate(update, mini_batch, "the log records it as not applied"))
                 continue
-            self._seed_random_numbers(step, update)
+            # A model's dropout depends on seed, step, update and rank, so that a replay draws the same.
+            entropy = np.random.SeedSequence((self._config.seed, step, update, self._rank))
+            torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
             of_update_B = batch.mini_batch_B == mini_batch
             loss, stats = self._backward(of_update_B, cuts[mini_batch], targets, batch, fresh_BT)
             grad_norm = self._apply(hyperparameters.max_grad_norm)
@@ -124,11 +130,6 @@ class Trainer(PolicyEngine):
                 f"{update.reason}. Look at the rewards of that step in its log, or lower learner.learning_rate and "
                 "resume"
             )
-
-    def _seed_random_numbers(self, step: int, update: int) -> None:
-        """A model's dropout depends on seed, step, update and rank, so that a replay draws the same."""
-        entropy = np.random.SeedSequence((self._config.seed, step, update, self._rank))
-        torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
 
     def _cut(self, batch: StepBatch, targets: StepTargets, mini_batch: int) -> list[MicroBatch]:
         """This rank's micro-batches of a mini-batch; those that need no backward pass come first."""
@@ -171,9 +172,6 @@ class Trainer(PolicyEngine):
         old_BT = self._score(self._engine, batch, cut)
         mismatch = mismatch_of_step(old_BT, batch, fresh_tokens(step, batch))
         return step_targets(algorithm, batch, old_BT, reference_BT), mismatch
-
-    def _score_rows(self, batch: StepBatch, rows: Sequence[int]) -> Tensor:
-        return self._score(self._engine, batch, self._rank_cut(batch, rows))
 
     @torch.no_grad()
     def _score(self, model: torch.nn.Module, batch: StepBatch, cut: Sequence[MicroBatch]) -> Tensor:

@@ -72,7 +72,7 @@ async def test_changes_never_wait_behind_whole_policies() -> None:
 async def test_limits_are_learned_by_kind_and_doubled_by_failures() -> None:
     queue = SendQueue(60.0)
     for _ in range(8):
-        queue.record("changes", 1_000_000_000, 0.25)
+        queue.limits["changes"].record(1_000_000_000, 0.25)
     assert queue.limit_s("changes", 15_000_000_000) == 60.0
     assert queue.limit_s("full", 15_000_000_000) == 600.0
     assert [queue.limit_s("changes", 1, failures) for failures in (1, 3, 9)] == [120.0, 480.0, 480.0]
