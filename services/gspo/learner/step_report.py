@@ -55,7 +55,6 @@ class RolloutTimeline:
     issued: float
     started: float
     finished: float
-    taken: float
     scored: float
     function: str
 
@@ -69,7 +68,6 @@ class RolloutTimeline:
             issued=rollout.issued_unix_s,
             started=rollout.started_unix_s,
             finished=rollout.finished_unix_s,
-            taken=score.taken_unix_s,
             scored=score.scored_unix_s,
             function=max(score.seconds, key=lambda name: score.seconds[name], default=""),
         )

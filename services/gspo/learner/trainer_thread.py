@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,14 +56,10 @@ class TrainerThread:
         Args:
             subject: Named in the message while it waits.
         """
-
-        def write() -> None:
-            function(self._trainer)
-
-        if self._trainer.has_other_ranks:
-            await self._call(write)
-        else:
-            await self._call(lambda: self._disk.retry_until_written(subject, self._run_dir, write))
+        write = partial(function, self._trainer)
+        if not self._trainer.has_other_ranks:
+            write = partial(self._disk.retry_until_written, subject, self._run_dir, write)
+        await self._call(write)
 
     async def send_rank_heartbeats(self, rank_timeout_s: float) -> None:
         """Show the other ranks that this one runs, and notice if one of them does not; until cancelled."""

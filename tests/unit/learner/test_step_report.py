@@ -14,9 +14,9 @@ from gspo.common.telemetry.step_time import seconds_by_cause
 from gspo.learner.step_report import RolloutTimeline, StepClock, StepPhase, seconds_waited
 from gspo_proto.rollout_pb2 import Rollout, Score, ScoredRollout
 
-# Issued at 10, started at 12, finished at 15, taken at 16, scored at 18.
-LAST = RolloutTimeline(group=1, number=0, issued=10, started=12, finished=15, taken=16, scored=18, function="slow")
-EARLIER = RolloutTimeline(group=1, number=1, issued=10, started=10, finished=11, taken=11, scored=12, function="quick")
+# Issued at 10, started at 12, finished at 15, scored at 18.
+LAST = RolloutTimeline(group=1, number=0, issued=10, started=12, finished=15, scored=18, function="slow")
+EARLIER = RolloutTimeline(group=1, number=1, issued=10, started=10, finished=11, scored=12, function="quick")
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def metrics_of_a_step(clock: StepClock, *, evaluated_s_ago: float) -> dict[str, 
     """The metrics of a step of one rollout that was waited for 10 s and issued 2 s ago."""
     now = time.time()
     timeline = RolloutTimeline(
-        group=1, number=0, issued=now - 2, started=now - 2, finished=now - 1, taken=now - 1, scored=now, function=""
+        group=1, number=0, issued=now - 2, started=now - 2, finished=now - 1, scored=now, function=""
     )
     clock.begin(
         [timeline],
@@ -98,9 +98,9 @@ def test_an_evaluation_holds_up_the_issue_after_the_push() -> None:
 
 
 def test_the_slowest_function_is_the_one_that_was_waited_for() -> None:
-    score = Score(reward=1.0, scored_unix_s=18, taken_unix_s=16, seconds={"quick": 0.5, "slow": 1.5})
+    score = Score(reward=1.0, scored_unix_s=18, seconds={"quick": 0.5, "slow": 1.5})
     timeline = RolloutTimeline.of(ScoredRollout(rollout=Rollout(group=3, finished_unix_s=15), score=score))
-    assert (timeline.function, timeline.taken) == ("slow", 16)
+    assert (timeline.function, timeline.scored) == ("slow", 18)
 
 
 def test_a_step_of_given_up_groups_alone_waited_for_the_intake() -> None:

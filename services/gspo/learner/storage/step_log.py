@@ -15,12 +15,14 @@ import pyarrow.parquet as pq
 from gspo.common.host.durable_write import fsync
 from gspo.learner.assembly.rows import SCHEMA, Row, from_table, to_table
 from gspo.learner.storage.durable_files import DiskSpace, link_new, temporary
-from gspo.runlog.step_files import step_file, step_files
+from gspo.runlog.step_files import column, step_file, step_files
 
 _PATHS = {c.name: f"{c.name}.list.element" if pa.types.is_list(c.type) else c.name for c in SCHEMA}
 # Log-probs hardly repeat: a dictionary of them takes 0.4 of the writing, and their split bytes compress.
-_ENCODING: dict[str, Any] = {"column_encoding": {_PATHS.pop("logp"): "BYTE_STREAM_SPLIT"}}
-_ENCODING["use_dictionary"] = list(_PATHS.values())
+_ENCODING: dict[str, Any] = {
+    "use_dictionary": [path for name, path in _PATHS.items() if name != "logp"],
+    "column_encoding": {_PATHS["logp"]: "BYTE_STREAM_SPLIT"},
+}
 
 
 class StepLog:
@@ -66,18 +68,15 @@ class StepLog:
             FileNotFoundError: The step has no file.
             ValueError: The columns are not those of a step file of this version.
         """
-        return from_table(self._read_table(step))
+        # Without partitioning=None a folder named a=b above the run directory would add a column.
+        return from_table(pq.read_table(self.path(step), partitioning=None))
 
     def groups(self, step: int) -> list[int]:
         """The groups in a step, in order; reads their numbers alone."""
-        return sorted(set(self._read_table(step, columns=["group"]).column("group").to_pylist()))
+        return sorted(set(column(self.path(step), "group")))
 
     def remove(self, steps: Sequence[int]) -> None:
         """Remove the files of some steps."""
         for step in steps:
             self.path(step).unlink()
         fsync(self.folder)
-
-    def _read_table(self, step: int, columns: list[str] | None = None) -> Any:
-        # Without partitioning=None a folder named a=b above the run directory would add a column.
-        return pq.read_table(self.path(step), columns=columns, partitioning=None)
