@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.push.versions import load_version
 from gspo.common.host.process_tuning import keep_freed_memory
-from gspo.common.network.grpc_server import GrpcServer, open_channel
+from gspo.common.network.grpc_server import GrpcApi, GrpcServer, open_channel
 from gspo.common.weights import apply_changes, pack_changes, policy_digest
 from gspo.learner.push.policy_weights import FRAME_BYTES, PolicyWeights, WeightUpdate
 from gspo_proto import generation_pb2_grpc
@@ -120,13 +120,9 @@ def _receive_grpc(address_pipe: Connection) -> None:
 
 
 async def _serve_grpc(address_pipe: Connection) -> None:
-    server = GrpcServer(
-        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(DiscardingServicer(), server),
-        ("gspo.Generation",),
-        host=_HOST,
-        port=0,
-        token="",
-    )
+    add = generation_pb2_grpc.add_GenerationServicer_to_server
+    api = GrpcApi("gspo.Generation", lambda server: add(DiscardingServicer(), server))
+    server = GrpcServer(api, host=_HOST, port=0, token="")
     await server.start()
     address_pipe.send(server.address)
     await asyncio.Event().wait()

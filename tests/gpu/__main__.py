@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from gspo.common.host.gpus import torch_is_for_cpus, visible_gpus
+from gspo.common.host.machine import torch_is_for_cpus, visible_gpus
 from tests.gpu.catalogue import PARTS, Part
 from tests.gpu.machine_facts import ROOT, child_environment, missing, run_facts
 from tests.gpu.records import PAGE, RECORDS, PartRecord, merge, read_records, write_page

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo.common.host.gpus import GENERATORS_PER_GPU, VISIBLE
+from gspo.common.host.machine import GENERATORS_PER_GPU, VISIBLE
 
 GIB = 1 << 30
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from gspo.common.config.schema import Config
-from gspo.common.network.grpc_server import ADMITTED, GrpcServer
+from gspo.common.network.grpc_server import ADMITTED, GrpcApi, GrpcServer
 from gspo.common.service.app import Service
 from gspo.common.service.options import Options
 from gspo.common.streams.instances import Instance, Registration
@@ -150,8 +150,7 @@ async def generator(
     servicer = RecordingServicer(service, engine, staged, None, IdleWorker())
     servicer.generator = running = PushTarget(engine, staged, servicer)
     server = GrpcServer(
-        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server),
-        (SERVICE_NAME,),
+        GrpcApi(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)),
         host="127.0.0.1",
         port=0,
         token="",

@@ -25,8 +25,7 @@ from gspo.common.config.loading import read_config
 from gspo.common.config.reward import RewardConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.host.gpus import Gpu, visible_gpus
-from gspo.common.host.memory import GIB
+from gspo.common.host.machine import GIB, Gpu, visible_gpus
 from gspo.common.model.files import ModelFiles, read_model_files
 from gspo.common.model.memory_needs import host_bytes, num_trained, snapshot_bytes, training_bytes
 from gspo.common.streams.keys import GENERATION, LEARNER, SERVICES

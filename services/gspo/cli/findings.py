@@ -20,8 +20,7 @@ from packaging.requirements import Requirement
 from gspo.cli.processes.redis_server import redis_executable
 from gspo.common.config.reward import RewardConfig
 from gspo.common.errors import InputError
-from gspo.common.host.gpus import torch_is_for_cpus, vllm_for_gpus
-from gspo.common.host.memory import GIB, free_memory
+from gspo.common.host.machine import GIB, free_memory, torch_is_for_cpus, vllm_for_gpus
 
 Level = Literal["OK", "warning", "problem"]
 # Interpreter, libraries and engine of four services, before the first weight.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import warn
-from gspo.common.host.memory import free_memory
+from gspo.common.host.machine import free_memory
 from gspo.common.model.memory_needs import check_answers_fit, check_fits, coordinator_bytes
 from gspo.coordinator.data.prompts import PromptSet, held_out_prompts, training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer

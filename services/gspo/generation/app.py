@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 from gspo.common.config.schema import Config
 from gspo.common.model.files import model_folder
-from gspo.common.service.app import App, GrpcApi, Service, run_app
+from gspo.common.network.grpc_server import GrpcApi
+from gspo.common.service.app import App, Service, run_app
 from gspo.generation.check import check
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.engine.staging import StagedWeights

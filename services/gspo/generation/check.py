@@ -6,8 +6,14 @@ import math
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import ConfigError, InputError, warn
-from gspo.common.host.gpus import PARALLEL_ARGUMENTS, check_gpus_are_seen, visible_gpus, warn_of_float32
-from gspo.common.host.memory import GIB, free_memory
+from gspo.common.host.machine import (
+    GIB,
+    PARALLEL_ARGUMENTS,
+    check_gpus_are_seen,
+    free_memory,
+    visible_gpus,
+    warn_of_float32,
+)
 from gspo.common.model.files import max_positions, model_folder
 from gspo.generation.engine.arguments import check_engine_args
 

@@ -17,7 +17,8 @@ import grpc
 
 from gspo.common.config.schema import Config
 from gspo.common.model.files import model_folder
-from gspo.common.service.app import App, GrpcApi, Service, run_app
+from gspo.common.network.grpc_server import GrpcApi
+from gspo.common.service.app import App, Service, run_app
 from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics
 from gspo.learner.loop import Learner

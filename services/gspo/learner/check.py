@@ -9,8 +9,15 @@ from typing import Any
 from gspo.common.config.learner import LearnerConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest, warn
-from gspo.common.host.gpus import check_gpus_are_seen, generators_per_gpu, visible_gpus, warn_of_float32
-from gspo.common.host.memory import GIB, free_memory, shared_memory
+from gspo.common.host.machine import (
+    GIB,
+    check_gpus_are_seen,
+    free_memory,
+    generators_per_gpu,
+    shared_memory,
+    visible_gpus,
+    warn_of_float32,
+)
 from gspo.common.model.files import (
     ALL_LINEAR,
     FUSED,

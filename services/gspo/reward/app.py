@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from gspo.common.service.app import App, GrpcApi, Service, run_app
+from gspo.common.network.grpc_server import GrpcApi
+from gspo.common.service.app import App, Service, run_app
 from gspo.common.telemetry import metrics
 from gspo.reward.http_api.routes import RewardApi, rest_app
 from gspo.reward.registry.store import Registry

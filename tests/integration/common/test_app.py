@@ -17,8 +17,9 @@ from gspo.cli.processes.redis_server import redis_command
 from gspo.common import tasks
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError
+from gspo.common.network.grpc_server import GrpcApi
 from gspo.common.network.http_server import Receive, Scope, Send, reply
-from gspo.common.service.app import App, GrpcApi, Service, run_app
+from gspo.common.service.app import App, Service, run_app
 from gspo.common.service.options import Options
 from gspo.common.streams.events import Events
 from gspo.common.streams.instances import Instance, list_instances

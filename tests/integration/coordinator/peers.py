@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import grpc
 from redis.asyncio import Redis
 
-from gspo.common.network.grpc_server import GrpcServer
+from gspo.common.network.grpc_server import GrpcApi, GrpcServer
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import EntryOutput, Inbox, new_consumer_name
 from gspo.common.streams.instances import Instance, Registration
@@ -63,8 +63,7 @@ class LearnerPeer:
         self.progress = ProgressReply(run=keys.run, epoch=1, version=0, live_version=0)
         self.events = Events(redis, keys, "learner-0")
         self._server = GrpcServer(
-            lambda server: add_LearnerServicer_to_server(LearnerPeerServicer(self), server),
-            ("gspo.Learner",),
+            GrpcApi("gspo.Learner", lambda server: add_LearnerServicer_to_server(LearnerPeerServicer(self), server)),
             host="127.0.0.1",
             port=0,
             token="",

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from redis.asyncio import Redis
 
-from gspo.common.network.grpc_server import GrpcServer
+from gspo.common.network.grpc_server import GrpcApi, GrpcServer
 from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry.activity import Activity
@@ -43,8 +43,7 @@ class Replica(reward_pb2_grpc.RewardServicer):
 async def registered(redis: Redis, keys: Keys, replica: Replica) -> AsyncIterator[asyncio.Task[None]]:
     """A replica that serves; its heartbeat, which is yielded, ends with the block."""
     server = GrpcServer(
-        lambda server: reward_pb2_grpc.add_RewardServicer_to_server(replica, server),
-        ("gspo.Reward",),
+        GrpcApi("gspo.Reward", lambda server: reward_pb2_grpc.add_RewardServicer_to_server(replica, server)),
         host="127.0.0.1",
         port=0,
         token="",

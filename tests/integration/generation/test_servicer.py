@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.simulated.engine import SimulatedEngine
 from benchmarks.simulated.settings import Settings
-from gspo.common.network.grpc_server import GrpcServer, open_channel
+from gspo.common.network.grpc_server import GrpcApi, GrpcServer, open_channel
 from gspo.generation.engine.staging import StagedWeights
 from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.servicer import SERVICE_NAME, GenerationGrpcServicer
@@ -34,8 +34,7 @@ async def test_a_generate_call_that_its_caller_cancels_leaves_no_request_in_the_
     driver = RolloutDriver(engine, make_tokenizer(), config.generation)
     servicer = GenerationGrpcServicer(service, engine, staged, driver, IdleWorker())
     server = GrpcServer(
-        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server),
-        (SERVICE_NAME,),
+        GrpcApi(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)),
         host="127.0.0.1",
         port=0,
         token="",

@@ -28,7 +28,7 @@ def test_spans_of_two_services_meet_in_one_trace() -> None:
     with collector() as found:
         coordinator, reward = traces(found.endpoint, "coordinator"), traces(found.endpoint)
         reward.add("score", 7, 3, 11.0, 12.5, reward=0.5)
-        coordinator.add_root(7, 3, 10.0, 14.0, settlement="trained")
+        coordinator.add("rollout", 7, 3, 10.0, 14.0, is_root=True, settlement="trained")
         for one in (coordinator, reward):
             one.close()
     score, root = sorted(found.spans, key=lambda span: span.start_unix_s, reverse=True)
@@ -51,7 +51,7 @@ def test_a_share_is_of_whole_traces(monkeypatch: pytest.MonkeyPatch) -> None:
         coordinator, reward = traces(found.endpoint, "coordinator"), traces(found.endpoint)
         for group in range(400):
             reward.add("score", group, 0, 1.0, 2.0)
-            coordinator.add_root(group, 0, 0.0, 3.0)
+            coordinator.add("rollout", group, 0, 0.0, 3.0, is_root=True)
         for one in (coordinator, reward):
             one.close()
     seen = {name: {span.trace for span in found.spans if span.name == name} for name in ("rollout", "score")}

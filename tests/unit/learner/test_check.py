@@ -16,7 +16,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from gspo.common.errors import InputError
-from gspo.common.host.gpus import Gpu
+from gspo.common.host.machine import Gpu
 from gspo.common.model.files import read_model_files
 from gspo.common.model.memory_needs import num_trained, training_bytes
 from gspo.learner.check import check

@@ -11,8 +11,15 @@ from dataclasses import dataclass
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.host.gpus import DEFAULT_SHARE, GENERATORS_PER_GPU, PARALLEL_ARGUMENTS, SHARE_ARGUMENT, VISIBLE, Gpu
-from gspo.common.host.memory import GIB
+from gspo.common.host.machine import (
+    DEFAULT_SHARE,
+    GENERATORS_PER_GPU,
+    GIB,
+    PARALLEL_ARGUMENTS,
+    SHARE_ARGUMENT,
+    VISIBLE,
+    Gpu,
+)
 from gspo.common.streams.keys import GENERATION, LEARNER
 
 _SHARE_KEY = f"generation.engine.{SHARE_ARGUMENT}"

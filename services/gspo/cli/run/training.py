@@ -23,8 +23,7 @@ from gspo.cli.rundir.plan import PAGE_NAME, RunPlan, lock_run_dir, plan_run, pre
 from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_FAILED
-from gspo.common.host.gpus import visible_gpus
-from gspo.common.host.memory import free_memory
+from gspo.common.host.machine import free_memory, visible_gpus
 from gspo.common.model.memory_needs import check_fits, redis_bytes
 from gspo.common.streams.entries import word_of
 from gspo.common.streams.keys import SERVICES

@@ -34,13 +34,8 @@ def explain() -> list[Key]:
 
 def item_keys(key: Key) -> list[Key]:
     """The keys of one item, where a key's value is a list of sections: `reward.functions.N.weight`."""
-    annotation: Any = Config
-    for part in key.name.split("."):
-        annotation = annotation.model_fields[part].annotation
-    model = get_args(annotation)[0] if get_origin(annotation) is tuple else None
-    if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        return []
-    return list(_walk(model, f"{key.name}.N."))
+    model = section_at(key.name)
+    return list(_walk(model, f"{key.name}.N.")) if model else []
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
@@ -54,19 +49,15 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 def _key(name: str, field: FieldInfo, *, may_change: bool) -> Key:
     extra = field.json_schema_extra
+    default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
     return Key(
         name=name,
         type=_type_name(field.annotation),
-        default="required" if field.is_required() else _default(field),
+        default="required" if field.is_required() else in_yaml(default),
         bounds=_bounds(field),
         meaning=field.description or "",
         on_resume=bool(extra.get("on_resume", may_change)) if isinstance(extra, dict) else may_change,
     )
-
-
-def _default(field: FieldInfo) -> str:
-    default = field.get_default(call_default_factory=True, validated_data={})
-    return in_yaml(default)
 
 
 def _type_name(annotation: Any) -> str:

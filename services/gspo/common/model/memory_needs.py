@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from gspo.common.config.learner import LoraConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.host.memory import GIB
+from gspo.common.host.machine import GIB
 from gspo.common.model.files import ALL_LINEAR, ModelFiles, is_fused, is_stacked
 
 # The coordinator: one open group in its tables, and one answer of an evaluation.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -70,7 +71,7 @@ class GrpcGuard(grpc.aio.ServerInterceptor):
         return _CheckedMessages(handler, method).handler() if method.startswith(_OURS) else handler
 
     def _knows(self, credentials: str | bytes) -> bool:
-        if _same(credentials, self._expected):
+        if hmac.compare_digest(credentials.encode() if isinstance(credentials, str) else credentials, self._expected):
             return True
         is_token = isinstance(credentials, str) and credentials.startswith(_SCHEME)
         return is_token and self._may_call is not None and self._may_call(str(credentials)[len(_SCHEME) :])
@@ -80,10 +81,6 @@ async def refuse_message(context: Context, error: MalformedEntryError, method: s
     """End a call whose message cannot be decoded, or has another schema."""
     note_refusal("grpc", error.kind, caller=str(context.peer()), target=method, detail=str(error))
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-
-
-def _same(credentials: str | bytes, expected: bytes) -> bool:
-    return hmac.compare_digest(credentials.encode() if isinstance(credentials, str) else credentials, expected)
 
 
 def _refusing(handler: Handler, method: str) -> Handler:
@@ -221,49 +218,51 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             raise IndexError(at)
 
 
+@dataclass(frozen=True)
+class GrpcApi:
+    """A gRPC servicer as a service offers it.
+
+    Attributes:
+        name: Full name, for health and reflection.
+        add: Adds the servicer to a server.
+        may_call: Whether a caller with this token is served besides those with the shared one.
+        grace_s: How long calls in flight may take at the shutdown.
+    """
+
+    name: str
+    add: Callable[[grpc.aio.Server], None]
+    may_call: Callable[[str], bool] | None = None
+    grace_s: float = 1.0
+
+
 class GrpcServer:
-    """One server of one service.
+    """The server of one gRPC API, with health and reflection.
 
     Args:
-        add_servicers: Called with the server before it starts.
-        service_names: Full names of the services added, for health and reflection.
         token: The token that callers must send; empty if none is required.
-        may_call: Whether a caller with another token is served too.
         tls: Plain text if None or not on.
 
     Raises:
         InputError: The address cannot be bound.
     """
 
-    def __init__(
-        self,
-        add_servicers: Callable[[grpc.aio.Server], None],
-        service_names: tuple[str, ...],
-        *,
-        host: str,
-        port: int,
-        token: str,
-        may_call: Callable[[str], bool] | None = None,
-        tls: TlsConfig | None = None,
-    ) -> None:
-        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[GrpcGuard(token, may_call)])
-        add_servicers(self._server)
+    def __init__(self, api: GrpcApi, *, host: str, port: int, token: str, tls: TlsConfig | None = None) -> None:
+        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[GrpcGuard(token, api.may_call)])
+        api.add(self._server)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
-        self._names = ("", *service_names)
+        reflection.enable_server_reflection((api.name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self._names = ("", api.name)
         try:
-            bound = self._bind(f"{host}:{port}", tls)
+            if tls is None or not tls.is_on:
+                bound = self._server.add_insecure_port(f"{host}:{port}")
+            else:
+                pair = (pem(tls.key) or b"", pem(tls.cert) or b"")
+                bound = self._server.add_secure_port(f"{host}:{port}", grpc.ssl_server_credentials([pair]))
         except RuntimeError as error:
-            raise _taken(host, port) from error
+            fix = "End what listens there, or give another port; 0 picks a free one"
+            raise InputError("--grpc-port", f"{port} cannot be bound on {host}", fix) from error
         self.address = f"{reachable_host(host)}:{bound}"
-
-    def _bind(self, address: str, tls: TlsConfig | None) -> int:
-        if tls is None or not tls.is_on:
-            return self._server.add_insecure_port(address)
-        pair = (pem(tls.key) or b"", pem(tls.cert) or b"")
-        return self._server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
 
     async def start(self) -> None:
         """Serve, and set the health service to SERVING."""
@@ -275,14 +274,6 @@ class GrpcServer:
         """Refuse new calls, give those in flight `grace_s`, end."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
-
-
-def _taken(host: str, port: int) -> InputError:
-    return InputError(
-        "--grpc-port",
-        f"{port} cannot be bound on {host}",
-        "End what listens there, or give another port; 0 picks a free one",
-    )
 
 
 def open_channel(address: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:

@@ -16,12 +16,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
 
-import grpc
 import structlog
 
 from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError
 from gspo.common.network.credentials import redis_refusal
-from gspo.common.network.grpc_server import GrpcServer
+from gspo.common.network.grpc_server import GrpcApi, GrpcServer
 from gspo.common.network.http_server import ASGIApp, HttpServer
 from gspo.common.service.health import HealthProbes
 from gspo.common.service.options import Options, stay
@@ -68,23 +67,6 @@ class Service:
         """Export the last spans and close the connections to Redis."""
         await asyncio.to_thread(self.traces.close)
         await self.redis.aclose()
-
-
-@dataclass(frozen=True)
-class GrpcApi:
-    """A gRPC servicer as a service offers it.
-
-    Attributes:
-        name: Full name, for health and reflection.
-        add: Adds the servicer to a server.
-        may_call: Whether a caller with this token is served besides those with the shared one.
-        grace_s: How long calls in flight may take at the shutdown.
-    """
-
-    name: str
-    add: Callable[[grpc.aio.Server], None]
-    may_call: Callable[[str], bool] | None = None
-    grace_s: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -164,7 +146,9 @@ async def _run(service: Service, startup: Startup, claim: Claim, http: HttpServe
         heartbeat = start({"heartbeat": registration.run})
         app = await stack.enter_async_context(startup(service))
         if app.grpc is not None:
-            server = await _serve_grpc(app.grpc, options)
+            tls = service.config.services.tls
+            server = GrpcServer(app.grpc, host=options.host, port=options.grpc_port, token=options.token, tls=tls)
+            await server.start()
             stack.push_async_callback(server.stop, app.grpc.grace_s)
             await registration.open(server.address, app.facts)
         # The heartbeat ends before the gRPC server: others then no longer call it.
@@ -178,20 +162,6 @@ async def _run(service: Service, startup: Startup, claim: Claim, http: HttpServe
         gc.collect()
         gc.freeze()
         await run_until_cancelled("main", app.main)
-
-
-async def _serve_grpc(api: GrpcApi, options: Options) -> GrpcServer:
-    server = GrpcServer(
-        api.add,
-        (api.name,),
-        host=options.host,
-        port=options.grpc_port,
-        token=options.token,
-        may_call=api.may_call,
-        tls=options.config.services.tls,
-    )
-    await server.start()
-    return server
 
 
 async def _stop_at_run_end(service: Service, events: Events, position: bytes) -> None:

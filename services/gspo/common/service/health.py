@@ -85,8 +85,14 @@ def serve_rejection(error: InputError, host: str, port: int) -> NoReturn:
 
 
 async def _stay(reason: str, host: str, port: int) -> None:
+    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+        if scope["path"] == "/healthz":
+            await reply(send, 200, {"status": "alive"})
+        else:
+            await reply(send, 503, {"ready": False, "problems": {"bad_input": reason}})
+
     try:
-        http = HttpServer(_rejection_app(reason), host, port)
+        http = HttpServer(app, host, port)
     except InputError as bind_error:
         log.error("bad_input", reason=str(bind_error))
         return
@@ -96,13 +102,3 @@ async def _stay(reason: str, host: str, port: int) -> None:
     serving = asyncio.create_task(http.run())
     await stopping.wait()
     serving.cancel()
-
-
-def _rejection_app(reason: str) -> ASGIApp:
-    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
-        if scope["path"] == "/healthz":
-            await reply(send, 200, {"status": "alive"})
-        else:
-            await reply(send, 503, {"ready": False, "problems": {"bad_input": reason}})
-
-    return app

@@ -63,18 +63,14 @@ class _PatientPipeline(Pipeline):
         return await _until_accepted(again)
 
 
-def _is_refusal(error: ResponseError) -> bool:
-    # The client knows one of the two by a class, and takes the word out of its message.
-    return isinstance(error, OutOfMemoryError) or any(refusal in str(error) for refusal in _REFUSALS)
-
-
 async def _until_accepted(send: Callable[[], Awaitable[T]]) -> T:
     logged_at: float | None = None
     while True:
         try:
             reply = await send()
         except ResponseError as error:
-            if not _is_refusal(error):
+            # The client knows one of the two by a class, and takes the word out of its message.
+            if not isinstance(error, OutOfMemoryError) and not any(refusal in str(error) for refusal in _REFUSALS):
                 raise
             if logged_at is None or time.monotonic() - logged_at > _LOG_EVERY_S:
                 logged_at = time.monotonic()
@@ -93,36 +89,8 @@ class _Patience(Retry):
         self, do: Any, fail: Any, is_retryable: Any = None, with_failure_count: bool = False
     ) -> Any:
         """As Retry does it."""
-        return await super().call_with_retry(do, fail, is_retryable or _may_pass, with_failure_count)
-
-
-def _may_pass(error: Exception) -> bool:
-    return redis_refusal(error) is None
-
-
-def connect_redis(url: str, config: Config | None = None) -> Redis:
-    """A client with binary replies that tries again while Redis restarts, REDIS_PATIENCE_S long.
-
-    While Redis answers and refuses writes, since its disk or memory is full, it waits without an end.
-
-    Args:
-        config: Names its password and certificates; None if it needs none.
-    """
-    pool = BlockingConnectionPool.from_url(
-        url,
-        **(redis_arguments(url, config) if config else {}),
-        max_connections=MAX_CONNECTIONS,
-        timeout=REDIS_PATIENCE_S,
-        protocol=2,
-        socket_connect_timeout=5,
-        socket_timeout=30,
-        health_check_interval=15,
-        retry=_Patience(ExponentialBackoff(cap=2, base=0.05), retries=REDIS_PATIENCE_S // 2),
-        retry_on_error=[RedisConnectionError, RedisTimeoutError],
-    )
-    pool.connection_class = cancellable(pool.connection_class)
-    client: Redis = PatientRedis.from_pool(pool)
-    return client
+        may_pass = is_retryable or (lambda error: redis_refusal(error) is None)
+        return await super().call_with_retry(do, fail, may_pass, with_failure_count)
 
 
 class _Cancellable(AbstractConnection):
@@ -147,6 +115,28 @@ def _num_cancellations() -> int:
     return task.cancelling() if task else 0
 
 
-def cancellable(kind: type[AbstractConnection]) -> type[AbstractConnection]:
-    """The same kind of connection (plain, TLS, Unix socket), with callers that can be cancelled."""
-    return type(f"Cancellable{kind.__name__}", (_Cancellable, kind), {})
+def connect_redis(url: str, config: Config | None = None) -> Redis:
+    """A client with binary replies that tries again while Redis restarts, REDIS_PATIENCE_S long.
+
+    While Redis answers and refuses writes, since its disk or memory is full, it waits without an end.
+
+    Args:
+        config: Names its password and certificates; None if it needs none.
+    """
+    pool = BlockingConnectionPool.from_url(
+        url,
+        **(redis_arguments(url, config) if config else {}),
+        max_connections=MAX_CONNECTIONS,
+        timeout=REDIS_PATIENCE_S,
+        protocol=2,
+        socket_connect_timeout=5,
+        socket_timeout=30,
+        health_check_interval=15,
+        retry=_Patience(ExponentialBackoff(cap=2, base=0.05), retries=REDIS_PATIENCE_S // 2),
+        retry_on_error=[RedisConnectionError, RedisTimeoutError],
+    )
+    # The same kind of connection (plain, TLS, Unix socket), with callers that can be cancelled.
+    kind = pool.connection_class
+    pool.connection_class = type(f"Cancellable{kind.__name__}", (_Cancellable, kind), {})
+    client: Redis = PatientRedis.from_pool(pool)
+    return client

@@ -68,20 +68,19 @@ class Traces:
         self._is_sampled = is_sampled
 
     def add(
-        self, name: str, group: int, number: int, start_unix_s: float, end_unix_s: float, **attributes: Any
+        self,
+        name: str,
+        group: int,
+        number: int,
+        start_unix_s: float,
+        end_unix_s: float,
+        *,
+        is_root: bool = False,
+        **attributes: Any,
     ) -> None:
-        """One stage of a rollout: a span below the rollout's."""
-        if self.on:
-            self._add(name, group, number, start_unix_s, end_unix_s, attributes, is_root=False)
-
-    def add_root(self, group: int, number: int, start_unix_s: float, end_unix_s: float, **attributes: Any) -> None:
-        """The root span of a rollout: from its issue to its end."""
-        if self.on:
-            self._add("rollout", group, number, start_unix_s, end_unix_s, attributes, is_root=True)
-
-    def _add(
-        self, name: str, group: int, number: int, start: float, end: float, attributes: dict[str, Any], *, is_root: bool
-    ) -> None:
+        """One stage of a rollout, below the rollout's root span, or that span itself: from its issue to its end."""
+        if not self.on:
+            return
         from opentelemetry import trace
 
         rollout = rollout_key(group, number)
@@ -97,10 +96,10 @@ class Traces:
         span = self._tracer.start_span(
             name,
             context=context,
-            start_time=round(start * _NANO),
+            start_time=round(start_unix_s * _NANO),
             attributes={"gspo.rollout": rollout, **{f"gspo.{key}": value for key, value in attributes.items()}},
         )
-        span.end(round(max(start, end) * _NANO))
+        span.end(round(max(start_unix_s, end_unix_s) * _NANO))
 
     def close(self) -> None:
         """Export the remaining spans; a collector that does not answer is given up."""

@@ -291,4 +291,4 @@ class _GroupSpans:
         for group in groups:
             if (began := self._issued.pop(group, None)) is not None:
                 for number in self._numbers:
-                    self._traces.add_root(group, number, began, now, settlement=settlement)
+                    self._traces.add("rollout", group, number, began, now, is_root=True, settlement=settlement)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from gspo.common.config.schema import Config
-from gspo.common.host.gpus import torch_is_for_cpus
+from gspo.common.host.machine import torch_is_for_cpus
 from gspo.common.host.process_tuning import WAITING
 from gspo.common.model.files import read_model_config
 

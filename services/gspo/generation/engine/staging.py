@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from gspo.common.errors import InputError
-from gspo.common.host.memory import GIB, free_memory
+from gspo.common.host.machine import GIB, free_memory
 from gspo.common.weights import Packed, UnpackError, apply_changes, policy_digest
 
 # Cache lines; also more than any dtype's own alignment.

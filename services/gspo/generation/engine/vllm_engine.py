@@ -27,7 +27,7 @@ from vllm.v1.engine import utils as vllm_processes
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from gspo.common.host.memory import GIB
+from gspo.common.host.machine import GIB
 from gspo.generation.engine.api import (
     Completion,
     EngineBrokenError,

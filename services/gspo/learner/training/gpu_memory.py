@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.host.gpus import DEFAULT_SHARE, SHARE_ARGUMENT, Gpu
-from gspo.common.host.memory import GIB
+from gspo.common.host.machine import DEFAULT_SHARE, GIB, SHARE_ARGUMENT, Gpu
 
 # CUDA's own memory in a process, beside the allocated tensors.
 _CONTEXT_BYTES = GIB

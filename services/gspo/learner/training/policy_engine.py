@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.durable_write import fsync
-from gspo.common.host.gpus import generators_per_gpu, visible_gpus
+from gspo.common.host.machine import generators_per_gpu, visible_gpus
 from gspo.learner.model.named_weights import checkpoint_tensors, export_model
 from gspo.learner.model.network import can_be_packed, load_policy_model, load_reference_model
 from gspo.learner.ranks.launcher import cores_per_rank, num_local_ranks

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gspo.common.network.grpc_server import GrpcServer
+from gspo.common.network.grpc_server import GrpcApi, GrpcServer
 from gspo.common.streams.entries import SCHEMA
 from gspo.reward.functions import library
 from gspo.reward.registry.records import Submission
@@ -133,13 +133,9 @@ class serving:  # noqa: N801 - used as a function
     """The servicer of a scorer on a port of its own, and a client of it."""
 
     def __init__(self, scorer: Scorer) -> None:
-        self._server = GrpcServer(
-            lambda server: add_RewardServicer_to_server(RewardServicer(scorer, session="grpc"), server),
-            (GRPC_SERVICE,),
-            host="127.0.0.1",
-            port=0,
-            token="",
-        )
+        servicer = RewardServicer(scorer, session="grpc")
+        api = GrpcApi(GRPC_SERVICE, lambda server: add_RewardServicer_to_server(servicer, server))
+        self._server = GrpcServer(api, host="127.0.0.1", port=0, token="")
 
     async def __aenter__(self) -> Any:
         await self._server.start()

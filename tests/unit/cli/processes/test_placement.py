@@ -12,7 +12,7 @@ from gspo.cli.processes.placement import Placement, place
 from gspo.cli.processes.programs import Job, external_learner_command, process_names, service_programs
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.host.gpus import Gpu
+from gspo.common.host.machine import Gpu
 from gspo.common.streams.keys import SERVICES
 from tests.support.gpu_machine import pretend_gpu_machine
 from tests.support.service_process import make_run

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gspo.common.errors import InputError
-from gspo.common.host import gpus
-from gspo.common.host.gpus import Gpu, choose_gpus, generators_per_gpu, visible_gpus
+from gspo.common.host import machine
+from gspo.common.host.machine import Gpu, choose_gpus, generators_per_gpu, visible_gpus
 from tests.support.gpu_machine import GIB, pretend_gpu_machine, uuid
 
 INSTALLED = [Gpu(str(n), uuid(n), 80 * GIB) for n in range(4)]
@@ -72,7 +72,7 @@ def test_the_table_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_engines_made_for_cpus_leave_every_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu_machine(monkeypatch, tmp_path, 2)
-    monkeypatch.setattr(gpus.importlib.metadata, "version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr(machine.importlib.metadata, "version", lambda _: "2.13.0+cpu")
     assert visible_gpus() == []
 
 
@@ -80,7 +80,7 @@ def test_engines_made_for_cpus_leave_every_gpu_alone(tmp_path: Path, monkeypatch
     ("dtype", "seen", "warned"), [("float32", 1, True), ("float32", 0, False), ("bfloat16", 1, False)]
 )
 def test_float32_on_a_gpu_is_warned_of(dtype: str, seen: int, warned: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    gpus.warn_of_float32("generation.dtype", dtype, INSTALLED[:seen])
+    machine.warn_of_float32("generation.dtype", dtype, INSTALLED[:seen])
     assert capsys.readouterr().err.startswith("warning: generation.dtype is float32") is warned
 
 

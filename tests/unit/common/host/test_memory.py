@@ -12,8 +12,8 @@ import pytest
 
 from gspo.cli import findings
 from gspo.common.errors import InputError
-from gspo.common.host import memory
-from gspo.common.host.gpus import Gpu
+from gspo.common.host import machine
+from gspo.common.host.machine import Gpu
 from gspo.generation import check as generation_check
 from gspo.generation.engine import staging
 from gspo.generation.engine.staging import StagedWeights
@@ -26,7 +26,7 @@ GIB = 1 << 30
 @pytest.fixture
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names = ("limit", "used", "stat")
-    monkeypatch.setattr(memory, "_CGROUPS", ((*(str(tmp_path / name) for name in names), "inactive_file"),))
+    monkeypatch.setattr(machine, "_CGROUPS", ((*(str(tmp_path / name) for name in names), "inactive_file"),))
     return tmp_path
 
 
@@ -34,14 +34,14 @@ def test_a_containers_limit_counts_without_its_file_cache(cgroup: Path) -> None:
     (cgroup / "limit").write_text(f"{3 * GIB}\n")
     (cgroup / "used").write_text(f"{2 * GIB}\n")
     (cgroup / "stat").write_text(f"anon {GIB}\ninactive_file {GIB // 2}\n")
-    assert memory.free_memory() == min(1.5 * GIB, psutil.virtual_memory().available)
+    assert machine.free_memory() == min(1.5 * GIB, psutil.virtual_memory().available)
 
 
 def test_without_a_limit_it_is_the_machines(cgroup: Path) -> None:
     (cgroup / "limit").write_text("max\n")
     (cgroup / "used").write_text("1\n")
     (cgroup / "stat").write_text("inactive_file 0\n")
-    assert memory.free_memory() > GIB / 8
+    assert machine.free_memory() > GIB / 8
 
 
 def test_two_policies_that_do_not_fit_are_refused_before_the_kernel_kills(monkeypatch: pytest.MonkeyPatch) -> None:
