@@ -20,7 +20,6 @@ from gspo.reward.sandbox.inside.recognise import UnfitError, find_function
 from gspo.reward.sandbox.inside.worker import load_module
 from gspo.reward.sandbox.launch import ConfinementLevel
 from gspo.reward.sandbox.levels import Confinement
-from gspo.reward.sandbox.replies import SignatureReply
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, OUTCOME_STOP_STRING, OUTCOME_TRUNCATED, Prompt, Rollout
 
 
@@ -29,7 +28,7 @@ def find(source: str, entry: str | None = None) -> dict[str, Any]:
 
 
 def signature(source: str, entry: str | None = None) -> Signature:
-    return msgspec.convert(find(source, entry), SignatureReply).to_signature()
+    return msgspec.convert(find(source, entry), Signature)
 
 
 def rollout(text: str = "4", *, messages: list[dict[str, str]] | None = None, **columns: Any) -> Rollout:

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from gspo.common.plain_json import MAX_JSON_MEMBERS, plain_json
 from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function
-from gspo.reward.sandbox.calls import Answer, CallError, Code, values_of
+from gspo.reward.sandbox.calls import Answer, CallError, Code, Signature, values_of
 from gspo.reward.sandbox.inside.frames import HEAD_BYTES, FrameError, body_size, frame, read
 from gspo.reward.sandbox.replies import (
     MAX_VALUES_BYTES,
     Reply,
-    SignatureReply,
     TooLargeError,
     read_reply,
     reply_error,
@@ -53,8 +52,6 @@ def use(reply: Reply) -> None:
     if reply.error is not None:
         failure = reply_error(reply.error, reply.output)
         Score(failure=str(failure), failure_kind=failure.kind)
-    if reply.signature is not None:
-        reply.signature.to_signature()
 
 
 def check_value(value: Any) -> None:
@@ -148,7 +145,7 @@ def test_a_question_arrives_as_it_was_sent(question: dict[str, Any]) -> None:
 )
 def test_a_signature_is_of_the_known_form(change: dict[str, Any]) -> None:
     good = {"entry": "r", "convention": "trl", "takes": ["completions"], "required": [], "takes_any": True}
-    assert msgspec.convert(good, SignatureReply).entry == "r"
+    assert msgspec.convert(good, Signature).entry == "r"
     sent = frame({"id": "a", "signature": good | change})
     with pytest.raises(FrameError):
         read_reply(sent[:HEAD_BYTES], sent[HEAD_BYTES:])
@@ -161,7 +158,7 @@ class ScriptedCallee:
         self.values = values
 
     async def call(self, question: Any, *, session: str | None = "") -> Answer:
-        return Answer(self.values, "", 0.0)
+        return Answer(self.values)
 
 
 @pytest.mark.parametrize(
@@ -174,4 +171,4 @@ def test_a_step_of_other_values_fails_by_name(values: Any) -> None:
         asyncio.run(EnvironmentSteps(None, session=None).step(function, "{}", "a"))
     assert failed.value.kind == "invalid_return"
     with pytest.raises(CallError):
-        values_of(Answer(values, "", 0.0), 3)
+        values_of(Answer(values), 3)

@@ -16,8 +16,8 @@ from gspo.reward.functions.policy_code import UnreadableTestError, code_of, read
 from gspo.reward.http_api.bodies import TryBody
 from gspo.reward.registry.records import MAX_COLUMNS, RequestedLimits, Submission, version_of
 from gspo.reward.registry.usage import bucket_of, percentiles
-from gspo.reward.sandbox.imports import Importable, packages_to_share
 from gspo.reward.sandbox.inside import read_source
+from gspo.reward.sandbox.launch import Importable, packages_to_share
 from gspo.reward.submissions.admission import InputRefusedError, Outline, Problem, check_imports
 from gspo.reward.submissions.callers import Caller, Callers, RateLimit, read_tokens
 

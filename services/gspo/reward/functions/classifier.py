@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import sys
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -70,9 +69,8 @@ class ClassifierProcess:
         pairs = zip(arguments["prompts"], arguments["completions"], strict=True)
         conversations = [_messages(prompt, "user") + _messages(text, "assistant") for prompt, text in pairs]
         async with self._lock:
-            process, started = await self._ready(), time.perf_counter()
-            reply = await self._ask(process, {"conversations": conversations}, self._timeout_s)
-        return Answer(reply["scores"], "", time.perf_counter() - started)
+            reply = await self._ask(await self._ready(), {"conversations": conversations}, self._timeout_s)
+        return Answer(reply["scores"])
 
     async def _ready(self) -> asyncio.subprocess.Process:
         if self._process is not None:

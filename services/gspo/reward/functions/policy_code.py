@@ -19,7 +19,6 @@ import ast
 import asyncio
 import json
 import re
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +44,6 @@ class ToolEnvironment(Sandbox):
         calls = action["calls"] if isinstance(action, dict) else []
         if not any(call["name"] == _RUNS_CODE for call in calls):
             return await super().call(question, session=session)
-        started = time.perf_counter()
         try:
             return await super().call(question, session=None)
         except CallError as error:
@@ -54,7 +52,7 @@ class ToolEnvironment(Sandbox):
             content = f"error: {error}"
             messages = [{"role": "tool", "name": call["name"], "content": content} for call in calls]
             state = question["arguments"]["state"]
-            return Answer([state, messages, 0.0, False], error.output, time.perf_counter() - started)
+            return Answer([state, messages, 0.0, False], error.output)
 
 
 class UnreadableTestError(Exception):
@@ -88,7 +86,7 @@ class CodeTests(Sandbox):
 
     async def call(self, question: Question, *, session: str | None = "") -> Answer:  # noqa: ARG002 - one an answer
         """A score for each answer; one whose tests cannot be read fails."""
-        arguments, started = question["arguments"], time.perf_counter()
+        arguments = question["arguments"]
         completions, tests = arguments["completions"], arguments.get("tests")
         if not isinstance(tests, list):
             raise CallError("exception", "there are no tests: give a column tests, or args.tests")
@@ -99,7 +97,7 @@ class CodeTests(Sandbox):
         pairs = zip(completions, tests if is_column else [tests] * len(completions), strict=True)
         partial = bool(arguments.get("partial", False))
         values = await asyncio.gather(*(self._score(text_of(text), tests, partial) for text, tests in pairs))
-        return Answer(values, "", time.perf_counter() - started)
+        return Answer(values)
 
     async def _score(self, text: str, tests: Any, partial: bool) -> Any:
         try:

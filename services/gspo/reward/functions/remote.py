@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import time
 from typing import Annotated, Any
 
 import httpx
@@ -138,11 +137,10 @@ class RemoteFunction(HttpFunction):
         Raises:
             CallError: The server did not answer in time, or its reply has another form.
         """
-        arguments, started = question["arguments"], time.perf_counter()
+        arguments = question["arguments"]
         fields = {"query": arguments["queries"], "prompts": arguments["prompts"], "labels": arguments["labels"]}
         reply = await self.post({**self._fields, **fields})
-        values = read_rewards(reply, len(arguments["queries"]))
-        return Answer(values, "", time.perf_counter() - started)
+        return Answer(read_rewards(reply, len(arguments["queries"])))
 
 
 def read_rewards(reply: Any, count: int) -> list[Any]:
@@ -207,11 +205,10 @@ class Judge(HttpFunction):
 
     async def call(self, question: Question, *, session: str | None = "") -> Answer:  # noqa: ARG002 - it has no state
         """A score for each answer; one that cannot be judged fails alone."""
-        arguments, started = question["arguments"], time.perf_counter()
+        arguments = question["arguments"]
         columns = {name: values for name, values in arguments.items() if isinstance(values, list)}
         rows = [{name: values[i] for name, values in columns.items()} for i in range(len(arguments["completions"]))]
-        values = await asyncio.gather(*map(self._judge, rows))
-        return Answer(values, "", time.perf_counter() - started)
+        return Answer(await asyncio.gather(*map(self._judge, rows)))
 
     async def _judge(self, row: dict[str, Any]) -> Any:
         fields = {"{prompt}": text_of(row["prompts"]), "{answer}": text_of(row["completions"])}

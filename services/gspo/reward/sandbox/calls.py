@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Literal, Protocol, get_args
 
+import msgspec
 import structlog
+
+from gspo.reward.sandbox.inside.recognise import MAX_NAME_CHARS, MAX_PARAMETERS
 
 CodeKind = Literal["reward", "environment"]
 Question = dict[str, Any]
@@ -28,6 +31,7 @@ FailureKind = Literal[
     "invalid_return",  # it returned a value of another form
     "exception",  # it raised
 ]
+_Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 FAILURE_KINDS: frozenset[str] = frozenset(get_args(FailureKind))
 log = structlog.get_logger()
 
@@ -69,9 +73,8 @@ class Code:
     reads: tuple[Path, ...] = field(default=())
 
 
-@dataclass(frozen=True)
-class Signature:
-    """The parameters of a loaded function.
+class Signature(msgspec.Struct, frozen=True):
+    """The parameters of a loaded function, as inside/recognise.py describes it.
 
     Attributes:
         takes: Names of all parameters.
@@ -79,11 +82,17 @@ class Signature:
         takes_any: Whether it has `**columns` or the like.
     """
 
-    entry: str
+    entry: _Name
     convention: Literal["trl", "verl", "openrlhf", "environment"]
-    takes: frozenset[str]
-    required: tuple[str, ...]
+    takes: Annotated[frozenset[_Name], msgspec.Meta(max_length=MAX_PARAMETERS)]
+    required: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=MAX_PARAMETERS)]
     takes_any: bool
+
+    def __post_init__(self) -> None:
+        if not all(name.isidentifier() for name in (*self.takes, *self.required)):
+            raise ValueError("a parameter's name is not an identifier")
+        if self.entry and not self.entry.isidentifier():
+            raise ValueError("the function's name is not an identifier")
 
 
 @dataclass(frozen=True)
@@ -94,12 +103,10 @@ class Answer:
         values: For `arguments` and `rows` a list, each item as inside/results.py encodes it; for `function`
             the JSON value.
         output: The end of its printed output.
-        seconds: From question to answer, without the wait for a free process.
     """
 
     values: Any
-    output: str
-    seconds: float
+    output: str = ""
 
 
 class CallError(Exception):

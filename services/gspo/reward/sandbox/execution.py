@@ -35,22 +35,26 @@ Not covered:
 
 from __future__ import annotations
 
-import time
-from contextlib import suppress
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import structlog
 
-from gspo.reward.sandbox.calls import Answer, CallError, CallLimits, Code, Question, Signature
-from gspo.reward.sandbox.imports import Importable, packages_to_share
-from gspo.reward.sandbox.launch import ConfinementLevel
-from gspo.reward.sandbox.pool import WorkerPool, excess
+from gspo.reward.sandbox.calls import Answer, CallError, CallLimits, Code, FailureKind, Question, Signature
+from gspo.reward.sandbox.launch import MAX_THREADS, SCRATCH_BYTES, ConfinementLevel, Importable, packages_to_share
 from gspo.reward.sandbox.replies import Reply, end_error, reply_error, values_in
-from gspo.reward.sandbox.worker_link import WorkerGoneError, WorkerLink, WorkerTaintedError
+from gspo.reward.sandbox.supervisor_link import SupervisorLink, WorkerUsage
+from gspo.reward.sandbox.worker_link import FORGED_REPLY, WorkerGoneError, WorkerLink, WorkerTaintedError
 
 # For the user's own code at the top of its file: the supervisor has imported the packages before.
 LOAD_TIMEOUT_S = 30.0
 _END_S = 1.0
+# Long enough that calls in quick succession do not wait for stops, short enough that user code gains nothing in it.
+STOP_AFTER_S = 0.02
+INSPECT_EVERY_S = 0.25
 log = structlog.get_logger()
 
 
@@ -77,9 +81,9 @@ class Sandbox:
         self._signature: Signature | None = None
         self._importable = Importable(code.reads)
         packages = packages_to_share(code.text, self._importable)
-        memory_mb = limits.memory_mb
+        start_supervisor = partial(SupervisorLink.start, level, code.reads, packages, num_workers=num_workers)
         self._pool = WorkerPool(
-            code.name, level, code.reads, packages, self._load, memory_mb=memory_mb, num_workers=num_workers
+            code.name, start_supervisor, self._load, memory_mb=limits.memory_mb, num_workers=num_workers
         )
 
     @property
@@ -92,7 +96,7 @@ class Sandbox:
     @property
     def supervisor_report(self) -> dict[str, Any]:
         """The supervisor's own confinement; empty before `load`."""
-        return self._pool.supervisor_report
+        return self._pool.supervisor.report if self._pool.supervisor else {}
 
     async def load(self) -> Signature:
         """Start the supervisor and a first worker, and load the code.
@@ -117,17 +121,16 @@ class Sandbox:
                 async with self._pool.worker(session, fresh=fresh) as worker:
                     return await self._answer(worker, question)
         # No earlier call tainted the new worker: its own code did, before it was asked anything.
-        raise CallError("forbidden", "its process wrote into the channel of results")
+        raise CallError("forbidden", FORGED_REPLY)
 
     async def close(self) -> None:
         """Wait for the current calls, then end every process."""
         await self._pool.close()
 
     async def _answer(self, worker: WorkerLink, question: Question) -> Answer:
-        started = time.perf_counter()
         try:
             reply = await self._ask(worker, question, self.limits.timeout_s)
-            return Answer(values_in(reply, question), reply.output, time.perf_counter() - started)
+            return Answer(values_in(reply, question), reply.output)
         except CallError as error:
             seen = {"traceback": error.traceback, "output": error.output}
             log.warning("reward_call_failed", function=self.code.name, kind=error.kind, reason=str(error), **seen)
@@ -154,17 +157,17 @@ class Sandbox:
         except CallError as error:
             error.loading, error.args = True, (f"cannot be loaded: {error}",)
             raise
-        self._signature = self._signature or reply.signature.to_signature()
+        self._signature = self._signature or reply.signature
 
     async def _ask(self, worker: WorkerLink, question: dict[str, Any], timeout_s: float) -> Reply:
         """One question to a worker, which is inspected while it takes long."""
         used_s = 0.0
-        if self.limits.cpu_s is not None and (usage := await self._pool.measure(worker)):
+        if self.limits.cpu_s is not None and (usage := await worker.supervisor.measure(worker.number)):
             used_s = usage.cpu_s
         try:
             reply = await worker.ask(question, timeout_s, lambda: self._enforce_limits(worker, used_s))
         except WorkerGoneError:
-            code = await self._pool.wait_end(worker, _END_S)
+            code = await worker.supervisor.wait_end(worker.number, _END_S)
             raise end_error(code, worker.output) from None
         if reply.error is not None:
             raise reply_error(reply.error, reply.output)
@@ -172,10 +175,202 @@ class Sandbox:
 
     async def _enforce_limits(self, worker: WorkerLink, used_s: float) -> None:
         """Fail the current call of a worker that uses too much; `used_s` is its processor time before the call."""
-        usage, cpu_s = await self._pool.measure(worker), self.limits.cpu_s
+        usage, cpu_s = await worker.supervisor.measure(worker.number), self.limits.cpu_s
         if usage is None:
             return
         if cpu_s is not None and usage.cpu_s - used_s > cpu_s:
             worker.fail("timeout", f"used more than {cpu_s:g} s of processor time and was killed")
         elif failure := excess(usage):  # also if earlier calls left it behind
             worker.fail(*failure)
+
+
+class WorkerPool:
+    """At most `num_workers` workers of one sandbox: forked on demand, kept for their session between calls, ended.
+
+    Calls wait in a queue, first come first served, for a worker. An idle worker is stopped (SIGSTOP) and then
+    inspected, so nothing of an earlier call runs in it: no thread, no timer, no handler. A worker that gets call after
+    call is stopped and inspected between two of them every INSPECT_EVERY_S.
+
+    Args:
+        name: Of their function, in logs.
+        start_supervisor: Starts the process that starts them; it raises OSError.
+        load: Loads the code into a new worker; it raises CallError.
+        memory_mb: Address space of each worker, MiB.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start_supervisor: Callable[[], Awaitable[SupervisorLink]],
+        load: Callable[[WorkerLink], Awaitable[None]],
+        *,
+        memory_mb: int,
+        num_workers: int,
+    ) -> None:
+        self._slots = asyncio.Semaphore(num_workers)
+        self._name, self._start_supervisor, self._load = name, start_supervisor, load
+        self._memory_mb, self._num_workers = memory_mb, num_workers
+        self.supervisor: SupervisorLink | None = None
+        self._starting, self._closing = asyncio.Lock(), asyncio.Lock()
+        self._idle: list[WorkerLink] = []
+        self._num_alive = 0
+        self._idle_changed = asyncio.Event()
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def start_first(self) -> None:
+        """Start the supervisor and an idle worker, which has served no session.
+
+        Raises:
+            CallError: The code cannot be loaded.
+        """
+        async with self._slots:
+            self._keep(await self._start())
+
+    @asynccontextmanager
+    async def worker(self, session: str | None, *, fresh: bool = False) -> AsyncIterator[WorkerLink]:
+        """A worker that has loaded the code and served no other session, as soon as one is free.
+
+        It is kept for its session if the block ends, or raises an error that leaves the worker as good as before.
+        Otherwise it is ended.
+
+        Args:
+            session: None: no other call is to use the worker afterwards.
+            fresh: Start a new one in any case.
+
+        Raises:
+            CallError: The code cannot be loaded.
+        """
+        async with self._slots:
+            worker = (None if fresh else await self._take(session)) or await self._start()
+            keep = True
+            try:
+                yield worker
+            except BaseException as error:
+                keep = isinstance(error, CallError) and error.is_harmless
+                raise
+            finally:
+                worker.session = session
+                if keep and session is not None and not worker.tainted:
+                    self._keep(worker)
+                else:
+                    await asyncio.shield(self._end(worker))
+
+    async def _take(self, session: str | None) -> WorkerLink | None:
+        """An idle worker that has served this session alone, or none yet; None if there is no such worker."""
+        for served in dict.fromkeys((session, None)):
+            while worker := next((idle for idle in self._idle if idle.session == served), None):
+                self._idle.remove(worker)
+                ready = False
+                try:
+                    ready = await self._make_ready(worker)
+                finally:  # also if the call is cancelled meanwhile
+                    if not ready:
+                        await asyncio.shield(self._end(worker))
+                if ready:
+                    return worker
+        return None
+
+    async def _start(self) -> WorkerLink:
+        """A new worker with the code loaded; the longest idle one is ended for it if there are enough."""
+        while self._idle and self._num_alive >= self._num_workers:
+            await self._end(self._idle.pop(0))
+        try:
+            worker = await WorkerLink.start(await self._running(), self._memory_mb)
+        except OSError as error:
+            raise CallError("crash", f"the sandbox cannot be started: {error}", loading=True) from error
+        self._num_alive += 1
+        try:
+            await self._load(worker)
+        except BaseException:
+            await asyncio.shield(self._end(worker))
+            raise
+        return worker
+
+    def _keep(self, worker: WorkerLink) -> None:
+        """Make a worker idle, for the next call of its session."""
+        worker.idle_since = asyncio.get_running_loop().time()
+        self._idle.append(worker)
+        self._idle_changed.set()
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop_idle(), name=f"idle-{self._name}")
+
+    async def _end(self, worker: WorkerLink) -> None:
+        """End a worker, and wait until it is gone."""
+        self._num_alive -= 1
+        worker.close()
+        await worker.supervisor.kill(worker.number)
+
+    async def close(self) -> None:
+        """Wait for the current calls, then end every process."""
+        async with self._closing:
+            for _ in range(self._num_workers):
+                await self._slots.acquire()
+            await self._end_all()
+            for _ in range(self._num_workers):
+                self._slots.release()
+
+    async def _make_ready(self, worker: WorkerLink) -> bool:
+        """Resume a worker; False if an earlier call left something in it."""
+        if not worker.alive or worker.tainted:
+            return False
+        now = asyncio.get_running_loop().time()
+        if not worker.stopped and now - worker.inspected > INSPECT_EVERY_S and not await self._stop(worker):
+            return False
+        if worker.stopped:
+            worker.supervisor.resume(worker.number)
+            worker.stopped = False
+        return True
+
+    async def _stop(self, worker: WorkerLink) -> bool:
+        """Stop a worker and inspect it; True if it is as clean as a new one."""
+        worker.stopped = True
+        usage = await worker.supervisor.measure(worker.number, stop=True)
+        worker.inspected = asyncio.get_running_loop().time()
+        return usage is not None and usage.num_threads == 1 and not excess(usage) and not worker.tainted
+
+    async def _stop_idle(self) -> None:
+        """Stop workers that are idle for STOP_AFTER_S; end those in which a call left something."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._idle_changed.wait()
+            self._idle_changed.clear()
+            await asyncio.sleep(STOP_AFTER_S)
+            for worker in list(self._idle):
+                if worker.stopped or worker not in self._idle:  # a call took it during the inspection of another
+                    continue
+                if loop.time() - worker.idle_since < STOP_AFTER_S:
+                    self._idle_changed.set()  # it is inspected in the next pass
+                elif not await self._stop(worker) and worker in self._idle:
+                    self._idle.remove(worker)
+                    await self._end(worker)
+
+    async def _running(self) -> SupervisorLink:
+        async with self._starting:
+            if self.supervisor and not self.supervisor.alive:
+                log.error("supervisor_died", function=self._name)
+                await self._end_all()
+            if self.supervisor is None:
+                self.supervisor = await self._start_supervisor()
+            return self.supervisor
+
+    async def _end_all(self) -> None:
+        if self._stopping:
+            self._stopping.cancel()
+            await asyncio.gather(self._stopping, return_exceptions=True)
+            self._stopping = None
+        for worker in self._idle:
+            worker.close()
+        self._num_alive -= len(self._idle)
+        self._idle.clear()
+        if self.supervisor:
+            await self.supervisor.close()
+            self.supervisor = None
+
+
+def excess(usage: WorkerUsage) -> tuple[FailureKind, str] | None:
+    """The failure of a worker with too many threads or files; None for any other."""
+    if usage.num_threads > MAX_THREADS:
+        return "forbidden", f"has {usage.num_threads} threads, at most {MAX_THREADS} are allowed, and was killed"
+    if usage.scratch_bytes > SCRATCH_BYTES:
+        return "output_too_large", f"wrote more than {SCRATCH_BYTES} bytes of files, or hid some, and was killed"
+    return None

@@ -1,4 +1,7 @@
-"""Starts a sandbox's supervisor at a level: inside namespaces that bubblewrap makes, or beside the service."""
+"""Starts a sandbox's supervisor at a level, inside namespaces that bubblewrap makes or beside the service.
+
+It also chooses the packages that a supervisor imports for all its workers, by the text of the user's code.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ import socket
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from gspo.reward.sandbox import inside
 
@@ -48,6 +51,12 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 # systemd's range for users that exist only while a service runs; no other user is in it.
 _FIRST_UID, _NUM_UIDS = 61184, 4336
 _numbers = count()
+# Slow to import, and free of other effects: the supervisor, which is less confined, imports no others.
+_KNOWN = """
+    numpy scipy pandas sympy torch transformers sklearn math_verify latex2sympy2_extended regex rapidfuzz jsonschema
+    pydantic nltk Levenshtein
+"""
+KNOWN = frozenset(_KNOWN.split())
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,8 @@ async def start_supervisor(
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     here.setblocking(False)
     wrapped = level.name == "bubblewrap"
-    scratch = None if wrapped else _make_scratch()
+    # As the kernel names it in lists of maps.
+    scratch = None if wrapped else Path(tempfile.mkdtemp(prefix="gspo-scratch-")).resolve()
     uid = _FIRST_UID + (os.getpid() * 64 + next(_numbers)) % _NUM_UIDS if os.geteuid() == 0 else 0
     if scratch is not None and uid:
         # Its user is known only once the supervisor has tried to become one; the folders in it are 0700.
@@ -100,7 +110,11 @@ async def start_supervisor(
         "num_tasks": _TASKS_OF_OWN_USER if wrapped or uid else _TASKS_OF_SHARED_USER,
         "packages": list(packages),
         "num_slots": num_slots,
-        **_resources(level, places),
+        "reads": [str(path) for path in (*map(Path, _SYSTEM + _ETC + _FACTS), *places)],
+        "devices": _DEVICES,
+        "num_files": NUM_FILES,
+        "file_bytes": FILE_BYTES,
+        "filter": bool(level.filter),
     }
     program = _PROGRAM.format(folder=str(_INSIDE.parent), paths=_site_folders())
     python = [sys.executable, "-I", "-X", "utf8", "-c", program]
@@ -124,17 +138,6 @@ async def start_supervisor(
     return SupervisorProcess(process, here, scratch)
 
 
-def _resources(level: ConfinementLevel, places: Sequence[Path]) -> dict[str, Any]:
-    """The part of a supervisor's task about the files and limits of its workers."""
-    return {
-        "reads": [str(path) for path in (*map(Path, _SYSTEM + _ETC + _FACTS), *places)],
-        "devices": _DEVICES,
-        "num_files": NUM_FILES,
-        "file_bytes": FILE_BYTES,
-        "filter": bool(level.filter),
-    }
-
-
 def environment() -> dict[str, str]:
     """The environment of user code: no variable of the service's, and one thread for each numerical library."""
     one_thread = dict.fromkeys(
@@ -154,10 +157,6 @@ def python_places() -> list[Path]:
 
 def _site_folders() -> list[str]:
     return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-
-
-def _make_scratch() -> Path:
-    return Path(tempfile.mkdtemp(prefix="gspo-scratch-")).resolve()  # as the kernel names it in lists of maps
 
 
 def _bubblewrap(places: Sequence[Path], uid: int, num_slots: int) -> list[str]:
@@ -188,3 +187,40 @@ def _bubblewrap(places: Sequence[Path], uid: int, num_slots: int) -> list[str]:
                 words += ["--perms", "0755", "--dir", str(parent)]
             words += ["--ro-bind-try", str(path), str(path)]
     return [*words, "--remount-ro", "/", "--chdir", "/", "--hostname", "sandbox", "--"]
+
+
+class Importable:
+    """The modules and packages at the paths that a function may read.
+
+    Attributes:
+        folders: Folders of modules.
+        modules: Name -> file of single modules, and of packages.
+    """
+
+    def __init__(self, reads: Sequence[Path]) -> None:
+        packages = {path.name: path / "__init__.py" for path in reads if (path / "__init__.py").is_file()}
+        self.folders = [path for path in reads if path.is_dir() and path.name not in packages]
+        self.modules = packages | {path.stem: path for path in reads if path.suffix == ".py"}
+
+    def __contains__(self, name: str) -> bool:
+        places = (place for folder in self.folders for place in (folder / name, folder / f"{name}.py"))
+        return name in self.modules or any(place.exists() for place in places)
+
+
+def packages_to_share(text: str, importable: Importable) -> list[str]:
+    """Known packages that a text seems to import, in their order, but for those that its own files shadow.
+
+    It compares lines and parses nothing, because the text is not trusted. Workers do an import that it misses; an
+    import in a comment costs time alone.
+    """
+    packages = dict.fromkeys(name for name in _imported(text) if name.partition(".")[0] in KNOWN)
+    return [name for name in packages if name.partition(".")[0] not in importable]
+
+
+def _imported(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        words = line.replace(",", " , ").split()
+        if words[:1] == ["from"] and len(words) > 2 and words[2] == "import":
+            yield words[1]
+        elif words[:1] == ["import"]:
+            yield from (word for before, word in pairwise(words) if before in ("import", ","))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import platform
@@ -81,20 +80,18 @@ async def find_level(minimum: LevelName) -> Confinement:
         InputError: It is below `minimum`; the message names the missing parts and the fix.
     """
     lacks: list[str] = []
-    strongest = await _strongest(lacks)
-    if LEVEL_NAMES.index(strongest.level.name) < LEVEL_NAMES.index(minimum):
-        reached = f"is {minimum}, and this machine reaches {strongest.level.name}: {'; '.join(lacks)}"
-        raise InputError("reward.sandbox_minimum", reached, f"Or accept {strongest.level.name} by naming it here")
-    return replace(strongest, level=replace(strongest.level, lacks=tuple(lacks)))
-
-
-async def _strongest(lacks: list[str]) -> Confinement:
+    confinement = Confinement(ConfinementLevel("rlimits"), ("rlimits", "a process for each session"))
     for name in ("bubblewrap", "landlock"):
         try:
-            return await try_level(name)
+            confinement = await try_level(name)
+            break
         except _LevelUnavailableError as lack:
             lacks.append(f"{name}: {lack}")
-    return Confinement(ConfinementLevel("rlimits"), ("rlimits", "a process for each session"))
+    level = confinement.level
+    if LEVEL_NAMES.index(level.name) < LEVEL_NAMES.index(minimum):
+        reached = f"is {minimum}, and this machine reaches {level.name}: {'; '.join(lacks)}"
+        raise InputError("reward.sandbox_minimum", reached, f"Or accept {level.name} by naming it here")
+    return replace(confinement, level=replace(level, lacks=tuple(lacks)))
 
 
 async def try_level(name: LevelName) -> Confinement:
@@ -121,33 +118,24 @@ async def try_level(name: LevelName) -> Confinement:
         raise _LevelUnavailableError(f"a trial failed ({error}). {fix}") from error
     if outcome["escapes"]:
         raise _LevelUnavailableError(f"in a trial user code could {', '.join(outcome['escapes'])}")
-    return Confinement(level, tuple(_parts(outcome["spaces"], report)))
+    spaces = outcome["spaces"].items()
+    own = [space for space, link in spaces if link != os.readlink(f"/proc/self/ns/{space}")]  # noqa: PTH115
+    parts = [f"namespaces {' '.join(own)}"] if own else []
+    parts += [f"Landlock {report['landlock']}"] if report["landlock"] else []
+    parts += ["seccomp", "rlimits", *(["a user of its own"] if report["own_user"] else [])]
+    return Confinement(level, tuple(parts))
 
 
 async def _probe(level: ConfinementLevel) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The result of _PROBE at a level, and the report of its supervisor."""
     code = Code("probe", _PROBE, hashlib.sha256(_PROBE.encode()).hexdigest(), "probe.py", kind="environment")
     sandbox = Sandbox(code, _PROBE_LIMITS, level)
-    outside = await asyncio.to_thread(_file_outside)
-    try:
-        await sandbox.load()
-        task = {"file": str(outside), "pid": os.getpid()}
-        answer = await sandbox.call({"function": "reset", "arguments": {"task": task}})
-        return answer.values, sandbox.supervisor_report
-    finally:
-        await sandbox.close()
-        outside.unlink()
-
-
-def _file_outside() -> Path:
-    """A file that every user of the machine could read and write."""
-    with tempfile.NamedTemporaryFile(prefix="gspo-probe-", delete=False) as file:
-        Path(file.name).chmod(0o666)
-        return Path(file.name)
-
-
-def _parts(spaces: dict[str, str], report: dict[str, Any]) -> list[str]:
-    own = [name for name, link in spaces.items() if link != os.readlink(f"/proc/self/ns/{name}")]  # noqa: PTH115
-    parts = [f"namespaces {' '.join(own)}"] if own else []
-    parts += [f"Landlock {report['landlock']}"] if report["landlock"] else []
-    parts += ["seccomp", "rlimits"]
-    return parts + (["a user of its own"] if report["own_user"] else [])
+    with tempfile.NamedTemporaryFile(prefix="gspo-probe-") as outside:
+        Path(outside.name).chmod(0o666)  # every user of the machine could read and write it
+        try:
+            await sandbox.load()
+            task = {"file": outside.name, "pid": os.getpid()}
+            answer = await sandbox.call({"function": "reset", "arguments": {"task": task}})
+            return answer.values, sandbox.supervisor_report
+        finally:
+            await sandbox.close()

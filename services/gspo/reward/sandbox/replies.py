@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import signal
-from typing import Annotated, Any, Literal, cast
+from typing import Any, cast
 
 import msgspec
 
 from gspo.common.plain_json import plain_json, whole_text
 from gspo.reward.sandbox.calls import CallError, FailureKind, Question, Signature
 from gspo.reward.sandbox.inside.frames import FrameError, is_msgpack, read
-from gspo.reward.sandbox.inside.recognise import MAX_NAME_CHARS, MAX_PARAMETERS
 from gspo.reward.sandbox.values import failure_of
 
 # A megabyte of empty lists is a million objects, which hold up the event loop for 0.3 s. A batch of 64 answers that all
 # failed, each with the longest traceback, has 0.4 MiB.
 MAX_VALUES_BYTES = 2**19
 _MAX_LINE = 10**6
-
-_Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
-_Names = Annotated[list[_Name], msgspec.Meta(max_length=MAX_PARAMETERS)]
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
@@ -33,26 +29,6 @@ class ErrorReply(msgspec.Struct, frozen=True):
     line: int | None = None
 
 
-class SignatureReply(msgspec.Struct, frozen=True):
-    """The parameters of a loaded function, as inside/recognise.py describes it."""
-
-    entry: _Name
-    convention: Literal["trl", "verl", "openrlhf", "environment"]
-    takes: _Names
-    required: _Names
-    takes_any: bool
-
-    def __post_init__(self) -> None:
-        if not all(name.isidentifier() for name in (*self.takes, *self.required)):
-            raise ValueError("a parameter's name is not an identifier")
-        if self.entry and not self.entry.isidentifier():
-            raise ValueError("the function's name is not an identifier")
-
-    def to_signature(self) -> Signature:
-        """The checked signature."""
-        return Signature(self.entry, self.convention, frozenset(self.takes), tuple(self.required), self.takes_any)
-
-
 class Reply(msgspec.Struct):
     """An answer to the question `id`; one of values, values_json, signature and error is there, or none.
 
@@ -63,7 +39,7 @@ class Reply(msgspec.Struct):
     id: str
     values: list[Any] | None = None
     values_json: str | None = None
-    signature: SignatureReply | None = None
+    signature: Signature | None = None
     error: ErrorReply | None = None
     threads_left: int = 0
     output: str = ""

@@ -20,7 +20,6 @@ import structlog
 from gspo.reward.sandbox.inside import scratch as scratch_folders
 from gspo.reward.sandbox.inside.supervisor import PACKET_BYTES
 from gspo.reward.sandbox.launch import ConfinementLevel, SupervisorProcess, start_supervisor
-from gspo.reward.sandbox.worker_link import WorkerLink
 
 # It imports the packages of the user's code, and torch takes its time on a busy machine.
 START_TIMEOUT_S = 120.0
@@ -29,10 +28,6 @@ END_TIMEOUT_S = 5.0
 # Numbers of workers, never used twice in a process: a worker outlives its supervisor in no list.
 _numbers = count(1)
 log = structlog.get_logger()
-
-
-class SupervisorStartError(Exception):
-    """The supervisor did not start; the text is the last line that it wrote."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +43,7 @@ class SupervisorLink:
     """One supervisor, ready for commands.
 
     Attributes:
-        report: Its own confinement: landlock (version), own_user, user_namespace; and failed_imports, the reason by
-            package.
+        report: Its own confinement: landlock (version), own_user; and failed_imports, the reason by package.
     """
 
     def __init__(self, started: SupervisorProcess) -> None:
@@ -59,7 +53,7 @@ class SupervisorLink:
         self._measurements: dict[int, asyncio.Future[WorkerUsage | None]] = {}
         self._tickets = count(1)
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
-        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._receive)
 
     @classmethod
@@ -69,63 +63,42 @@ class SupervisorLink:
         """Start a supervisor and wait until it takes commands; workers import the packages that it cannot.
 
         Raises:
-            SupervisorStartError: It did not start.
+            OSError: It did not start; the text is the last line that it wrote.
         """
-        link = await cls._start(level, reads, packages, num_workers)
-        while failed := link.report["failed_imports"]:
+        while True:
+            link = cls(await start_supervisor(level, reads, packages, num_workers=num_workers))
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    link.report = await link._ready
+            except (ConnectionError, TimeoutError) as error:
+                last_line = await link._last_line()
+                await link.close()
+                raise ConnectionError(last_line or f"it was not ready within {START_TIMEOUT_S:g} s") from error
+            except BaseException:
+                await link.close()
+                raise
+            if not (failed := link.report["failed_imports"]):
+                return link
             # A failed import leaves half-made modules behind, which the user's own import would find.
             log.warning("preload_failed", reasons=failed, detail="the function's own processes import these themselves")
             await link.close()
             packages = [name for name in packages if name not in failed]
-            link = await cls._start(level, reads, packages, num_workers)
-        return link
-
-    @classmethod
-    async def _start(
-        cls, level: ConfinementLevel, reads: Sequence[Path], packages: Sequence[str], num_workers: int
-    ) -> SupervisorLink:
-        try:
-            link = cls(await start_supervisor(level, reads, packages, num_workers=num_workers))
-        except OSError as error:
-            raise SupervisorStartError(str(error)) from error
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await link._ready
-        except (ConnectionError, TimeoutError) as error:
-            last_line = await link._last_line()
-            await link.close()
-            raise SupervisorStartError(last_line or f"it was not ready within {START_TIMEOUT_S:g} s") from error
-        except BaseException:
-            await link.close()
-            raise
-        return link
 
     @property
     def alive(self) -> bool:
         """Whether it takes commands."""
         return self._control.fileno() >= 0
 
-    async def start_worker(self, memory_mb: int) -> WorkerLink:
-        """A new worker, confined and without code.
+    def start_worker(self, memory_mb: int, channel: int, output: int) -> int:
+        """Start a worker, confined and without code, on its ends of two descriptors; its number.
 
         Raises:
             ConnectionError: The supervisor is gone.
         """
         number = next(_numbers)
-        here, there = socket.socketpair()
-        read_end, write_end = os.pipe()
-        command = {"op": "start", "id": number, "memory": memory_mb * 2**20}
-        try:
-            self._ends[number] = asyncio.get_running_loop().create_future()
-            self._send(command, there.fileno(), write_end)
-        except BaseException:
-            here.close()
-            os.close(read_end)
-            raise
-        finally:
-            there.close()
-            os.close(write_end)
-        return await WorkerLink.open(number, here, read_end)
+        self._send({"op": "start", "id": number, "memory": memory_mb * 2**20}, channel, output)
+        self._ends[number] = asyncio.get_running_loop().create_future()
+        return number
 
     async def measure(self, number: int, *, stop: bool = False) -> WorkerUsage | None:
         """The resources that a worker has used, after stopping it if `stop`; None if it is gone."""
@@ -154,9 +127,7 @@ class SupervisorLink:
         return future.result() if done else None
 
     async def kill(self, number: int) -> None:
-        """Kill a worker and wait until it is gone; one of another supervisor is."""
-        if number not in self._ends:
-            return
+        """Kill a worker and wait until it is gone."""
         with contextlib.suppress(ConnectionError):
             self._send({"op": "kill", "id": number})
             if await self.wait_end(number, END_TIMEOUT_S) is None and self.alive:
@@ -217,9 +188,8 @@ class SupervisorLink:
             return
         message = json.loads(data)
         if "ready" in message:
-            self.report = message
             if not self._ready.done():
-                self._ready.set_result(None)
+                self._ready.set_result(message)
         elif "ticket" in message:
             future = self._measurements.get(message["ticket"])
             if future and not future.done():

@@ -61,15 +61,15 @@ def read_value(raw: Any, convention: str) -> Value | Failure:
     if unfit := _unfit_names(raw["parts"]):
         return _invalid(unfit)
     parts = {name: _number(part) for name, part in raw["parts"].items()}
-    return _verl_value(parts) if convention in ("verl", "openrlhf") else _sum_of(parts)
-
-
-def _sum_of(parts: dict[str, float | Failure]) -> Value | Failure:
-    numbers = {}
+    numbers = {name: part for name, part in parts.items() if not isinstance(part, Failure)}
+    if convention in ("verl", "openrlhf"):
+        score = parts.get("score", _invalid("returned a dict without 'score'"))
+        if isinstance(score, Failure):
+            return score
+        return Value(score, extras={name: number for name, number in numbers.items() if name != "score"})
     for name, part in parts.items():
         if isinstance(part, Failure):
             return _invalid(f"part '{name}': {part.reason}", part.error_type)
-        numbers[name] = part
     if not numbers:
         return _invalid("returned no parts")
     total = sum(numbers.values())
@@ -91,14 +91,6 @@ def _unfit_names(parts: Collection[Any]) -> str | None:
 
 def _invalid(reason: str, error_type: str = "") -> Failure:
     return Failure(reason, "invalid_return", error_type=error_type)
-
-
-def _verl_value(parts: dict[str, float | Failure]) -> Value | Failure:
-    score = parts.get("score", _invalid("returned a dict without 'score'"))
-    if isinstance(score, Failure):
-        return score
-    extras = {name: part for name, part in parts.items() if name != "score" and not isinstance(part, Failure)}
-    return Value(score, extras=extras)
 
 
 def _number(raw: Any) -> float | Failure:

@@ -16,6 +16,7 @@ from typing import Any
 from gspo.reward.sandbox.calls import CallError, FailureKind
 from gspo.reward.sandbox.inside.frames import HEAD_BYTES, FrameError, body_size, frame
 from gspo.reward.sandbox.replies import Reply, TooLargeError, read_reply
+from gspo.reward.sandbox.supervisor_link import SupervisorLink
 
 MAX_ANSWER_BYTES = 4 * 2**20
 MAX_OUTPUT_BYTES = 4 * 2**20
@@ -24,7 +25,7 @@ _CHUNK = 65536
 _ID_BYTES = 8
 # When a worker is inspected during a call: first after the one time, then after the other again and again.
 FIRST_INSPECTION_S, INSPECTION_S = 0.05, 0.1
-_FORGED_REPLY = "its process wrote into the channel of results"
+FORGED_REPLY = "its process wrote into the channel of results"
 
 
 class WorkerGoneError(Exception):
@@ -39,6 +40,7 @@ class WorkerLink(asyncio.Protocol):
     """One worker. It answers one question at a time.
 
     Attributes:
+        supervisor: The link to the supervisor that started it.
         number: Its number with the supervisor.
         tainted: Whether it must answer no further call.
         session: The session that it has served; None before the first call.
@@ -47,8 +49,8 @@ class WorkerLink(asyncio.Protocol):
         idle_since: Loop time of the end of its last call.
     """
 
-    def __init__(self, number: int, output: int) -> None:
-        self.number, self.tainted = number, False
+    def __init__(self, supervisor: SupervisorLink, number: int, output: int) -> None:
+        self.supervisor, self.number, self.tainted = supervisor, number, False
         self.session: str | None = None
         self.stopped, self.idle_since = False, 0.0
         self.inspected = asyncio.get_running_loop().time()
@@ -61,10 +63,24 @@ class WorkerLink(asyncio.Protocol):
         self._tail, self._num_printed = b"", 0
 
     @classmethod
-    async def open(cls, number: int, channel: socket.socket, output: int) -> WorkerLink:
-        """Take over the service's ends of a worker's channel and output."""
-        loop = asyncio.get_running_loop()
-        link = cls(number, output)
+    async def start(cls, supervisor: SupervisorLink, memory_mb: int) -> WorkerLink:
+        """A new worker, confined and without code.
+
+        Raises:
+            ConnectionError: The supervisor is gone.
+        """
+        channel, its_channel = socket.socketpair()
+        output, its_output = os.pipe()
+        try:
+            number = supervisor.start_worker(memory_mb, its_channel.fileno(), its_output)
+        except BaseException:
+            channel.close()
+            os.close(output)
+            raise
+        finally:
+            its_channel.close()
+            os.close(its_output)
+        loop, link = asyncio.get_running_loop(), cls(supervisor, number, output)
         os.set_blocking(output, False)
         channel.setblocking(False)
         await loop.create_connection(lambda: link, sock=channel)
@@ -95,7 +111,7 @@ class WorkerLink(asyncio.Protocol):
         self._reply = reply
         self._tail, self._num_printed = b"", 0
         self._transport.write(data)
-        # A quick call costs two timers; only a slow one gets a task that inspects it.
+        # A quick call costs two timers: a wait with a limit would cost more. Only a slow one gets a task.
         too_long = f"took longer than {timeout_s:g} s and was killed"
         deadline = loop.call_later(timeout_s, self.fail, "timeout", too_long)
         first_inspection = loop.call_later(FIRST_INSPECTION_S, self._start_inspections, inspect)
@@ -169,35 +185,28 @@ class WorkerLink(asyncio.Protocol):
 
     def _read_frame(self) -> None:
         size = body_size(self._buffer)
-        if size > MAX_ANSWER_BYTES:
-            # No reply grows beyond any memory: such a size is something else in the channel.
-            if size < 2**40:
-                text = f"its answer has {size} bytes, and at most {MAX_ANSWER_BYTES} are read"
-                self.fail("output_too_large", text)
-            else:
-                self.fail("forbidden", _FORGED_REPLY)
-            return
         end = HEAD_BYTES + size
-        if len(self._buffer) < end:
-            return
-        head, body = self._buffer[:HEAD_BYTES], bytes(self._buffer[HEAD_BYTES:end])
-        del self._buffer[:end]
         try:
+            if size > MAX_ANSWER_BYTES:
+                # No reply grows beyond any memory: such a size is something else in the channel.
+                text = f"its answer has {size} bytes, and at most {MAX_ANSWER_BYTES} are read"
+                raise TooLargeError(text) if size < 2**40 else FrameError(text)
+            if len(self._buffer) < end:
+                return
+            head, body = self._buffer[:HEAD_BYTES], bytes(self._buffer[HEAD_BYTES:end])
+            del self._buffer[:end]
             reply = read_reply(head, body)
+            if reply.id not in (self._id, self._last_id):
+                raise FrameError("a reply to no question")
         except FrameError:
-            self.fail("forbidden", _FORGED_REPLY)
+            self.fail("forbidden", FORGED_REPLY)
             return
         except TooLargeError as error:
             self.fail("output_too_large", str(error))
             return
-        if reply.id == self._id:
-            self._take(reply)
-        elif reply.id == self._last_id:
+        if reply.id == self._last_id:
             self._end(WorkerTaintedError())
-        else:
-            self.fail("forbidden", _FORGED_REPLY)
-
-    def _take(self, reply: Reply) -> None:
+            return
         reply.output = self.output
         if reply.threads_left:  # none of them may go on in the next call
             self.tainted = True

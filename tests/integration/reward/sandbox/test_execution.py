@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from gspo.common.errors import InputError
 from gspo.reward.functions.environment_steps import EnvironmentSteps, Turn
 from gspo.reward.functions.library import Function
-from gspo.reward.sandbox import imports, levels, syscalls
+from gspo.reward.sandbox import launch, levels, syscalls
 from gspo.reward.sandbox.calls import Answer, CallError, CallLimits, Code
 from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.launch import ConfinementLevel
@@ -127,9 +127,9 @@ async def test_a_worker_between_calls_does_nothing_and_keeps_nothing_that_goes_o
             while len(sandbox._pool._idle) > 1:  # the one with a thread is ended
                 await asyncio.sleep(0.01)
         (worker,) = sandbox._pool._idle
-        looks = [await sandbox._pool.measure(worker)]
+        looks = [await worker.supervisor.measure(worker.number)]
         await asyncio.sleep(0.3)  # the timer would have fired, and its handler never ends
-        looks.append(await sandbox._pool.measure(worker))
+        looks.append(await worker.supervisor.measure(worker.number))
         assert looks[0] is not None and looks[0] == looks[1]
         assert (await ask(sandbox, "x", session="thread")).values != [thread]
 
@@ -141,7 +141,7 @@ class DelayedInspection:
     """Delays the reply to the next inspection of a stopped worker until `go` is set."""
 
     def __init__(self, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-        supervisor = sandbox._pool._supervisor
+        supervisor = sandbox._pool.supervisor
         assert supervisor is not None
         self.asked, self.go, measure = asyncio.Event(), asyncio.Event(), supervisor.measure
 
@@ -330,7 +330,7 @@ async def test_a_package_that_cannot_be_preloaded_is_imported_whole_by_the_funct
     (site / "fails_at_first" / "half.py").write_text(HALF)
     (site / "wants_a_folder.py").write_text(WANTS_A_FOLDER)
     monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setattr(imports, "KNOWN", frozenset({"fails_at_first", "wants_a_folder"}))
+    monkeypatch.setattr(launch, "KNOWN", frozenset({"fails_at_first", "wants_a_folder"}))
     text = (
         "import fails_at_first\nimport wants_a_folder\n"
         "def reward(completions):\n"
@@ -465,8 +465,8 @@ async def test_slow_calls_do_not_hold_up_another_function(level: Any) -> None:
 
 async def test_no_supervisor_is_left_when_a_sandbox_is_closed(level: Any) -> None:
     async with sandbox_of("def reward(completions): return [1.0]", level) as sandbox:
-        assert sandbox._pool._supervisor is not None
-        started = sandbox._pool._supervisor._started
+        assert sandbox._pool.supervisor is not None
+        started = sandbox._pool.supervisor._started
         process, scratch = started.process, started.scratch
         await ask(sandbox, "x")
     assert process.returncode is not None

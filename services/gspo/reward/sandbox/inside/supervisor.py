@@ -80,7 +80,6 @@ class SandboxSupervisor:
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._own = (wake, waker)
         self._send(report | {"ready": True})
         while True:
             ready, _, _ = select.select([self._control, wake], [], [])
@@ -98,14 +97,13 @@ class SandboxSupervisor:
 
     def _confine(self) -> dict[str, Any]:
         """Become the sandbox's user, and give up all privileges; a report of the means that the machine has."""
-        uid, report = self._task["uid"], {"landlock": self._rules.abi, "own_user": False, "user_namespace": False}
+        uid, report = self._task["uid"], {"landlock": self._rules.abi, "own_user": False}
         if uid and os.geteuid() == 0 and _readable_by(uid, self._reads):
             with suppress(OSError):  # no such user may exist in a container's user namespace
                 confine.become(uid)
                 report["own_user"] = True
         if self._task["user_namespace"] and report["own_user"]:  # root cannot be mapped into one without privileges
             confine.enter_user_namespace()
-            report["user_namespace"] = True
         confine.drop_capabilities()
         confine.no_new_privileges()
         confine.hide()
@@ -135,9 +133,9 @@ class SandboxSupervisor:
         try:
             folder = self._folders[number] = self._new_folder()
             pid = os.fork()
-        except OSError as error:
+        except OSError:  # no process can be made
             self._remove_folder(number)
-            self._send({"id": number, "ended": 0, "why": f"no process can be made: {error.strerror}"})
+            self._send({"id": number, "ended": 0})
             return
         finally:
             if os.getpid() == parent:
@@ -189,15 +187,14 @@ class SandboxSupervisor:
             return
         with suppress(OSError):
             folder.rmdir()
-        pid = self._start_remover(folder) if folder.exists() else 0
+        pid = 0
+        if folder.exists():
+            if len(self._removers) >= _MAX_REMOVERS:  # no more is written than can be removed
+                self._end_remover(*os.waitpid(next(iter(self._removers)), 0))
+            pid = _fork_remover(self._control, folder)
         self._removers[pid] = folder
         if not pid:
             self._end_remover(pid)
-
-    def _start_remover(self, folder: Path) -> int:
-        if len(self._removers) >= _MAX_REMOVERS:  # no more is written than can be removed
-            self._end_remover(*os.waitpid(next(iter(self._removers)), 0))
-        return _fork_remover(self._control, folder)
 
     def _end_remover(self, pid: int, _status: int = 0) -> None:
         folder = self._removers.pop(pid)

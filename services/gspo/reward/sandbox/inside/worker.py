@@ -165,12 +165,10 @@ class LoadedCode:
         if waiting:
             for index, result in zip(waiting, self._wait(_gather([results[i] for i in waiting])), strict=True):
                 results[index] = result
-        return [self._row(result) for result in results]
-
-    def _row(self, result: Any) -> Any:
-        if isinstance(result, BaseException):
-            return {"error": describe_error(result, self.path)}
-        return plain_value(result)
+        return [
+            {"error": describe_error(result, self.path)} if isinstance(result, BaseException) else plain_value(result)
+            for result in results
+        ]
 
     def _wait(self, result: Any) -> Any:
         """An awaitable's result; its loop ends with the call, and so do all tasks in it."""
