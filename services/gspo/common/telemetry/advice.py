@@ -5,7 +5,7 @@ It changes nothing. Its predictions follow from the measured times alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gspo.common.config.schema import Config
@@ -57,13 +57,14 @@ def verdict(figures: Sequence[Mapping[str, float]], config: Config, num_generato
         return None
     times = Times(steps, step_shares, config, num_generators)
     stage = _stage(times)
+    because, changes = _explain(stage, times)
     return Verdict(
         steps=len(steps),
         seconds=times.step_s,
         shares=tuple(Share(s.cause, s.seconds / len(steps), s.share) for s in step_shares),
         stage=stage,
-        because=_because(stage, times),
-        change=tuple(_CHANGES[stage](times)),
+        because=because,
+        change=tuple(changes),
     )
 
 
@@ -117,32 +118,54 @@ def _stage(times: Times) -> str:
     return max(everything, key=lambda stage: everything[stage])
 
 
-def _because(stage: str, times: Times) -> str:
+def _explain(stage: str, times: Times) -> tuple[str, list[str]]:
+    """The numbers behind the stage, in a sentence, and the changes that would help, the most promising first."""
+    config, lag = times.config, _lag(times)
     seconds = times.generation_s if stage == "generation" else times.seconds_of(stage)
     share = f"{seconds:.2g} s of {times.step_s:.2g} s ({seconds / times.step_s:.0%})"
-    queue_s = times.seconds_of("queue")
-    sentences = {
-        "generation": f"the learner waits {share} of a step for rollouts, {queue_s:.2g} s of it until a "
-        f"generator is free, with {times.num_generators} of them",
-        "reward": f"the learner waits {share} of a step for rewards{_slowest(times)}",
-        "training": f"training takes {share} of a step, and the learner waits "
-        f"{times.generation_s + times.seconds_of('reward'):.2g} s for rollouts and rewards",
-        "push": f"publishing and pushing the weights takes {share} of a step",
-        "evaluation": f"the learner waits {share} of a step for evaluations",
-        "checkpoint": f"checkpoints take {share} of a step",
-        "log": f"writing the log takes {share} of a step",
-        "issue": f"the learner waits {share} of a step for groups that are not issued yet",
-        "intake": f"the learner waits {share} of a step for scored rollouts to come in",
-    }
-    return sentences[stage]
-
-
-def _slowest(times: Times) -> str:
-    functions = seconds_by_function(*times.steps)
-    if not functions:
-        return ""
-    name, seconds = next(iter(functions.items()))
-    return f", {seconds / len(times.steps):.2g} s of it for {name}"
+    match stage:
+        case "generation":
+            because = (
+                f"the learner waits {share} of a step for rollouts, {times.seconds_of('queue'):.2g} s of it until a "
+                f"generator is free, with {times.num_generators} of them"
+            )
+            return because, [*lag, *_faster_generation(times)]
+        case "reward":
+            name, slowest_s = next(iter(seconds_by_function(*times.steps).items()), ("", 0.0))
+            by_function = f", {slowest_s / len(times.steps):.2g} s of it for {name}" if name else ""
+            more = (
+                f"more calls at a time (reward.workers above {config.reward.workers}, or another reward service), "
+                f"where cores are free, and batches below reward.batch_size {config.reward.batch_size}"
+            )
+            faster = f"a faster {name or 'reward function'}: up to {times.saves(seconds)} less"
+            return f"the learner waits {share} of a step for rewards{by_function}", [faster, more, *lag]
+        case "training":
+            waited_s = times.generation_s + times.seconds_of("reward")
+            quicker = [] if config.learner.dtype == "bfloat16" else ["learner.dtype: bfloat16"]
+            means = ", ".join([*quicker, f"learner.ranks above {config.learner.ranks}", "or a GPU"])
+            because = (
+                f"training takes {share} of a step, and the learner waits {waited_s:.2g} s for rollouts and rewards"
+            )
+            return because, [*lag, f"a faster learner: {means}; another generator would change nothing"]
+        case "push":
+            change = "a faster network to the generators, or generators nearer to the learner"
+            return f"publishing and pushing the weights takes {share} of a step", [*lag, change]
+        case "evaluation":
+            fewer = f"fewer evaluations (evaluation.every above {config.evaluation.every}) or fewer prompts in them"
+            mixed = "evaluation.hold_weights: false, with figures of mixed versions"
+            changes = [fewer, mixed] if config.evaluation.hold_weights else [fewer]
+            return f"the learner waits {share} of a step for evaluations", changes
+        case "checkpoint":
+            every = config.run.checkpoint_every
+            fewer = f"run.checkpoint_every: {2 * every} instead of {every}: {times.saves(seconds / 2)} less"
+            return f"checkpoints take {share} of a step", [fewer]
+        case "log":
+            return f"writing the log takes {share} of a step", ["a faster disk for the run directory"]
+        case "issue":
+            change = "to find what the coordinator waits for: an evaluation before training, or a pause"
+            return f"the learner waits {share} of a step for groups that are not issued yet", [change]
+    change = "a Redis nearer to the learner, or with fewer others on it"
+    return f"the learner waits {share} of a step for scored rollouts to come in", [change]
 
 
 def _lag(times: Times) -> list[str]:
@@ -154,69 +177,18 @@ def _lag(times: Times) -> list[str]:
     return [f"staleness.max_lag: 1 instead of 0, so that generation and training overlap: {times.saves(saved_s)} less"]
 
 
-def _generation(times: Times) -> list[str]:
-    num, waited_s = times.num_generators, times.generation_s
-    queue_s = times.seconds_of("queue")
+def _faster_generation(times: Times) -> list[str]:
+    num, waited_s, sampling_s = times.num_generators, times.generation_s, times.seconds_of("generation")
     saved_s = min(waited_s, times.step_s / (num + 1)) if times.overlaps else waited_s / (num + 1)
     more_generators = (
         f"one more generator (generation.replicas: {num + 1}), with cores or a GPU of its own: up to "
         f"{times.saves(saved_s)} less"
     )
-    lag = times.config.staleness.max_lag
     tail = (
-        f"a shorter algorithm.response_length, a faster engine, or staleness.max_lag above {lag}: the learner waits "
-        f"{times.seconds_of('generation'):.2g} s of a step for the last answer alone"
+        f"a shorter algorithm.response_length, a faster engine, or staleness.max_lag above "
+        f"{times.config.staleness.max_lag}: the learner waits {sampling_s:.2g} s of a step for the last answer alone"
     )
-    changes = [more_generators, tail] if queue_s >= times.seconds_of("generation") / 2 else [tail, more_generators]
-    return [*_lag(times), *changes]
-
-
-def _reward(times: Times) -> list[str]:
-    name = next(iter(seconds_by_function(*times.steps)), "")
-    workers = times.config.reward.workers
-    faster = f"a faster {name or 'reward function'}: up to {times.saves(times.seconds_of('reward'))} less"
-    more = (
-        f"more calls at a time (reward.workers above {workers}, or another reward service), where cores are free, "
-        f"and batches below reward.batch_size {times.config.reward.batch_size}"
-    )
-    return [faster, more, *_lag(times)]
-
-
-def _training(times: Times) -> list[str]:
-    learner = times.config.learner
-    quicker = [] if learner.dtype == "bfloat16" else ["learner.dtype: bfloat16"]
-    means = ", ".join([*quicker, f"learner.ranks above {learner.ranks}", "or a GPU"])
-    return [*_lag(times), f"a faster learner: {means}; another generator would change nothing"]
-
-
-def _push(times: Times) -> list[str]:
-    return [*_lag(times), "a faster network to the generators, or generators nearer to the learner"]
-
-
-def _evaluation(times: Times) -> list[str]:
-    evaluation = times.config.evaluation
-    mixed = ["evaluation.hold_weights: false, with figures of mixed versions"] if evaluation.hold_weights else []
-    return [f"fewer evaluations (evaluation.every above {evaluation.every}) or fewer prompts in them", *mixed]
-
-
-def _checkpoint(times: Times) -> list[str]:
-    every = times.config.run.checkpoint_every
-    return [
-        f"run.checkpoint_every: {2 * every} instead of {every}: {times.saves(times.seconds_of('checkpoint') / 2)} less"
-    ]
-
-
-_CHANGES: dict[str, Callable[[Times], list[str]]] = {
-    "generation": _generation,
-    "reward": _reward,
-    "training": _training,
-    "push": _push,
-    "evaluation": _evaluation,
-    "checkpoint": _checkpoint,
-    "log": lambda _: ["a faster disk for the run directory"],
-    "issue": lambda _: ["to find what the coordinator waits for: an evaluation before training, or a pause"],
-    "intake": lambda _: ["a Redis nearer to the learner, or with fewer others on it"],
-}
+    return [more_generators, tail] if times.seconds_of("queue") >= sampling_s / 2 else [tail, more_generators]
 
 
 def advice(figures: Sequence[Mapping[str, float]], config: Config) -> dict[str, str]:
