@@ -15,7 +15,7 @@ from gspo.reward.registry.store import Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.launch import LEVEL_NAMES
 from gspo.reward.scoring.consumer import ScoringConsumer
-from gspo.reward.scoring.scorer import Scorer, open_scorer
+from gspo.reward.scoring.scorer import open_scorer
 from gspo.reward.servicer import GRPC_SERVICE, RewardServicer
 from gspo.reward.submissions.admission import Admission
 from gspo.reward.submissions.callers import Callers
@@ -45,7 +45,10 @@ async def startup(service: Service) -> AsyncIterator[App]:
         usage=usage,
     )
     async with opened as scorer, Admission(scorer.library, config.reward.allowed_packages) as admission:
-        _show_confinement(service, scorer)
+        confinement = scorer.library.confinement
+        service.facts["sandbox"] = str(confinement)
+        metrics.SANDBOX_LEVEL.set(LEVEL_NAMES.index(confinement.level.name))
+        log.info("sandbox", level=confinement.level.name, parts=confinement.parts, lacks=confinement.level.lacks)
         callers = Callers(service.options.token, config.reward.tokens)
         api = RewardApi(scorer.library, registry, admission, usage)
         service.http_api = rest_app(api, callers, config.reward.calls_per_minute)
@@ -62,10 +65,3 @@ async def startup(service: Service) -> AsyncIterator[App]:
             ),
             facts=lambda: {"functions": versions},
         )
-
-
-def _show_confinement(service: Service, scorer: Scorer) -> None:
-    confinement = scorer.library.confinement
-    service.facts["sandbox"] = str(confinement)
-    metrics.SANDBOX_LEVEL.set(LEVEL_NAMES.index(confinement.level.name))
-    log.info("sandbox", level=confinement.level.name, parts=confinement.parts, lacks=confinement.level.lacks)

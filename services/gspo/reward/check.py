@@ -29,6 +29,7 @@ from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.sandbox.calls import CallError, values_of
 from gspo.reward.sandbox.values import NO_VALUE, NOT_A_NUMBER, NOT_FINITE, Failure, read_value
 from gspo.reward.submissions.callers import read_tokens
+from gspo.reward.submissions.trials import prompt_of
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 
 NUM_TRIALS = 2
@@ -204,21 +205,12 @@ def _read_first_rows(path: Path, count: int, key: str) -> list[dict[str, Any]]:
 
 def _read_lines(path: Path, count: int) -> list[dict[str, Any]]:
     """Rows of a JSON Lines file; a column that a row leaves out is None in it."""
-    rows: list[dict[str, Any]] = []
-    names: dict[str, None] = {}
-    num_bytes = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError(f"line {number} is not an object")
-                names |= dict.fromkeys(row)
-                rows += [row] if len(rows) < count else []
-            num_bytes += len(line)
-            if num_bytes > _HEAD_BYTES:
-                break
-    return [{name: row.get(name) for name in names} for row in rows]
+        head = {number: json.loads(line) for number, line in enumerate(file.readlines(_HEAD_BYTES), 1) if line.strip()}
+    if wrong := [number for number, row in head.items() if not isinstance(row, dict)]:
+        raise ValueError(f"line {wrong[0]} is not an object")
+    names = dict.fromkeys(name for row in head.values() for name in row)
+    return [{name: row.get(name) for name in names} for row in itertools.islice(head.values(), count)]
 
 
 def _read_with_datasets(path: Path, count: int) -> list[dict[str, Any]]:
@@ -252,8 +244,4 @@ def _prompt_of(row: dict[str, Any], prompt_column: str, where: str) -> Prompt:
     if prompt_column not in row:
         fix = f"Set data.prompt_column. {nearest(prompt_column, row)}"
         raise InputError("data.prompt_column", f"{where} has no column '{prompt_column}'", fix)
-    prompt = row[prompt_column]
-    columns = {name: value for name, value in row.items() if name != prompt_column}
-    text = prompt if isinstance(prompt, str) else ""
-    messages = "" if isinstance(prompt, str) else json.dumps(prompt, default=str)
-    return Prompt(text=text, messages_json=messages, columns_json=json.dumps(columns, default=str))
+    return prompt_of(row[prompt_column], {name: value for name, value in row.items() if name != prompt_column})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable
 from typing import Any
 
@@ -10,6 +9,7 @@ import grpc
 
 from gspo.common.network.grpc_server import refuse_message
 from gspo.common.streams.entries import MalformedEntryError, check_message
+from gspo.reward.functions.arguments import NOT_ASKED
 from gspo.reward.functions.environment_steps import EnvironmentSteps, Turn
 from gspo.reward.functions.library import Function, UnknownFunctionError
 from gspo.reward.sandbox.calls import CallError
@@ -43,21 +43,24 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
 
     async def ResetEnvironment(self, request: reward_pb2.ResetRequest, context: Context) -> reward_pb2.EnvironmentReply:
         """The first state and observation of a task."""
-        function = await self._find(request.environment, request.version, context)
-        await _check_json(request.task_json, "task_json", context)
-        return await _reply(function, self._steps.reset(function, request.task_json))
+        function = await self._find(request, context)
+        return await _reply(function, self._steps.reset(function, request.task_json), context)
 
     async def StepEnvironment(self, request: reward_pb2.StepRequest, context: Context) -> reward_pb2.EnvironmentReply:
         """The state, observation and reward after an action."""
-        function = await self._find(request.environment, request.version, context)
-        await _check_json(request.state_json, "state_json", context)
-        await _check_json(request.calls_json, "calls_json", context)
+        function = await self._find(request, context)
         turn = self._steps.step(function, request.state_json, request.action, request.calls_json)
-        return await _reply(function, turn)
+        return await _reply(function, turn, context)
 
-    async def _find(self, name: str, version: str, context: Context) -> Function:
+    async def _find(self, request: reward_pb2.ResetRequest | reward_pb2.StepRequest, context: Context) -> Function:
+        """The environment of a request whose JSON has a size that is read."""
+        for field in ("task_json", "state_json", "calls_json"):
+            if (length := len(getattr(request, field, ""))) > MAX_JSON_CHARS:
+                why = f"{field} has {length} characters, and at most {MAX_JSON_CHARS} are taken"
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
+        name = request.environment
         try:
-            function = await self._scorer.library.find(name, version)
+            function = await self._scorer.library.find(name, request.version)
         except UnknownFunctionError as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         if function.code.kind != "environment":
@@ -82,21 +85,13 @@ def _check_size(request: reward_pb2.ScoreRequest) -> None:
             raise MalformedEntryError(f"{number} {unit} in one Score, and at most {most} are scored", "too_large")
 
 
-async def _check_json(text: str, field: str, context: Context) -> None:
-    if len(text) > MAX_JSON_CHARS:
-        why = f"{field} has {len(text)} characters, and at most {MAX_JSON_CHARS} are taken"
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
-    try:
-        json.loads(text or "null")
-    except (ValueError, RecursionError) as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{field} is not JSON: {error}")
-
-
-async def _reply(function: Function, step: Awaitable[Turn]) -> reward_pb2.EnvironmentReply:
+async def _reply(function: Function, step: Awaitable[Turn], context: Context) -> reward_pb2.EnvironmentReply:
     version = function.code.version
     try:
         turn = await step
     except CallError as error:
+        if error.error_type == NOT_ASKED:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         failure = reward_pb2.EnvironmentFailure(kind=error.kind, text=str(error), traceback=error.traceback)
         return reward_pb2.EnvironmentReply(version=version, failure=failure)
     return reward_pb2.EnvironmentReply(

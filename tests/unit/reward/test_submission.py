@@ -64,7 +64,7 @@ def test_a_source_is_refused_with_its_place(source: str, line: int, column: int,
 
 
 def outline_of(source: str) -> Outline:
-    """As SourceReader does, without a sandbox."""
+    """As Admission does, without a sandbox."""
     outline = msgspec.convert(json.loads(json.dumps(read_source.reset({"source": source})[0])), Outline)
     if outline.wrong:
         raise InputRefusedError([Problem("syntax", *outline.wrong)])
@@ -101,8 +101,7 @@ def test_tokens_are_read_line_by_line(tmp_path: Path) -> None:
     assert callers.find("fedcba9876543210") == Caller("bob", "read")
     assert callers.find("shared-secret") == Caller("service", "submit")
     assert callers.find("") is callers.find("Fedcba9876543210") is None
-    nobody = Callers("", None)
-    assert nobody.open_to_all and nobody.find("") == Caller("anonymous", "submit")
+    assert Callers("", None).find("") == Caller("anonymous", "submit")
 
 
 @pytest.mark.parametrize(

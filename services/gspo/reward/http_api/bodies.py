@@ -91,6 +91,37 @@ class RewardView(BaseModel):
     source: str = Field("", description="File or address of a configured function")
     unreadable: str = Field("", description="Why it cannot be read, where that is so; it scores nothing then")
 
+    @classmethod
+    def registered(cls, name: RegisteredName, shown: Content | None, unreadable: str = "") -> RewardView:
+        """A submitted function; `shown` is the content of its active version, else of its newest."""
+        signature = shown.signature if shown else StoredSignature()
+        return cls(
+            name=name.name,
+            kind=name.kind,
+            origin="registered",
+            active=name.active or None,
+            retired=name.retired,
+            revision=name.revision,
+            versions=len(name.versions),
+            entry=signature.entry,
+            convention=signature.convention,
+            unreadable=unreadable,
+        )
+
+    @classmethod
+    def configured(cls, function: Function) -> RewardView:
+        """A function of the run's configuration."""
+        signature = function.callee.signature
+        return cls(
+            name=function.code.name,
+            kind=function.code.kind,
+            origin="configured",
+            active=function.code.version,
+            entry=signature.entry,
+            convention=signature.convention,
+            source=function.code.filename,
+        )
+
 
 class RewardList(BaseModel):
     """Every name, configured ones first."""
@@ -112,6 +143,24 @@ class VersionView(BaseModel):
     submitted_by: str
     submitted_unix_s: float
     unreadable: str = Field("", description="Why it cannot be read, where that is so; it can be removed")
+
+    @classmethod
+    def of(cls, name: RegisteredName, version: str, content: Content | None, unreadable: str = "") -> VersionView:
+        """A version; `content` is None if it cannot be read, for the reason `unreadable`."""
+        origin, signature = name.versions[version], content.signature if content else StoredSignature()
+        return cls(
+            name=name.name,
+            version=version,
+            kind=name.kind,
+            active=name.active == version,
+            entry=signature.entry,
+            convention=signature.convention,
+            limits=content.limits if content else RequestedLimits(),
+            tests=len(content.tests) if content else 0,
+            submitted_by=origin.by,
+            submitted_unix_s=origin.unix_s,
+            unreadable=unreadable,
+        )
 
 
 class VersionList(BaseModel):
@@ -164,6 +213,12 @@ class ActivationView(BaseModel):
     was: str | None
     revision: int
 
+    @classmethod
+    def of(cls, change: Change) -> ActivationView:
+        """An activation or retirement."""
+        name = change.name
+        return cls(name=name.name, active=name.active or None, was=change.line.was or None, revision=name.revision)
+
 
 class RemovalView(BaseModel):
     """A removed version."""
@@ -203,77 +258,6 @@ class TryBody(RequestBody):
     version: Version | None = Field(None, description="The active one by default")
 
 
-def version_view(name: RegisteredName, version: str, content: Content | None, unreadable: str = "") -> VersionView:
-    """A version; `content` is None if it cannot be read, for the reason `unreadable`."""
-    origin, signature = name.versions[version], content.signature if content else StoredSignature()
-    return VersionView(
-        name=name.name,
-        version=version,
-        kind=name.kind,
-        active=name.active == version,
-        entry=signature.entry,
-        convention=signature.convention,
-        limits=content.limits if content else RequestedLimits(),
-        tests=len(content.tests) if content else 0,
-        submitted_by=origin.by,
-        submitted_unix_s=origin.unix_s,
-        unreadable=unreadable,
-    )
-
-
-def registered_view(name: RegisteredName, shown: Content | None, unreadable: str = "") -> RewardView:
-    """A submitted function; `shown` is the content of its active version, else of its newest."""
-    signature = shown.signature if shown else StoredSignature()
-    return RewardView(
-        name=name.name,
-        kind=name.kind,
-        origin="registered",
-        active=name.active or None,
-        retired=name.retired,
-        revision=name.revision,
-        versions=len(name.versions),
-        entry=signature.entry,
-        convention=signature.convention,
-        unreadable=unreadable,
-    )
-
-
-def unreadable_view(name: str, reason: str) -> RewardView:
-    """A name that cannot be read."""
-    return RewardView(
-        name=name,
-        kind="reward",
-        origin="registered",
-        active=None,
-        versions=0,
-        entry="",
-        convention="",
-        unreadable=reason,
-    )
-
-
-def configured_view(function: Function) -> RewardView:
-    """A function of the run's configuration."""
-    signature = function.callee.signature
-    return RewardView(
-        name=function.code.name,
-        kind=function.code.kind,
-        origin="configured",
-        active=function.code.version,
-        entry=signature.entry,
-        convention=signature.convention,
-        source=function.code.filename,
-    )
-
-
-def activation_view(change: Change) -> ActivationView:
-    """An activation or retirement."""
-    name = change.name
-    return ActivationView(
-        name=name.name, active=name.active or None, was=change.line.was or None, revision=name.revision
-    )
-
-
 async def read_submission(request: Request) -> Submission:
     """The submission of a request.
 
@@ -303,21 +287,15 @@ async def _read_form(request: Request) -> dict[str, Any]:
     async with request.form(max_files=1, max_fields=16, max_part_size=MAX_BODY_BYTES) as form:
         for name, value in form.multi_items():
             if isinstance(value, str):
-                fields[name] = _read_field(name, value)
+                try:
+                    fields[name] = json.loads(value) if name in _JSON_FIELDS else value
+                except (ValueError, RecursionError) as error:
+                    raise _wrong(name, f"is not JSON ({error})") from error
             elif name == "file":
                 fields["source"] = await _read_source(value)
             else:
                 raise _wrong(name, "is a file; the source is uploaded as `file`")
     return fields
-
-
-def _read_field(name: str, value: str) -> Any:
-    if name not in _JSON_FIELDS:
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise _wrong(name, f"is not JSON ({error})") from error
 
 
 async def _read_source(file: UploadFile) -> str:

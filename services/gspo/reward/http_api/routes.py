@@ -33,13 +33,8 @@ from gspo.reward.http_api.bodies import (
     UsageList,
     VersionList,
     VersionView,
-    activation_view,
-    configured_view,
     read_submission,
-    registered_view,
     request_body,
-    unreadable_view,
-    version_view,
 )
 from gspo.reward.registry.records import (
     Content,
@@ -100,33 +95,30 @@ class RewardApi:
         if beyond := self.library.beyond_limits(submission.kind, submission.limits):
             raise InputRefusedError([Problem("field", text, field=field) for field, text in beyond])
         await self.registry.check_quotas(submission)
-        content = await self.registry.known(submission.version) if not submission.tests else None
-        content = content or await self.admission.admit(submission, _who(request))
+        known, _ = await self.registry.readable(submission.version)
+        # Without new test cases, a known version need not be checked again.
+        content = (None if submission.tests else known) or await self.admission.admit(submission, _who(request))
         name, new = await self.registry.submit(submission, content, who=_who(request))
-        return SubmissionView(**dict(version_view(name, content.version, content)), new=new)
+        return SubmissionView(**dict(VersionView.of(name, content.version, content)), new=new)
 
     async def list_rewards(self) -> RewardList:
         """Every name: those of the run's configuration, and those that were submitted."""
-        configured = [configured_view(function) for function in self.library.configured.values()]
+        configured = [RewardView.configured(function) for function in self.library.configured.values()]
         names = [name for name in await self.registry.names() if name.name not in self.library.configured]
-        unreadable = [unreadable_view(name, reason) for name, reason in self.registry.copy.unreadable.items()]
+        unreadable = [
+            RewardView.registered(RegisteredName.empty(name, "reward"), None, reason)
+            for name, reason in self.registry.copy.unreadable.items()
+        ]
         return RewardList(rewards=[*configured, *[await self._view(name) for name in names], *unreadable])
 
     async def get_reward(self, name: NamePath) -> RewardView:
         """One name."""
-        if function := self._configured(name):
-            return configured_view(function)
+        if function := self.library.configured.get(name):
+            return RewardView.configured(function)
         return await self._view(await self._registered_name(name))
 
     async def _view(self, name: RegisteredName) -> RewardView:
-        return registered_view(name, *await self._readable(_shown(name)))
-
-    async def _readable(self, version: str) -> tuple[Content | None, str]:
-        """The content of a version, or the reason why it cannot be read."""
-        try:
-            return await self.registry.content(version), ""
-        except NotRegisteredError as error:
-            return None, str(error)
+        return RewardView.registered(name, *await self.registry.readable(_shown(name)))
 
     async def list_versions(self, name: NamePath) -> VersionList:
         """Every version of a submitted function, the oldest first."""
@@ -139,7 +131,7 @@ class RewardApi:
         return await self._version_view(registered, registered.find(version))
 
     async def _version_view(self, name: RegisteredName, version: str) -> VersionView:
-        return version_view(name, version, *await self._readable(version))
+        return VersionView.of(name, version, *await self.registry.readable(version))
 
     async def remove_version(self, request: Request, name: NamePath, version: VersionPath) -> RemovalView:
         """Remove a version for good, which counts under reward.quotas; the active one is refused (409)."""
@@ -148,7 +140,7 @@ class RewardApi:
 
     async def get_source(self, name: NamePath, version: VersionQuery = None) -> SourceView:
         """The source of a version."""
-        if function := self._configured(name):
+        if function := self.library.configured.get(name):
             return SourceView(name=name, version=function.code.version, source=function.code.text)
         content = await self._content(name, version)
         return SourceView(name=name, version=content.version, source=content.source)
@@ -159,7 +151,7 @@ class RewardApi:
 
     async def get_usage(self, name: NamePath, version: VersionQuery = None) -> UsageList:
         """Calls, failures by kind, times and the last failure, over all replicas; of every version by default."""
-        if function := self._configured(name):
+        if function := self.library.configured.get(name):
             versions: Sequence[str] = [function.code.version]
         else:
             registered = await self._registered_name(name)
@@ -186,7 +178,7 @@ class RewardApi:
         return await try_rows(function, [row.model_dump() for row in body.rows])
 
     async def _function(self, name: str, version: str | None) -> Function:
-        if function := self._configured(name):
+        if function := self.library.configured.get(name):
             return function
         content = await self._content(name, version)
         try:
@@ -200,12 +192,12 @@ class RewardApi:
         """Make a version the active one, a newer or an older; current calls finish on theirs."""
         await self._registered_name(name)
         change = await self.registry.activate(name, body.version, who=_who(request), if_active=body.if_active)
-        return activation_view(change)
+        return ActivationView.of(change)
 
     async def retire(self, request: Request, name: NamePath) -> ActivationView:
         """Leave the name without an active version. A run that pins a version still gets it."""
         await self._registered_name(name)
-        return activation_view(await self.registry.retire(name, who=_who(request)))
+        return ActivationView.of(await self.registry.retire(name, who=_who(request)))
 
     async def _registered_name(self, name: str) -> RegisteredName:
         """A submitted name.
@@ -223,9 +215,6 @@ class RewardApi:
         except NotRegisteredError:
             known = [*configured, *(known.name for known in await self.registry.names())]
             raise HTTPException(404, f"there is no reward function '{name}'. {nearest(name, known)}") from None
-
-    def _configured(self, name: str) -> Function | None:
-        return self.library.configured.get(name)
 
 
 def _shown(name: RegisteredName) -> str:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -34,7 +33,6 @@ MAX_TESTS = 64
 MAX_UNKNOWN_FIELDS, MAX_PARTS, MAX_COLUMNS = 20, 64, 1000
 MAX_TIMEOUT_S, MAX_MEMORY_MB = 600, 65_536
 MAX_NAME_CHARS = 100
-RETIRED = "{name} was retired, and no version of it is asked for. Activate one, or pin one in the configuration"
 _MEND = "Submit it again, or remove it"
 
 
@@ -220,11 +218,16 @@ class RegisteredName(Stored):
         return cls(name=name, kind=kind, active="", retired=False, revision=0, versions={})
 
     def find(self, version: str) -> str:
-        """The whole version that begins with `version`.
+        """The whole version that begins with `version`; the active one for an empty text.
 
         Raises:
             NotRegisteredError: There is none, or more than one.
         """
+        if not version:
+            if not self.active:
+                why = "was retired, and no version of it is asked for"
+                raise NotRegisteredError(f"{self.name} {why}. Activate one, or pin one in the configuration")
+            return self.active
         matches = [known for known in self.versions if known.startswith(version)]
         if len(matches) != 1:
             newest = ", ".join(known[:12] for known in list(self.versions)[-5:])
@@ -341,15 +344,6 @@ def parse_name(name: str, text: str | bytes) -> RegisteredName:
     if registered.name != name:
         raise UnreadableError(f"{name} cannot be read (it is of the name {registered.name[:MAX_NAME_CHARS]!r})")
     return registered
-
-
-def read_audit(lines: Iterable[bytes]) -> list[AuditLine]:
-    """The readable ones of the lines."""
-    readable = []
-    for line in lines:
-        with suppress(ValueError):
-            readable.append(AuditLine.model_validate_json(line))
-    return readable
 
 
 def read_content(version: str, text: str) -> Content:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import structlog
+from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from gspo.common.config.reward import RegistryQuotas
 from gspo.common.errors import nearest
 from gspo.reward.registry.records import (
-    RETIRED,
     Action,
     AuditLine,
     ConflictError,
@@ -28,7 +29,6 @@ from gspo.reward.registry.records import (
     RegisteredName,
     Submission,
     UnreadableError,
-    read_audit,
     read_content,
 )
 from gspo.reward.registry.sync import AUDIT, AUDIT_KEPT, CONTENTS, Change, DiskCopy, RegistrySync, Rule
@@ -110,7 +110,7 @@ class Registry:
         """
         name, version = submission.name, content.version
         line, text = self._line(who, "submit", name, version), content.model_dump_json()
-        is_readable, is_new = await self.known(version) is not None, True
+        (known, _), is_new = await self.readable(version), True
 
         def rule(names: Mapping[str, RegisteredName]) -> Change:
             nonlocal is_new
@@ -122,7 +122,7 @@ class Registry:
             origin = Origin(by=who, unix_s=line.unix_s, num_bytes=len(submission.model_dump_json()))
             after = before.with_version(version, content.kind, origin, activate=submission.activate)
             # The first content of a version stays, with its test cases.
-            is_kept = is_readable and any(version in known.versions for known in names.values())
+            is_kept = known is not None and any(version in other.versions for other in names.values())
             return Change(after, line, {} if is_kept else {version: text})
 
         return (await self._change(rule)).name, is_new
@@ -213,15 +213,10 @@ class Registry:
             NotRegisteredError: There is no such name or version, it cannot be read, or the name is retired and
                 `version` is empty.
         """
-        if (name, version) in self._pinned:
-            return await self.content(self._pinned[name, version])
-        registered = await self.name(name)
+        whole = self._pinned.get((name, version)) or (await self.name(name)).find(version)
         if version:
-            self._pinned[name, version] = registered.find(version)
-            return await self.content(self._pinned[name, version])
-        if not registered.active:
-            raise NotRegisteredError(RETIRED.format(name=name))
-        return await self.content(registered.active)
+            self._pinned[name, version] = whole
+        return await self.content(whole)
 
     async def content(self, version: str) -> Content:
         """The content of a version: by the copy on disk, else by Redis.
@@ -233,12 +228,12 @@ class Registry:
             self._contents[version] = await self._read_content(version)
         return self._contents[version]
 
-    async def known(self, version: str) -> Content | None:
-        """The content of a version; None if there is none that can be read."""
+    async def readable(self, version: str) -> tuple[Content | None, str]:
+        """The content of a version, or None and the reason why it cannot be read."""
         try:
-            return await self.content(version)
-        except NotRegisteredError:
-            return None
+            return await self.content(version), ""
+        except NotRegisteredError as error:
+            return None, str(error)
 
     async def _read_content(self, version: str) -> Content:
         text, unreadable = await asyncio.to_thread(self._disk.read_content, version), None
@@ -255,7 +250,10 @@ class Registry:
     async def audit(self, name: str, limit: int) -> list[AuditLine]:
         """The newest changes of one name, the newest first."""
         stored: Any = await self._redis.lrange(AUDIT, -AUDIT_KEPT, -1)
-        lines = read_audit(reversed(stored))
+        lines = []
+        for text in reversed(stored):
+            with suppress(ValidationError):
+                lines.append(AuditLine.model_validate_json(text))
         return [line for line in lines if line.name == name][:limit]
 
     def _forget_removed(self) -> None:
@@ -292,8 +290,7 @@ class OfflineRegistry:
         if name not in names:
             hint = nearest(name, names) if names else "Nothing is registered there."
             raise NotRegisteredError(f"there is no reward function '{name}' in {self._folder}. {hint}")
-        whole = names[name].find(version) if version else names[name].active
-        text = self._disk.read_content(whole) if whole else None
-        if text is None:
-            raise NotRegisteredError(RETIRED.format(name=name) if not whole else f"there is no version {whole[:12]}")
+        whole = names[name].find(version)
+        if (text := self._disk.read_content(whole)) is None:
+            raise NotRegisteredError(f"there is no version {whole[:12]}")
         return read_content(whole, text)

@@ -234,7 +234,10 @@ class RegistrySync:
             for document in behind:
                 await asyncio.to_thread(self._disk.write_name, document)
             self.names, self._seen = names, (token, self._disk.stamp() if behind else stamp)
-            self._note_unreadable({name: reason for name, reason in redis.unreadable.items() if name not in names})
+            unreadable = {name: reason for name, reason in redis.unreadable.items() if name not in names}
+            for name in unreadable.keys() - self.unreadable.keys():
+                log.error("registry_unreadable", name=name, reason=unreadable[name])
+            self.unreadable = unreadable
             return
         raise ConflictError("other replicas change the registry at the same time. Try again")
 
@@ -293,9 +296,3 @@ class RegistrySync:
             args=[expected, token, AUDIT_KEPT, *(part for triple in triples for part in triple)],
         )
         return token if is_written else None
-
-    def _note_unreadable(self, unreadable: dict[str, str]) -> None:
-        for name, reason in unreadable.items():
-            if name not in self.unreadable:
-                log.error("registry_unreadable", name=name, reason=reason)
-        self.unreadable = unreadable

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -75,7 +75,8 @@ class ScoringConsumer:
             inbox,
             handle=partial(self._score, inbox, output),
             capacity=lambda: service.config.reward.batch_size,
-            batch_key=_function_names,
+            # Rollouts that ask for other functions are another batch, so that none waits for another's function.
+            batch_key=lambda delivery: tuple(use.name for use in delivery.message.rewards),
             linger_s=LINGER_S,
             max_deliveries=MAX_DELIVERIES,
             failure=partial(_failure, output),
@@ -155,11 +156,6 @@ class FailureWindow:
         )
         self._kinds.clear()
         return problem
-
-
-def _function_names(delivery: Delivery) -> Hashable:
-    """Rollouts that ask for other functions are another batch, so that none waits for another's function."""
-    return tuple(use.name for use in delivery.message.rewards)
 
 
 def _failure(output: str, delivery: Delivery, reason: str) -> Sequence[tuple[str, bytes]]:

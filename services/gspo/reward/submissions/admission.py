@@ -8,11 +8,10 @@ not checked here; the sandbox bounds its effect.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import packages_distributions
@@ -23,8 +22,8 @@ import msgspec
 from pydantic import Field
 
 from gspo.reward.functions.library import Function, Library, code_of
-from gspo.reward.registry.records import Content, StoredSignature, Submission, TestCase
-from gspo.reward.sandbox.calls import Callee, CallError, CallLimits, Code
+from gspo.reward.registry.records import Content, StoredSignature, Submission, TestCase, version_of
+from gspo.reward.sandbox.calls import CallError, CallLimits, Code
 from gspo.reward.sandbox.inside import read_source
 from gspo.reward.sandbox.values import MAX_NAME_CHARS
 from gspo.reward.submissions.callers import ANONYMOUS
@@ -92,7 +91,10 @@ class Admission:
 
     def __init__(self, library: Library, allowed_packages: Collection[str]) -> None:
         self._library, self._allowed = library, tuple(allowed_packages)
-        self._source_reader = SourceReader(library.sandbox)
+        # Sources are compiled in a sandbox of their own: that may take any time and memory.
+        text = Path(read_source.__file__).read_text(encoding="utf-8")
+        code = Code("read_source", text, version_of(text.encode()), "read_source.py", kind="environment")
+        self._source_reader = library.sandbox(code, READ_LIMITS)
         self._free = asyncio.Semaphore(NUM_AT_A_TIME)
         self._caller_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._running: dict[tuple[str, str], asyncio.Task[Content]] = {}
@@ -129,9 +131,21 @@ class Admission:
     async def _run(self, submission: Submission, content: Content, who: str) -> Content:
         lock = asyncio.Lock() if who == ANONYMOUS.name else self._caller_locks[who]
         async with lock, self._free:
-            outline = await self._source_reader.read(submission.source)
+            outline = await self._read(submission.source)
             check_imports(outline, self._allowed)
             return await self._run_now(submission, content, outline)
+
+    async def _read(self, source: str) -> Outline:
+        try:
+            question = {"function": "reset", "arguments": {"task": {"source": source}}}
+            answer = await self._source_reader.call(question, session=None)
+            outline = msgspec.convert(answer.values[0], Outline)
+        except CallError as error:
+            problem = Problem("syntax", f"the source cannot be compiled: {error}", 1, 1)
+            raise InputRefusedError([problem]) from error
+        if outline.wrong is not None:
+            raise InputRefusedError([Problem("syntax", *outline.wrong)])
+        return outline
 
     async def _run_now(self, submission: Submission, content: Content, outline: Outline) -> Content:
         code = code_of(submission.name, content)
@@ -204,65 +218,29 @@ def _load_problem(error: CallError, outline: Outline, submission: Submission) ->
     return Problem(rule, text, line, column, error.traceback, error.output)
 
 
-class SourceReader:
-    """Reads sources in the sandbox, within limits of its own: their compilation may take any time and memory.
-
-    Args:
-        new_sandbox: Makes the sandbox; nothing is started before the first source is read.
-    """
-
-    def __init__(self, new_sandbox: Callable[[Code, CallLimits], Callee]) -> None:
-        text = Path(read_source.__file__).read_text(encoding="utf-8")
-        version = hashlib.sha256(text.encode()).hexdigest()
-        code = Code("read_source", text, version, "read_source.py", kind="environment")
-        self._sandbox = new_sandbox(code, READ_LIMITS)
-
-    async def read(self, source: str) -> Outline:
-        """The outline of a source.
-
-        Raises:
-            InputRefusedError: It cannot be compiled, or not within the limits.
-        """
-        try:
-            question = {"function": "reset", "arguments": {"task": {"source": source}}}
-            answer = await self._sandbox.call(question, session=None)
-            outline = msgspec.convert(answer.values[0], Outline)
-        except CallError as error:
-            raise InputRefusedError([Problem("syntax", f"the source cannot be compiled: {error}", 1, 1)]) from error
-        if outline.wrong is not None:
-            raise InputRefusedError([Problem("syntax", *outline.wrong)])
-        return outline
-
-    async def close(self) -> None:
-        """End its processes."""
-        await self._sandbox.close()
-
-
 def check_imports(outline: Outline, allowed_packages: Collection[str]) -> None:
     """Check that a source imports only the standard library and allowed packages.
 
     Raises:
         InputRefusedError: It imports something else; with line and column of each place.
     """
-    imports = (_import_problem(*place, allowed_packages) for place in outline.imports)
-    if problems := [problem for problem in imports if problem]:
+    known = sys.stdlib_module_names | importable(tuple(allowed_packages))
+    allowed = ", ".join(sorted(allowed_packages)) or "none"
+    problems = []
+    for module, line, column in outline.imports:
+        top = module.split(".")[0]
+        if module.startswith("."):
+            why = f"'{module}' from beside it, and a submission is one file. Put it into the source"
+        elif top not in known:
+            why = (
+                f"'{top[:MAX_NAME_CHARS]}', which is neither in the standard library nor among "
+                f"reward.allowed_packages ({allowed}). Do without it, or ask for its addition there"
+            )
+        else:
+            continue
+        problems.append(Problem("import", f"line {line}, column {column}: imports {why}", line, column))
+    if problems:
         raise InputRefusedError(problems[:MAX_PROBLEMS])
-
-
-def _import_problem(module: str, line: int, column: int, allowed_packages: Collection[str]) -> Problem | None:
-    top = module.split(".")[0]
-    place = f"line {line}, column {column}"
-    if module.startswith("."):
-        text = f"{place}: imports '{module}' from beside it, and a submission is one file. Put it into the source"
-    elif top in sys.stdlib_module_names or top in importable(tuple(sorted(allowed_packages))):
-        return None
-    else:
-        allowed = ", ".join(sorted(allowed_packages)) or "none"
-        text = (
-            f"{place}: imports '{top[:MAX_NAME_CHARS]}', which is neither in the standard library nor among "
-            f"reward.allowed_packages ({allowed}). Do without it, or ask for its addition there"
-        )
-    return Problem("import", text, line, column)
 
 
 @cache

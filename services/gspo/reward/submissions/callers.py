@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import structlog
 
@@ -55,28 +55,20 @@ class Callers:
         if tokens is not None:
             self._people, self._read_ns = read_tokens(tokens), tokens.stat().st_mtime_ns
 
-    @property
-    def open_to_all(self) -> bool:
-        """Whether there are no tokens: only so on loopback, which the start of a service checks."""
-        return not self._service and self._file is None
-
     def find(self, token: str) -> Caller | None:
-        """The caller with a token; None for an unknown one. Looked up by digest, so that timing reveals nothing."""
-        if self.open_to_all:
-            return ANONYMOUS
-        self._refresh()
-        digest = _digest(token)
-        return self._service.get(digest) or self._people.get(digest)
+        """The caller with a token; None for an unknown one. Looked up by digest, so that timing reveals nothing.
 
-    def _refresh(self) -> None:
-        if self._file is None:
-            return
+        Without tokens all callers are ANONYMOUS: only so on loopback, which the start of a service checks.
+        """
+        if not self._service and self._file is None:
+            return ANONYMOUS
         try:
-            changed_ns = self._file.stat().st_mtime_ns
-            if changed_ns != self._read_ns:
+            if self._file is not None and (changed_ns := self._file.stat().st_mtime_ns) != self._read_ns:
                 self._people, self._read_ns = read_tokens(self._file), changed_ns
         except (InputError, OSError) as error:
             log.warning("tokens_unreadable", reason=str(error), detail="the tokens known before stay valid")
+        digest = _digest(token)
+        return self._service.get(digest) or self._people.get(digest)
 
 
 def read_tokens(path: Path) -> dict[str, Caller]:
@@ -91,25 +83,23 @@ def read_tokens(path: Path) -> dict[str, Caller]:
         raise InputError("reward.tokens", f"{path} cannot be read ({error})", _FIX) from error
     callers: dict[str, Caller] = {}
     for number, line in enumerate(lines, start=1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            digest, caller = _read_line(line, f"{path}, line {number}")
-            if digest in callers:
-                raise InputError("reward.tokens", f"{path}, line {number}: a token is there twice", _FIX)
-            callers[digest] = caller
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        problem, fix, digest = "", _FIX, _digest(words[-1])
+        if len(words) != 3:
+            problem = f"has {len(words)} words"
+        elif words[1] not in get_args(Role):
+            problem = f"the role '{words[1]}' is unknown"
+        elif len(words[2]) < MIN_TOKEN_CHARS:
+            problem = f"a token has at least {MIN_TOKEN_CHARS} characters"
+            fix = "Make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        elif digest in callers:
+            problem = "a token is there twice"
+        if problem:
+            raise InputError("reward.tokens", f"{path}, line {number}: {problem}", fix)
+        callers[digest] = Caller(words[0], "submit" if words[1] == "submit" else "read")
     return callers
-
-
-def _read_line(line: str, where: str) -> tuple[str, Caller]:
-    words = line.split()
-    if len(words) != 3:
-        raise InputError("reward.tokens", f"{where}: has {len(words)} words", _FIX)
-    name, role, token = words
-    if role not in ("read", "submit"):
-        raise InputError("reward.tokens", f"{where}: the role '{role}' is unknown", _FIX)
-    if len(token) < MIN_TOKEN_CHARS:
-        fix = "Make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
-        raise InputError("reward.tokens", f"{where}: a token has at least {MIN_TOKEN_CHARS} characters", fix)
-    return _digest(token), Caller(name, "submit" if role == "submit" else "read")
 
 
 def _digest(token: str) -> str:

@@ -97,10 +97,16 @@ def _failed(error: CallError) -> TryResult:
 
 def rollout_of(row: dict[str, Any]) -> Rollout:
     """A row as a finished rollout: `prompt` and `completion`, and every other key a column."""
-    prompt, text = row.get("prompt", ""), str(row.get("completion", ""))
     columns = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
-    messages = "" if isinstance(prompt, str) else json.dumps(prompt)
-    asked = Prompt(
-        text=prompt if isinstance(prompt, str) else "", messages_json=messages, columns_json=json.dumps(columns)
+    prompt = prompt_of(row.get("prompt", ""), columns)
+    return Rollout(prompt=prompt, text=str(row.get("completion", "")), token_ids=[], outcome=OUTCOME_EOS)
+
+
+def prompt_of(prompt: Any, columns: dict[str, Any]) -> Prompt:
+    """Text or chat messages as a prompt without token ids."""
+    is_text = isinstance(prompt, str)
+    return Prompt(
+        text=prompt if is_text else "",
+        messages_json="" if is_text else json.dumps(prompt, default=str),
+        columns_json=json.dumps(columns, default=str),
     )
-    return Rollout(prompt=asked, text=text, token_ids=[], outcome=OUTCOME_EOS)
