@@ -20,7 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gspo.common.errors import InputError
 
-SERVER_NAME = "gspo"
+SERVER_NAME, _AUTHORITY = "gspo", "gspo authority"
 TOKEN, PASSWORD, CERT, KEY, CA = "token", "redis-password", "cert.pem", "key.pem", "ca.pem"
 # Clocks of other machines are not this one's.
 _BEFORE = datetime.timedelta(hours=1)
@@ -41,12 +41,18 @@ def make_secrets(folder: Path, hosts: tuple[str, ...], days: int) -> dict[str, P
             raise InputError(str(path), "exists already", "Give another folder: secrets in use are not overwritten")
     folder.mkdir(parents=True, exist_ok=True)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    authority = _authority(ca_key, days)
+    authority = (
+        _named(_AUTHORITY, _AUTHORITY, ca_key, days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs=True), critical=True)
+        .sign(ca_key, hashes.SHA256())
+    )
     _write(paths[TOKEN], f"{secrets.token_urlsafe(32)}\n".encode())
     _write(paths[PASSWORD], f"{secrets.token_urlsafe(32)}\n".encode())
-    _write(paths[KEY], _pem_of(key))
-    paths[CERT].write_bytes(_certificate(key, ca_key, hosts, days).public_bytes(serialization.Encoding.PEM))
-    paths[CA].write_bytes(authority.public_bytes(serialization.Encoding.PEM))
+    pem = serialization.Encoding.PEM
+    _write(paths[KEY], key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
+    paths[CERT].write_bytes(_certificate(key, ca_key, hosts, days).public_bytes(pem))
+    paths[CA].write_bytes(authority.public_bytes(pem))
     return paths
 
 
@@ -69,12 +75,6 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-
-
 def _named(subject: str, issuer: str, key: ec.EllipticCurvePrivateKey, days: int) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
@@ -89,23 +89,14 @@ def _named(subject: str, issuer: str, key: ec.EllipticCurvePrivateKey, days: int
     )
 
 
-def _authority(key: ec.EllipticCurvePrivateKey, days: int) -> x509.Certificate:
-    name = "gspo authority"
-    built = _named(name, name, key, days).add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    return built.add_extension(_usage(signs=True), critical=True).sign(key, hashes.SHA256())
-
-
 def _certificate(
-    key: ec.EllipticCurvePrivateKey,
-    ca_key: ec.EllipticCurvePrivateKey,
-    hosts: tuple[str, ...],
-    days: int,
+    key: ec.EllipticCurvePrivateKey, ca_key: ec.EllipticCurvePrivateKey, hosts: tuple[str, ...], days: int
 ) -> x509.Certificate:
     names = dict.fromkeys((SERVER_NAME, "localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts))
     both_ways = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]  # Redis asks clients for one
     issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
     return (
-        _named(SERVER_NAME, "gspo authority", key, days)
+        _named(SERVER_NAME, _AUTHORITY, key, days)
         .add_extension(x509.SubjectAlternativeName([_name(name) for name in names]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)

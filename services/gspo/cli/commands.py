@@ -46,9 +46,7 @@ Plain = Annotated[bool, typer.Option("--plain", help="Print a line for each step
 
 @app.command()
 def run(
-    config: Annotated[
-        Path, typer.Argument(help="Configuration file, or with --resume a run directory.", show_default=False)
-    ],
+    config: Annotated[Path, typer.Argument(help="Configuration file, or with --resume a run directory.")],
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was stopped or killed.")] = False,
     plain: Plain = False,
 ) -> None:
@@ -67,9 +65,7 @@ def run(
 
 @app.command()
 def status(
-    run_dir: Annotated[
-        Path | None, typer.Argument(help="Run directory; by default the newest under ./runs.", show_default=False)
-    ] = None,
+    run_dir: Annotated[Path | None, typer.Argument(help="Run directory; by default the newest under ./runs.")] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Refresh the page, with CPU and memory of each process, until Ctrl-C.")
     ] = False,
@@ -87,7 +83,7 @@ def status(
 
 @app.command()
 def config(
-    key: Annotated[str, typer.Argument(help="A key or a section; by default all keys.", show_default=False)] = "",
+    key: Annotated[str, typer.Argument(help="A key or a section; by default all keys.")] = "",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
     """Explain the keys of a configuration: type, default, bounds, meaning, changes on resume.
@@ -106,8 +102,8 @@ def config(
 
 @app.command()
 def export(
-    run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="New folder.", show_default=False)],
+    run_dir: Annotated[Path, typer.Argument(help="Run directory.")],
+    out: Annotated[Path, typer.Argument(help="New folder.")],
     best: Annotated[bool, typer.Option("--best", help="Copy the best version (needs evaluation.keep_best).")] = False,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Copy only the adapters of a LoRA run, in peft's format.")
@@ -127,7 +123,7 @@ def export(
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]) -> None:
+def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
     """Write the report of a run again from its log: summary.json, plots and report.html.
 
     Example: [bold]gspo report runs/my-run[/]
@@ -143,7 +139,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_d
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(help="Folder for the example.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="Folder for the example.")],
     model: Annotated[str, typer.Option(help="Model folder, or its name on a hub.")] = "Qwen/Qwen3-0.6B",
 ) -> None:
     """Write an example that you can run: config.yaml, reward.py, prompts.jsonl, eval.jsonl.
@@ -167,11 +163,8 @@ def init(
 
 @app.command()
 def certs(
-    folder: Annotated[Path, typer.Argument(help="Folder for the files.", show_default=False)],
-    host: Annotated[
-        list[str] | None,
-        typer.Option(help="Further host name or address in the certificate.", show_default=False),
-    ] = None,
+    folder: Annotated[Path, typer.Argument(help="Folder for the files.")],
+    host: Annotated[list[str] | None, typer.Option(help="Further host name or address in the certificate.")] = None,
     days: Annotated[int, typer.Option(min=1, help="Days until the certificate expires.")] = 365,
 ) -> None:
     """Create the credentials of a cluster: a token, a Redis password, and a certificate for TLS.
@@ -188,9 +181,7 @@ def certs(
 
 @app.command()
 def doctor(
-    config: Annotated[
-        Path | None, typer.Argument(help="Check against the needs of this configuration too.", show_default=False)
-    ] = None,
+    config: Annotated[Path | None, typer.Argument(help="Check against the needs of this configuration too.")] = None,
 ) -> None:
     """Check the machine: memory, cores, disk, ports, Redis, model, compiler, GPU, engines.
 
@@ -205,32 +196,19 @@ def doctor(
 
 @app.command(name="eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Model folder, or its name on a hub.", show_default=False)],
-    prompts: Annotated[
-        list[Path],
-        typer.Argument(help="One or more files of prompts, in a format of data.prompts.", show_default=False),
-    ],
-    reward: Annotated[
-        Path | None, typer.Option(help="Python file with the reward function.", show_default=False)
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="Configuration for all other keys.", show_default=False)] = None,
-    answers: Annotated[
-        int | None, typer.Option(help="Sampled answers for each prompt; 4 by default.", show_default=False)
-    ] = None,
+    model: Annotated[str, typer.Argument(help="Model folder, or its name on a hub.")],
+    prompts: Annotated[list[Path], typer.Argument(help="One or more files of prompts, in a format of data.prompts.")],
+    reward: Annotated[Path | None, typer.Option(help="Python file with the reward function.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Configuration for all other keys.")] = None,
+    answers: Annotated[int | None, typer.Option(help="Sampled answers for each prompt; 4 by default.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Temperature of the sampled answers; 1.0 by default.", show_default=False)
+        float | None, typer.Option(help="Temperature of the sampled answers; 1.0 by default.")
     ] = None,
-    prompt_length: Annotated[
-        int | None,
-        typer.Option(help="Maximum length of a prompt, in tokens.", show_default=False),
-    ] = None,
-    response_length: Annotated[
-        int | None,
-        typer.Option(help="Maximum length of an answer, in tokens.", show_default=False),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Maximum number of prompts.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.", show_default=False)] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the figures, as JSON.", show_default=False)] = None,
+    prompt_length: Annotated[int | None, typer.Option(help="Maximum length of a prompt, in tokens.")] = None,
+    response_length: Annotated[int | None, typer.Option(help="Maximum length of an answer, in tokens.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of prompts.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the figures, as JSON.")] = None,
     plain: Plain = False,
 ) -> None:
     """Measure a model on prompts: mean reward (sampled and greedy) and pass@k, with standard errors.

@@ -34,7 +34,7 @@ app = typer.Typer(
     "group fails, or is issued again after its deadline. The run continues in either case: no letter needs an action.",
 )
 Run = Annotated[Path | None, typer.Option("--run", help="Run directory; by default the newest under ./runs.")]
-Letters = Annotated[list[str] | None, typer.Argument(help="Letters, by the names in `list`.", show_default=False)]
+Letters = Annotated[list[str] | None, typer.Argument(help="Letters, by the names in `list`.")]
 All = Annotated[bool, typer.Option("--all", help="All letters.")]
 T = TypeVar("T")
 Retried: TypeAlias = Literal["sent", "settled", "gone"]

@@ -6,7 +6,7 @@ findings.py has the single checks of the machine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -25,12 +25,13 @@ from gspo.common.config.loading import read_config
 from gspo.common.config.reward import RewardConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.host.machine import GIB, Gpu, visible_gpus
+from gspo.common.host.machine import GIB, visible_gpus
 from gspo.common.model.files import ModelFiles, read_model_files
 from gspo.common.model.memory_needs import host_bytes, num_trained, snapshot_bytes, training_bytes
 from gspo.common.streams.keys import GENERATION, LEARNER, SERVICES
 
 _STYLES = {"OK": "green", "warning": "yellow", "problem": "bold red"}
+_SANDBOX_MINIMUM = RewardConfig.model_fields["sandbox_minimum"].default
 # Policies that the learner keeps for pushes: the newest, and the previous one for changes.
 _PUBLISHED = 2
 # Policies in the memory of a generator with a GPU: the served one and the next one.
@@ -46,7 +47,10 @@ def doctor(config_file: Path | None, console: Console) -> int:
     """
     if config_file is not None:
         config_file = config_file_of(config_file)
-    results = list(_machine() if config_file is None else _run(read_config(config_file), config_file))
+    config = read_config(config_file) if config_file else None
+    results = list(_findings(config))
+    if config and config_file:
+        results += _checks(config, config_file)
     table = Table(box=None, show_header=False, padding=(0, 1))
     for finding in results:
         advice = f"\n{finding.advice}" if finding.advice else ""
@@ -57,47 +61,45 @@ def doctor(config_file: Path | None, console: Console) -> int:
     return 1 if problems else 0
 
 
-def _machine() -> Iterator[DoctorFinding]:
+def _findings(config: Config | None) -> Iterator[DoctorFinding]:
+    """The findings of the machine, against the needs of a run where its configuration is given."""
+    model, files = _model(config) if config else (None, None)
+    memory_gib, disk_gib, shared_gib = _needs_gib(config, files) if config and files else (None, None, None)
     yield findings.python()
     yield from findings.packages()
     yield findings.cores()
     yield findings.gpu()
-    yield findings.memory(None)
-    yield findings.disk(Path(), None)
-    yield findings.shared_memory(None)
+    if model:
+        yield model
+    yield findings.memory(memory_gib)
+    yield findings.disk(config.run.directory if config else Path(), disk_gib)
+    yield findings.shared_memory(shared_gib)
     yield findings.compiler()
     yield findings.numa()
-    yield findings.sandbox(RewardConfig.model_fields["sandbox_minimum"].default)
-    yield findings.redis()
+    yield findings.sandbox(config.reward.sandbox_minimum if config else _SANDBOX_MINIMUM)
+    if config is None or (url := config.services.redis_url) is None:
+        yield findings.redis()
+    else:
+        yield _tried("Redis", lambda: asyncio.run(check_redis(url, config)), "the Redis of services.redis_url answers")
+    if config:
+        yield _tried("ports", lambda: check_ports(config), "free")
 
 
-def _run(config: Config, config_file: Path) -> Iterator[DoctorFinding]:
-    """The findings of the machine against the needs of this run, and the checks of the run."""
-    model, files = _model(config)
-    yield findings.python()
-    yield from findings.packages()
-    yield findings.cores()
-    yield findings.gpu()
-    yield model
-    yield findings.memory(_memory_gib(config, files, on_gpus=bool(_gpus())))
-    yield findings.disk(config.run.directory, _disk_gib(config, files))
-    yield findings.shared_memory(_staged_gib(config, files))
-    yield findings.compiler()
-    yield findings.numa()
-    yield findings.sandbox(config.reward.sandbox_minimum)
-    yield _redis(config)
-    yield _ports(config)
-    yield from _checks(config, config_file)
+def _tried(name: str, check: Callable[[], object], passed: str) -> DoctorFinding:
+    """The finding of a check that refuses by an error."""
+    try:
+        check()
+    except InputError as error:
+        return DoctorFinding(name, "problem", f"{error.where}: {error.rule}", error.fix)
+    return DoctorFinding(name, "OK", passed)
 
 
 def _model(config: Config) -> tuple[DoctorFinding, ModelFiles | None]:
     """The model folder, and its files where they can be read."""
     folder = Path(config.model.path)
     if not folder.is_dir():
-        text = f"{config.model.path} is not a folder here"
-        return DoctorFinding(
-            "model", "warning", text, "It is used as a name on a hub and downloaded at the start"
-        ), None
+        advice = "It is used as a name on a hub and downloaded at the start"
+        return DoctorFinding("model", "warning", f"{config.model.path} is not a folder here", advice), None
     try:
         files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
     except InputError as error:
@@ -105,21 +107,29 @@ def _model(config: Config) -> tuple[DoctorFinding, ModelFiles | None]:
     return DoctorFinding("model", "OK", f"{folder}: {files.num_parameters:,} parameters"), files
 
 
-def _gpus() -> list[Gpu]:
-    """The GPUs of this machine; none if their choice is wrong, which the finding of the placement reports."""
+def _needs_gib(config: Config, files: ModelFiles) -> tuple[float, float, float]:
+    """GiB of memory, of disk and of shared memory that a run needs.
+
+    On the disk are checkpoints, one more while it is written, exports, and the log. A checkpoint has two moments in
+    fp32 of each trained weight, and without LoRA all weights.
+    """
     try:
-        return visible_gpus()
-    except InputError:
-        return []
+        on_gpus = bool(visible_gpus())
+    except InputError:  # their choice is wrong, which the finding of the placement reports
+        on_gpus = False
+    trained = num_trained(config.learner.lora, files)
+    # The best version, and one that is not measured yet.
+    exports = 3 if config.evaluation.keep_best else 1
+    disk = 1.0 + (12 * trained * (config.run.keep_checkpoints + 1) + 4 * files.num_parameters * exports) / GIB
+    staged = files.num_parameters * _DTYPE_BYTES[config.generation.dtype] * config.generation.replicas / GIB
+    return _memory_gib(config, files, on_gpus=on_gpus), disk, staged
 
 
-def _memory_gib(config: Config, files: ModelFiles | None, *, on_gpus: bool = False) -> float | None:
+def _memory_gib(config: Config, files: ModelFiles, *, on_gpus: bool) -> float:
     """Host memory of all local ranks, the policies kept for pushes, and the weights and caches of all generators.
 
     With GPUs, weights and cache of an engine are there, and each generator keeps two copies of the policy on the host.
     """
-    if files is None:
-        return None
     ranks = max(1, config.learner.ranks)
     a_rank = host_bytes(files, training_bytes(config, files, ranks), on_gpu=on_gpus)
     training = a_rank * ranks + snapshot_bytes(config, files)
@@ -130,43 +140,6 @@ def _memory_gib(config: Config, files: ModelFiles | None, *, on_gpus: bool = Fal
     return findings.PROCESSES_GIB + weights / GIB + cache_gib * generation.replicas
 
 
-def _staged_gib(config: Config, files: ModelFiles | None) -> float | None:
-    if files is None:
-        return None
-    return files.num_parameters * _DTYPE_BYTES[config.generation.dtype] * config.generation.replicas / GIB
-
-
-def _disk_gib(config: Config, files: ModelFiles | None) -> float | None:
-    """Disk space of checkpoints, one more while it is written, exports, and the log.
-
-    A checkpoint has two moments in fp32 of each trained weight, and without LoRA all weights.
-    """
-    if files is None:
-        return None
-    trained = num_trained(config.learner.lora, files)
-    # The best version, and one that is not measured yet.
-    exports = 3 if config.evaluation.keep_best else 1
-    return 1.0 + (12 * trained * (config.run.keep_checkpoints + 1) + 4 * files.num_parameters * exports) / GIB
-
-
-def _redis(config: Config) -> DoctorFinding:
-    if config.services.redis_url is None:
-        return findings.redis()
-    try:
-        asyncio.run(check_redis(config.services.redis_url, config))
-    except InputError as error:
-        return DoctorFinding("Redis", "problem", f"{error.where}: {error.rule}", error.fix)
-    return DoctorFinding("Redis", "OK", "the Redis of services.redis_url answers")
-
-
-def _ports(config: Config) -> DoctorFinding:
-    try:
-        check_ports(config)
-    except InputError as error:
-        return DoctorFinding("ports", "problem", f"{error.where}: {error.rule}", error.fix)
-    return DoctorFinding("ports", "OK", "free")
-
-
 def _checks(config: Config, config_file: Path) -> Iterator[DoctorFinding]:
     """The placement of the GPUs, and each service's own check with its GPUs."""
     try:
@@ -174,7 +147,7 @@ def _checks(config: Config, config_file: Path) -> Iterator[DoctorFinding]:
     except InputError as error:
         yield DoctorFinding("GPU placement", "problem", f"{error.where}: {error.rule}", error.fix)
         placement = None
-    if placement and placement.assignments:
+    if placement and placement.gpus:
         idle = "More generators (generation.replicas) or ranks (learner.ranks) would use the rest"
         yield DoctorFinding("GPU placement", "OK", placement.table(), idle if placement.free else "")
     # Without a placement an engine would be checked against GPUs that it does not get.

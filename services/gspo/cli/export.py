@@ -24,12 +24,27 @@ def export(run_dir: Path, out: Path, *, best: bool = False, adapter: bool = Fals
     if not run_dir.is_dir():
         raise InputError(str(run_dir), "is not a folder here", "Give a run directory")
     source = run_dir / (_BEST if best else _EXPORT)
+    if not (source / "config.json").is_file() and best:
+        raise InputError(
+            str(run_dir),
+            f"has no {_BEST}/config.json: no version was kept as the best",
+            "Set evaluation.keep_best before the run, for example sampled_mean. "
+            "Without --best you get the newest policy",
+        )
     if not (source / "config.json").is_file():
-        raise _no_best(run_dir) if best else _no_export(run_dir)
+        raise InputError(
+            str(run_dir),
+            f"has no {_EXPORT}/config.json: no policy was exported yet",
+            "A run exports when it ends or is stopped; give a run directory after that",
+        )
     if adapter:
         source = source / _ADAPTER
         if not source.is_dir():
-            raise _no_adapter(source)
+            raise InputError(
+                str(source),
+                "is missing: this run trained all weights, and has no adapters",
+                "Leave --adapter out; set learner.lora.rank before a run to train adapters",
+            )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(str(out), "exists and is not an empty folder", "Name a new one; nothing is overwritten")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -38,27 +53,3 @@ def export(run_dir: Path, out: Path, *, best: bool = False, adapter: bool = Fals
     shutil.copytree(source, scratch)
     scratch.replace(out)
     return out
-
-
-def _no_export(run_dir: Path) -> InputError:
-    return InputError(
-        str(run_dir),
-        f"has no {_EXPORT}/config.json: no policy was exported yet",
-        "A run exports when it ends or is stopped; give a run directory after that",
-    )
-
-
-def _no_best(run_dir: Path) -> InputError:
-    return InputError(
-        str(run_dir),
-        f"has no {_BEST}/config.json: no version was kept as the best",
-        "Set evaluation.keep_best before the run, for example sampled_mean. Without --best you get the newest policy",
-    )
-
-
-def _no_adapter(folder: Path) -> InputError:
-    return InputError(
-        str(folder),
-        "is missing: this run trained all weights, and has no adapters",
-        "Leave --adapter out; set learner.lora.rank before a run to train adapters",
-    )

@@ -51,9 +51,8 @@ def python() -> DoctorFinding:
     version_text = platform.python_version()
     if (3, 11) <= sys.version_info[:2] < (3, 14):
         return DoctorFinding("Python", "OK", version_text)
-    return DoctorFinding(
-        "Python", "problem", version_text, "Install Python 3.11, 3.12 or 3.13 and make the environment with it"
-    )
+    advice = "Install Python 3.11, 3.12 or 3.13 and make the environment with it"
+    return DoctorFinding("Python", "problem", version_text, advice)
 
 
 def cores() -> DoctorFinding:
@@ -61,44 +60,40 @@ def cores() -> DoctorFinding:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if usable >= 2:
         return DoctorFinding("cores", "OK", str(usable))
-    return DoctorFinding(
-        "cores", "warning", str(usable), "Generation and training share one core: expect half the speed"
-    )
+    advice = "Generation and training share one core: expect half the speed"
+    return DoctorFinding("cores", "warning", str(usable), advice)
 
 
 def memory(needed_gib: float | None) -> DoctorFinding:
     """Free memory against the need of the run."""
-    free = free_memory() / GIB
     needed = PROCESSES_GIB if needed_gib is None else needed_gib
-    text = f"{free:.1f} GiB free, about {needed:.1f} GiB needed"
-    if free >= needed:
-        return DoctorFinding("memory", "OK", text)
     advice = "Take a smaller model or a machine with more memory; lower generation.kv_cache_gb; end other programs"
-    return DoctorFinding("memory", "problem", text, advice)
+    return _space("memory", free_memory(), "", needed, "needed", advice)
 
 
 def disk(folder: Path, needed_gib: float | None) -> DoctorFinding:
     """Free space where the run directory will be."""
     existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
-    free, needed = shutil.disk_usage(existing).free / GIB, needed_gib or 1.0
-    text = f"{free:.1f} GiB free at {existing}, about {needed:.1f} GiB for checkpoints and log"
-    if free >= needed:
-        return DoctorFinding("disk", "OK", text)
-    return DoctorFinding("disk", "problem", text, "Set run.directory to a larger disk, or lower run.keep_checkpoints")
+    free, use = shutil.disk_usage(existing).free, "for checkpoints and log"
+    advice = "Set run.directory to a larger disk, or lower run.keep_checkpoints"
+    return _space("disk", free, f" at {existing}", needed_gib or 1.0, use, advice)
 
 
 def shared_memory(needed_gib: float | None) -> DoctorFinding:
     """The tmpfs through which weights reach the engine."""
     name, path = "shared memory", Path("/dev/shm")  # noqa: S108 - looked at, not written
     if not path.is_dir():
-        return DoctorFinding(
-            name, "warning", f"{path} does not exist", "Weights reach the engine more slowly; mount a tmpfs there"
-        )
-    free, needed = shutil.disk_usage(path).free / GIB, needed_gib or 0.5
-    text = f"{free:.1f} GiB free at {path}, about {needed:.1f} GiB needed"
-    if free >= needed:
+        advice = "Weights reach the engine more slowly; mount a tmpfs there"
+        return DoctorFinding(name, "warning", f"{path} does not exist", advice)
+    advice = "Give it more: docker run --shm-size, or remount with a larger size="
+    return _space(name, shutil.disk_usage(path).free, f" at {path}", needed_gib or 0.5, "needed", advice)
+
+
+def _space(name: str, free_bytes: float, where: str, needed_gib: float, use: str, advice: str) -> DoctorFinding:
+    text = f"{free_bytes / GIB:.1f} GiB free{where}, about {needed_gib:.1f} GiB {use}"
+    if free_bytes / GIB >= needed_gib:
         return DoctorFinding(name, "OK", text)
-    return DoctorFinding(name, "problem", text, "Give it more: docker run --shm-size, or remount with a larger size=")
+    return DoctorFinding(name, "problem", text, advice)
 
 
 def compiler() -> DoctorFinding:
@@ -148,9 +143,8 @@ def packages() -> Iterator[DoctorFinding]:
     for label, name in (("torch", "torch"), ("vLLM", vllm), ("DeepSpeed", "deepspeed")):
         installed = _version(name) if name else None
         if installed is None:
-            yield DoctorFinding(
-                label, "problem", "is not installed", "pip install 'gspo[cpu]', or 'gspo[cuda]' with a GPU"
-            )
+            advice = "pip install 'gspo[cpu]', or 'gspo[cuda]' with a GPU"
+            yield DoctorFinding(label, "problem", "is not installed", advice)
             continue
         wrong = _unmet(name, ("torch", "transformers")) if name and name != "torch" else []
         advice = "Create the environment again: engine and libraries only work in matching versions" if wrong else ""
@@ -185,17 +179,14 @@ def sandbox(minimum: str) -> DoctorFinding:
         trial = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
-        return DoctorFinding(
-            "sandbox", "problem", f"cannot be tried: {reason}", f"Run {' '.join(command[1:])} with python"
-        )
+        advice = f"Run {' '.join(command[1:])} with python"
+        return DoctorFinding("sandbox", "problem", f"cannot be tried: {reason}", advice)
     text = f"{trial['level']} ({', '.join(trial['parts'])}); reward.sandbox_minimum is {minimum}"
     lacks = "; ".join(trial["lacks"])
     if LEVELS.index(trial["level"]) <= LEVELS.index(minimum):
         return DoctorFinding("sandbox", "OK", f"{text}; not stronger because {lacks}" if lacks else text)
-    accept = f"Or accept less with reward.sandbox_minimum: {trial['level']}"
-    return DoctorFinding(
-        "sandbox", "problem", f"{text}: too weak, and the reward service will not start", f"{lacks}. {accept}"
-    )
+    advice = f"{lacks}. Or accept less with reward.sandbox_minimum: {trial['level']}"
+    return DoctorFinding("sandbox", "problem", f"{text}: too weak, and the reward service will not start", advice)
 
 
 def _first_line(command: list[str]) -> str:

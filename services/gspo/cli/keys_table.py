@@ -63,11 +63,9 @@ def markdown(prefix: str) -> str:
         parts.append(
             f"## {section or 'The run'}\n\n| key | type | default | on resume | meaning |\n|---|---|---|---|---|"
         )
-        parts += [_markdown_row(key) for key in keys]
+        for key in keys:
+            changes = "may change" if key.on_resume else "fixed"
+            cells = (f"`{key.name}`", _kind(key), f"`{key.default}`", changes, key.meaning)
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("")
     return "\n".join(parts)
-
-
-def _markdown_row(key: Key) -> str:
-    cells = (f"`{key.name}`", _kind(key), f"`{key.default}`", "may change" if key.on_resume else "fixed", key.meaning)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -38,13 +38,10 @@ def write_example(folder: Path, model: str) -> tuple[list[Path], list[str]]:
     random.Random(0).shuffle(problems)  # noqa: S311 - the same example for everyone, not a secret
     _write_problems(prompts, problems[:_NUM_PROMPTS])
     _write_problems(held_out, problems[_NUM_PROMPTS : _NUM_PROMPTS + _NUM_HELD_OUT])
-    return paths, _notes(model)
-
-
-def _notes(model: str) -> list[str]:
-    """A note about a model path that does not exist yet: the user may create the model later."""
     is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
-    return [f"\nNote: there is no model at {model} yet"] if is_path and not Path(model).exists() else []
+    # The user may create the model later.
+    notes = [f"\nNote: there is no model at {model} yet"] if is_path and not Path(model).exists() else []
+    return paths, notes
 
 
 def _config_text(folder: Path, model: str) -> str:
@@ -54,17 +51,12 @@ def _config_text(folder: Path, model: str) -> str:
     text = (_TEMPLATES / "example_config.yaml").read_text()
     low, high = fitting_clip(_TYPICAL_TOKENS)
     return text.format(
-        name=_run_name(folder),
+        name=re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).strip("._-")[:64] or "run",
         file=shlex.quote(str(folder / "config.yaml")),
         model=yaml.safe_dump(path).splitlines()[0],
         clip_low=f"{low:g}",
         clip_high=f"{high:g}",
     )
-
-
-def _run_name(folder: Path) -> str:
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).strip("._-")[:64]
-    return name or "run"
 
 
 def _write_problems(path: Path, problems: list[tuple[int, int]]) -> None:

@@ -41,7 +41,7 @@ def fake_report(run_dir: Path, **_facts: Any) -> dict[str, Any]:
 
 session.service_programs = fake_programs
 preflight.check_command = fake_check
-training.Job = functools.partial(programs.Job, services=tuple(os.environ["FAKE_SERVICES"].split()))  # type: ignore[misc]
+training.run_plan = functools.partial(training.run_plan, services=tuple(os.environ["FAKE_SERVICES"].split()))
 report = ModuleType("gspo.cli.report.writer")
 report.write_report = fake_report  # type: ignore[attr-defined]
 sys.modules[report.__name__] = report

@@ -159,7 +159,7 @@ def test_a_service_that_refuses_its_input_is_not_started_again(gspo: Gspo) -> No
 
 
 def test_a_check_that_refuses_starts_nothing(gspo: Gspo) -> None:
-    code, output = gspo.run(fake="reward:refuse-check")
+    code, output = gspo.run(fake="learner:refuse-check")
     assert (code, "error: model.path: is not a model. Give one" in output) == (2, True), output
     assert not (gspo.run_dir / "config.yaml").exists()
     assert gspo.starts("coordinator-0") == []

@@ -7,7 +7,7 @@ import termios
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -31,20 +31,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 32
 
 
-class Screen(Protocol):
-    """Shows a run."""
-
-    def say(self, line: ScreenLine) -> None:
-        """Show an event."""
-
-    def show(self, view: View) -> None:
-        """Show the current state; called several times a second."""
-
-    def close(self) -> None:
-        """Restore the terminal."""
-
-
-def open_screen(console: Console, *, plain: bool) -> Screen:
+def open_screen(console: Console, *, plain: bool) -> PlainScreen | LiveScreen:
     """A live panel in a terminal; plain lines elsewhere, or with `plain`."""
     return PlainScreen(console) if plain or not console.is_terminal else LiveScreen(console)
 
@@ -66,15 +53,10 @@ class PlainScreen:
         """While services start, print every _QUIET_S which of them are not ready."""
         if view.phases.current == "start" and time.monotonic() - self._last_line > _QUIET_S:
             num_ready = len(view.processes) - len(view.waiting_to_start)
-            self.say(ScreenLine(f"{num_ready} of {len(view.processes)} services are ready. {waited_for(view)}"))
+            self.say(ScreenLine(f"{num_ready} of {len(view.processes)} services are ready. {view.waited_for()}"))
 
     def close(self) -> None:
         """Do nothing: plain lines need no restoring."""
-
-
-def waited_for(view: View) -> str:
-    """The processes that are not ready, each with its activity and its duration."""
-    return "; ".join(f"{process.name}: {process.in_words()}" for process in view.waiting_to_start) or "nothing"
 
 
 class LiveScreen:

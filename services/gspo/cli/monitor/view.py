@@ -217,6 +217,10 @@ class View:
         """Processes that are not ready yet."""
         return [process for process in self.processes.values() if not process.ready]
 
+    def waited_for(self) -> str:
+        """The processes that are not ready, each with its activity and its duration."""
+        return "; ".join(f"{process.name}: {process.in_words()}" for process in self.waiting_to_start) or "nothing"
+
     def apply(self, event: Event) -> list[ScreenLine]:
         """Apply one event; returns its lines for the screen."""
         match body_of(event):

@@ -74,10 +74,10 @@ class Watcher:
             TimeoutError: Names the processes that are not ready, with the reasons.
         """
         deadline = time.monotonic() + timeout_s
-        while waiting := self._view.waiting_to_start:
+        while self._view.waiting_to_start:
             if time.monotonic() > deadline:
-                why = "; ".join(f"{process.name}: {process.in_words()}" for process in waiting)
-                raise TimeoutError(f"not ready after {timeout_s:g} s (run.start_timeout_s): {why}")
+                reasons = self._view.waited_for()
+                raise TimeoutError(f"not ready after {timeout_s:g} s (run.start_timeout_s): {reasons}")
             await asyncio.sleep(0.2)
 
     async def _read_instances(self) -> None:

@@ -48,11 +48,6 @@ def kill_processes_of(supervisor_id: str, sessions: Collection[int] = ()) -> Non
         time.sleep(_ROUND_S)
 
 
-def kill_session(session: int) -> None:
-    """Kill the remaining processes of a session whose leader has ended."""
-    kill_processes_of("", (session,))
-
-
 def start_guard(supervisor_id: str) -> subprocess.Popen[str]:
     """Start the guard of this process; when its standard input closes, it kills and ends."""
     environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}

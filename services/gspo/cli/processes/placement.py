@@ -6,8 +6,8 @@ Generators come first, then the learner's ranks. A GPU is shared only where ther
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
@@ -26,95 +26,46 @@ _SHARE_KEY = f"generation.engine.{SHARE_ARGUMENT}"
 
 
 @dataclass(frozen=True)
-class GpuDemand:
-    """The number of different GPUs that one process needs.
-
-    Attributes:
-        key: The configuration key that says how many.
-    """
-
-    process: str
-    num_gpus: int
-    key: str
-
-
-@dataclass(frozen=True)
-class GpuAssignment:
-    """The GPUs of one process."""
-
-    process: str
-    gpus: tuple[Gpu, ...]
-
-    @property
-    def is_generator(self) -> bool:
-        """Whether vLLM runs in it."""
-        return self.process.startswith(GENERATION)
-
-
-@dataclass(frozen=True)
 class Placement:
     """The GPUs of every process; empty on a machine without GPUs.
 
     Attributes:
+        gpus: By process, in the order of their placement.
         free: GPUs without a process.
     """
 
-    assignments: tuple[GpuAssignment, ...] = ()
+    gpus: Mapping[str, tuple[Gpu, ...]] = field(default_factory=dict)
     free: tuple[Gpu, ...] = ()
 
     def environment(self, process: str) -> dict[str, str]:
         """Environment variables for a process, such as "learner-0"; none for a process without GPUs."""
-        for it in self.assignments:
-            if it.process == process:
-                generators = "" if it.is_generator else ",".join(str(self._num_generators(gpu)) for gpu in it.gpus)
-                shared = {GENERATORS_PER_GPU: generators} if generators else {}
-                return {**_visible(it.gpus), **shared}
-        return {}
+        if process not in self.gpus:
+            return {}
+        visible = _visible(self.gpus[process])
+        if process.startswith(GENERATION):
+            return visible
+        return visible | {GENERATORS_PER_GPU: ",".join(str(len(self.generators_on(gpu))) for gpu in self.gpus[process])}
 
     def free_gpu_environment(self) -> dict[str, str]:
         """Environment variables for a learner that the user starts, with the free GPUs, if any."""
         return _visible(self.free) if self.free else {}
 
-    def others_on(self, gpus: Iterable[Gpu], process: str) -> list[str]:
-        """The other processes on any of these GPUs."""
-        names = {gpu.name for gpu in gpus}
-        return [
-            it.process for it in self.assignments if it.process != process and names & {gpu.name for gpu in it.gpus}
-        ]
+    def generators_on(self, gpu: Gpu) -> list[str]:
+        """The generators that use a GPU."""
+        return [name for name, gpus in self.gpus.items() if name.startswith(GENERATION) and gpu in gpus]
 
     def table(self) -> str:
         """A line for each process: its GPUs, and the processes that share them."""
         rows = [("process", "GPU", "shared with")]
-        for it in self.assignments:
-            names = ", ".join(gpu.name for gpu in it.gpus)
-            rows.append((it.process, names, ", ".join(self.others_on(it.gpus, it.process)) or "nobody"))
+        for name, gpus in self.gpus.items():
+            others = [other for other, theirs in self.gpus.items() if other != name and set(gpus) & set(theirs)]
+            rows.append((name, ", ".join(gpu.name for gpu in gpus), ", ".join(others) or "nobody"))
         if self.free:
             rows.append(("nobody", ", ".join(gpu.name for gpu in self.free), ""))
         return _aligned(rows)
 
-    def _num_generators(self, gpu: Gpu) -> int:
-        return sum(it.is_generator and gpu in it.gpus for it in self.assignments)
-
 
 NO_GPUS = Placement()
-
-
-def gpus_per_generator(config: Config) -> dict[str, int]:
-    """The configured arguments of vLLM that multiply the GPUs of one generator, if they are whole numbers."""
-    engine = config.generation.engine
-    return {name: engine[name] for name in PARALLEL_ARGUMENTS if type(engine.get(name)) is int}
-
-
-def gpu_demands(config: Config, processes: Sequence[str]) -> list[GpuDemand]:
-    """The demand of each process, generators first. A learner of 0 ranks has none: the user starts it."""
-    parallel = gpus_per_generator(config)
-    key = f"generation.engine.{next(iter(parallel), PARALLEL_ARGUMENTS[0])}"
-    generators = [
-        GpuDemand(name, math.prod(parallel.values()), key) for name in processes if name.startswith(GENERATION)
-    ]
-    ranks = config.learner.ranks
-    learners = [GpuDemand(name, ranks, "learner.ranks") for name in processes if name.startswith(LEARNER) and ranks]
-    return generators + learners
 
 
 def place(config: Config, processes: Sequence[str], gpus: Sequence[Gpu]) -> Placement:
@@ -128,32 +79,41 @@ def place(config: Config, processes: Sequence[str], gpus: Sequence[Gpu]) -> Plac
         InputError: A process needs more GPUs than there are, or generators do not fit on a GPU together. The message
             ends with a table of the demands.
     """
-    needs = gpu_demands(config, processes)
-    if not gpus or not needs:
+    demands = _demands(config, processes)
+    if not gpus or not demands:
         return NO_GPUS
     num_users = dict.fromkeys(gpus, 0)
-    assignments = []
-    for need in needs:
-        if need.num_gpus > len(gpus):
-            raise _too_few(need, needs, gpus)
+    placed = {}
+    for process, (num_gpus, key) in demands.items():
+        if num_gpus > len(gpus):
+            rows = [("process", "GPUs wanted"), *((name, str(wanted)) for name, (wanted, _) in demands.items())]
+            names = ", ".join(gpu.name for gpu in gpus)
+            raise InputError(
+                key,
+                f"{process} wants {num_gpus} GPUs, each a different one, and {len(gpus)} can be seen ({names})",
+                f"Lower it to {len(gpus)}, or take a machine with more GPUs\n{_aligned(rows)}",
+            )
         # The sort is stable: of GPUs with equally many processes the first one is chosen.
-        chosen = sorted(sorted(gpus, key=lambda gpu: num_users[gpu])[: need.num_gpus], key=list(gpus).index)
+        chosen = sorted(sorted(gpus, key=lambda gpu: num_users[gpu])[:num_gpus], key=list(gpus).index)
         for gpu in chosen:
             num_users[gpu] += 1
-        assignments.append(GpuAssignment(need.process, tuple(chosen)))
-    placement = Placement(tuple(assignments), tuple(gpu for gpu in gpus if not num_users[gpu]))
+        placed[process] = tuple(chosen)
+    placement = Placement(placed, tuple(gpu for gpu in gpus if not num_users[gpu]))
     _check_shares(config, placement, gpus)
     return placement
 
 
-def _too_few(need: GpuDemand, needs: Sequence[GpuDemand], gpus: Sequence[Gpu]) -> InputError:
-    names = ", ".join(gpu.name for gpu in gpus)
-    rows = [("process", "GPUs wanted"), *((it.process, str(it.num_gpus)) for it in needs)]
-    return InputError(
-        need.key,
-        f"{need.process} wants {need.num_gpus} GPUs, each a different one, and {len(gpus)} can be seen ({names})",
-        f"Lower it to {len(gpus)}, or take a machine with more GPUs\n{_aligned(rows)}",
-    )
+def _demands(config: Config, processes: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """By process, generators first: how many different GPUs it needs, and the configuration key of that number.
+
+    A learner of 0 ranks needs none, because the user starts it.
+    """
+    engine, ranks = config.generation.engine, config.learner.ranks
+    # Arguments of vLLM that multiply the GPUs of one generator; it refuses those that are no whole numbers itself.
+    parallel = {name: engine[name] for name in PARALLEL_ARGUMENTS if type(engine.get(name)) is int}
+    of_generator = math.prod(parallel.values()), f"generation.engine.{next(iter(parallel), PARALLEL_ARGUMENTS[0])}"
+    demands = {name: of_generator for name in processes if name.startswith(GENERATION)}
+    return demands | {name: (ranks, "learner.ranks") for name in processes if name.startswith(LEARNER) and ranks}
 
 
 def _check_shares(config: Config, placement: Placement, gpus: Sequence[Gpu]) -> None:
@@ -162,7 +122,7 @@ def _check_shares(config: Config, placement: Placement, gpus: Sequence[Gpu]) -> 
     if not isinstance(share, (int, float)):
         return  # vLLM refuses it itself
     for gpu in gpus:
-        on_it = [it.process for it in placement.assignments if it.is_generator and gpu in it.gpus]
+        on_it = placement.generators_on(gpu)
         total = gpu.total_bytes or 0
         if not on_it or share * len(on_it) <= 1 - (gpu.used_bytes / total if total else 0):
             continue

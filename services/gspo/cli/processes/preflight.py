@@ -17,7 +17,6 @@ import uuid
 from asyncio.subprocess import Process
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describe_exit
@@ -129,9 +128,7 @@ class Preflight:
     def __enter__(self) -> Preflight:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.end()
 
     async def check(self, service: str, config_file: Path, variables: Mapping[str, str]) -> tuple[int, str]:
@@ -176,14 +173,10 @@ async def check_services(
         ServiceRefusedError: A service refuses the configuration; the first one in the order of `services`.
         RunError: A check failed or took longer than CHECK_TIMEOUT_S.
     """
-    processes = preflight or Preflight()
-    try:
+    with contextlib.nullcontext(preflight) if preflight else Preflight() as processes:
         answers = await asyncio.gather(
             *(processes.check(service, config_file, placement.environment(f"{service}-0")) for service in services)
         )
-    finally:
-        if preflight is None:
-            processes.end()
     for service, (code, words) in zip(services, answers, strict=True):
         if code == EXIT_BAD_INPUT:
             raise ServiceRefusedError(_last_message(words).removeprefix("error: "))

@@ -66,27 +66,36 @@ def check_ports(config: Config) -> None:
             "services.reward_port", f"{services.reward_port} is services.coordinator_port too", "Set another, or 0"
         )
     for key in ("coordinator_port", "reward_port"):
-        if port := getattr(services, key):
-            _check_port(f"services.{key}", services.host, port)
-
-
-def _check_port(key: str, host: str, port: int) -> None:
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        raise InputError(
-            key, f"{port} cannot be bound on {host} ({error.strerror})", "Set another port, or 0 for a free one"
-        ) from error
+        if not (port := getattr(services, key)):
+            continue
+        try:
+            socket.create_server((services.host, port)).close()
+        except OSError as error:
+            raise InputError(
+                f"services.{key}",
+                f"{port} cannot be bound on {services.host} ({error.strerror})",
+                "Set another port, or 0 for a free one",
+            ) from error
 
 
 def service_programs(job: Job, redis_url: str) -> list[Program]:
     """The program of every service process of the run, except a learner that the user starts."""
-    return [
-        _service_program(job, service, name, redis_url)
-        for service in job.services
-        for name in process_names(job.config, (service,))
-        if not (service == LEARNER and job.has_external_learner)
-    ]
+    # The first replica gets the configured port.
+    ports = {"coordinator-0": job.config.services.coordinator_port, "reward-0": job.config.services.reward_port}
+    programs = []
+    for name in job.names:
+        service = name.rpartition("-")[0]
+        if service == LEARNER and job.has_external_learner:
+            continue
+        command = [sys.executable, "-m", f"gspo.{service}", "--run-dir", str(job.run_dir), "--redis-url", redis_url]
+        command += ["--name", name, "--http-port", str(ports.get(name, 0)), "--grpc-port", "0"]
+        command += job.coordinator_options if service == COORDINATOR else ()
+        program = Program(
+            name, tuple(command), environment=job.placement.environment(name), preflight=job.preflight.take(name)
+        )
+        resume = {"command": (*command, "--resume")} if job.resume else {"restart_options": ("--resume",)}
+        programs.append(replace(program, **resume))
+    return programs
 
 
 def external_learner_command(job: Job, redis_url: str) -> str:
@@ -97,18 +106,3 @@ def external_learner_command(job: Job, redis_url: str) -> str:
         f"{variables}torchrun --nnodes HOSTS --node-rank N --nproc-per-node RANKS --master-addr THIS_HOST "
         f"--master-port 29500 -m gspo.learner --run-dir {job.run_dir.resolve()} --redis-url {redis_url}"
     )
-
-
-def _service_program(job: Job, service: str, name: str, redis_url: str) -> Program:
-    # The first replica gets the configured port.
-    ports = {"coordinator-0": job.config.services.coordinator_port, "reward-0": job.config.services.reward_port}
-    command = [sys.executable, "-m", f"gspo.{service}", "--run-dir", str(job.run_dir), "--redis-url", redis_url]
-    command += ["--name", name, "--http-port", str(ports.get(name, 0)), "--grpc-port", "0"]
-    if service == COORDINATOR:
-        command += job.coordinator_options
-    program = Program(
-        name, tuple(command), environment=job.placement.environment(name), preflight=job.preflight.take(name)
-    )
-    if job.resume:
-        return replace(program, command=(*command, "--resume"))
-    return replace(program, restart_options=("--resume",))

@@ -6,8 +6,6 @@ import asyncio
 import os
 import shutil
 import socket
-import time
-from contextlib import suppress
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -123,24 +121,15 @@ async def start_redis(
     port = free_port()
     supervisor.start([redis_program(config, run_dir, port)])
     url = f"redis://{LOOPBACK}:{port}/0"
-    await _until_redis_answers(url, config, supervisor)
-    return connect_redis(url, config), url
-
-
-async def _until_redis_answers(url: str, config: Config, supervisor: ProcessSupervisor) -> None:
-    probe = Redis.from_url(url, protocol=2, socket_timeout=1, **redis_arguments(url, config))
-    deadline = time.monotonic() + _START_S
+    redis = connect_redis(url, config)
     try:
-        while time.monotonic() < deadline:
-            with suppress(RedisError):
-                await probe.ping()
-                return
-            await asyncio.sleep(0.03)
-    finally:
-        await probe.aclose()
-    raise RunError(
-        f"redis-server did not answer within {_START_S:g} s. Its last words: {supervisor.children[REDIS].last_words()}"
-    )
+        async with asyncio.timeout(_START_S):
+            await redis.ping()
+    except (RedisError, TimeoutError) as error:
+        await redis.aclose()
+        words = supervisor.children[REDIS].last_words()
+        raise RunError(f"redis-server did not answer within {_START_S:g} s. Its last words: {words}") from error
+    return redis, url
 
 
 async def check_redis(url: str, config: Config) -> str:

@@ -18,10 +18,9 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describe_exit
-from gspo.cli.processes.guard import SUPERVISOR_VARIABLE, kill_session, start_guard
+from gspo.cli.processes.guard import SUPERVISOR_VARIABLE, kill_processes_of, start_guard
 from gspo.cli.processes.preflight import PreflightProcess
 from gspo.common.errors import EXIT_BAD_INPUT
 from gspo.common.tasks import wait_until_set
@@ -34,10 +33,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _TERMINATE_S, _KILL_S, _SWEEP_S = 15.0, 5.0, 10.0
 # A longer shutdown is announced, because nothing else changes on the screen meanwhile.
 _QUIET_S = 2.0
-
-
-_TAIL_BYTES = 32_768
-_TAIL_LINES = 8
+_TAIL_BYTES, _TAIL_LINES = 32_768, 8
 
 
 @dataclass(frozen=True)
@@ -66,16 +62,11 @@ class Child:
     """
 
     def __init__(self, program: Program, log_dir: Path, environment: dict[str, str]) -> None:
-        self.program, self.log = program, log_dir / f"{program.name}.log"
+        self.program, self.name, self.log = program, program.name, log_dir / f"{program.name}.log"
         self._environment = environment
         self._process: Process | None = None
         self._log_start = 0
         self.started = 0.0
-
-    @property
-    def name(self) -> str:
-        """The program's name."""
-        return self.program.name
 
     @property
     def pid(self) -> int | None:
@@ -99,17 +90,11 @@ class Child:
         """Wait for its end; returns the exit code, negative for a signal."""
         return await self._process.wait() if self._process else 0
 
-    def signal_group(self, number: signal.Signals) -> None:
-        """Signal the process and its children, unless it has ended."""
+    def signal(self, number: signal.Signals, *, with_children: bool) -> None:
+        """Signal the process, unless it has ended; one that drains ends its own children."""
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
-
-    def terminate(self) -> None:
-        """Ask the process to drain; it ends its own children."""
-        if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)
+                (os.killpg if with_children else os.kill)(self.pid, number)
 
     def last_words(self) -> str:
         """The reason of its end, from its log since its start: the last logged reason, else the last lines."""
@@ -118,20 +103,10 @@ class Child:
             file.seek(max(self._log_start, size - _TAIL_BYTES))
             lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         for line in reversed(lines):
-            if reason := _logged_reason(line):
-                return reason
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # any other line than a JSON log line
+                if reason := json.loads(line)["reason"]:
+                    return str(reason)
         return "\n".join(lines[-_TAIL_LINES:]) or "it said nothing"
-
-
-def _logged_reason(line: str) -> str:
-    """The reason of a JSON log line; empty for any other line."""
-    if not line.startswith("{"):
-        return ""
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError:
-        return ""
-    return str(entry["reason"]) if isinstance(entry, dict) and entry.get("reason") else ""
 
 
 class ProcessSupervisor:
@@ -158,18 +133,14 @@ class ProcessSupervisor:
         self._guard = start_guard(self._supervisor_id)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await asyncio.shield(self.end(patience_s=0.0))
 
     def start(self, programs: Iterable[Program]) -> None:
         """Start programs and keep them alive from now on."""
         for program in programs:
-            child = Child(
-                program, self._log_dir, {**os.environ, **program.environment, SUPERVISOR_VARIABLE: self._supervisor_id}
-            )
-            self.children[program.name] = child
+            environment = {**os.environ, **program.environment, SUPERVISOR_VARIABLE: self._supervisor_id}
+            child = self.children[program.name] = Child(program, self._log_dir, environment)
             self._keepers.add(asyncio.create_task(self._keep(child), name=program.name))
 
     async def watch(self) -> None:
@@ -206,7 +177,7 @@ class ProcessSupervisor:
         if await _gone(children, patience_s):
             return
         for child in children:
-            child.terminate()
+            child.signal(signal.SIGTERM, with_children=False)
         if await _gone(children, min(_QUIET_S, terminate_s)):
             return
         rest_s = max(0.0, terminate_s - _QUIET_S)
@@ -217,14 +188,14 @@ class ProcessSupervisor:
         for child in children:
             if child.pid is not None:
                 self._say(f"{child.name} did not end within {terminate_s:g} s of SIGTERM; killing it")
-                child.signal_group(signal.SIGKILL)
+                child.signal(signal.SIGKILL, with_children=True)
         await _gone(children, _KILL_S)
 
     def kill(self) -> None:
         """End everything at once."""
         self._ending.set()
         for child in self.children.values():
-            child.signal_group(signal.SIGKILL)
+            child.signal(signal.SIGKILL, with_children=True)
         self._sweep()
 
     def _sweep(self) -> None:
@@ -248,7 +219,7 @@ class ProcessSupervisor:
             self._notify_guard(session)
             code = await child.wait()
             # A killed service may leave children behind, such as an engine with all its memory.
-            await asyncio.to_thread(kill_session, session)
+            await asyncio.to_thread(kill_processes_of, "", (session,))
             self._notify_guard(-session)
             if self._ending.is_set():
                 return

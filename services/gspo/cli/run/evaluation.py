@@ -19,13 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gspo.cli.monitor.screens import open_screen
-from gspo.cli.monitor.view import Phases, View
+from gspo.cli.monitor.view import View
 from gspo.cli.processes.exit_codes import InterruptedRunError, RunError, ServiceRefusedError
-from gspo.cli.processes.preflight import Preflight
-from gspo.cli.processes.programs import Job
-from gspo.cli.run.session import Interrupts, new_view, run_session
-from gspo.cli.run.training import check_all, place_on_gpus, until_interrupted
+from gspo.cli.run.training import run_plan
 from gspo.cli.rundir.plan import SERVICES_DIR, RunPlan, config_file_of, prepare
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.loading import CONFIG_NAME, parse_config, read_config
@@ -80,29 +76,33 @@ def evaluate(spec: EvaluationSpec, out: Path | None, *, plain: bool, console: Co
         InputError: The input cannot work.
         RunError: The evaluation could not be done.
     """
-    if out is not None:
-        _check_writable(out)
+    if out is not None:  # try before the evaluation whether the file can be written
+        is_new = not out.exists()
+        out.open("a").close()
+        if is_new:
+            out.unlink()
     with tempfile.TemporaryDirectory(prefix="gspo-eval-") as folder, naming_options():
         config = eval_config(spec, Path(folder))
-        with Preflight(config.run_dir) as preflight:
-            measured = asyncio.run(_evaluate(config, preflight, console, plain=plain))
+        plan = RunPlan(config, config.run_dir, resume=False)
+        (plan.run_dir / SERVICES_DIR).mkdir(parents=True)
+        prepare(plan)
+        session = run_plan(
+            plan,
+            plan.run_dir / CONFIG_NAME,
+            console,
+            plain=plain,
+            services=_SERVICES,
+            coordinator_options=("--evaluate",),
+        )
+        view, is_interrupted = asyncio.run(session)
+        if is_interrupted:
+            raise InterruptedRunError("stopped; nothing was measured")
+        measured = _figures(view)
     _print(measured, console)
     if out is not None:
         out.write_text(json.dumps(_result(spec, measured), indent=2) + "\n")
         console.print(f"written to {out}", highlight=False)
     return 0
-
-
-def _check_writable(out: Path) -> None:
-    """Try before the evaluation whether the file can be written.
-
-    Raises:
-        OSError: It cannot.
-    """
-    is_new = not out.exists()
-    out.open("a").close()
-    if is_new:
-        out.unlink()
 
 
 def _result(spec: EvaluationSpec, measured: Measured) -> dict[str, Any]:
@@ -128,33 +128,6 @@ def _with_options(text: str) -> str:
     for key, option in _OPTIONS:
         text = re.sub(rf"\b{re.escape(key)}(?![\w-])", option, text)
     return text
-
-
-async def _evaluate(config: Config, preflight: Preflight, console: Console, *, plain: bool) -> Measured:
-    phases, interrupts = Phases(), Interrupts()
-    interrupts.install()
-    plan = RunPlan(config, config.run_dir, resume=False)
-    (plan.run_dir / SERVICES_DIR).mkdir(parents=True)
-    prepare(plan)
-    placement = place_on_gpus(config, _SERVICES, console)
-    await until_interrupted(check_all(config, _SERVICES, plan.run_dir / CONFIG_NAME, placement, preflight), interrupts)
-    job = Job(
-        config,
-        plan.run_dir,
-        services=_SERVICES,
-        coordinator_options=("--evaluate",),
-        placement=placement,
-        preflight=preflight,
-    )
-    view = new_view(job, phases)
-    screen = interrupts.screen = open_screen(console, plain=plain)
-    try:
-        await run_session(job, view, screen, interrupts)
-    finally:
-        screen.close()
-    if interrupts.requested.is_set():
-        raise InterruptedRunError("stopped; nothing was measured")
-    return _figures(view)
 
 
 def _figures(view: View) -> Measured:
@@ -190,12 +163,8 @@ def _print(measured: Measured, console: Console) -> None:
 
 
 def _label(name: str) -> str:
-    if name in ("sampled_mean", "greedy_mean"):
-        return name.replace("_", " ") + " reward"
-    for kind in ("pass", "best"):
-        if name.startswith(f"{kind}_at_"):
-            return name.replace("_at_", "@")
-    return name.replace("_", " ")
+    label = re.sub("^(pass|best)_at_", r"\1@", name).replace("_", " ")
+    return f"{label} reward" if name in ("sampled_mean", "greedy_mean") else label
 
 
 def _value(figures: dict[str, float], name: str) -> str:

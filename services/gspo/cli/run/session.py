@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import TypeAlias
 
 import httpx
 from redis.exceptions import RedisError
 
-from gspo.cli.monitor.screens import Screen
-from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, load_history
+from gspo.cli.monitor.screens import LiveScreen, PlainScreen
+from gspo.cli.monitor.view import ScreenLine, View
 from gspo.cli.monitor.watcher import Watcher, watch_disk_space
 from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, RunError
 from gspo.cli.processes.programs import Job, external_learner_command, service_programs
@@ -28,6 +27,7 @@ from gspo.common.service.redis_client import REDIS_PATIENCE_S
 from gspo.common.streams.keys import COORDINATOR, LEARNER
 from gspo.common.tasks import run_until_cancelled, task_group
 
+Screen: TypeAlias = PlainScreen | LiveScreen
 # Makes the service processes of a job that uses the Redis at an address.
 Programs: TypeAlias = Callable[[Job, str], list[Program]]
 REFRESH_S = 0.25
@@ -60,15 +60,6 @@ class Interrupts:
         if self.supervisor:
             self.supervisor.kill()
         os._exit(EXIT_INTERRUPTED)
-
-
-def new_view(job: Job, phases: Phases) -> View:
-    """The view of a session that begins now."""
-    now = time.time()
-    view = View(job.config, job.run_dir, {name: ServiceProcess(name, now) for name in job.names}, phases)
-    if job.resume:
-        load_history(view)
-    return view
 
 
 async def run_session(
@@ -162,7 +153,9 @@ async def _stop_on_request(job: Job, view: View, screen: Screen, interrupts: Int
         ScreenLine(f"stopping: up to {timeout_s:g} s for the current step and a checkpoint; Ctrl-C again ends at once")
     )
     try:
-        await _call_stop(coordinator.http, job)
+        async with api_client(job.config, timeout_s=_STOP_CALL_S) as client:
+            url = api_url(coordinator.http, job.config)
+            (await client.post(f"{url}/v1/stop", json={"reason": "Ctrl-C"})).raise_for_status()
     except httpx.HTTPError as error:
         screen.say(
             ScreenLine(
@@ -174,9 +167,3 @@ async def _stop_on_request(job: Job, view: View, screen: Screen, interrupts: Int
     screen.say(
         ScreenLine(f"the checkpoint took longer than run.drain_timeout_s ({timeout_s:g} s); ending now", "warning")
     )
-
-
-async def _call_stop(address: str, job: Job) -> None:
-    async with api_client(job.config, timeout_s=_STOP_CALL_S) as client:
-        reply = await client.post(f"{api_url(address, job.config)}/v1/stop", json={"reason": "Ctrl-C"})
-        reply.raise_for_status()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,13 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 from gspo.cli.monitor.screens import open_screen
-from gspo.cli.monitor.view import Phases, ScreenLine, View, duration
+from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, duration, load_history
 from gspo.cli.processes.exit_codes import InterruptedRunError
 from gspo.cli.processes.placement import Placement, place
 from gspo.cli.processes.preflight import Preflight, check_services
 from gspo.cli.processes.programs import Job, check_ports, process_names
 from gspo.cli.processes.redis_server import check_redis
-from gspo.cli.run.session import Interrupts, Programs, new_view, run_session
+from gspo.cli.run.session import Interrupts, Programs, run_session
 from gspo.cli.rundir.plan import PAGE_NAME, RunPlan, lock_run_dir, plan_run, prepare
 from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.config.schema import Config
@@ -54,50 +55,65 @@ def run(target: Path, *, resume: bool, plain: bool, console: Console, programs: 
     """
     plan = plan_run(target, resume=resume)
     if plan.finished:
-        console.print(_has_finished(plan), highlight=False, soft_wrap=True)
+        console.print(
+            f"{plan.run_dir} has finished: {plan.finished}. Report: {plan.run_dir / PAGE_NAME}\n"
+            "To train on, raise run.total_steps in your configuration, then: gspo run CONFIG.yaml --resume",
+            highlight=False,
+            soft_wrap=True,
+        )
         return 0
     config_file = target / CONFIG_NAME if target.is_dir() else target
     with lock_run_dir(plan.run_dir):
-        with Preflight(plan.run_dir) as preflight:
-            view = asyncio.run(_run(plan, config_file, preflight, console, programs, plain=plain))
+        console.print("checking configuration, model, prompts and reward ...", style="dim")
+        view, is_interrupted = asyncio.run(run_plan(plan, config_file, console, plain=plain, programs=programs))
+        if is_interrupted and (view.finished is None or _was_stopped(view)):
+            raise InterruptedRunError(f"stopped at step {view.step}. {_how_to_continue(plan.run_dir)}")
         return _conclude(plan, view, console)
 
 
-async def _run(
-    plan: RunPlan, config_file: Path, preflight: Preflight, console: Console, programs: Programs | None, *, plain: bool
-) -> View:
-    phases, interrupts = Phases(), Interrupts()
-    interrupts.install()
-    console.print("checking configuration, model, prompts and reward ...", style="dim")
-    placement = place_on_gpus(plan.config, SERVICES, console)
-    warnings = await until_interrupted(check_all(plan.config, SERVICES, config_file, placement, preflight), interrupts)
-    notes = prepare(plan)
-    job = Job(plan.config, plan.run_dir, plan.resume, placement=placement, preflight=preflight)
-    view = new_view(job, phases)
-    screen = open_screen(console, plain=plain)
-    interrupts.screen = screen
-    try:
-        for line in [ScreenLine(warning, "warning") for warning in warnings] + [ScreenLine(note) for note in notes]:
-            screen.say(line)
-        await run_session(job, view, screen, interrupts, programs)
-    finally:
-        screen.show(view)
-        screen.close()
-    if interrupts.requested.is_set() and (view.finished is None or _was_stopped(view)):
-        raise InterruptedRunError(f"stopped at step {view.step}. {_how_to_continue(plan.run_dir)}")
-    return view
+async def run_plan(
+    plan: RunPlan,
+    config_file: Path,
+    console: Console,
+    *,
+    plain: bool,
+    services: tuple[str, ...] = SERVICES,
+    coordinator_options: tuple[str, ...] = (),
+    programs: Programs | None = None,
+) -> tuple[View, bool]:
+    """Place, check, prepare and run; returns the view at the end, and whether the user interrupted it.
 
-
-def place_on_gpus(config: Config, services: tuple[str, ...], console: Console) -> Placement:
-    """Place a run of these services on the GPUs of this machine, and show the placement.
+    Args:
+        config_file: What the services check.
 
     Raises:
-        InputError: They do not fit.
+        InputError: The input cannot work.
+        RunError: The run could not go on.
+        InterruptedRunError: The user stopped it before the start.
     """
-    placement = place(config, process_names(config, services), visible_gpus())
-    if placement.assignments:
-        console.print(placement.table(), highlight=False)
-    return placement
+    phases, interrupts = Phases(), Interrupts()
+    interrupts.install()
+    with Preflight(plan.run_dir) as preflight:
+        placement = place(plan.config, process_names(plan.config, services), visible_gpus())
+        if placement.gpus:
+            console.print(placement.table(), highlight=False)
+        checks = check_all(plan.config, services, config_file, placement, preflight)
+        warnings = await until_interrupted(checks, interrupts)
+        notes = prepare(plan)
+        job = Job(plan.config, plan.run_dir, plan.resume, services, coordinator_options, placement, preflight)
+        processes = {name: ServiceProcess(name, time.time()) for name in job.names}
+        view = View(job.config, job.run_dir, processes, phases)
+        if job.resume:
+            load_history(view)
+        screen = interrupts.screen = open_screen(console, plain=plain)
+        try:
+            for line in [ScreenLine(warning, "warning") for warning in warnings] + [ScreenLine(note) for note in notes]:
+                screen.say(line)
+            await run_session(job, view, screen, interrupts, programs)
+        finally:
+            screen.show(view)
+            screen.close()
+    return view, interrupts.requested.is_set()
 
 
 async def check_all(
@@ -135,29 +151,19 @@ def _how_to_continue(run_dir: Path) -> str:
     return f"Continue it:\n  gspo run --resume {shlex.quote(str(run_dir))}"
 
 
-def _has_finished(plan: RunPlan) -> str:
-    return (
-        f"{plan.run_dir} has finished: {plan.finished}. Report: {plan.run_dir / PAGE_NAME}\n"
-        "To train on, raise run.total_steps in your configuration, then: gspo run CONFIG.yaml --resume"
-    )
-
-
 def _conclude(plan: RunPlan, view: View, console: Console) -> int:
     """Write the report and print the summary; returns the exit code."""
     from gspo.cli.report.writer import write_report  # here: plotting takes a second to import
 
     view.phases.enter("report")
-    summary = write_report(plan.run_dir, wall_s=view.phases.wall_s, finished=_finished_facts(view))
+    end = view.finished
+    finished = {"end": word_of(RunEnd, end.end), "reason": end.reason} if end else {}
+    summary = write_report(plan.run_dir, wall_s=view.phases.wall_s, finished=finished)
     view.phases.close()
     print_summary(summary, plan.run_dir, view, console)
     if _was_stopped(view):
         console.print(_how_to_continue(plan.run_dir), highlight=False, soft_wrap=True)
-    return EXIT_FAILED if view.finished is not None and view.finished.end == RUN_END_FAILED else 0
-
-
-def _finished_facts(view: View) -> dict[str, Any]:
-    finished = view.finished
-    return {"end": word_of(RunEnd, finished.end), "reason": finished.reason} if finished else {}
+    return EXIT_FAILED if end is not None and end.end == RUN_END_FAILED else 0
 
 
 def print_summary(summary: dict[str, Any], run_dir: Path, view: View, console: Console) -> None:
@@ -168,10 +174,8 @@ def print_summary(summary: dict[str, Any], run_dir: Path, view: View, console: C
         lines.append(("held-out reward", f"{before:.3f} -> {after:.3f}"))
     if best := summary.get("best"):
         lines.append(("best version", f"{best['version']} ({best['figure']} {best['score']:.3f})"))
-    steps, version = summary.get("steps", view.step), summary.get("policy_version", view.version)
-    lines.append(("steps, policy version", f"{steps}, {version}"))
-    groups = summary.get("groups") or dict(view.settled)
-    lines.append(("groups", ", ".join(f"{count} {name}" for name, count in groups.items())))
+    lines.append(("steps, policy version", f"{summary['steps']}, {summary['policy_version']}"))
+    lines.append(("groups", ", ".join(f"{count} {name}" for name, count in summary["groups"].items())))
     if unscored := summary.get("rollouts", {}).get("skipped_failed"):
         lines.append(("answers without a score", f"{unscored}, left out of training: the report says why"))
     times = (f"{name.replace('_', ' ')} {duration(s)}" for name, s in view.phases.wall_s.items())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gspo.cli.monitor.screens import PlainScreen, draw, process_cells, sparkline, waited_for
+from gspo.cli.monitor.screens import PlainScreen, draw, process_cells, sparkline
 from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, duration, load_history, step_line
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance
@@ -181,14 +181,14 @@ def test_a_long_wait_is_highlighted_and_a_short_one_is_not() -> None:
 def test_what_the_start_waits_for(view: View) -> None:
     view.processes["reward-0"].ready = True
     learner = view.processes["learner-0"]
-    assert waited_for(view) == "learner-0: importing its libraries (for 0 s)"
+    assert view.waited_for() == "learner-0: importing its libraries (for 0 s)"
     activity = {"kind": "busy", "what": "loading the model", "detail": "/m", "since_unix_s": time.time() - 12}
     learner.instance = Instance("learner", "learner-0", activity=activity)
-    assert waited_for(view) == "learner-0: loading the model /m (for 12 s)"
+    assert view.waited_for() == "learner-0: loading the model /m (for 12 s)"
     learner.instance.activity["kind"] = "waiting"
-    assert waited_for(view) == "learner-0: waiting for loading the model /m (for 12 s)"
+    assert view.waited_for() == "learner-0: waiting for loading the model /m (for 12 s)"
     learner.problem = "learner-0 refuses our token"
-    assert waited_for(view).startswith("learner-0: learner-0 refuses our token (")
+    assert view.waited_for().startswith("learner-0: learner-0 refuses our token (")
 
 
 def test_plain_lines_carry_their_kind() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gspo.cli.processes.exit_codes import describe_exit
-from gspo.cli.processes.guard import SUPERVISOR_VARIABLE, kill_processes_of, kill_session, processes_of, start_guard
+from gspo.cli.processes.guard import SUPERVISOR_VARIABLE, kill_processes_of, processes_of, start_guard
 from gspo.cli.processes.supervisor import Child, Program
 
 
@@ -95,5 +95,5 @@ def test_what_a_killed_leader_left_is_ended() -> None:
     leader.kill()
     leader.wait(5)
     assert len(processes_of("", (leader.pid,))) == 1
-    kill_session(leader.pid)
+    kill_processes_of("", (leader.pid,))
     assert processes_of("", (leader.pid,)) == []

@@ -52,7 +52,7 @@ def placed(config: Config, visible: list[Gpu], services: tuple[str, ...] = SERVI
 )  # fmt: skip
 def test_who_gets_which(tmp_path: Path, number: int, demand: dict[str, int], expected: dict[str, str]) -> None:
     placement = placed(run_of(tmp_path, **demand), gpus(number))
-    visible = {it.process: placement.environment(it.process)["CUDA_VISIBLE_DEVICES"] for it in placement.assignments}
+    visible = {name: placement.environment(name)["CUDA_VISIBLE_DEVICES"] for name in placement.gpus}
     assert visible == expected
     # An index means what nvidia-smi shows, not CUDA's own order.
     assert placement.environment("generation-0")["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
