@@ -18,7 +18,9 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # a terminal, or a pipe, that has not every character
             stream.reconfigure(errors="backslashreplace")
     try:
-        _refuse_bytes(sys.argv[1:])
+        for word in sys.argv[1:]:
+            if word.encode(errors="replace").decode() != word:
+                raise InputError(word, "is not UTF-8, and configurations and logs are", "Rename the file")
         app()
     except InputError as error:
         exit_bad_input(error)
@@ -32,14 +34,6 @@ def main() -> None:
         sys.exit(EXIT_INTERRUPTED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
-
-
-def _refuse_bytes(words: Sequence[str]) -> None:
-    for word in words:
-        try:
-            word.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(word, "is not UTF-8, and configurations and logs are", "Rename the file") from error
 
 
 def _refusal(error: OSError, words: Sequence[str]) -> InputError:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import shlex
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 import psutil
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -64,38 +62,21 @@ def status(run_dir: Path | None, console: Console, *, watch: bool = False) -> No
         return
     meter = UsageMeter()
     is_stopped = False
-    with _until_ctrl_c() as wait, Live(console=console, auto_refresh=False) as live:
-        while status_page.is_running and not is_stopped:
-            try:
-                instances = asyncio.run(status_page.instances())
-            except InputError:  # during start and shutdown there is no Redis
-                instances = []
-            live.update(status_page.draw(instances, meter.measure(instances)), refresh=True)
-            is_stopped = wait(_WATCH_S)
-        if not is_stopped:
-            live.update(status_page.draw([]), refresh=True)
-
-
-@contextmanager
-def _until_ctrl_c() -> Iterator[Callable[[float], bool]]:
-    """A wait that Ctrl-C ends: as an exception it could interrupt a drawing, or be lost in a call of Redis.
-
-    Ctrl-C is put into a queue whose `put` a signal handler may call; an Event's lock could be taken at that moment.
-    """
-    presses: SimpleQueue[None] = SimpleQueue()
-
-    def wait(timeout_s: float) -> bool:
-        try:
-            presses.get(timeout=timeout_s)
-        except Empty:
-            return False
-        return True
-
-    before = signal.signal(signal.SIGINT, lambda *_: presses.put(None))
+    # Ctrl-C waits while it is blocked: as an exception it could interrupt a drawing, or be lost in a call of Redis.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield wait
+        with Live(console=console, auto_refresh=False) as live:
+            while status_page.is_running and not is_stopped:
+                try:
+                    instances = asyncio.run(status_page.instances())
+                except InputError:  # during start and shutdown there is no Redis
+                    instances = []
+                live.update(status_page.draw(instances, meter.measure(instances)), refresh=True)
+                is_stopped = signal.sigtimedwait({signal.SIGINT}, _WATCH_S) is not None
+            if not is_stopped:
+                live.update(status_page.draw([]), refresh=True)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 class StatusPage:
@@ -195,8 +176,13 @@ class ProcessUsage:
         memory_bytes: Resident; memory that children share with their parent counts once for each.
     """
 
-    cpu: float | None
-    memory_bytes: int
+    cpu: float | None = None
+    memory_bytes: int | None = None
+
+    def cells(self) -> list[str]:
+        """('1.02 cores', '812 MiB'); dashes for a process of another machine, or before the second measurement."""
+        memory = "-" if self.memory_bytes is None else f"{self.memory_bytes / 2**20:,.0f} MiB"
+        return ["-" if self.cpu is None else f"{self.cpu:.2f} cores", memory]
 
 
 @dataclass(frozen=True)
@@ -216,7 +202,7 @@ class _InstancesTable:
         for instance in self.instances:
             process = ServiceProcess(instance.name, instance.beat_unix_s, instance, ready=True)
             for_, what = process_cells(process)
-            cells = [] if self.usage is None else _usage_cells(self.usage.get(instance.uid))
+            cells = [] if self.usage is None else self.usage.get(instance.uid, ProcessUsage()).cells()
             last = (instance.http, instance.grpc, str(instance.pid))
             table.add_row(instance.name, for_, *cells, what, *(last if is_wide else ()))
             if not is_wide:
@@ -224,13 +210,6 @@ class _InstancesTable:
                 text = "  ".join(f"{name} {value}" for name, value in named if value)
                 table.add_row("", "", *([""] * len(usage_columns)), Text(text, "dim"))
         yield table
-
-
-def _usage_cells(usage: ProcessUsage | None) -> list[str]:
-    """('1.02 cores', '812 MiB'); dashes for a process of another machine, or before the second measurement."""
-    if usage is None:
-        return ["-", "-"]
-    return ["-" if usage.cpu is None else f"{usage.cpu:.2f} cores", f"{usage.memory_bytes / 2**20:,.0f} MiB"]
 
 
 class UsageMeter:

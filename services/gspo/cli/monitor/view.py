@@ -242,7 +242,10 @@ class View:
             case PromptsExhausted(num_groups=num_groups):
                 return [ScreenLine(f"no more prompts after {num_groups} groups")]
             case Finished() as finished:
-                return self._on_finished(finished)
+                self.finished = finished
+                if finished.end == RUN_END_FAILED:
+                    return [ScreenLine(f"failed: {finished.reason}", "error")]
+                return [ScreenLine(f"finished: {finished.reason}")]
         return []
 
     def _on_step(self, done: StepDone, unix_s: float) -> list[ScreenLine]:
@@ -302,12 +305,6 @@ class View:
         return [
             ScreenLine(f"{name} at version {done.version}: {evaluation_line(figures) or 'nothing scored'}{more}{best}")
         ]
-
-    def _on_finished(self, finished: Finished) -> list[ScreenLine]:
-        self.finished = finished
-        if finished.end == RUN_END_FAILED:
-            return [ScreenLine(f"failed: {finished.reason}", "error")]
-        return [ScreenLine(f"finished: {finished.reason}")]
 
 
 def load_history(view: View) -> list[StepRecord]:

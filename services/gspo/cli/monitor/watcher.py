@@ -135,7 +135,11 @@ class GeneratorAlerts:
 
 def generator_problems(instances: Sequence[Instance]) -> list[str]:
     """The learner's notices, and a line for every generator with failed or long pushes."""
-    lagging = [generator for generator in _generators(instances) if generator["problem"] or _is_push_long(generator)]
+    lagging = [
+        generator
+        for generator in _generators(instances)
+        if generator["problem"] or time.time() - (generator["since_unix_s"] or time.time()) > _LONG_PUSH_S
+    ]
     return _notices(instances) + [_push_line(generator) for generator in lagging]
 
 
@@ -145,11 +149,6 @@ def _notices(instances: Sequence[Instance]) -> list[str]:
 
 def _generators(instances: Sequence[Instance]) -> list[dict[str, Any]]:
     return [generator for instance in instances for generator in instance.facts.get("generators", [])]
-
-
-def _is_push_long(generator: dict[str, Any]) -> bool:
-    since = generator["since_unix_s"]
-    return since is not None and time.time() - since > _LONG_PUSH_S
 
 
 def _push_line(generator: dict[str, Any]) -> str:

@@ -21,6 +21,12 @@ def summarise(history: RunHistory, wall_s: dict[str, float] | None, finished: di
         wall_s: Wall-clock seconds of the last session by phase; None if unknown.
         finished: `end` (the word of a RunEnd) and `reason`; empty or None where the run has not come to an end.
     """
+    config, best, bound = history.config, None, None
+    if history.best is not None:  # the version in `best/`
+        version, score = history.best
+        best = {"version": version, "figure": config.evaluation.keep_best if config else None, "score": score}
+    if config is not None:
+        bound = verdict(history.figures, config, config.generation.replicas)
     held_out, groups = _held_out(history), history.groups
     end = finished or {"end": None, "reason": None}
     rewards = [figures["reward_mean"] for figures in history.figures if "reward_mean" in figures]
@@ -34,7 +40,7 @@ def summarise(history: RunHistory, wall_s: dict[str, float] | None, finished: di
         "failed": None if end["end"] is None else end["end"] == FAILED,
         **_accuracies(held_out),
         "held_out": held_out,
-        "best": _best(history),
+        "best": best,
         "steps": history.step,
         "policy_version": history.version,
         "digest": history.versions[-1].digest if history.versions else None,
@@ -49,17 +55,9 @@ def summarise(history: RunHistory, wall_s: dict[str, float] | None, finished: di
         "tokens": int(tokens),
         "tokens_per_s": tokens / time_s if time_s else None,
         "wall_s": wall_s,
-        "bound": _bound(history),
+        "bound": bound and {"stage": bound.stage, "because": bound.because, "change": list(bound.change)},
         "steps_s": {name: math.fsum(figures.get(name, 0.0) for figures in history.figures) for name in TIMES},
     }
-
-
-def _bound(history: RunHistory) -> dict[str, Any] | None:
-    """The stage that bounded the last steps, the numbers behind that, and advice; None without a configuration."""
-    if history.config is None:
-        return None
-    bound = verdict(history.figures, history.config, history.config.generation.replicas)
-    return None if bound is None else {"stage": bound.stage, "because": bound.because, "change": list(bound.change)}
 
 
 def _held_out(history: RunHistory) -> dict[str, dict[str, Any]]:
@@ -91,14 +89,6 @@ def _accuracies(held_out: dict[str, dict[str, Any]]) -> dict[str, Any]:
         ):
             means[name] = figures.get(figure)
     return means
-
-
-def _best(history: RunHistory) -> dict[str, Any] | None:
-    """The version in `best/`, with the compared figure; None if none is kept."""
-    if history.best is None:
-        return None
-    figure = history.config.evaluation.keep_best if history.config else None
-    return {"version": history.best[0], "figure": figure, "score": history.best[1]}
 
 
 def _rollouts(history: RunHistory) -> dict[str, int]:

@@ -48,19 +48,16 @@ def open_run(run_dir: Path | None, patterns: Sequence[str] = ("*",), fix: str = 
     Raises:
         InputError: There is no run, or the folder is not a run directory.
     """
-    run_dir = run_dir or _newest_run(patterns, fix)
+    if run_dir is None:
+        run_dirs = [path.parent for pattern in patterns for path in _RUNS.glob(f"{pattern}/{CONFIG_NAME}")]
+        if not run_dirs:
+            raise InputError(str(_RUNS), "holds no run directory", fix)
+        # A locked one comes before all others.
+        run_dir = max(run_dirs, key=lambda path: (is_run_dir_locked(path), path.stat().st_mtime))
     check_run_dir(run_dir)
     config = read_config(run_dir / CONFIG_NAME)
     own_url = str(supervisor_facts(run_dir).get("redis_url", "")) if is_run_dir_locked(run_dir) else ""
     return OpenRun(run_dir, config, config.services.redis_url or own_url or None)
-
-
-def _newest_run(patterns: Sequence[str], fix: str) -> Path:
-    """The newest run directory; a locked one comes before all others."""
-    run_dirs = [path.parent for pattern in patterns for path in _RUNS.glob(f"{pattern}/{CONFIG_NAME}")]
-    if not run_dirs:
-        raise InputError(str(_RUNS), "holds no run directory", fix)
-    return max(run_dirs, key=lambda path: (is_run_dir_locked(path), path.stat().st_mtime))
 
 
 @asynccontextmanager
