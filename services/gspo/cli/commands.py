@@ -1,8 +1,9 @@
-"""The commands of `gspo`: arguments and help texts. Each one calls the module that does the work."""
+"""The commands of `gspo`: arguments and help texts. Each one but `export` calls the module that does the work."""
 
 from __future__ import annotations
 
 import shlex
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from gspo.cli.dead_letters import app as dead_letter_app
 from gspo.cli.reward.subcommands import app as reward_app
+from gspo.common.errors import InputError
 
 app = typer.Typer(
     name="gspo",
@@ -115,11 +117,39 @@ def export(
 
     Example: [bold]gspo export --best runs/my-run my-model[/]
     """
-    from gspo.cli.export import export as copy_out
-
+    if not run_dir.is_dir():
+        raise InputError(str(run_dir), "is not a folder here", "Give a run directory")
+    source = run_dir / ("best" if best else "export")
+    if not (source / "config.json").is_file() and best:
+        raise InputError(
+            str(run_dir),
+            "has no best/config.json: no version was kept as the best",
+            "Set evaluation.keep_best before the run, for example sampled_mean. "
+            "Without --best you get the newest policy",
+        )
+    if not (source / "config.json").is_file():
+        raise InputError(
+            str(run_dir),
+            "has no export/config.json: no policy was exported yet",
+            "A run exports when it ends or is stopped; give a run directory after that",
+        )
+    if adapter:
+        source = source / "adapter"
+        if not source.is_dir():
+            raise InputError(
+                str(source),
+                "is missing: this run trained all weights, and has no adapters",
+                "Leave --adapter out; set learner.lora.rank before a run to train adapters",
+            )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(str(out), "exists and is not an empty folder", "Name a new one; nothing is overwritten")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = out.parent / f".{out.name}.tmp"
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(source, scratch)
+    scratch.replace(out)
     loader = "peft's PeftModel" if adapter else "AutoModelForCausalLM"
-    copied = copy_out(run_dir, out, best=best, adapter=adapter)
-    Console().print(f"{copied}: load it with {loader}.from_pretrained", highlight=False)
+    Console().print(f"{out}: load it with {loader}.from_pretrained", highlight=False)
 
 
 @app.command()
@@ -151,13 +181,8 @@ def init(
     paths, notes = write_example(folder, model)
     config = shlex.quote(str(paths[0]))
     console = Console()
-    for line in (
-        *map(str, paths),
-        *notes,
-        "",
-        f"Check the machine: gspo doctor {config}",
-        f"Train: gspo run {config}",
-    ):
+    hints = (f"Check the machine: gspo doctor {config}", f"Train: gspo run {config}")
+    for line in (*map(str, paths), *notes, "", *hints):
         console.print(line, highlight=False, soft_wrap=True)
 
 

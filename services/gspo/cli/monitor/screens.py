@@ -112,11 +112,16 @@ def _with_label(line: ScreenLine) -> str:
 
 def draw(view: View, *, ended: bool = False) -> RenderableType:
     """The whole panel; at the end of a session without processes and without the hint about Ctrl-C."""
+    processes = Table.grid(padding=(0, 2))
+    processes.add_column(no_wrap=True)
+    processes.add_column(no_wrap=True)
+    for process in view.processes.values():
+        processes.add_row(process.name, *process_cells(process))
     parts = [_progress(view), _figures(view), _evaluations(view), _step_time(view)]
     title = f"[bold]gspo[/] {view.config.name} · {view.phases.current.replace('_', ' ')} "
     title += duration(view.phases.elapsed_s)
     return Panel(
-        Group(*parts, *(() if ended else (Text(), _processes(view)))),
+        Group(*parts, *(() if ended else (Text(), processes))),
         title=title,
         subtitle=None if ended else "Ctrl-C stops at a checkpoint",
         title_align="left",
@@ -182,15 +187,6 @@ def _step_time(view: View) -> RenderableType:
     if bound := verdict(list(view.steps), view.config, num_generators):
         table.add_row("step time", "  ".join(f"{share.share:.0%} {share.in_words}" for share in bound.shares[:3]))
         table.add_row("bound by", f"[bold]{bound.stage}[/]" + (f": try {bound.change[0]}" if bound.change else ""))
-    return table
-
-
-def _processes(view: View) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    for process in view.processes.values():
-        table.add_row(process.name, *process_cells(process))
     return table
 
 

@@ -86,7 +86,7 @@ def place(config: Config, processes: Sequence[str], gpus: Sequence[Gpu]) -> Plac
     placed = {}
     for process, (num_gpus, key) in demands.items():
         if num_gpus > len(gpus):
-            rows = [("process", "GPUs wanted"), *((name, str(wanted)) for name, (wanted, _) in demands.items())]
+            rows = [("process", "GPUs wanted"), *((name, str(needed)) for name, (needed, _) in demands.items())]
             names = ", ".join(gpu.name for gpu in gpus)
             raise InputError(
                 key,

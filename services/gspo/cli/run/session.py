@@ -15,7 +15,7 @@ import httpx
 from redis.exceptions import RedisError
 
 from gspo.cli.monitor.screens import LiveScreen, PlainScreen
-from gspo.cli.monitor.view import ScreenLine, View
+from gspo.cli.monitor.view import Kind, ScreenLine, View
 from gspo.cli.monitor.watcher import Watcher, watch_disk_space
 from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, RunError
 from gspo.cli.processes.programs import Job, external_learner_command, service_programs
@@ -140,6 +140,10 @@ async def _until_over(
 
 async def _stop_on_request(job: Job, view: View, screen: Screen, interrupts: Interrupts) -> None:
     """After the first Ctrl-C: ask the coordinator to stop, and wait as long as the run may take to drain."""
+
+    def say(text: str, kind: Kind = "note") -> None:
+        screen.say(ScreenLine(text, kind))
+
     await interrupts.requested.wait()
     timeout_s = job.config.run.drain_timeout_s
     coordinator = next(
@@ -147,23 +151,15 @@ async def _stop_on_request(job: Job, view: View, screen: Screen, interrupts: Int
     )
     learner = next((p for p in view.processes.values() if p.service == LEARNER), None)
     if coordinator is None or learner is None or not learner.ready:
-        screen.say(ScreenLine("stopping: this session has trained nothing yet"))
+        say("stopping: this session has trained nothing yet")
         return
-    screen.say(
-        ScreenLine(f"stopping: up to {timeout_s:g} s for the current step and a checkpoint; Ctrl-C again ends at once")
-    )
+    say(f"stopping: up to {timeout_s:g} s for the current step and a checkpoint; Ctrl-C again ends at once")
     try:
         async with api_client(job.config, timeout_s=_STOP_CALL_S) as client:
             url = api_url(coordinator.http, job.config)
             (await client.post(f"{url}/v1/stop", json={"reason": "Ctrl-C"})).raise_for_status()
     except httpx.HTTPError as error:
-        screen.say(
-            ScreenLine(
-                f"the coordinator did not accept the stop ({type(error).__name__}: {error}); ending now", "warning"
-            )
-        )
+        say(f"the coordinator did not accept the stop ({type(error).__name__}: {error}); ending now", "warning")
         return
     await asyncio.sleep(timeout_s)
-    screen.say(
-        ScreenLine(f"the checkpoint took longer than run.drain_timeout_s ({timeout_s:g} s); ending now", "warning")
-    )
+    say(f"the checkpoint took longer than run.drain_timeout_s ({timeout_s:g} s); ending now", "warning")
