@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gspo.common.config.schema import GenerationConfig
+from gspo.common.config.engines import GenerationConfig
 from gspo.common.streams.inbox import Delivery, EntryOutput, EntryState, Inbox
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineLike

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from gspo.common.config.schema import GenerationConfig
+from gspo.common.config.engines import GenerationConfig
 from gspo.common.streams.keys import rollout_key
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from gspo.generation.rollout.driver import RolloutDriver

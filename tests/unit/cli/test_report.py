@@ -22,7 +22,7 @@ from gspo.cli.report.plots import PLOTS
 from gspo.cli.report.summary import summarise
 from gspo.cli.report.writer import render, write_report
 from gspo.cli.rundir.plan import ENVIRONMENT_NAME
-from gspo.common.config.learner import LoraConfig
+from gspo.common.config.engines import LoraConfig
 from gspo.common.config.loading import CONFIG_NAME, read_config, write_config
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.step_time import CAUSES

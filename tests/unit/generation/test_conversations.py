@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from gspo.common.config.engines import GenerationConfig
 from gspo.common.config.reward import BUILTIN_TOOLS
-from gspo.common.config.schema import GenerationConfig
 from gspo.generation.engine import api
 from gspo.generation.engine.api import Completion, EngineLike
 from gspo.generation.rollout.chat_turns import ChatTurns, ObservationError, PlainTurns

@@ -11,7 +11,7 @@ import httpx
 
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.rundir.open_run import OpenRun, api_access, api_url, open_run, read_instances
-from gspo.common.config.services import TlsConfig
+from gspo.common.config.schema import TlsConfig
 from gspo.common.errors import InputError, printable
 from gspo.common.network.credentials import check_tls, shared_token
 from gspo.common.streams.keys import REWARD

@@ -14,8 +14,7 @@ from redis.exceptions import RedisError
 
 from gspo.cli.rundir.plan import check_run_dir, is_run_dir_locked, supervisor_facts
 from gspo.common.config.loading import CONFIG_NAME, read_config
-from gspo.common.config.schema import Config
-from gspo.common.config.services import TlsConfig
+from gspo.common.config.schema import Config, TlsConfig
 from gspo.common.errors import InputError
 from gspo.common.network.credentials import client_context, redis_arguments, redis_refusal, shared_token
 from gspo.common.streams.instances import Instance, list_instances

@@ -6,19 +6,19 @@ It holds no machine facts (ports chosen, paths found) and never rewrites a value
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from gspo.common.config.algorithm import AlgorithmConfig
+from gspo.common.config.engines import MICRO_BATCH_TOKENS, GenerationConfig, LearnerConfig, SamplingConfig
 from gspo.common.config.evaluation import BestFigure, EvaluationConfig, TrackingConfig
-from gspo.common.config.fields import FIXED, FilePath, FreeMapping, RunName, Section
-from gspo.common.config.learner import MICRO_BATCH_TOKENS, LearnerConfig
+from gspo.common.config.fields import FIXED, HTTP_HOST, FilePath, HostName, RunName, Section
 from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardConfig
-from gspo.common.config.services import ServicesConfig
 from gspo.common.errors import NO_VALUE, ConfigError
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class ModelConfig(Section):
@@ -49,31 +49,6 @@ class DataConfig(Section):
         "error", description="Action for a prompt longer than algorithm.prompt_length; truncate keeps its end"
     )
     shuffle: bool = Field(True, description="Shuffle every pass over the prompts, each differently, from the seed")
-
-
-class SamplingConfig(Section):
-    """How rollouts are sampled."""
-
-    temperature: PositiveFloat = Field(
-        1.0, description="Training and sampled evaluation; the learner's log-probs use it too"
-    )
-    top_p: float = Field(1.0, description="Off (1) for training: a cut distribution biases the ratio")
-    top_k: int = Field(0, description="Off (0) for training")
-    min_p: float = Field(0.0, description="Off (0) for training")
-    stop: tuple[str, ...] = Field((), description="Strings that end an answer; their tokens are the policy's")
-
-    @model_validator(mode="after")
-    def _full_distribution(self) -> SamplingConfig:
-        for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-            value = getattr(self, key)
-            if value != off and not (key == "top_k" and value == -1):
-                raise self.wrong(
-                    key,
-                    "cuts the distribution, so the log-probs of generator and learner are not of the same policy and "
-                    "the ratio is biased",
-                    f"Leave it out, or set it to {off}",
-                )
-        return self
 
 
 class StalenessConfig(Section):
@@ -107,36 +82,6 @@ class StalenessConfig(Section):
         return self.max_lag if self.max_token_age is None else self.max_token_age
 
 
-class GenerationConfig(Section):
-    """The vLLM engines."""
-
-    may_change = True
-
-    dtype: Dtype = Field("float32", description="Weights and arithmetic of generation")
-    replicas: PositiveInt = Field(1, le=64, description="Generators that `gspo run` starts")
-    on_update: Literal["recompute", "keep", "restart"] = Field(
-        "recompute",
-        description="In-flight rollouts at a weight update: recompute the KV cache, keep it (cheaper, drifts), or "
-        "restart sampling",
-        json_schema_extra=FIXED,
-    )
-    segment_tokens: PositiveInt | None = Field(
-        None,
-        description="Tokens that a rollout may sample in one step while tasks are queued; then it is paused until "
-        "the next version. null: no limit",
-    )
-    save_tokens: PositiveInt = Field(512, description="Most tokens of a rollout that a generator's crash may cost")
-    max_rollouts: PositiveInt = Field(256, description="In-flight rollouts of one engine (vLLM's max_num_seqs)")
-    kv_cache_gb: PositiveFloat = Field(1.0, description="Memory of the KV cache on the CPU, in GiB")
-    threads: int = Field(0, ge=0, description="CPU threads of one engine; 0 takes every core but one")
-    push_timeout_s: PositiveFloat = Field(
-        60.0,
-        description="Least time limit of a weight push, and of the load in the engine. It grows with the policy's "
-        "bytes and the time of earlier pushes",
-    )
-    engine: FreeMapping = Field(default_factory=dict, description="Further engine arguments, with vLLM's names")
-
-
 class RunConfig(Section):
     """Length, checkpoints, disk."""
 
@@ -160,6 +105,79 @@ class RunConfig(Section):
     drain_timeout_s: PositiveFloat = Field(
         60.0, description="Longest wait of Ctrl-C for the current step and a checkpoint"
     )
+
+
+class TlsConfig(Section):
+    """Certificates of the services: with them HTTP and gRPC speak TLS."""
+
+    may_change = True
+
+    cert: FilePath | None = Field(
+        None, description="Certificate of every service, in PEM, with its chain; it enables TLS"
+    )
+    key: FilePath | None = Field(None, description="The certificate's private key, in PEM, without a passphrase")
+    ca: FilePath | None = Field(
+        None, description="Certificates of the authorities of services and Redis; default: those of the machine"
+    )
+    server_name: str | None = Field(
+        None, description="Name in the services' certificate, checked instead of the host name"
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the services speak TLS."""
+        return self.cert is not None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> TlsConfig:
+        for key, other in (("cert", "key"), ("key", "cert"), ("server_name", "cert")):
+            if getattr(self, key) is not None and getattr(self, other) is None:
+                raise ConfigError(key, NO_VALUE, f"is of no use without services.tls.{other}", "Set both, or neither")
+        return self
+
+
+class ServicesConfig(Section):
+    """Addresses and credentials of the services."""
+
+    may_change = True
+
+    host: str = Field(
+        "127.0.0.1",
+        description="Address of every service and of the run's own Redis. Beyond loopback, token_file and "
+        "redis_password_file are required",
+    )
+    redis_url: str | None = Field(None, description="URL of Redis, rediss:// for TLS; null: the run starts its own")
+    redis_password_file: FilePath | None = Field(
+        None, description="File with Redis's password; one on another machine must have it"
+    )
+    coordinator_port: Port = Field(0, description="Run state and control over REST; 0 picks a free port")
+    reward_port: Port = Field(0, description="Reward functions over REST; 0 picks a free port")
+    http_hosts: tuple[HostName, ...] = Field(
+        (),
+        description="Host names that HTTP requests may use, such as *.example.org; localhost, this machine's name "
+        "and IP addresses always work",
+    )
+    token_file: FilePath | None = Field(None, description="File with the token that services show each other")
+    lease_s: PositiveFloat = Field(30.0, description="A worker silent for so long loses its work to another")
+    otlp_endpoint: str | None = Field(
+        None, pattern=HTTP_HOST, description="Collector of traces by OTLP over gRPC, such as http://127.0.0.1:4317"
+    )
+    max_restarts: int = Field(5, ge=0, description="Restarts of a crashing service before the run ends")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Lowest level of log lines written"
+    )
+    tls: TlsConfig = Field(default_factory=TlsConfig)
+
+    @model_validator(mode="after")
+    def _no_password_in_the_open(self) -> ServicesConfig:
+        if self.redis_url is not None and urlsplit(self.redis_url).password is not None:
+            raise ConfigError(
+                "redis_url",
+                NO_VALUE,
+                "holds a password, which the run directory and its logs would keep",
+                "Leave it out there, write it into a file and name that in services.redis_password_file",
+            )
+        return self
 
 
 class Config(Section):

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 import structlog
 from redis.exceptions import AuthenticationError
 
-from gspo.common.config.schema import Config
-from gspo.common.config.services import TlsConfig
+from gspo.common.config.schema import Config, TlsConfig
 from gspo.common.errors import InputError
 
 log = structlog.get_logger()

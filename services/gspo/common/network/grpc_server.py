@@ -18,7 +18,7 @@ from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from gspo.common.config.services import TlsConfig
+from gspo.common.config.schema import TlsConfig
 from gspo.common.errors import InputError
 from gspo.common.network.auth_log import note_refusal
 from gspo.common.network.credentials import pem, reachable_host

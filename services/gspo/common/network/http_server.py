@@ -21,7 +21,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gspo.common.config.services import ServicesConfig, TlsConfig
+from gspo.common.config.schema import ServicesConfig, TlsConfig
 from gspo.common.errors import InputError
 from gspo.common.network.auth_log import note_refusal
 from gspo.common.network.credentials import reachable_host

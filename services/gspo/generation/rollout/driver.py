@@ -15,7 +15,7 @@ from itertools import count
 
 from transformers import PreTrainedTokenizerBase
 
-from gspo.common.config.schema import GenerationConfig
+from gspo.common.config.engines import GenerationConfig
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import Completion, EngineLike, Sampling
 from gspo.generation.rollout.detokenizer import Detokenizer

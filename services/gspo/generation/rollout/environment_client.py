@@ -17,7 +17,7 @@ import grpc
 import structlog
 from redis.asyncio import Redis
 
-from gspo.common.config.services import TlsConfig
+from gspo.common.config.schema import TlsConfig
 from gspo.common.network.grpc_server import open_channel, token_metadata
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import HEARTBEAT_S, Keys

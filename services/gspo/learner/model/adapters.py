@@ -15,7 +15,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gspo.common.config.learner import LoraConfig as LoraSection
+from gspo.common.config.engines import LoraConfig as LoraSection
 from gspo.common.errors import InputError
 from gspo.common.model.files import ALL_LINEAR
 from gspo.learner.model.named_weights import NamedWeight

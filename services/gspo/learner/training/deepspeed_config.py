@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo.common.config.learner import LearnerConfig
+from gspo.common.config.engines import LearnerConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, in_yaml
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from gspo.common.config.learner import LearnerConfig
+from gspo.common.config.engines import LearnerConfig
 from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row
 

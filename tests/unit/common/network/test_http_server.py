@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from gspo.common.config.services import ServicesConfig
+from gspo.common.config.schema import ServicesConfig
 from gspo.common.network import http_server
 from gspo.common.network.http_server import ASGIApp, BoundedBodies, HttpServer, Receive, Scope, Send, reply
 

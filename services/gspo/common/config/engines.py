@@ -1,4 +1,4 @@
-"""How the policy is trained: the configuration's section `learner`."""
+"""The sections of the engines: `sampling` and `generation` for vLLM, `learner` for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,68 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from gspo.common.config.fields import ON_RESUME, FilePath, Section
+from gspo.common.config.fields import FIXED, ON_RESUME, FilePath, FreeMapping, Section
 
 # On two cores 2048 took 0.6 of the time of 8192 for answers of mixed lengths: it stays in the cache.
 MICRO_BATCH_TOKENS = 2048
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class SamplingConfig(Section):
+    """How rollouts are sampled."""
+
+    temperature: PositiveFloat = Field(
+        1.0, description="Training and sampled evaluation; the learner's log-probs use it too"
+    )
+    top_p: float = Field(1.0, description="Off (1) for training: a cut distribution biases the ratio")
+    top_k: int = Field(0, description="Off (0) for training")
+    min_p: float = Field(0.0, description="Off (0) for training")
+    stop: tuple[str, ...] = Field((), description="Strings that end an answer; their tokens are the policy's")
+
+    @model_validator(mode="after")
+    def _full_distribution(self) -> SamplingConfig:
+        for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            value = getattr(self, key)
+            if value != off and not (key == "top_k" and value == -1):
+                raise self.wrong(
+                    key,
+                    "cuts the distribution, so the log-probs of generator and learner are not of the same policy and "
+                    "the ratio is biased",
+                    f"Leave it out, or set it to {off}",
+                )
+        return self
+
+
+class GenerationConfig(Section):
+    """The vLLM engines."""
+
+    may_change = True
+
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Weights and arithmetic of generation"
+    )
+    replicas: PositiveInt = Field(1, le=64, description="Generators that `gspo run` starts")
+    on_update: Literal["recompute", "keep", "restart"] = Field(
+        "recompute",
+        description="In-flight rollouts at a weight update: recompute the KV cache, keep it (cheaper, drifts), or "
+        "restart sampling",
+        json_schema_extra=FIXED,
+    )
+    segment_tokens: PositiveInt | None = Field(
+        None,
+        description="Tokens that a rollout may sample in one step while tasks are queued; then it is paused until "
+        "the next version. null: no limit",
+    )
+    save_tokens: PositiveInt = Field(512, description="Most tokens of a rollout that a generator's crash may cost")
+    max_rollouts: PositiveInt = Field(256, description="In-flight rollouts of one engine (vLLM's max_num_seqs)")
+    kv_cache_gb: PositiveFloat = Field(1.0, description="Memory of the KV cache on the CPU, in GiB")
+    threads: int = Field(0, ge=0, description="CPU threads of one engine; 0 takes every core but one")
+    push_timeout_s: PositiveFloat = Field(
+        60.0,
+        description="Least time limit of a weight push, and of the load in the engine. It grows with the policy's "
+        "bytes and the time of earlier pushes",
+    )
+    engine: FreeMapping = Field(default_factory=dict, description="Further engine arguments, with vLLM's names")
 
 
 class LoraConfig(Section):
