@@ -9,9 +9,8 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import psutil
 import typer
 from rich.console import Console
@@ -46,7 +45,7 @@ console = Console()
 class MeasureByDefault(TyperGroup):
     """A group whose words are sections unless the first one names a command."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put the command before the sections."""
         has_command = bool(args) and args[0] in {*self.commands, "--help"}
         return super().parse_args(ctx, args if has_command else ["measure", *args])

@@ -98,8 +98,5 @@ def _is_as_good(pair: dict[str, Any]) -> bool:
     groups = struck["groups"]
     ended: Sequence[int] = [groups[name] for name in ("trained", "filtered", "stale", "failed", "unused")]
     error = (alone["accuracy_after_stderr"] ** 2 + struck["accuracy_after_stderr"] ** 2) ** 0.5
-    return (
-        struck["accuracy_after_version"] == alone["accuracy_after_version"]
-        and sum(ended) == groups["issued"]
-        and struck["accuracy_after"] > alone["accuracy_after"] - 3 * error
-    )
+    is_whole = struck["accuracy_after_version"] == alone["accuracy_after_version"] and sum(ended) == groups["issued"]
+    return is_whole and bool(struck["accuracy_after"] > alone["accuracy_after"] - 3 * error)

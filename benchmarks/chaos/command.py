@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
-import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -31,8 +32,10 @@ def chaos(
 ) -> None:
     """Inject every kind of fault into a simulated run, check its log, and write docs/chaos.md."""
     results.mkdir(parents=True, exist_ok=True)
-    numbers = [] if report else [only] if only is not None else list(range(rounds))
-    broken = [text for number in numbers for text in _play(number, seed, kind, results, lasts_s)]
+    broken: list[str] = []
+    for number in [] if report else [only] if only is not None else range(rounds):
+        print(f"round {number} of seed {seed}", flush=True)
+        broken += _play(seed, number, kind, results, lasts_s)
     for text in broken:
         print(f"BROKEN: {text}", file=sys.stderr)
     if only is None:
@@ -40,22 +43,18 @@ def chaos(
     raise typer.Exit(1 if broken else 0)
 
 
-def _play(number: int, seed: int, among: list[str] | None, results: Path, lasts_s: float) -> list[str]:
-    from benchmarks.chaos.rounds import RoundPlan, run_round
+def _play(seed: int, number: int, among: list[str] | None, results: Path, lasts_s: float) -> list[str]:
+    from benchmarks.chaos.rounds import run_round
 
     is_root = os.geteuid() == 0
-    print(f"round {number} of seed {seed}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="gspo-chaos-", ignore_cleanup_errors=True) as folder:
-        plan = RoundPlan(
-            folder=Path(folder),
-            seed=seed,
-            number=number,
-            faults=round_of(seed, number, among or kinds(cuts=is_root, disks=is_root)),
-            with_network=is_root,
-            lasts_s=lasts_s,
-            keep=results / f"broken-seed-{seed}-round-{number}",
-            say=lambda line: print(line, flush=True),
-        )
-        played = asyncio.run(run_round(plan))
-    (results / f"seed-{seed}-round-{number}.json").write_text(played.to_json())
+    playing = run_round(
+        round_of(seed, number, among or kinds(cuts=is_root, disks=is_root)),
+        seed=seed,
+        number=number,
+        with_network=is_root,
+        lasts_s=lasts_s,
+        keep=results / f"broken-seed-{seed}-round-{number}",
+    )
+    played = asyncio.run(playing)
+    (results / f"seed-{seed}-round-{number}.json").write_text(json.dumps(asdict(played), indent=1))
     return played.broken

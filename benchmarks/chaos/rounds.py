@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos.faults import strike
@@ -63,73 +63,59 @@ class Round:
         breaks = [f"invariant {result.number}: {text}" for result in self.findings for text in result.broken]
         return [str(fault) for fault in self.faults if fault.problem] + breaks
 
-    def to_json(self) -> str:
-        """The content of its file."""
-        return json.dumps(asdict(self), indent=1)
 
+async def run_round(
+    faults: Sequence[Fault], *, seed: int, number: int, with_network: bool, lasts_s: float, keep: Path
+) -> Round:
+    """Start a run, inject the faults, let it end, check.
 
-@dataclass(frozen=True)
-class RoundPlan:
-    """The plan of a round.
-
-    Attributes:
+    Args:
         lasts_s: Seconds of training in the run; it leaves out faults that no longer fit.
         keep: Folder for the logs of a round in which something broke.
-        say: Called with a line for each fault.
     """
+    with tempfile.TemporaryDirectory(prefix="gspo-chaos-", ignore_cleanup_errors=True) as folder:
+        began, log = time.monotonic(), Path(folder) / "run.log"
+        async with RunUnderTest(Path(folder), seed, with_network=with_network, lasts_s=lasts_s) as world:
+            is_sound = False
+            try:
+                if problem := await world.wait_until_well(0, _START_S):
+                    output = log.read_text(errors="replace")[-2000:]
+                    raise RuntimeError(f"the run did not start: {problem}. The end of its output: {output}")
+                outcomes = await _inject(world, faults, lasts_s)
+                run = await world.finish()
+                played = Round(
+                    seed=seed,
+                    number=number,
+                    faults=outcomes,
+                    findings=check(run),
+                    steps=world.step,
+                    groups=run.groups,
+                    longest=run.longest,
+                    dead_letters=run.in_redis["dead"],
+                    wall_s=time.monotonic() - began,
+                )
+                is_sound = not played.broken
+            finally:
+                if not is_sound:
+                    shutil.rmtree(keep, ignore_errors=True)
+                    shutil.copytree(world.run_dir, keep, ignore=shutil.ignore_patterns("checkpoints", "export"))
+                    shutil.copy2(log, keep)
+            return played
 
-    folder: Path
-    seed: int
-    number: int
-    faults: Sequence[Fault]
-    with_network: bool
-    lasts_s: float
-    keep: Path
-    say: Callable[[str], None]
 
-
-async def run_round(plan: RoundPlan) -> Round:
-    """Start a run, inject the faults, let it end, check."""
-    async with RunUnderTest(plan.folder, plan.seed, with_network=plan.with_network, lasts_s=plan.lasts_s) as world:
-        is_sound = False
-        try:
-            played = await _play(world, plan)
-            is_sound = not played.broken
-        finally:
-            if not is_sound:
-                shutil.rmtree(plan.keep, ignore_errors=True)
-                shutil.copytree(world.run_dir, plan.keep, ignore=shutil.ignore_patterns("checkpoints", "export"))
-                shutil.copy2(plan.folder / "run.log", plan.keep)
-        return played
-
-
-async def _play(world: RunUnderTest, plan: RoundPlan) -> Round:
-    began = time.monotonic()
-    if problem := await world.wait_until_well(0, _START_S):
-        output = (plan.folder / "run.log").read_text(errors="replace")[-2000:]
-        raise RuntimeError(f"the run did not start: {problem}. The end of its output: {output}")
+async def _inject(world: RunUnderTest, faults: Sequence[Fault], lasts_s: float) -> list[FaultOutcome]:
+    """Inject one fault after the other, up to the first without a recovery."""
     started = time.monotonic()
     outcomes: list[FaultOutcome] = []
-    for fault in plan.faults:
-        if time.monotonic() - started + fault.lasts_s + _MARGIN_S > plan.lasts_s:
+    for fault in faults:
+        if time.monotonic() - started + fault.lasts_s + _MARGIN_S > lasts_s:
             continue
         await asyncio.sleep(fault.pause_s)
         outcomes.append(await _outcome(world, fault, started))
-        plan.say(str(outcomes[-1]))
+        print(outcomes[-1], flush=True)
         if outcomes[-1].problem:
             break
-    run = await world.finish()
-    return Round(
-        seed=plan.seed,
-        number=plan.number,
-        faults=outcomes,
-        findings=check(run),
-        steps=world.step,
-        groups=run.groups,
-        longest=run.longest,
-        dead_letters=run.in_redis["dead"],
-        wall_s=time.monotonic() - began,
-    )
+    return outcomes
 
 
 async def _outcome(world: RunUnderTest, fault: Fault, started: float) -> FaultOutcome:

@@ -6,6 +6,7 @@ It injects nothing.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 GENERATORS, SCORERS = ("generation-0", "generation-1"), ("reward-0", "reward-1")
@@ -67,7 +68,7 @@ def round_of(seed: int, number: int, among: list[str]) -> list[Fault]:
 
 def _fault(kind: str, drawn: random.Random) -> Fault:
     verb, _, process = kind.partition(" ")
-    targets, lasts_s = {
+    draws: dict[str, Callable[[], tuple[tuple[str, ...], float]]] = {
         "kill": lambda: ((drawn.choice(PROCESSES[process]),), 0.0),
         "stop": lambda: ((drawn.choice(PROCESSES[process]),), STOP_S),
         "flush": lambda: (("redis",), 0.0),
@@ -76,5 +77,6 @@ def _fault(kind: str, drawn: random.Random) -> Fault:
         "clock": lambda: ((drawn.choice(SERVICES),), CLOCK_S),
         "cut": lambda: (drawn.choice(PAIRS), CUT_S),
         "fill": lambda: ((), FULL_S),
-    }[verb]()
+    }
+    targets, lasts_s = draws[verb]()
     return Fault(kind, targets, lasts_s, drawn.uniform(0.0, _LONGEST_PAUSE_S))

@@ -15,6 +15,7 @@ from asyncio.subprocess import Process
 from collections import Counter
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -133,6 +134,8 @@ class RunUnderTest:
     async def finish(self) -> FinishedRun:
         """Wait until the run ends by itself, or end it; its remains."""
         exit_code = await self._end()
+        if self._watching is not None and self._watching.done():
+            self._watching.result()  # raises the error that ended it
         in_redis = {
             "open": await self.redis.hlen(self.keys.open),
             "partial": await self.redis.hlen(self.keys.partial),
@@ -140,7 +143,8 @@ class RunUnderTest:
         }
         on_their_way = set()
         for stream, kind in entry_kinds(self.keys).items():
-            for _, fields in await self.redis.xrange(stream):
+            entries: Any = await self.redis.xrange(stream)
+            for _, fields in entries:
                 message = read_entry(kind, fields[b"d"])
                 if hasattr(message, "failure"):
                     is_rollout = message.WhichOneof("what") == "rollout"
@@ -186,8 +190,9 @@ class RunUnderTest:
         )
         self._supervisor.start([Program("redis", tuple(command))])
         self.redis_url = f"redis://{address}:{port}/0"
-        limits = {"socket_timeout": 2, "socket_connect_timeout": 2}
-        self.redis = Redis.from_url(self.redis_url, protocol=2, password=_SECRET, **limits)
+        self.redis = Redis.from_url(
+            self.redis_url, protocol=2, password=_SECRET, socket_timeout=2, socket_connect_timeout=2
+        )
         self._resources.push_async_callback(self.redis.aclose)
         self._watching = asyncio.create_task(self._watch_streams())
         self._resources.callback(self._watching.cancel)
@@ -200,11 +205,11 @@ class RunUnderTest:
 
     async def _watch_streams(self) -> None:
         """Remember the largest length of each stream."""
-        names = [stream.rpartition(":")[2] for stream in consumer_groups(self.keys)]
         while True:
             with suppress(RedisError, OSError):
-                for name in names:
-                    self.longest[name] = max(self.longest[name], await self.redis.xlen(self.keys.stream(name)))
+                for stream in consumer_groups(self.keys):
+                    name = stream.rpartition(":")[2]
+                    self.longest[name] = max(self.longest[name], await self.redis.xlen(stream))
             await asyncio.sleep(0.5)
 
     async def _start_run(self, *options: str) -> None:

@@ -231,12 +231,13 @@ def learner_logp(policy: PolicyModel, *, packed: bool) -> torch.Tensor:
     tokens = _tokens()
     lengths = [len(token_S) - 1 for token_S in tokens]
     inputs, targets = [token_S[:-1] for token_S in tokens], torch.cat([token_S[1:] for token_S in tokens])
-    if packed:
-        line = PackedRollouts.of(lengths, sum(lengths))
-        return policy(torch.cat(inputs)[None], line, torch.arange(sum(lengths)), targets)[0]
     padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True)
-    places = [torch.arange(length) + row * padded.shape[1] for row, length in enumerate(lengths)]
-    return policy(padded, None, torch.cat(places), targets)[0]
+    places = torch.cat([torch.arange(length) + row * padded.shape[1] for row, length in enumerate(lengths)])
+    line = PackedRollouts.of(lengths, sum(lengths)) if packed else None
+    if line:
+        padded, places = torch.cat(inputs)[None], torch.arange(sum(lengths))
+    logp: torch.Tensor = policy(padded, line, places, targets)[0]
+    return logp
 
 
 def _reason(error: InputError) -> str:

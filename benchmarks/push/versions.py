@@ -95,7 +95,7 @@ def _step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, token_BT: T
     ).view(len(token_BT), -1)
     loss = -(advantage_B * logp_BT.mean(1)).mean()
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
     optimizer.step()
 

@@ -46,36 +46,39 @@ def measurements(effort: Effort) -> Iterator[Measurement]:
     """The changes at each learning rate, the ways between two processes, and real pushes; quick: one rate."""
     rates, versions = (RATES[:1], 1) if effort.quick else (RATES, VERSIONS)
     for rate in rates:
-        yield Measurement(f"packing, learning rate {rate:g}", _measure_packing, (rate, versions))
+        yield Measurement(f"packing, learning rate {rate:g}", _measure_packing, (rate, rates, versions))
     yield Measurement("between two processes", _measure_transfer, (rates, versions))
     yield Measurement("to the generation service", _measure_pushes, (rates, versions))
 
 
-def _folder() -> Path:
-    """The model and its versions; they are made at the first call."""
-    folder, unfinished = CACHE / "push", CACHE / "push.tmp"
+def _folder(rates: Sequence[float], versions: int) -> Path:
+    """The model and its versions at these learning rates; they are made at the first call."""
+    name = f"push-{len(rates)}-{versions}"
+    folder, unfinished = CACHE / name, CACHE / f"{name}.tmp"
     if not folder.exists():
         shutil.rmtree(unfinished, ignore_errors=True)
-        arguments = {"folder": str(unfinished), "rates": RATES, "versions": VERSIONS}
+        arguments = {"folder": str(unfinished), "rates": rates, "versions": versions}
         run_child("benchmarks.push.versions.train_versions", arguments, timeout_s=_TRAIN_S)
         unfinished.rename(folder)
     return folder
 
 
-def _measure_packing(rate: float, versions: int) -> Record:
-    arguments = {"folder": str(_folder()), "rate": rate, "versions": versions}
+def _measure_packing(rate: float, rates: Sequence[float], versions: int) -> Record:
+    folder = _folder(rates, versions)
+    arguments = {"folder": str(folder), "rate": rate, "versions": versions}
     packed = run_child("benchmarks.push.transfer.pack", arguments, timeout_s=_TIMEOUT_S)
-    return {"kind": "packing", "rate": rate, "parameters": num_parameters(_folder() / "model"), "versions": packed}
+    return {"kind": "packing", "rate": rate, "parameters": num_parameters(folder / "model"), "versions": packed}
 
 
 def _measure_transfer(rates: Sequence[float], version: int) -> Record:
-    arguments = {"folder": str(_folder()), "rates": rates, "version": version}
+    arguments = {"folder": str(_folder(rates, version)), "rates": rates, "version": version}
     return {"kind": "wire", **run_child("benchmarks.push.transfer.send", arguments, timeout_s=_TIMEOUT_S)}
 
 
 def _measure_pushes(rates: Sequence[float], versions: int) -> Record:
-    config = write_config("push", "fixed", "bfloat16", model={"path": str(_folder() / "model")})
-    arguments = {"config": str(config), "folder": str(_folder()), "rates": rates, "versions": versions}
+    folder = _folder(rates, versions)
+    config = write_config("push", "fixed", "bfloat16", model={"path": str(folder / "model")})
+    arguments = {"config": str(config), "folder": str(folder), "rates": rates, "versions": versions}
     pushes = run_child("benchmarks.push.publication.push_all", arguments, timeout_s=_SERVICE_S)
     return {"kind": "service", "pushes": pushes}
 
