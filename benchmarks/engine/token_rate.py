@@ -90,7 +90,7 @@ def generate(
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    from gspo.generation.engine.process_environment import CPU_ENVIRONMENT, generation_threads
+    from gspo.generation.engine.process import CPU_ENVIRONMENT, generation_threads
     from gspo.generation.engine.vllm_engine import IN_PROCESS_EXECUTOR
 
     engine: dict[str, Any] = {}

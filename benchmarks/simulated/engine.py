@@ -140,11 +140,6 @@ class SimulatedEngine:
         """Requests that it holds."""
         return len(self._running) + len(self._waiting)
 
-    @property
-    def max_num_seqs(self) -> int:
-        """Requests that it runs at a time."""
-        return self._max_num_seqs
-
     def _find(self, request_id: str) -> _Request | None:
         self._advance()
         return self._by_id.get(request_id)

@@ -10,8 +10,7 @@ import structlog
 from gspo.common.host.process_tuning import importing, keep_freed_memory
 from gspo.common.service.options import await_start, parse_options
 from gspo.generation.check import check
-from gspo.generation.engine.forked_process import ForkedProcess
-from gspo.generation.engine.process_environment import import_variables, threads
+from gspo.generation.engine.process import ForkedProcess, import_variables, threads
 
 log = structlog.get_logger()
 MEANING = "Turns prompts into rollouts with vLLM, a log-prob and a policy version for every token."

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -99,7 +99,10 @@ class Receiver:
         self._check_fence(header)
         async with self._lock:
             self._check_fence(header)
-            self._check_base(header)
+            if header.base_digest and header.base_digest != self.digest:
+                raise _precondition(
+                    f"the changes are to {header.base_digest[:12]} and {self.digest[:12]} is here; push every element"
+                )
             digest = await self._stage(header, frames, go_ahead, began + limit_s)
             staged_s = time.monotonic() - began
             return await _uncancelled(self._switch(header, digest, staged_s))
@@ -168,17 +171,10 @@ class Receiver:
         self._load_limit.record(header.num_bytes, times.load_s)
         self.digest = digest
         metrics.GENERATOR_VERSION.set(header.version)
-        metrics.PUSH_PAUSE_SECONDS.observe(times.pause_s + times.load_s + times.resume_s)
+        metrics.PUSH_PAUSE_SECONDS.observe(sum(astuple(times)))
         self._on_loaded()
         log.info("version_loaded", version=header.version, digest=digest[:12], stage_s=round(staged_s, 4))
-        return PushResult(
-            version=header.version,
-            digest=digest,
-            stage_s=staged_s,
-            pause_s=times.pause_s,
-            load_s=times.load_s,
-            resume_s=times.resume_s,
-        )
+        return PushResult(version=header.version, digest=digest, stage_s=staged_s, **asdict(times))
 
     def _check_fence(self, header: PushHeader) -> None:
         """Accept a learner of a higher epoch from its first header on, and end an older learner's push."""
@@ -204,12 +200,6 @@ class Receiver:
             raise _precondition(
                 f"the push has {header.num_tensors} tensors of {header.num_bytes} bytes, and the model folder of this "
                 f"generator {len(self._staged.places)} of {num_bytes}: sender and receiver hold different models"
-            )
-
-    def _check_base(self, header: PushHeader) -> None:
-        if header.base_digest and header.base_digest != self.digest:
-            raise _precondition(
-                f"the changes are to {header.base_digest[:12]} and {self.digest[:12]} is here; push every element"
             )
 
 

@@ -329,7 +329,6 @@ def with_short_shape(update_info: dict[str, Any], name: str) -> dict[str, Any]:
 
 def test_a_running_engine_reports_its_kv_cache(generator: SharedEngine) -> None:
     assert generator.engine.num_running == 0
-    assert generator.engine.max_num_seqs == 64
     assert generator.engine.kv_capacity_tokens > 512
 
 

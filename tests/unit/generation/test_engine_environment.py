@@ -9,8 +9,8 @@ import pytest
 
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
-from gspo.generation.engine import process_environment
-from gspo.generation.engine.process_environment import generation_threads, import_variables, threads
+from gspo.generation.engine import process
+from gspo.generation.engine.process import generation_threads, import_variables, threads
 
 
 def config_of(folder: Path, model: dict[str, Any] | None, **generation: Any) -> Config:
@@ -49,7 +49,7 @@ def test_only_a_small_vocabulary_compiles_nothing(
 
 
 def test_nothing_is_set_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_environment, "torch_is_for_cpus", lambda: False)
+    monkeypatch.setattr(process, "torch_is_for_cpus", lambda: False)
     assert import_variables(config_of(tmp_path, {"vocab_size": 100})) == {}
 
 

@@ -13,7 +13,7 @@ _PROGRAM = """
 import os, sys, threading, time
 from multiprocessing import current_process
 from multiprocessing.connection import wait
-from gspo.generation.engine.forked_process import ForkedProcess
+from gspo.generation.engine.process import ForkedProcess
 
 def work(path, code):
     open(path, "w").write(f"{current_process().name} {os.environ['LATER']} {os.getpid()}")

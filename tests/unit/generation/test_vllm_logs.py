@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gspo.generation.engine.vllm_logs import filter_expected_warnings
+from gspo.generation.engine.weights import filter_expected_warnings
 
 
 @pytest.fixture

@@ -86,11 +86,3 @@ class EngineLike(Protocol):
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End."""
-
-    @property
-    def num_running(self) -> int:
-        """Requests that it holds."""
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Requests that it runs at a time."""

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from gspo.common.config.schema import Config, ModelConfig
 from gspo.common.errors import InputError
 from gspo.common.model.files import read_model_config
-from gspo.generation.engine.forked_process import ForkedProcess
+from gspo.generation.engine.process import ForkedProcess
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 
 

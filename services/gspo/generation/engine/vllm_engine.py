@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,7 @@ from gspo.generation.engine.api import (
     Sampling,
     Tokens,
 )
-from gspo.generation.engine.forked_process import ForkedProcess
-from gspo.generation.engine.process_environment import CPU_ENVIRONMENT
+from gspo.generation.engine.process import CPU_ENVIRONMENT, ForkedProcess
 from gspo.generation.engine.staging import PolicyCopy, StagedWeights
 from gspo.generation.engine.weights import BACKEND
 
@@ -156,11 +155,6 @@ class Engine:
         return int(self._llm.get_num_unfinished_requests())
 
     @property
-    def max_num_seqs(self) -> int:
-        """Requests that vLLM runs at a time; more wait."""
-        return int(self._llm.vllm_config.scheduler_config.max_num_seqs)
-
-    @property
     def kv_capacity_tokens(self) -> int:
         """Tokens, of prompts and answers together, whose KV fits."""
         return int(self._llm.vllm_config.cache_config.kv_cache_size_tokens)
@@ -191,8 +185,8 @@ class Engine:
             self.version = version
             # Salts the prefix cache: a new request never hits blocks computed before this load.
             self._num_loads += 1
-        else:
-            await self._restore(staged.current, failure)
+        elif (again := await self._try_weights(staged.current, str(self.version))) is not None:
+            raise self._break(f"neither the new weights load ({failure}) nor the old ({again})") from again
         loaded = time.monotonic()
         await self._llm.resume_generation()
         if failure is not None:
@@ -200,11 +194,6 @@ class Engine:
                 f"version {version} did not load, version {self.version} serves on: {failure}"
             ) from failure
         return LoadTimes(paused - began, loaded - paused, time.monotonic() - loaded)
-
-    async def _restore(self, old: PolicyCopy, failure: Exception) -> None:
-        again = await self._try_weights(old, str(self.version))
-        if again is not None:
-            raise self._break(f"neither the new weights load ({failure}) nor the old ({again})") from again
 
     async def _try_weights(self, policy: PolicyCopy, version: str) -> Exception | None:
         """Load a whole policy into the paused engine; returns the error of a failure."""
@@ -304,15 +293,7 @@ def _starting_in(process: ForkedProcess) -> Iterator[None]:
 @lru_cache(maxsize=64)
 def _sampling_params(sampling: Sampling) -> SamplingParams:
     return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop=list(sampling.stop),
-        ignore_eos=sampling.ignore_eos,
-        seed=sampling.seed,
+        **asdict(sampling) | {"stop": list(sampling.stop)},
         # Exactly the sampled token's log-prob, in one flat list instead of an object a token.
         logprobs=0,
         flat_logprobs=True,

@@ -1,11 +1,14 @@
 """The part of a weight update that runs inside vLLM's processes: load the policy that lies in shared memory.
 
-The receiver has checked the digest of its bytes before vLLM is paused.
+The receiver has checked the digest of its bytes before vLLM is paused. The filter of vLLM's log is here too, since vLLM
+loads this module in each of its processes.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -19,13 +22,30 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.logger import DEFAULT_LOGGING_CONFIG
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from gspo.generation.engine.vllm_logs import filter_expected_warnings
-
 BACKEND = "gspo"
+# Beginnings of vLLM's warnings that follow from our own settings or hold for every CPU. In the log of every healthy run
+# they would hide the warnings that matter.
+_EXPECTED = (
+    # Of generation.engine's enforce_eager, which is ours unless a user says otherwise, and what follows from it.
+    "Enforce eager set",
+    "TORCH_COMPILE_DISABLE is set",
+    "Inductor compilation was disabled by user settings",
+    # There is no Triton for CPUs in the packages that vLLM's CPU build comes with.
+    "Triton is not installed",
+    "Model Runner V2 requires Triton",
+    # Preloading them changed nothing that could be measured.
+    "libtcmalloc is not found",
+    "libiomp is not found",
+    # It also appears for models without such layers.
+    "Reset SSM cache type",
+    # After every push: its table is computed, and no checkpoint holds it.
+    "RotaryEmbedding: Failed to load weights",
+)
 
 
 @dataclass
@@ -159,3 +179,25 @@ def register() -> None:
     filter_expected_warnings()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
+
+
+class ExpectedWarningFilter(logging.Filter):
+    """Drops the expected warnings."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is to be written."""
+        return record.levelno != logging.WARNING or not record.getMessage().startswith(_EXPECTED)
+
+
+def filter_expected_warnings() -> None:
+    """Leave these warnings out of vLLM's log in this process; a second call changes nothing.
+
+    vLLM sets its handlers up when it reads its configuration, and a child of its engine's has them already.
+    """
+    DEFAULT_LOGGING_CONFIG.setdefault("filters", {})["unexpected"] = {"()": ExpectedWarningFilter}
+    DEFAULT_LOGGING_CONFIG["handlers"]["vllm"]["filters"] = ["unexpected"]
+    for handler in logging.getLogger("vllm").handlers:
+        if not any(isinstance(installed, ExpectedWarningFilter) for installed in handler.filters):
+            handler.addFilter(ExpectedWarningFilter())
+    # vLLM looks through every name of torch, deprecated ones too.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.reduce_op", category=FutureWarning)

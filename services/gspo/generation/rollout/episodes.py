@@ -147,8 +147,7 @@ class Episodes:
             self._parsers[key] = ToolParser(self._tokenizer, play.tool_format, json.loads(play.tools_json))
         ends_special = bool(turn_token_ids) and turn_token_ids[-1] in self._tokenizer.all_special_ids
         text = self._tokenizer.decode(turn_token_ids[:-1] if ends_special else turn_token_ids)
-        parsed = self._parsers[key].read(text)
-        return parsed.calls, parsed.problem
+        return self._parsers[key].read(text)
 
 
 def _fail(rollout: InFlightRollout, kind: str, text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
+from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,14 +22,6 @@ _FORMS = {
 logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
 
 
-@dataclass(frozen=True)
-class ToolCalls:
-    """The calls of the policy's turn as {name, arguments}, or the problem because of which none is carried out."""
-
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    problem: str = ""
-
-
 class ToolParser:
     """Reads calls of one format.
 
@@ -44,21 +36,28 @@ class ToolParser:
         self._parameters = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
         self._request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], model="", tools=tools)
 
-    def read(self, text: str) -> ToolCalls:
-        """The calls in the policy's text, which has its special tokens; calls within its thoughts do not count."""
+    def read(self, text: str) -> tuple[list[dict[str, Any]], str]:
+        """The calls in the policy's text, which has its special tokens; calls within its thoughts do not count.
+
+        Returns:
+            The calls as {name, arguments}, and a problem because of which none is carried out; empty where there is
+            none.
+        """
         text = text.rpartition(_THOUGHT_ENDS)[2]
         # A parser for each text: it keeps the state of a stream.
         parsed = self._parser(self._tokenizer, self._request.tools).extract_tool_calls(text, self._request)
         if not parsed.tools_called:
             means_to_call = any(part in text for part in _CALL_TOKENS)
-            return ToolCalls(problem=f"cannot be read; write {_FORMS[self._format]}" if means_to_call else "")
+            return [], f"cannot be read; write {_FORMS[self._format]}" if means_to_call else ""
         calls = []
         for call in parsed.tool_calls:
-            arguments = _arguments(call.function.arguments)
+            arguments = None
+            with suppress(ValueError):
+                arguments = json.loads(call.function.arguments or "{}")
             if problem := self._problem(call.function.name, arguments):
-                return ToolCalls(problem=problem)
+                return [], problem
             calls.append({"name": call.function.name, "arguments": arguments})
-        return ToolCalls(calls)
+        return calls, ""
 
     def _problem(self, name: str, arguments: Any) -> str:
         parameters = self._parameters.get(name)
@@ -72,10 +71,3 @@ class ToolParser:
         if unknown := [name for name in arguments if known and name not in known]:
             return f"gives '{name}' '{unknown[0]}', and it takes {', '.join(known)}"
         return ""
-
-
-def _arguments(text: str) -> Any:
-    try:
-        return json.loads(text or "{}")
-    except ValueError:
-        return None

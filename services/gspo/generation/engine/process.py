@@ -1,0 +1,119 @@
+"""The engine's process before it has vLLM: the variables to set, and a fork that is made early and gets its work later.
+
+torch, OpenMP and vLLM read the variables when they are loaded, so none of them is imported here. A fork has every
+module that its parent has imported, and ends without tearing an interpreter down. It is safe only while there is one
+thread: another thread's lock would stay locked in the fork for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+from collections.abc import Callable, Mapping
+from multiprocessing import current_process, get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from gspo.common.config.schema import Config
+from gspo.common.host.machine import torch_is_for_cpus
+from gspo.common.host.process_tuning import WAITING
+from gspo.common.model.files import read_model_config
+
+# Threads float over the cores: a learner shares them, and a bound thread would wait for a core that is taken.
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **WAITING}
+# The engine's process is forked from one without threads. numpy would start some for linear algebra at its import, and
+# pyarrow one for an allocator. The service needs neither.
+_NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+# vLLM compiles one function of its sampler even where it compiles no model: it counts the tokens that are likelier than
+# the sampled one. Compiling takes 24 s at the first start on a machine and 2 s at each later one. Uncompiled it takes
+# 4 us longer for every 1,000 tokens of the vocabulary, for each sampled token: more than that is worth compiling.
+_SMALL_VOCABULARY = 4096
+
+
+def import_variables(config: Config) -> dict[str, str]:
+    """Variables to set unless the user has set them."""
+    if not torch_is_for_cpus():
+        return {}
+    values = {**CPU_ENVIRONMENT, **_NO_THREADS}
+    if config.generation.engine.get("enforce_eager", True) and _vocabulary(config.model.path) <= _SMALL_VOCABULARY:
+        values["TORCH_COMPILE_DISABLE"] = "1"
+    return values
+
+
+def generation_threads(configured: int) -> int:
+    """Threads of an engine; 0 is every core but one, as in vLLM: its scheduler and event loop need one."""
+    return configured or max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def threads(config: Config) -> dict[str, str]:
+    """The number of threads, which is always ours: without it vLLM takes one thread."""
+    return {"OMP_NUM_THREADS": str(generation_threads(config.generation.threads))}
+
+
+def _vocabulary(model: str) -> float:
+    """Tokens of the model in this folder; infinite where it cannot be read, which the service's check refuses."""
+    facts = read_model_config(Path(model))
+    try:
+        return int(facts.get("vocab_size") or facts["text_config"]["vocab_size"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+class ForkedProcess:
+    """A forked process that waits for its work; a multiprocessing.Process, and the context that makes it, in one.
+
+    It also ends when this process ends before it has work.
+
+    Raises:
+        RuntimeError: This process has more than one thread.
+    """
+
+    def __init__(self) -> None:
+        if (num_threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
+            raise RuntimeError(f"a process is forked while there is one thread, and there are {num_threads}")
+        context = get_context("fork")
+        receiver, self._sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_wait_for_work, args=(receiver, self._sender))
+        self._process.start()
+        receiver.close()
+        # It comes before multiprocessing's own exit handler, which joins the processes and would wait for this one.
+        atexit.register(self._sender.close)
+        self._work: tuple[Callable[..., None], Mapping[str, Any]] | None = None
+
+    def Process(self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> ForkedProcess:
+        """As a multiprocessing context's: the process that will run `target(**kwargs)`. There is only one.
+
+        Raises:
+            RuntimeError: This is the second call.
+        """
+        if self._work is not None:
+            raise RuntimeError(f"process {name}: the one forked process has its work already")
+        self._work = (target, kwargs)
+        self._process.name = name
+        return self
+
+    def start(self) -> None:
+        """Let it run its work, with the environment variables of this moment."""
+        self._sender.send((self._process.name, dict(os.environ), self._work))
+        self._sender.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the process's own: pid, sentinel, exitcode, join, kill."""
+        return getattr(self._process, name)
+
+
+def _wait_for_work(receiver: Connection, sender: Connection) -> None:
+    # The other end is the parent's alone: its death is then the end of the stream.
+    sender.close()
+    try:
+        current_process().name, environment, (target, kwargs) = receiver.recv()
+    except EOFError:
+        return
+    receiver.close()
+    # The objects of the fork stay frozen: vLLM would collect them three times before it ends (2 s).
+    gc.unfreeze = lambda: None
+    os.environ.clear()
+    os.environ.update(environment)
+    target(**kwargs)
