@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from gspo.common.config.loading import parse_config
 from gspo.coordinator.data.prompts import PromptSet
 from tests.support.tiny_model import make_tokenizer
 
@@ -22,8 +23,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def open_set(tokenizer: PreTrainedTokenizerFast) -> Callable[..., PromptSet]:
     """Opens a file with the defaults of these tests, each of which a test may change."""
 
-    def opened(path: Path, **changes: Any) -> PromptSet:
-        arguments = {"column": "prompt", "limit": None, "prompt_length": 64, "on_long_prompt": "error"} | changes
-        return PromptSet("data.prompts", path, arguments.pop("tokenizer", tokenizer), **arguments)
+    def opened(path: Path, *, limit: int | None = None, **changes: Any) -> PromptSet:
+        keys = {
+            "name": "r",
+            "model": {"path": "model"},
+            "data": {"prompts": "p.jsonl", "on_long_prompt": changes.get("on_long_prompt", "error")},
+            "algorithm": {"prompt_length": changes.get("prompt_length", 64)},
+            "reward": {"functions": [{"path": "reward.py"}]},
+            "run": {"total_steps": 3},
+        }
+        config = parse_config(keys, path.parent)
+        return PromptSet("data.prompts", path, changes.get("tokenizer", tokenizer), config, limit=limit)
 
     return opened

@@ -10,7 +10,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, in_yaml
@@ -21,15 +21,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-LongPrompt = Literal["error", "skip", "truncate"]
 Progress = Callable[[int, int], None]
 _BATCH = 1024
 # More than any tokenizer adds around a text: begin, end, a leading space.
 _ADDED_TOKENS = 8
-
-
-def _no_progress(_num_done: int, _num_rows: int) -> None:
-    """The default of `progress`."""
 
 
 class PromptSet:
@@ -38,11 +33,9 @@ class PromptSet:
     Args:
         key: The configuration key that names the file, for messages.
         path: The file or folder.
-        column: The column that holds the prompt: text, or a list of {role, content}.
+        config: Names the column of the prompts, their longest length, what happens to a longer one, and the tools that
+            the chat template describes in every prompt.
         limit: Use only the first so many rows; None is all.
-        prompt_length: Longest prompt, in tokens.
-        on_long_prompt: What happens to a longer one; truncate keeps its end.
-        tools: Descriptions that the chat template puts into every prompt.
         progress: Called during the check with rows done and rows in all.
 
     Raises:
@@ -54,22 +47,22 @@ class PromptSet:
         key: str,
         path: Path,
         tokenizer: PreTrainedTokenizerBase,
+        config: Config,
         *,
-        column: str,
-        limit: int | None,
-        prompt_length: int,
-        on_long_prompt: LongPrompt,
-        tools: Sequence[dict[str, Any]] = (),
-        progress: Progress = _no_progress,
+        limit: int | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        self._tools = list(tools) or None
-        self._key, self._path, self._column = key, path, column
-        self._tokenizer, self._prompt_length, self._on_long_prompt = tokenizer, prompt_length, on_long_prompt
-        rows = open_dataset(key, path, column)
+        self._key, self._path, self._column = key, path, config.data.prompt_column
+        self._tokenizer, self._tools = tokenizer, list(config.environment.descriptions) or None
+        self._prompt_length, self._on_long_prompt = config.algorithm.prompt_length, config.data.on_long_prompt
+        rows = open_dataset(key, path, self._column)
         self._rows: Dataset = rows if limit is None else rows.select(range(min(limit, len(rows))))
         self.num_rows = len(self._rows)
         self._is_text: bool | None = None
-        self._one_byte_one_token = _never_more_tokens_than_bytes(tokenizer)
+        # A token stands for at least one byte of the text, unless a normalizer could lengthen the text first.
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        bytes_bound_tokens = backend is not None and backend.normalizer is None
+        self._surely_short_bytes = self._prompt_length - _ADDED_TOKENS if bytes_bound_tokens else -1
         self._usable = self._check(progress)
 
     def __len__(self) -> int:
@@ -107,12 +100,13 @@ class PromptSet:
         further = json.dumps(columns, ensure_ascii=False, default=str)
         return Prompt(token_ids=tokens, text=text, messages_json=messages, columns_json=further)
 
-    def _check(self, progress: Progress) -> array[int]:
+    def _check(self, progress: Progress | None) -> array[int]:
         """Row numbers of the usable prompts; every row is checked once."""
         usable, long = array("q"), array("q")
         prompts = self._rows.select_columns([self._column])
         for start in range(0, self.num_rows, _BATCH):
-            progress(start, self.num_rows)
+            if progress:
+                progress(start, self.num_rows)
             values = prompts[start : start + _BATCH][self._column]
             too_long = self._too_long(values, range(start, start + len(values)))
             long.extend(too_long)
@@ -127,12 +121,9 @@ class PromptSet:
         texts = self._render(values, rows)
         if self._on_long_prompt == "truncate":
             return set()
-        unsure = [i for i, text in enumerate(texts) if not self._surely_fits(text)]
+        unsure = [i for i, text in enumerate(texts) if len(text.encode()) > self._surely_short_bytes]
         tokens = self._tokenise([texts[i] for i in unsure], [values[i] for i in unsure])
         return {rows[i] for i, ids in zip(unsure, tokens, strict=True) if len(ids) > self._prompt_length}
-
-    def _surely_fits(self, text: str) -> bool:
-        return self._one_byte_one_token and len(text.encode()) + _ADDED_TOKENS <= self._prompt_length
 
     def _long_prompts(self, long: array[int]) -> InputError:
         values = self._rows[[long[0]]][self._column]
@@ -214,38 +205,20 @@ class PromptSet:
         return f"line {row + 1}" if self._path.suffix.lower() == ".jsonl" else f"row {row + 1}"
 
 
-def training_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress = _no_progress
-) -> PromptSet:
+def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None) -> PromptSet:
     """The prompts of data.prompts."""
-    return _from_config("data.prompts", config.data.prompts, None, config, tokenizer, progress)
+    return PromptSet("data.prompts", config.data.prompts, tokenizer, config, progress=progress)
 
 
 def held_out_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress = _no_progress
+    config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None
 ) -> dict[str, PromptSet]:
     """The prompts of each file of evaluation.prompts, by its name; empty where the run has none."""
     evaluation = config.evaluation
     return {
-        name: _from_config(evaluation.key_of(name), path, evaluation.limit, config, tokenizer, progress)
+        name: PromptSet(evaluation.key_of(name), path, tokenizer, config, limit=evaluation.limit, progress=progress)
         for name, path in evaluation.files.items()
     }
-
-
-def _from_config(
-    key: str, path: Path, limit: int | None, config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress
-) -> PromptSet:
-    return PromptSet(
-        key,
-        path,
-        tokenizer,
-        column=config.data.prompt_column,
-        limit=limit,
-        prompt_length=config.algorithm.prompt_length,
-        on_long_prompt=config.data.on_long_prompt,
-        tools=config.environment.descriptions,
-        progress=progress,
-    )
 
 
 def _message_problem(messages: list[Any]) -> str:
@@ -261,9 +234,3 @@ def _message_problem(messages: list[Any]) -> str:
 def _messages(value: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages as in the file: `datasets` fills a key that only some of them have with None."""
     return [{name: part for name, part in message.items() if part is not None} for message in value]
-
-
-def _never_more_tokens_than_bytes(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a token stands for at least one byte of the text: a normalizer could lengthen it first."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend is not None and backend.normalizer is None
