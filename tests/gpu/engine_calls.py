@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gspo.common.config.engines import GenerationConfig
 from gspo.generation.engine.api import Completion, Sampling
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.gpu.part_run import PartRun
@@ -24,14 +25,10 @@ async def engine_of(case: PartRun, dtype: str, model: Path | None = None) -> Asy
     """The service's engine on the model; `start_s` is noted."""
     sizes = case.sizes
     began = time.monotonic()
-    arguments = engine_arguments(
-        model or case.model,
-        dtype=dtype,
-        max_model_len=sizes.prompt_tokens + sizes.answer_tokens,
-        max_num_seqs=sizes.num_requests,
-        kv_cache_gib=0.25,
-        engine=case.engine_arguments,
+    config = GenerationConfig(
+        dtype=dtype, max_rollouts=sizes.num_requests, kv_cache_gb=0.25, engine=case.engine_arguments
     )
+    arguments = engine_arguments(model or case.model, config, max_model_len=sizes.prompt_tokens + sizes.answer_tokens)
     engine = await Engine.start(arguments)
     case.note(start_s=time.monotonic() - began)
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from gspo.common.config.engines import GenerationConfig
 from gspo.generation.engine.staging import StagedWeights
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.support.tiny_model import make_tiny_model
@@ -33,7 +34,7 @@ async def generator(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[S
     folder = make_tiny_model(tmp_path_factory.mktemp("policy"), seed=1, scale=4.0)
     staged = StagedWeights.from_folder(folder, "float32")
     engine = await Engine.start(
-        engine_arguments(folder, dtype="float32", max_model_len=512, max_num_seqs=64, kv_cache_gib=0.25)
+        engine_arguments(folder, GenerationConfig(max_rollouts=64, kv_cache_gb=0.25), max_model_len=512)
     )
     yield SharedEngine(engine, staged, [folder])
     await engine.stop()

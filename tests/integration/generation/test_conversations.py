@@ -66,7 +66,7 @@ async def policy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Taug
     folder = tmp_path_factory.mktemp("policy")
     largest = max(TOKENIZERS.values(), key=len)
     model = learn_by_heart(make_tiny_model(folder, tokenizer=largest), [taught(name) for name in ("chatml", "llama3")])
-    arguments = engine_arguments(folder, dtype="float32", max_model_len=512, max_num_seqs=16, kv_cache_gib=0.25)
+    arguments = engine_arguments(folder, GenerationConfig(max_rollouts=16, kv_cache_gb=0.25), max_model_len=512)
     engine = await Engine.start(arguments, VERSION)
     generate, seen = engine._llm.generate, {}
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from gspo.common.config.engines import GenerationConfig
 from gspo.common.weights import pack_changes, policy_digest
 from gspo.generation.engine.api import Completion, LoadFailedError, OnUpdate, Sampling
 from gspo.generation.engine.staging import StagedWeights
@@ -339,7 +340,7 @@ async def test_compiled_graphs_serve_pushed_weights(tmp_path: Path) -> None:
     compiled = {"enforce_eager": False}
     engine = await Engine.start(
         engine_arguments(
-            folders[0], dtype="float32", max_model_len=512, max_num_seqs=64, kv_cache_gib=0.25, engine=compiled
+            folders[0], GenerationConfig(max_rollouts=64, kv_cache_gb=0.25, engine=compiled), max_model_len=512
         )
     )
     try:

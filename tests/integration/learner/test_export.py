@@ -18,6 +18,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gspo.common.config.engines import GenerationConfig
 from gspo.common.weights import policy_digest
 from gspo.generation.engine.api import Completion, Sampling
 from gspo.generation.engine.staging import StagedWeights
@@ -56,7 +57,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(exports: Exports) -> AsyncIterator[Engine]:
     started = await Engine.start(
-        engine_arguments(exports.folders["lora"], dtype="float32", max_model_len=128, kv_cache_gib=0.25)
+        engine_arguments(exports.folders["lora"], GenerationConfig(kv_cache_gb=0.25), max_model_len=128)
     )
     yield started
     await started.stop()

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from gspo.common.config.engines import GenerationConfig
 from gspo.common.weights import policy_digest
 from gspo.generation.engine.api import Sampling
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
@@ -82,7 +83,7 @@ def test_the_digest_that_the_generator_checked_is_the_exports(run: WholeRun) -> 
 async def test_the_export_gives_the_same_log_probs_in_vllm_and_transformers(run: WholeRun) -> None:
     folder = run.run_dir / "export"
     engine = await Engine.start(
-        engine_arguments(folder, dtype="float32", max_model_len=128, max_num_seqs=16, kv_cache_gib=0.25)
+        engine_arguments(folder, GenerationConfig(max_rollouts=16, kv_cache_gb=0.25), max_model_len=128)
     )
     try:
         prompts = [[1, 33, 31, 17, 30, 98, 4 + number, 97, 6 + number] for number in range(8)]

@@ -66,13 +66,10 @@ async def start_engine(config: Config, folder: Path, process: ForkedProcess | No
 def _arguments(config: Config, folder: Path) -> AsyncEngineArgs:
     return engine_arguments(
         folder,
-        dtype=config.generation.dtype,
+        config.generation,
         max_model_len=config.algorithm.prompt_length + config.algorithm.response_length,
         seed=config.seed,
-        max_num_seqs=config.generation.max_rollouts,
-        kv_cache_gib=config.generation.kv_cache_gb,
         trust_remote_code=config.model.trust_remote_code,
-        engine=config.generation.engine,
     )
 
 

@@ -27,6 +27,7 @@ from vllm.v1.engine import utils as vllm_processes
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from gspo.common.config.engines import GenerationConfig
 from gspo.common.host.machine import GIB
 from gspo.generation.engine.api import (
     Completion,
@@ -225,42 +226,29 @@ class Engine:
 
 
 def engine_arguments(
-    model: Path,
-    *,
-    dtype: str,
-    max_model_len: int,
-    seed: int = 0,
-    max_num_seqs: int | None = None,
-    kv_cache_gib: float | None = None,
-    trust_remote_code: bool = False,
-    engine: Mapping[str, Any] | None = None,
+    model: Path, generation: GenerationConfig, *, max_model_len: int, seed: int = 0, trust_remote_code: bool = False
 ) -> AsyncEngineArgs:
-    """vLLM's arguments, ours and the user's.
-
-    Args:
-        max_num_seqs: Requests that run at a time.
-        kv_cache_gib: Bound of the KV cache on a CPU. On a GPU, and without a bound, vLLM takes its share of memory.
-        engine: Further engine arguments of vLLM, which `check_engine_args` has checked.
-    """
+    """vLLM's arguments, ours and the user's, which `check_engine_args` has checked."""
     own: dict[str, Any] = {}
     if current_platform.is_cpu():
         # Compiling takes a CPU half a minute at the first start and ten seconds at each later one.
         own["enforce_eager"] = True
         own["distributed_executor_backend"] = IN_PROCESS_EXECUTOR
-        own["kv_cache_memory_bytes"] = None if kv_cache_gib is None else int(kv_cache_gib * GIB)
+        # On a GPU vLLM takes its share of memory.
+        own["kv_cache_memory_bytes"] = int(generation.kv_cache_gb * GIB)
     return AsyncEngineArgs(
         model=str(model),
-        dtype=dtype,
+        dtype=generation.dtype,
         seed=seed,
         max_model_len=max_model_len,
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         enable_prefix_caching=True,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=generation.max_rollouts,
         trust_remote_code=trust_remote_code,
         load_format="safetensors",
         disable_log_stats=True,
-        **{**own, **(engine or {})},
+        **{**own, **generation.engine},
     )
 
 
