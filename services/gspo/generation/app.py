@@ -57,11 +57,9 @@ async def startup(service: Service, start_engine: StartEngine) -> AsyncIterator[
 
 
 def _app(service: Service, folder: Path, engine: EngineLike, staged: StagedWeights) -> App:
-    options, config = service.options, service.config
+    config = service.config
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
-    environments = EnvironmentClient(
-        service.redis, service.keys, options.token, service.activity, tls=config.services.tls
-    )
+    environments = EnvironmentClient(service)
     rollouts = RolloutDriver(engine, tokenizer, config.generation, Episodes(environments, tokenizer))
     worker = Worker(service, engine, rollouts)
     servicer = GenerationGrpcServicer(service, engine, staged, rollouts, worker)

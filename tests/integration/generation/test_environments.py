@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 from redis.asyncio import Redis
 
 from gspo.common.network.grpc_server import GrpcApi, GrpcServer
 from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry.activity import Activity
+from gspo.generation.rollout import environment_client
 from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo_proto import reward_pb2_grpc
 from gspo_proto.reward_pb2 import EnvironmentReply, StepRequest
+from tests.support.push_peers import run_config, service_of
+from tests.support.service_process import make_run
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 REQUEST = StepRequest(environment="game", state_json="1", action="a")
@@ -62,12 +67,16 @@ async def registered(redis: Redis, keys: Keys, replica: Replica) -> AsyncIterato
         await server.stop(0)
 
 
-def environments_of(redis: Redis, keys: Keys, reach_timeout_s: float = 30.0) -> EnvironmentClient:
-    return EnvironmentClient(redis, keys, "", Activity("generation"), reach_timeout_s=reach_timeout_s)
+@pytest_asyncio.fixture(loop_scope="function")
+async def environments(redis_url: str, tmp_path: Path) -> AsyncIterator[EnvironmentClient]:
+    service = service_of("generation-0", run_config(tmp_path, make_run), redis_url)
+    yield EnvironmentClient(service)
+    await service.close()
 
 
-async def test_a_step_goes_to_another_replica_when_its_own_is_gone(redis: Redis, keys: Keys) -> None:
-    environments = environments_of(redis, keys)
+async def test_a_step_goes_to_another_replica_when_its_own_is_gone(
+    redis: Redis, keys: Keys, environments: EnvironmentClient
+) -> None:
     hanging, other = Replica("a"), Replica("b")
     hanging.hangs = True
     following = asyncio.create_task(environments.run())
@@ -84,9 +93,9 @@ async def test_a_step_goes_to_another_replica_when_its_own_is_gone(redis: Redis,
 
 
 async def test_a_step_of_a_replica_that_hangs_without_a_heartbeat_is_repeated_elsewhere(
-    redis: Redis, keys: Keys
+    redis: Redis, keys: Keys, environments: EnvironmentClient
 ) -> None:
-    environments, hanging, other = environments_of(redis, keys), Replica("a"), Replica("b")
+    hanging, other = Replica("a"), Replica("b")
     hanging.hangs = True
     async with registered(redis, keys, hanging) as beating:
         step = asyncio.create_task(environments.step(REQUEST, 1.0))
@@ -99,29 +108,33 @@ async def test_a_step_of_a_replica_that_hangs_without_a_heartbeat_is_repeated_el
             assert (await step).version == "b"
 
 
-async def test_calls_are_spread_over_the_replicas(redis: Redis, keys: Keys) -> None:
-    environments = environments_of(redis, keys)
+async def test_calls_are_spread_over_the_replicas(redis: Redis, keys: Keys, environments: EnvironmentClient) -> None:
     replicas = [Replica("a"), Replica("b")]
     async with registered(redis, keys, replicas[0]), registered(redis, keys, replicas[1]):
         await asyncio.gather(*(environments.step(REQUEST, 1.0) for _ in range(20)))
     assert [replica.num_steps for replica in replicas] == [10, 10]
 
 
-async def test_a_refusal_that_holds_on_every_replica_fails_at_once(redis: Redis, keys: Keys) -> None:
-    environments, replica = environments_of(redis, keys), Replica("a")
+async def test_a_refusal_that_holds_on_every_replica_fails_at_once(
+    redis: Redis, keys: Keys, environments: EnvironmentClient
+) -> None:
+    replica = Replica("a")
     replica.refuses = (grpc.StatusCode.NOT_FOUND, "it was never submitted")
     async with registered(redis, keys, replica):
         failure = (await environments.step(REQUEST, 1.0)).failure
     assert (failure.kind, failure.text, replica.num_steps) == ("unknown_function", "it was never submitted", 1)
 
 
-async def test_a_step_that_no_replica_answers_fails_with_the_reason(redis: Redis, keys: Keys) -> None:
-    failure = (await environments_of(redis, keys, 0.3).step(REQUEST, 0.1)).failure
+async def test_a_step_that_no_replica_answers_fails_with_the_reason(
+    redis: Redis, keys: Keys, environments: EnvironmentClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_client, "REACH_TIMEOUT_S", 0.3)
+    failure = (await environments.step(REQUEST, 0.1)).failure
     assert failure.kind == "unreachable"
     assert failure.text == "no reward service answered a step in 0.3 s: none is registered"
     replica = Replica("a")
     replica.refuses = (grpc.StatusCode.UNAVAILABLE, "overloaded")
     async with registered(redis, keys, replica):
-        failure = (await environments_of(redis, keys, 0.3).step(REQUEST, 0.1)).failure
+        failure = (await environments.step(REQUEST, 0.1)).failure
     assert failure.text.endswith("a said UNAVAILABLE: overloaded")
     assert replica.num_steps > 1

@@ -24,6 +24,8 @@ from gspo.common.streams.inbox import append
 from gspo.common.streams.keys import Keys
 from gspo.generation.engine.staging import StagedWeights
 from gspo.generation.rollout.driver import RolloutDriver
+from gspo.generation.rollout.environment_client import EnvironmentClient
+from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.worker import Worker
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout, RolloutState, Sampling
 from tests.support.push_peers import SHAPES, policy, service_of
@@ -77,7 +79,8 @@ def start(config: Config, redis_url: str, name: str, *, version: int = 0, decode
     service = service_of(f"generation-{name}", config, redis_url)
     settings = Settings(decode_s=decode_s, decode_s_per_request=0.0, length_median=LENGTH)
     engine = SimulatedEngine(settings, max_num_seqs=4, vocabulary=90, eos=2, key=KEYS[version], version=version)
-    rollouts = RolloutDriver(engine, make_tokenizer(), config.generation)
+    tokenizer = make_tokenizer()
+    rollouts = RolloutDriver(engine, tokenizer, config.generation, Episodes(EnvironmentClient(service), tokenizer))
     worker = Worker(service, engine, rollouts)
     return WorkerUnderTest(service, engine, worker, asyncio.create_task(worker.run()))
 

@@ -13,6 +13,8 @@ from benchmarks.simulated.settings import Settings
 from gspo.common.network.grpc_server import GrpcApi, GrpcServer, open_channel
 from gspo.generation.engine.staging import StagedWeights
 from gspo.generation.rollout.driver import RolloutDriver
+from gspo.generation.rollout.environment_client import EnvironmentClient
+from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.servicer import SERVICE_NAME, GenerationGrpcServicer
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import GenerateRequest
@@ -31,7 +33,8 @@ async def test_a_generate_call_that_its_caller_cancels_leaves_no_request_in_the_
     service, staged = service_of("generation-0", config, redis_url), StagedWeights({"a": (4,)}, "float32")
     settings = Settings(decode_s=10.0, decode_s_per_request=0.0, length_median=100)
     engine = SimulatedEngine(settings, max_num_seqs=4, vocabulary=90, eos=2, key=7)
-    driver = RolloutDriver(engine, make_tokenizer(), config.generation)
+    tokenizer = make_tokenizer()
+    driver = RolloutDriver(engine, tokenizer, config.generation, Episodes(EnvironmentClient(service), tokenizer))
     servicer = GenerationGrpcServicer(service, engine, staged, driver, IdleWorker())
     server = GrpcServer(
         GrpcApi(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)),

@@ -318,7 +318,7 @@ async def test_a_restart_begins_the_conversation_anew() -> None:
     game = ScriptedGame([says("no"), says("", done=True)])
     driver = driver_of(ScriptedEngine(tokenizer, ["16", "20"]), game)
     rollout = in_flight_of(task_of(tokenizer))
-    await driver._episodes_of(rollout).reset(rollout)
+    await driver._episodes.reset(rollout)
     rollout.on_sampled(Completion([65], [-1.0], [3], "length"))
     rollout.restart()
     message = await finished(driver, rollout)

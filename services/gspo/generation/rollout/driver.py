@@ -36,7 +36,7 @@ class RolloutDriver:
     """Makes rollouts with one engine.
 
     Args:
-        episodes: Asks the environments of tasks that name one; None where no task does.
+        episodes: Asks the environments of tasks that name one.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RolloutDriver:
         engine: EngineLike,
         tokenizer: PreTrainedTokenizerBase,
         config: GenerationConfig,
-        episodes: Episodes | None = None,
+        episodes: Episodes,
     ) -> None:
         self._engine, self._tokenizer, self._episodes = engine, tokenizer, episodes
         self._detokenizer = Detokenizer(tokenizer)
@@ -73,20 +73,15 @@ class RolloutDriver:
                 case SampleAction() as action:
                     await self._sample(rollout, action)
                 case PlainAction.RESET:
-                    await self._episodes_of(rollout).reset(rollout)
+                    await self._episodes.reset(rollout)
                 case PlainAction.STEP:
-                    await self._episodes_of(rollout).step(rollout)
+                    await self._episodes.step(rollout)
                 case PlainAction.PAUSE:
                     return None
                 case PlainAction.FINISH:
                     finished = rollout.finished(self._detokenizer.text(rollout.policy_turn), time.time())
                     _count(finished)
                     return finished
-
-    def _episodes_of(self, rollout: InFlightRollout) -> Episodes:
-        if self._episodes is None:
-            raise ValueError(f"task of group {rollout.task.group} names an environment, and this generator has none")
-        return self._episodes
 
     async def _sample(self, rollout: InFlightRollout, action: SampleAction) -> None:
         """Ask the engine for the next piece. A weight update under `on_update: restart` drops the rollout's tokens."""

@@ -15,14 +15,12 @@ from typing import Any
 
 import grpc
 import structlog
-from redis.asyncio import Redis
 
-from gspo.common.config.schema import TlsConfig
 from gspo.common.network.grpc_server import open_channel, token_metadata
+from gspo.common.service.app import Service
 from gspo.common.streams.instances import Instance, list_instances
-from gspo.common.streams.keys import HEARTBEAT_S, Keys
+from gspo.common.streams.keys import HEARTBEAT_S, REWARD
 from gspo.common.telemetry import metrics
-from gspo.common.telemetry.activity import Activity
 from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.reward_pb2_grpc import RewardStub
 
@@ -58,26 +56,10 @@ class _RewardReplica:
 
 
 class EnvironmentClient:
-    """Calls environments on the reward replicas of a run.
+    """Calls environments on the reward replicas of a run."""
 
-    Args:
-        token: The token that the services share; empty where there is none.
-        reach_timeout_s: Longest time of trying one replica after another.
-    """
-
-    def __init__(
-        self,
-        redis: Redis,
-        keys: Keys,
-        token: str,
-        activity: Activity,
-        *,
-        tls: TlsConfig | None = None,
-        reach_timeout_s: float = REACH_TIMEOUT_S,
-    ) -> None:
-        self._tls = tls
-        self._redis, self._keys, self._activity = redis, keys, activity
-        self._metadata, self._reach_timeout_s = token_metadata(token), reach_timeout_s
+    def __init__(self, service: Service) -> None:
+        self._service, self._metadata = service, token_metadata(service.options.token)
         self._replicas: dict[str, _RewardReplica] = {}
         self._num_waiting = 0
 
@@ -93,12 +75,13 @@ class EnvironmentClient:
 
     async def refresh(self) -> None:
         """Read which replicas are alive now; calls to the others are repeated elsewhere."""
-        alive = {instance.uid: instance for instance in await list_instances(self._redis, self._keys, "reward")}
+        service = self._service
+        alive = {instance.uid: instance for instance in await list_instances(service.redis, service.keys, REWARD)}
         for uid in [uid for uid in self._replicas if uid not in alive]:
             await self._replicas.pop(uid).close()
         for uid, instance in alive.items():
             if uid not in self._replicas and instance.grpc:  # else it is starting
-                self._replicas[uid] = _RewardReplica(instance, open_channel(instance.grpc, self._tls))
+                self._replicas[uid] = _RewardReplica(instance, open_channel(instance.grpc, service.config.services.tls))
 
     async def reset(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
         """The beginning of an episode.
@@ -117,7 +100,7 @@ class EnvironmentClient:
 
     async def _ask(self, what: str, timeout_s: float, method: Method, request: Any) -> EnvironmentReply:
         now = asyncio.get_running_loop().time
-        deadline, last = now() + self._reach_timeout_s + timeout_s, "none is registered"
+        deadline, last = now() + REACH_TIMEOUT_S + timeout_s, "none is registered"
         with metrics.ENVIRONMENT_SECONDS.labels(what).time():
             while now() < deadline:
                 replica = await self._choose(deadline)
@@ -134,7 +117,7 @@ class EnvironmentClient:
                     last = f"{replica.instance.name} ended"
                 metrics.ENVIRONMENT_RETRIES.inc()
                 await asyncio.sleep(_PAUSE_S)
-        return _failed("unreachable", f"no reward service answered a {what} in {self._reach_timeout_s:g} s: {last}")
+        return _failed("unreachable", f"no reward service answered a {what} in {REACH_TIMEOUT_S:g} s: {last}")
 
     async def _ask_one(self, replica: _RewardReplica, method: Method, request: Any, limit_s: float) -> EnvironmentReply:
         """One replica's answer.
@@ -170,14 +153,14 @@ class EnvironmentClient:
         """Show the wait in the service's activity, once for all episodes that wait at a time."""
         self._num_waiting += 1
         if self._num_waiting == 1:
-            self._activity.set("waiting", "reward", "no replica answers environment steps")
+            self._service.activity.set("waiting", "reward", "no replica answers environment steps")
             log.warning("no_reward_service", detail="episodes wait for one")
         try:
             yield
         finally:
             self._num_waiting -= 1
             if self._num_waiting == 0:
-                self._activity.set("busy", "generating")
+                self._service.activity.set("busy", "generating")
 
 
 def _failed(kind: str, text: str) -> EnvironmentReply:
