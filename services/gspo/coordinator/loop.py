@@ -89,7 +89,7 @@ class Coordinator:
             return
         await self._ledger.read_open()
         self._apply_progress(reply)
-        self.scheduler.start(reply.version, reply.live_version, list(reply.evaluations))
+        self.scheduler.start(reply.version, reply.evaluations)
         self._service.problems.pop("starting", None)
         log.info("started", version=reply.version, open=len(self.slots.open), settled=len(self.slots.settled))
 
@@ -109,7 +109,6 @@ class Coordinator:
 
     async def _tick(self) -> None:
         await self._read_events()
-        await self.pause.apply()
         await self._ledger.remove_settled()
         await self._watch()
         await self._issue()
@@ -124,7 +123,7 @@ class Coordinator:
         epoch = self.feed.epoch
         # While one tick cannot issue every free group, events are read in between without a wait.
         for body in await self.feed.read(0.0 if self._can_issue_more else _BLOCK_S):
-            self._apply(body)
+            await self._apply(body)
         if self.feed.epoch > epoch:
             self._learner.ask_now()
 
@@ -144,7 +143,7 @@ class Coordinator:
             await self.feed.send(Event(prompts_exhausted=PromptsExhausted(num_groups=self.slots.num_issued)))
         metrics.GROUPS_OPEN.set(len(self.slots.open))
 
-    def _apply(self, body: Message) -> None:
+    async def _apply(self, body: Message) -> None:
         match body:
             case StepDone() as step:
                 self.steps.append(dict(step.figures))
@@ -159,7 +158,7 @@ class Coordinator:
             case StopRequested(reason=reason):
                 self.ending.on_stop(reason)
             case ScoringFails(reason=reason):
-                self.pause.request(reason)
+                await self.pause.begin(reason)
             case Finished() as finished:
                 self.ending.on_finished(finished)
 

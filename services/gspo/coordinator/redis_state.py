@@ -61,19 +61,12 @@ class IssuePause:
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis, self._key = redis, keys.paused
         self.active, self.reason = False, ""
-        self._requested = ""
 
-    def request(self, reason: str) -> None:
-        """Pause at the next `apply`."""
-        self._requested = reason
-
-    async def apply(self) -> None:
-        """Write a requested pause."""
-        if not self._requested:
-            return
-        self.active, self.reason, self._requested = True, self._requested, ""
-        await self._redis.set(self._key, self.reason)
-        log.error("paused", reason=self.reason, detail="correct the function, then resume: POST /v1/resume")
+    async def begin(self, reason: str) -> None:
+        """Pause because the scorers asked for it."""
+        self.active, self.reason = True, reason
+        await self._redis.set(self._key, reason)
+        log.error("paused", reason=reason, detail="correct the function, then resume: POST /v1/resume")
 
     async def refresh(self) -> None:
         """Read the key, which a user may have set or removed."""

@@ -56,14 +56,13 @@ class EvaluationScheduler:
         """Whether an evaluation is in flight or requested."""
         return self._task is not None or bool(self._requests)
 
-    def start(self, version: int, live_version: int, recorded: Collection[str]) -> None:
+    def start(self, version: int, recorded: Collection[str]) -> None:
         """Take over the evaluations of an earlier process; version 0 is measured before any group is issued."""
         # An evaluation between two steps may have asked only a part of the prompts, and its label is the same.
         first = {evaluation_label(0, file) for file in self._files}
         self._requested_in_full = {*recorded} if self._config.evaluation.limit_between is None else first & {*recorded}
         if version == 0:
             self.before_training = self.request(0)
-        self.catch_up(version, live_version, recorded)
 
     def catch_up(self, version: int, live_version: int, recorded: Collection[str]) -> None:
         """Make a version due whose step had no event: the learner may wait for its figures."""
@@ -117,8 +116,7 @@ class EvaluationScheduler:
 
     async def resend_tasks(self) -> None:
         """Redis was wiped: send the tasks in flight again."""
-        if self._task is not None:
-            await self._evaluator.resend_tasks()
+        await self._evaluator.resend_tasks()
 
     def describe(self) -> str:
         """The progress of the evaluation in flight; empty where there is none."""

@@ -6,7 +6,6 @@ neither. The rules of the slots are in slots.py.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,10 +23,10 @@ from gspo.common.streams.keys import GENERATION, rollout_key
 from gspo.common.telemetry import metrics
 from gspo.coordinator.data.prompts import PromptSet
 from gspo.coordinator.groups.slots import TRAINED, OpenGroup, Slots
-from gspo.coordinator.groups.tasks import PromptOrder, training_task
+from gspo.coordinator.groups.tasks import TrainingTasks
 from gspo.coordinator.redis_state import all_entries, readable
 from gspo_proto.learner_pb2 import ProgressReply
-from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Prompt, Scored, SettledGroup, Settlement, StepDone
+from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Scored, SettledGroup, Settlement, StepDone
 
 log = structlog.get_logger()
 # Groups that are read, prepared and written at a time: they bound a tick of the loop for any number of slots.
@@ -56,14 +55,11 @@ class GroupLedger:
 
     def __init__(self, service: Service, prompts: PromptSet) -> None:
         config, algorithm = service.config, service.config.algorithm
-        self._redis, self._keys, self._config, self._prompts = service.redis, service.keys, config, prompts
-        self._order = PromptOrder(
-            len(prompts), seed=config.seed, shuffle=config.data.shuffle, total_epochs=config.run.total_epochs
-        )
-        self.slots = Slots(config.num_slots, algorithm.rollout_batch_size, self._order.num_groups)
+        self._redis, self._keys, self._config = service.redis, service.keys, config
+        self._tasks = TrainingTasks(config, prompts)
+        self.slots = Slots(config.num_slots, algorithm.rollout_batch_size, self._tasks.num_groups)
         self._numbers = range(algorithm.num_return_sequences_in_group)
         self._spans = _GroupSpans(service.traces, self._numbers)
-        self._prepared: dict[int, Prompt] = {}
         self._issue = self._redis.register_script(_ISSUE)
         # Settled groups whose entries are still in Redis, and whether tasks of settled groups may be in the streams: an
         # earlier process may have left some.
@@ -85,9 +81,7 @@ class GroupLedger:
 
     async def prepare(self, count: int) -> None:
         """Read and tokenise the prompts of the next groups, at most MOST_AT_ONCE, so that issuing is a transaction."""
-        groups = self.slots.upcoming(min(count, MOST_AT_ONCE))
-        self._prepared = {group: self._prepared[group] for group in groups if group in self._prepared}
-        await self._read(groups)
+        await self._tasks.prepare(self.slots.upcoming(min(count, MOST_AT_ONCE)))
 
     async def reissue_open(self) -> None:
         """Issue every open group again at its own attempt: Redis lost them, and no attempt of theirs failed.
@@ -219,10 +213,10 @@ class GroupLedger:
         """Add tasks and `open` entries in one transaction, each once, also when the connection breaks."""
         if not entries:
             return
-        await self._read(entries)
+        await self._tasks.prepare(entries)
         args: list[str | bytes] = []
         for group, entry in entries.items():
-            task = training_task(self._config, group, self._prepared.pop(group))
+            task = self._tasks.take(group)
             task.attempt, task.min_version = entry.attempt, max(entry.min_version, self.slots.issue_version)
             task.issued_unix_s, task.deadline_unix_s = entry.issued_unix_s, entry.deadline_unix_s
             args += (str(group), entry.to_json(), task.SerializeToString())
@@ -240,13 +234,6 @@ class GroupLedger:
             await pipe.execute()
         for group, entry in entries.items():
             self.slots.issue(group, entry)
-
-    async def _read(self, groups: Iterable[int]) -> None:
-        """Read the prompts that are not prepared, in a thread: a slow disk must not delay the events."""
-        if missing := [group for group in groups if group not in self._prepared]:
-            places = [self._order.place(group) for group in missing]
-            prompts = await asyncio.to_thread(self._prompts.prompts, places)
-            self._prepared.update(zip(missing, prompts, strict=True))
 
 
 class _GroupSpans:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 from gspo.common.config.reward import ENVIRONMENT_PART
 from gspo.common.config.schema import Config
 from gspo.common.streams.entries import SCHEMA
+from gspo.coordinator.data.prompts import PromptSet
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, RewardUse, Sampling
 
 
@@ -40,8 +43,38 @@ class PromptOrder:
         return np.random.default_rng((self._seed, number)).permutation(self._num_prompts)
 
 
+class TrainingTasks:
+    """Makes the tasks of training groups, and reads their prompts ahead.
+
+    Args:
+        prompts: The usable training prompts.
+
+    Attributes:
+        num_groups: Groups that exist in all; None is endless.
+    """
+
+    def __init__(self, config: Config, prompts: PromptSet) -> None:
+        self._config, self._prompts = config, prompts
+        self._order = PromptOrder(
+            len(prompts), seed=config.seed, shuffle=config.data.shuffle, total_epochs=config.run.total_epochs
+        )
+        self.num_groups = self._order.num_groups
+        self._prepared: dict[int, Prompt] = {}
+
+    async def prepare(self, groups: Iterable[int]) -> None:
+        """Read and tokenise the prompts of groups, in a thread: a slow disk must not delay the events."""
+        if missing := [group for group in groups if group not in self._prepared]:
+            places = [self._order.place(group) for group in missing]
+            prompts = await asyncio.to_thread(self._prompts.prompts, places)
+            self._prepared.update(zip(missing, prompts, strict=True))
+
+    def take(self, group: int) -> GroupTask:
+        """The task of a prepared group, without its attempt, times and version, which ledger.py fills in."""
+        return training_task(self._config, group, self._prepared.pop(group))
+
+
 def training_task(config: Config, group: int, prompt: Prompt) -> GroupTask:
-    """A task without its attempt, times and version, which ledger.py fills in."""
+    """A task without its attempt, times and version."""
     return GroupTask(
         schema=SCHEMA,
         group=group,
