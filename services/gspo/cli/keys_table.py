@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import groupby
 
 from rich.console import Console
@@ -19,21 +18,15 @@ def select_keys(prefix: str) -> list[Key]:
     Raises:
         InputError: There is no such key.
     """
-    known = list(_all_keys())
+    known: list[Key] = []  # each section is followed by the keys of one item of its lists
+    for _, section in groupby(explain(), key=_section):
+        keys = list(section)
+        known += [*keys, *(item for key in keys for item in item_keys(key))]
     selected = [key for key in known if not prefix or key.name == prefix or key.name.startswith(f"{prefix}.")]
     if not selected:
         names = {key.name for key in known} | {key.name.split(".")[0] for key in known}
         raise InputError(prefix, "is not a key", nearest(prefix, names))
     return selected
-
-
-def _all_keys() -> Iterator[Key]:
-    """Every key; each section is followed by the keys of one item of its lists."""
-    for _, section in groupby(explain(), key=_section):
-        keys = list(section)
-        yield from keys
-        for key in keys:
-            yield from item_keys(key)
 
 
 def _section(key: Key) -> str:

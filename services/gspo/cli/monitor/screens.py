@@ -65,7 +65,7 @@ class LiveScreen:
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._view: View | None = None
-        self._echo = _Echo()
+        self._flags = _hide_ctrl_c()
         self._live.start()
 
     def say(self, line: ScreenLine) -> None:
@@ -83,27 +83,22 @@ class LiveScreen:
         if self._view is not None:
             self._live.update(draw(self._view, ended=True), refresh=True)
         self._live.stop()
-        self._echo.restore()
-
-
-class _Echo:
-    """Keeps the terminal from writing ^C into the panel, which would move it by a line."""
-
-    def __init__(self) -> None:
-        self._before: Any = None
-        if sys.stdin is None or not sys.stdin.isatty():
-            return
-        with suppress(termios.error, OSError):
-            self._before = termios.tcgetattr(sys.stdin)
-            quiet = [*self._before]
-            quiet[_LOCAL_FLAGS] &= ~termios.ECHOCTL
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
-
-    def restore(self) -> None:
-        """Restore the flags of the terminal."""
-        if self._before is not None:
+        if self._flags is not None:
             with suppress(termios.error, OSError):
-                termios.tcsetattr(sys.stdin, termios.TCSANOW, self._before)
+                termios.tcsetattr(sys.stdin, termios.TCSANOW, self._flags)
+
+
+def _hide_ctrl_c() -> list[Any] | None:
+    """Keep the terminal from writing ^C into the panel, which would move it by a line; returns the flags before."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        return None
+    with suppress(termios.error, OSError):
+        before = termios.tcgetattr(sys.stdin)
+        quiet = [*before]
+        quiet[_LOCAL_FLAGS] &= ~termios.ECHOCTL
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+        return before
+    return None
 
 
 def _with_label(line: ScreenLine) -> str:

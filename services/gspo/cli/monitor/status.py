@@ -234,19 +234,16 @@ class UsageMeter:
                 family = [process, *process.children(recursive=True)]
             except psutil.Error:
                 continue
-            usage[instance.uid] = self._sum(family, measured)
+            percent, memory, is_first = 0.0, 0, True
+            for member in family:
+                known = self._known.get(member.pid)
+                try:
+                    is_first = is_first and known is None
+                    percent += (known or member).cpu_percent(None)
+                    memory += member.memory_info().rss
+                except psutil.Error:
+                    continue  # it has just ended
+                measured[member.pid] = known or member
+            usage[instance.uid] = ProcessUsage(None if is_first else percent / 100, memory)
         self._known = measured
         return usage
-
-    def _sum(self, family: Iterable[psutil.Process], measured: dict[int, psutil.Process]) -> ProcessUsage:
-        percent, memory, is_first = 0.0, 0, True
-        for process in family:
-            known = self._known.get(process.pid)
-            try:
-                is_first = is_first and known is None
-                percent += (known or process).cpu_percent(None)
-                memory += process.memory_info().rss
-            except psutil.Error:
-                continue  # it has just ended
-            measured[process.pid] = known or process
-        return ProcessUsage(None if is_first else percent / 100, memory)

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Literal
 
 from gspo.common.config.schema import Config
-from gspo.common.streams.entries import body_of, word_of
+from gspo.common.streams.entries import body_of
 from gspo.common.streams.instances import Instance
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
 from gspo.runlog.run_log import LOG_FOLDER, EvaluationRecord, RunLog, StepRecord, best_of
@@ -69,14 +69,10 @@ class Phases:
     _since: float = field(default_factory=time.monotonic)
 
     def enter(self, phase: str) -> None:
-        """End the current phase and begin another."""
+        """End the current phase and begin another; an empty one after the last."""
         now = time.monotonic()
         self.wall_s[self.current] = self.wall_s.get(self.current, 0.0) + now - self._since
         self.current, self._since = phase, now
-
-    def close(self) -> None:
-        """End the last phase."""
-        self.enter("")
 
     @property
     def elapsed_s(self) -> float:
@@ -159,7 +155,6 @@ class View:
 
     Attributes:
         evaluations: In the order of recording.
-        settled: Number of groups by settlement, trained ones included.
         failures: Failed groups by reason.
         unscored: The answers without a score in the steps of this session.
     """
@@ -175,7 +170,6 @@ class View:
     rewards: list[float] = field(default_factory=list)
     step_unix_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_ETA + 1))
     evaluations: list[EvaluationRecord] = field(default_factory=list)
-    settled: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     unscored: Unscored = field(default_factory=Unscored)
     warned: set[str] = field(default_factory=set)
@@ -255,7 +249,6 @@ class View:
         self.step, self.version = done.step, done.version
         self.steps.append(figures)
         self.step_unix_s.append(unix_s)
-        self.settled["trained"] += len(done.groups)
         if "reward_mean" in figures:
             self.rewards.append(figures["reward_mean"])
         warnings = advice(list(self.steps), self.config)
@@ -276,18 +269,18 @@ class View:
         return [ScreenLine(text, "warning")]
 
     def _on_groups(self, groups: Sequence[SettledGroup]) -> list[ScreenLine]:
-        self.settled.update(word_of(Settlement, group.settlement) for group in groups)
-        failed = [group for group in groups if group.settlement == Settlement.SETTLEMENT_FAILED]
-        return [line for group in failed if (line := self._failure_line(group))]
-
-    def _failure_line(self, group: SettledGroup) -> ScreenLine | None:
         """A warning for the first failure with a reason, the tenth, the hundredth and so on."""
-        self.failures[group.reason] += 1
-        count = self.failures[group.reason]
-        if str(count).strip("0") != "1":
-            return None
-        which = f"group {group.group} failed" if count == 1 else f"{count} groups have failed, the last {group.group}"
-        return ScreenLine(f"{which}: {group.reason}", "warning")
+        lines = []
+        for group in groups:
+            if group.settlement != Settlement.SETTLEMENT_FAILED:
+                continue
+            self.failures[group.reason] += 1
+            count = self.failures[group.reason]
+            if str(count).strip("0") == "1":
+                number = group.group
+                which = f"group {number} failed" if count == 1 else f"{count} groups have failed, the last {number}"
+                lines.append(ScreenLine(f"{which}: {group.reason}", "warning"))
+        return lines
 
     def _on_evaluation(self, done: EvaluationDone, unix_s: float) -> list[ScreenLine]:
         figures, score = dict(done.figures), done.score if done.HasField("score") else None

@@ -126,7 +126,6 @@ class ProcessSupervisor:
         self.children: dict[str, Child] = {}
         self._keepers: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
-        self.restarts: dict[str, int] = {}
 
     async def __aenter__(self) -> ProcessSupervisor:
         self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -248,7 +247,6 @@ class ProcessSupervisor:
                 f"{child.name} died {times} ({describe_exit(code)}; services.max_restarts is {self._max_restarts}). "
                 f"Its last words: {words}\nIts log: {child.log}"
             )
-        self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
         # The last lines of a process that was killed from outside are not about its end.
         why = "" if -code in (signal.SIGKILL, signal.SIGTERM) else f": {words}"
         self._say(

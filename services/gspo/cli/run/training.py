@@ -159,7 +159,7 @@ def _conclude(plan: RunPlan, view: View, console: Console) -> int:
     end = view.finished
     finished = {"end": word_of(RunEnd, end.end), "reason": end.reason} if end else {}
     summary = write_report(plan.run_dir, wall_s=view.phases.wall_s, finished=finished)
-    view.phases.close()
+    view.phases.enter("")
     print_summary(summary, plan.run_dir, view, console)
     if _was_stopped(view):
         console.print(_how_to_continue(plan.run_dir), highlight=False, soft_wrap=True)

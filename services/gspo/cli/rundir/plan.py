@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -81,7 +81,15 @@ def plan_run(target: Path, *, resume: bool) -> RunPlan:
         raise InputError(str(target), "is neither a run directory nor a configuration file: it does not exist", _RUNS)
     target = config_file_of(target)
     if target.is_dir():
-        return _plan_directory(target, resume=resume)
+        check_run_dir(target)
+        if not resume:
+            raise InputError(
+                str(target),
+                "is a run directory, not a configuration file",
+                f"Continue it: gspo run --resume {shlex.quote(str(target))}",
+            )
+        config, goes_on = read_config(target / CONFIG_NAME), has_trained(target)
+        return RunPlan(config, target.resolve(), resume=goes_on, clear=not goes_on, finished=_completion(target))
     config = read_config(target)
     run_dir = config.run_dir
     if not _is_run_dir(run_dir):
@@ -129,19 +137,6 @@ def check_run_dir(run_dir: Path) -> None:
 
 def _is_run_dir(path: Path) -> bool:
     return (path / CONFIG_NAME).exists() and (path / ENVIRONMENT_NAME).exists()
-
-
-def _plan_directory(run_dir: Path, *, resume: bool) -> RunPlan:
-    check_run_dir(run_dir)
-    if not resume:
-        raise InputError(
-            str(run_dir),
-            "is a run directory, not a configuration file",
-            f"Continue it: gspo run --resume {shlex.quote(str(run_dir))}",
-        )
-    config = read_config(run_dir / CONFIG_NAME)
-    started = has_trained(run_dir)
-    return RunPlan(config, run_dir.resolve(), resume=started, clear=not started, finished=_completion(run_dir))
 
 
 @dataclass(frozen=True)
@@ -235,10 +230,8 @@ def environment(config: Config) -> dict[str, Any]:
     """Versions, cores and threads: beside the configuration they decide the bits of a replay."""
     facts: dict[str, Any] = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             facts[name] = version(name)
-        except PackageNotFoundError:
-            continue
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     threads = {"learner_threads": config.learner.threads, "generation_threads": config.generation.threads}
     return {**facts, "machine": platform.machine(), "cores": cores, **threads}

@@ -76,7 +76,7 @@ def test_the_last_drawing_says_nothing_of_what_has_ended(view: View) -> None:
 def test_steps_give_figures_counts_and_the_time_to_go(view: View) -> None:
     view.apply(step(1, reward_mean=0.25))
     lines = view.apply(step(2, reward_mean=0.5, clipped_sequences=0.125, age_mean=0.5, age_max=1, tokens_per_s=2000))
-    assert (view.step, view.version, view.rewards, view.settled["trained"]) == (2, 2, [0.25, 0.5], 4)
+    assert (view.step, view.version, view.rewards) == (2, 2, [0.25, 0.5])
     assert view.eta_s == 80.0  # 8 steps of 10 s
     assert lines == [ScreenLine(step_line(view), "step")]
     assert step_line(view) == (
@@ -84,13 +84,12 @@ def test_steps_give_figures_counts_and_the_time_to_go(view: View) -> None:
     )
 
 
-def test_settled_groups_are_counted_and_failures_said(view: View) -> None:
+def test_groups_that_fail_are_said(view: View) -> None:
     groups = [
         SettledGroup(group=4, settlement=Settlement.SETTLEMENT_FAILED, reason="reward raised KeyError"),
         SettledGroup(group=5, settlement=Settlement.SETTLEMENT_STALE, reason="too old"),
     ]
     (line,) = view.apply(Event(groups_settled=GroupsSettled(groups=groups)))
-    assert dict(view.settled) == {"failed": 1, "stale": 1}
     assert line == ScreenLine("group 4 failed: reward raised KeyError", "warning")
 
     again = [
@@ -118,7 +117,7 @@ def test_phases_follow_the_events(view: View) -> None:
     assert view.phases.current == "evaluation_after"
     (line,) = view.apply(Event(finished=Finished(reason="all rewards failed", end=RUN_END_FAILED)))
     assert line == ScreenLine("failed: all rewards failed", "error")
-    view.phases.close()
+    view.phases.enter("")
     assert set(view.phases.wall_s) == {"checks", "start", "evaluation_before", "training", "evaluation_after"}
 
 

@@ -19,7 +19,6 @@ async def pauses(tmp_path: Path, command: str) -> tuple[list[float], str]:
         supervisor.start([Program("worker", ("sh", "-c", command))])
         with pytest.raises(RunError) as ended:
             await supervisor.watch()
-        assert supervisor.restarts == {"worker": 3}
     return [float(re.search(r"again in ([\d.]+) s", line)[1]) for line in messages], str(ended.value)
 
 
