@@ -80,11 +80,9 @@ async def _open_registry(config: Config) -> AsyncIterator[Registry | OfflineRegi
         yield OfflineRegistry(config.registry_dir)
         return
     options = redis_arguments(config.services.redis_url, config)
-    redis = Redis.from_url(config.services.redis_url, protocol=2, socket_connect_timeout=REDIS_TIMEOUT_S, **options)
-    try:
+    options |= {"protocol": 2, "socket_connect_timeout": REDIS_TIMEOUT_S}
+    async with Redis.from_url(config.services.redis_url, **options) as redis:
         yield Registry(redis, config.registry_dir, replica="check")
-    finally:
-        await redis.aclose()
 
 
 def _first_prompts(config: Config) -> dict[str, list[Prompt]]:

@@ -26,8 +26,8 @@ _BAD_INPUT = (400, 401, 403, 404, 409, 413, 415, 422)
 class RefusedCallError(InputError):
     """The service refused; `problems` has each reason."""
 
-    def __init__(self, what: str, detail: str, problems: list[dict[str, Any]]) -> None:
-        super().__init__(what, detail, "Fix it and call again")
+    def __init__(self, detail: str, problems: list[dict[str, Any]]) -> None:
+        super().__init__("refused", detail, "Fix it and call again")
         self.problems = problems
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class RewardClient:
         except ValueError:
             refusal = {"detail": reply.text[:500]}
         if reply.status_code in _BAD_INPUT:
-            raise RefusedCallError("refused", refusal["detail"], refusal.get("problems", []))
+            raise RefusedCallError(refusal["detail"], refusal.get("problems", []))
         raise RunError(f"the reward service answered {reply.status_code}: {refusal['detail']}")
 
 

@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import structlog
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
@@ -31,13 +30,12 @@ from gspo.reward.registry.records import (
     UnreadableError,
     read_content,
 )
-from gspo.reward.registry.sync import AUDIT, AUDIT_KEPT, CONTENTS, Change, DiskCopy, RegistrySync, Rule
+from gspo.reward.registry.sync import AUDIT, AUDIT_KEPT, CONTENTS, Change, DiskCopy, RegistrySync
 from gspo.reward.registry.usage import usage_key
 
 # A replica learns within this of another's change and of a wiped Redis, even without a call.
 SYNC_S = 1.0
 _MIB = 2**20
-log = structlog.get_logger()
 
 
 class Registry:
@@ -125,7 +123,7 @@ class Registry:
             is_kept = known is not None and any(version in other.versions for other in names.values())
             return Change(after, line, {} if is_kept else {version: text})
 
-        return (await self._change(rule)).name, is_new
+        return (await self.copy.change(rule)).name, is_new
 
     async def activate(self, name: str, version: str, *, who: str, if_active: str | None = None) -> Change:
         """Make a version the active one.
@@ -146,7 +144,7 @@ class Registry:
             after = before.activated(whole, if_active and before.find(if_active))
             return Change(after, self._line(who, "activate", name, whole, was=before.active))
 
-        return await self._change(rule)
+        return await self.copy.change(rule)
 
     async def retire(self, name: str, *, who: str) -> Change:
         """Leave a name without an active version; its versions stay for calls that name one.
@@ -159,7 +157,7 @@ class Registry:
             before = self._known(names, name)
             return Change(before.without_active(), self._line(who, "retire", name, "", was=before.active))
 
-        return await self._change(rule)
+        return await self.copy.change(rule)
 
     async def remove(self, name: str, version: str, *, who: str) -> str:
         """Remove a version from a name, and its content with the last name that has it; the whole version.
@@ -179,7 +177,7 @@ class Registry:
             is_kept = any(whole in known.versions for known in names.values() if known.name != name)
             return Change(after, line, {} if is_kept else {whole: ""})
 
-        whole = (await self._change(rule)).line.version
+        whole = (await self.copy.change(rule)).line.version
         await self._redis.delete(usage_key(name, whole))
         self._forget_removed()
         return whole
@@ -267,11 +265,6 @@ class Registry:
         return AuditLine(
             unix_s=time.time(), who=who, action=action, name=name, version=version, was=was, replica=self._replica
         )
-
-    async def _change(self, rule: Rule) -> Change:
-        change = await self.copy.change(rule)
-        log.info("reward_registry", **change.line.model_dump())
-        return change
 
 
 class OfflineRegistry:

@@ -200,6 +200,7 @@ class RegistrySync:
                     await asyncio.to_thread(self._disk.write_name, change.name)
                     await asyncio.to_thread(self._disk.append_audit, line)
                     await self._align()
+                    log.info("reward_registry", **change.line.model_dump())
                     return change
         raise ConflictError("other replicas change the registry at the same time. Try again")
 
