@@ -136,8 +136,6 @@ class StagedWeights:
     """
 
     def __init__(self, tensors: Mapping[str, tuple[int, ...]], dtype: str) -> None:
-        if dtype not in _BITS:
-            raise ValueError(f"generation.dtype: {dtype!r} is not one of {', '.join(_BITS)}; choose one of these")
         self.places: dict[str, TensorPlace] = {}
         end = 0
         for name, shape in tensors.items():
