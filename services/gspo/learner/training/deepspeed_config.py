@@ -179,37 +179,30 @@ def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_without_effect(section: Mapping[str, Any], zero_stage: int) -> None:
     """Refuse keys that would change nothing."""
-    for key in section:
-        if key not in _ALLOWED and key not in _OWN_KEYS:
-            _refuse(key, section[key], _ALLOWED | {name for name in _OWN_KEYS if "." not in name})
     zero = section.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise InputError(
             "learner.deepspeed.zero_optimization", f"{in_yaml(zero)} is no mapping", "Give its keys, or none"
         )
-    for name, value in zero.items():
-        key = f"zero_optimization.{name}"
-        if key in _OWN_KEYS:
+    stages = {f"zero_optimization.{name}": stages for name, stages in _ZERO.items()}
+    for key, value in {**section, **{f"zero_optimization.{name}": value for name, value in zero.items()}}.items():
+        where, text = f"learner.deepspeed.{key}", in_yaml(value)
+        if key in _ALLOWED or key in _OWN_KEYS:
             continue
-        if name not in _ZERO:
-            _refuse(key, value, {f"zero_optimization.{known}" for known in _ZERO})
+        if key in _REFUSED:
+            raise InputError(where, f"{text} would have no effect: {_REFUSED[key]}", "Leave it out")
+        if key not in stages:
+            near = difflib.get_close_matches(key, [*_ALLOWED, *_OWN_KEYS, *stages], n=1)
+            fix = f"Did you mean '{near[0].rpartition('.')[2]}'?" if near else "Leave it out"
+            raise InputError(where, f"{text}: DeepSpeed has no such key with an effect here", fix)
         offloads_nothing = isinstance(value, Mapping) and value.get("device") == "none"
-        if zero_stage not in _ZERO[name] and not offloads_nothing:
-            stages = " or ".join(map(str, _ZERO[name]))
+        if zero_stage not in stages[key] and not offloads_nothing:
+            acting = " or ".join(map(str, stages[key]))
             raise InputError(
-                f"learner.deepspeed.{key}",
-                f"{in_yaml(value)} has no effect with learner.zero_stage {zero_stage}, only with {stages}",
+                where,
+                f"{text} has no effect with learner.zero_stage {zero_stage}, only with {acting}",
                 "Leave it out, or set learner.zero_stage",
             )
-
-
-def _refuse(key: str, value: Any, known: set[str]) -> None:
-    where = f"learner.deepspeed.{key}"
-    if key in _REFUSED:
-        raise InputError(where, f"{in_yaml(value)} would have no effect: {_REFUSED[key]}", "Leave it out")
-    near = difflib.get_close_matches(key, known, n=1)
-    fix = f"Did you mean '{near[0].rpartition('.')[2]}'?" if near else "Leave it out"
-    raise InputError(where, f"{in_yaml(value)}: DeepSpeed has no such key with an effect here", fix)
 
 
 def _refuse_contradictions(section: Mapping[str, Any], learner: LearnerConfig) -> None:
