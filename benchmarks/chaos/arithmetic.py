@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,10 +21,10 @@ import typer
 
 from benchmarks import ROOT
 from benchmarks.chaos.command import RESULTS
-from benchmarks.harness.child_process import process_tree
+from benchmarks.harness.child_process import MeasurementError, process_tree, started, tail
 
 _VICTIMS = ("gspo.generation", "gspo.reward", "gspo.learner", "gspo.coordinator", "redis-server")
-_TIMEOUT_S = 2400.0
+_TIMEOUT_S, _DRAIN_S = 2400.0, 60.0
 _DEMO = ROOT / "examples/arithmetic/demo.py"
 
 
@@ -51,26 +48,21 @@ def chaos_engines(
 def _run(runs: Path, seed: int, *, every: int | None) -> tuple[Path, list[dict[str, Any]]]:
     """The example from start to end: its run directory, and the killed processes with their steps."""
     runs.mkdir()
-    command = [sys.executable, str(_DEMO), "--seed", str(seed), "--runs", str(runs)]
-    process = subprocess.Popen(command, start_new_session=True)
+    log = runs / "output.txt"
     kills: list[dict[str, Any]] = []
-    deadline = time.monotonic() + _TIMEOUT_S
-    victims = cycle(_VICTIMS)
-    try:
+    victims, deadline = cycle(_VICTIMS), time.monotonic() + _TIMEOUT_S
+    command = [sys.executable, str(_DEMO), "--seed", str(seed), "--runs", str(runs)]
+    with started(command, log, patience_s=_DRAIN_S) as process:
         while process.poll() is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the run in {runs} had not ended after {_TIMEOUT_S:g} s")
+                raise MeasurementError(f"the run in {runs} had not ended after {_TIMEOUT_S:g} s. {tail(log)}")
             step = len(list(runs.glob("*/log/step-*.parquet")))
             if every and step >= every * (len(kills) + 1) and _kill(process.pid, who := next(victims)):
                 kills.append({"who": who.removeprefix("gspo."), "step": step})
                 print(f"killed {who} at step {step}", flush=True)
             time.sleep(0.1)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGINT)
-            process.wait(60)
     if process.returncode:
-        raise RuntimeError(f"the run in {runs} ended with exit code {process.returncode}")
+        raise MeasurementError(f"the run in {runs} ended with exit code {process.returncode}. {tail(log)}")
     (run_dir,) = (path.parent for path in runs.glob("*/summary.json"))
     return run_dir, kills
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.gspo_run import logged
 from benchmarks.simulated.answers import key_of_bits, log_probs
 from benchmarks.simulated.settings import Settings
 from benchmarks.simulated.trainer import SimulatedTrainer
@@ -48,8 +49,7 @@ class FinishedRun:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The records of a file of the log."""
-        path = self.run_dir / "log" / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return logged(self.run_dir, name)
 
     @cached_property
     def steps(self) -> dict[int, list[Row]]:

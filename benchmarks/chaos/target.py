@@ -37,7 +37,7 @@ from tests.support.tiny_model import make_tiny_model
 
 NAME = "chaos"
 GROUPS, SIZE, MAX_LAG, MAX_ATTEMPTS = 6, 4, 1, 5
-_SECRET = "a-secret-of-the-chaos"  # noqa: S105 - of a Redis that lives for minutes
+_SECRET = "a-secret-of-the-chaos"  # noqa: S105 - of a Redis for minutes
 # A signal stops the run long before this.
 _ENDLESS = 1_000_000
 _STEPS_AFTERWARDS = 3

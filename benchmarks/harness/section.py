@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,14 @@ def load_results(folder: Path) -> dict[str, Record]:
 
 def machine_facts() -> Record:
     """Processor, cores, memory and library versions of this machine."""
+    installed = {package.name: package.version for package in distributions()}
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "packages": {name: number for name in _PACKAGES if (number := _version(name))},
+        "packages": {name: installed[name] for name in _PACKAGES if name in installed},
     }
 
 
@@ -101,10 +102,3 @@ def _processor() -> str:
     known = ", ".join(label for flag, label in units.items() if flag in flags)
     kind = f"family {facts.get('cpu family', '?')}, model {facts.get('model', '?')}"
     return f"{facts.get('model name', platform.machine())} ({kind}; {known or 'no AVX-512'})"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

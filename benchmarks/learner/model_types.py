@@ -1,7 +1,7 @@
 """Causal language models that the learner trains, and the difference of its log-probs to the model's own.
 
-Of every architecture that transformers has a tiny random form is made, written to disk, loaded as the learner loads a
-model, and compared with the model's own attention and full logits. `python -m benchmarks models` writes
+It makes a tiny random form of every architecture in transformers and loads it from disk, as the learner loads a model.
+The log-probs are compared with the model's own attention and full logits. `python -m benchmarks models` writes
 docs/models.md.
 """
 
@@ -153,7 +153,8 @@ def examine(kind: str, folder: Path) -> ModelVerdict:
 def tiny_model(kind: str) -> PreTrainedModel:
     """A model with random weights around which attention is far from uniform, with its own attention.
 
-    Raises whatever the two ways to make one small raise.
+    Raises:
+        Exception: Neither way to make it small works; the first one's error.
     """
     first: Exception | None = None
     for make in (_constructed, _assigned):
@@ -185,15 +186,15 @@ def _constructed(kind: str) -> Any:
     if config.get_text_config() is not config:
         raise NotImplementedError("a part of a larger configuration")
     facts = config.to_dict()
-    given = {key: value for key, value in _SMALL.items() if facts.get(key) is not None}
-    given |= {key: value for key, value in _FILLED.items() if key in facts and facts[key] is None}
-    if "qk_rope_head_dim" in given:
-        given |= {key: value for key, value in _LATENT.items() if key in given}
+    sizes = {key: value for key, value in _SMALL.items() if facts.get(key) is not None}
+    sizes |= {key: value for key, value in _FILLED.items() if key in facts and facts[key] is None}
+    if "qk_rope_head_dim" in sizes:
+        sizes |= {key: value for key, value in _LATENT.items() if key in sizes}
     kinds = list(dict.fromkeys(facts.get("layer_types") or ()))
-    if kinds and "num_hidden_layers" in given:
-        given["num_hidden_layers"] = max(2, len(kinds))
-        given["layer_types"] = (kinds * 2)[: given["num_hidden_layers"]]
-    return type(config)(**(given | _SPECIAL.get(kind, {})))
+    if kinds and "num_hidden_layers" in sizes:
+        sizes["num_hidden_layers"] = max(2, len(kinds))
+        sizes["layer_types"] = (kinds * 2)[: sizes["num_hidden_layers"]]
+    return type(config)(**(sizes | _SPECIAL.get(kind, {})))
 
 
 def _assigned(kind: str) -> Any:
@@ -241,7 +242,7 @@ def learner_logp(policy: PolicyModel, *, packed: bool) -> torch.Tensor:
 
 
 def _reason(error: InputError) -> str:
-    """Without the folder and without what only this form of the model says."""
+    """The reason without the folder and the details of the tiny form."""
     if "changes its logits" in error.rule:
         return "changes its logits after the output layer"
     if "lets later tokens change" in error.rule:
@@ -277,9 +278,9 @@ def quiet() -> Iterator[None]:
 def examine_all(kinds: Sequence[str] = ()) -> list[ModelVerdict]:
     """Of every model type that the learner takes, or of these."""
     torch.set_num_threads(1)
-    found = []
+    verdicts = []
     for kind in kinds or sorted(causal_model_types()):
         with tempfile.TemporaryDirectory() as folder, quiet():
-            found.append(examine(kind, Path(folder)))
-        print(found[-1].row(), flush=True)
-    return found
+            verdicts.append(examine(kind, Path(folder)))
+        print(verdicts[-1].row(), flush=True)
+    return verdicts

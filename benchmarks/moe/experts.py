@@ -100,8 +100,6 @@ def _listen(chosen: dict[int, list[torch.Tensor]], model: torch.nn.Module) -> No
 
     for module in model.modules():
         if isinstance(module, MoERunner):
-            module.router.set_capture_fn(partial(_keep, chosen, module.layer_id))
-
-
-def _keep(chosen: dict[int, list[torch.Tensor]], layer: int, expert_TK: torch.Tensor) -> None:
-    chosen[layer].append(expert_TK.clone())
+            module.router.set_capture_fn(
+                lambda expert_TK, layer=module.layer_id: chosen[layer].append(expert_TK.clone())
+            )

@@ -7,7 +7,6 @@ the rate of Redis alone for entries of the same size.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -18,9 +17,10 @@ import pandas as pd
 from redis import Redis
 
 from benchmarks.harness.child_process import MeasurementError, process_tree, processor_s
+from benchmarks.harness.gspo_run import logged
 from benchmarks.harness.plots import panels
 from benchmarks.harness.section import Effort, Measurement, PageSection, Record, Results
-from benchmarks.harness.services import RunningServices, running_services
+from benchmarks.harness.services import running_services
 from benchmarks.harness.tables import table
 from benchmarks.harness.workload import make_model, write_config
 from benchmarks.simulated.run import simulated
@@ -135,43 +135,35 @@ def _measure(replicas: int, num_rollouts: int, tokens: int) -> Record:
 
 
 async def _run(config: Config, steps: int) -> Record:
-    async with running_services(config, *SERVICES, change=simulated) as services:
-        return await _observe(config, services, steps)
-
-
-async def _observe(config: Config, services: RunningServices, steps: int) -> Record:
     """Follow the step records to the last one, and count from the first warm one on."""
-    path = config.run_dir / "log/metrics.jsonl"
-    records: list[dict[str, Any]] = []
     samples: list[dict[str, float]] = []
-    used: dict[str, float] = {}
+    records: list[dict[str, Any]] = []
+    used_s: dict[str, float] = {}
     first, last_change = 0, time.monotonic() + _START_S
-    while len(records) < steps:
-        await asyncio.sleep(_LOOK_S)
-        num_before = len(records)
-        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        if len(records) > num_before:
-            last_change = time.monotonic()
-        elif time.monotonic() > last_change + _STEP_S:
-            raise MeasurementError(f"no step for {_STEP_S:g} s after {len(records)} of {steps}")
-        processes = {name: child.pid for name, child in services.supervisor.children.items() if child.pid is not None}
-        if len(records) >= WARM_STEPS and not first:
-            first, used = len(records), {name: processor_s(pid) for name, pid in processes.items()}
-        mib = {name: sum(p.memory_info().rss for p in process_tree(pid)) / 2**20 for name, pid in processes.items()}
-        samples.append({"unix_s": time.time(), "steps": len(records), **mib})
+    async with running_services(config, *SERVICES, change=simulated) as services:
+        while len(records) < steps:
+            await asyncio.sleep(_LOOK_S)
+            num_before = len(records)
+            records = logged(config.run_dir, "metrics.jsonl")
+            if len(records) > num_before:
+                last_change = time.monotonic()
+            elif time.monotonic() > last_change + _STEP_S:
+                raise MeasurementError(f"no step for {_STEP_S:g} s after {len(records)} of {steps}")
+            pids = {name: child.pid for name, child in services.supervisor.children.items() if child.pid is not None}
+            if len(records) >= WARM_STEPS and not first:
+                first, used_s = len(records), {name: processor_s(pid) for name, pid in pids.items()}
+            mib = {name: sum(p.memory_info().rss for p in process_tree(pid)) / 2**20 for name, pid in pids.items()}
+            samples.append({"unix_s": time.time(), "steps": len(records), **mib})
+        used_s = {name: processor_s(pid) - used_s[name] for name, pid in pids.items() if name in used_s}
     seconds, num = records[-1]["unix_s"] - records[first - 1]["unix_s"], STEP_ROLLOUTS * (len(records) - first)
-    # A process that came later was not there before: its memory was 0.
-    frame = pd.DataFrame(samples).fillna(0.0)
+    # A process that started later used no memory before.
+    memory = pd.DataFrame(samples).fillna(0.0).to_dict("list")
     return {
         "rollouts": num,
         "seconds": seconds,
         "per_s": num / seconds,
-        "processor_s": {name: processor_s(pid) - used[name] for name, pid in processes.items() if name in used},
-        "memory": {
-            "unix_s": frame.unix_s.tolist(),
-            "steps": frame.steps.tolist(),
-            "mib": frame.drop(columns=["unix_s", "steps"]).to_dict("list"),
-        },
+        "processor_s": used_s,
+        "memory": {"unix_s": memory.pop("unix_s"), "steps": memory.pop("steps"), "mib": memory},
         "step_rollouts": STEP_ROLLOUTS,
     }
 

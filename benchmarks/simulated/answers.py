@@ -1,7 +1,7 @@
 """The tokens of a simulated answer, and a log-prob of each that only one version of the weights gives.
 
-What it is for: whoever reads a run's log can compute every log-prob again from token, place and weights, and so see
-that none was lost, swapped or put under another version.
+A check of a run's log can compute every log-prob again from token, place and weights. It sees a log-prob that was
+lost, swapped or put under another version.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def log_probs(token_ids: ArrayLike, first_place: int, key: int) -> NDArray[np.fl
 
 
 def key_of_bits(bits: NDArray[np.unsignedinteger[Any]]) -> int:
-    """What stands for the weights in a log-prob: the bits of the first element, which every step changes."""
+    """The bits of the first element, which every step changes: they stand for the weights in a log-prob."""
     return int(bits.reshape(-1)[0])
 
 

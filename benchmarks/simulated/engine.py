@@ -29,15 +29,15 @@ from gspo.generation.engine.api import (
 )
 from gspo.generation.engine.staging import StagedWeights
 
-# Of a decode step: what is left of it when a timer rings a little early.
+# The part of a decode step by which a timer may ring too early.
 _ALMOST = 1e-6
 
 
 @dataclass(eq=False)
 class _Request:
-    """One request. `begun` is the step at which it was admitted; `loads` the (tokens before it, version) of loads.
+    """A request for tokens `first` .. first + length - 1 of its answer; the earlier ones are in the prompt.
 
-    It is for tokens `first` .. first + length - 1 of its answer; what came before is in the prompt.
+    `begun` is the step at which it was admitted; `loads` has the (tokens before it, version) of each load.
     """
 
     request_id: str
@@ -81,7 +81,7 @@ class SimulatedEngine:
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Completion:
         """One answer, or the next piece of it; its length and tokens follow from the request's id.
 
-        What stands after the last colon is not the answer's name: it ends with the token at which the piece begins.
+        The part after the last colon is not the answer's name: it ends with the token at which the piece begins.
         """
         await self._serving.wait()
         if self._stopped:
@@ -92,7 +92,7 @@ class SimulatedEngine:
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         request = _Request(request_id, len(prompt_token_ids), first, length, natural <= sampling.max_tokens, done)
         if not self._settings.time_scale:
-            # A turn for others, as every engine gives.
+            # Other tasks run meanwhile, as with every engine.
             await asyncio.sleep(0)
             request.loads = [(0, self.version)]
             return self._answer(request, length)
@@ -104,26 +104,26 @@ class SimulatedEngine:
             self._drop(request)
 
     async def abort(self, request_id: str) -> None:
-        """End every request of this id; each returns what was sampled so far, as `aborted`."""
+        """End every request of this id; each returns its tokens so far, as `aborted`."""
         self._advance()
         for request in [*self._running, *self._waiting]:
             if request.request_id == request_id:
                 self._end(request, self._num_sampled(request))
 
     def num_sampled(self, request_id: str) -> int:
-        """Tokens that a request under way has sampled so far; 0 for one that is not."""
+        """The number of tokens that an in-flight request has sampled so far; else 0."""
         request = self._find(request_id)
         return self._num_sampled(request) if request else 0
 
     def partial_output(self, request_id: str) -> Tokens:
-        """What a request under way has sampled so far; nothing for one that is not."""
+        """The tokens that an in-flight request has sampled so far; else none."""
         request = self._find(request_id)
         return self._sampled(request, self._num_sampled(request)) if request else Tokens([], [], [])
 
     async def load(self, version: int, staged: StagedWeights, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
         """Serve the staged copy; requests in flight go on under it, or end where `on_update` is restart.
 
-        A cancelled call goes on in the background.
+        A cancelled call continues in the background.
         """
         return await asyncio.shield(asyncio.ensure_future(self._load(version, staged, on_update)))
 
@@ -171,10 +171,10 @@ class SimulatedEngine:
                 self._end(request, request.length)
             self._admit()
             self._changed.clear()
-            left = min((request.end for request in self._running), default=math.inf) - self._steps
+            rest = min((request.end for request in self._running), default=math.inf) - self._steps
             step_s = self._settings.decode_step_s(len(self._running))
             try:
-                async with asyncio.timeout(None if math.isinf(left) else max(0.0, left) * step_s):
+                async with asyncio.timeout(None if math.isinf(rest) else max(0.0, rest) * step_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue
@@ -214,9 +214,8 @@ class SimulatedEngine:
 
     def _answer(self, request: _Request, num_tokens: int, cut: Finish = "aborted") -> Completion:
         sampled = self._sampled(request, num_tokens)
-        if num_tokens < request.length:
-            return Completion(sampled.token_ids, sampled.logp, sampled.version, cut)
-        return Completion(sampled.token_ids, sampled.logp, sampled.version, "stop" if request.stops else "length")
+        finish: Finish = cut if num_tokens < request.length else "stop" if request.stops else "length"
+        return Completion(sampled.token_ids, sampled.logp, sampled.version, finish)
 
     def _sampled(self, request: _Request, num_tokens: int) -> Tokens:
         token_ids = self._answers.tokens(_name(request.request_id), request.first, num_tokens)
@@ -234,14 +233,14 @@ class SimulatedEngine:
 
 
 async def start_simulated(config: Config, folder: Path) -> SimulatedEngine:
-    """As gspo.generation.engine.startup.start_engine, for the life of a generation process."""
+    """Like gspo.generation.engine.startup.start_engine, for a whole generation process."""
     settings = Settings.from_environment()
     await asyncio.sleep(settings.time_scale * settings.start_s)
     facts = json.loads((folder / "config.json").read_text())
     eos = facts["eos_token_id"]
-    given = StagedWeights.from_folder(folder, config.generation.dtype)
-    key = key_of(given, given.current)
-    given.close()
+    staged = StagedWeights.from_folder(folder, config.generation.dtype)
+    key = key_of(staged, staged.current)
+    staged.close()
     return SimulatedEngine(
         settings,
         max_num_seqs=config.generation.max_rollouts,
@@ -252,5 +251,5 @@ async def start_simulated(config: Config, folder: Path) -> SimulatedEngine:
 
 
 def _name(request_id: str) -> str:
-    """The answer that a request is about, whichever attempt it is."""
+    """The name of a request's answer, which every attempt shares."""
     return request_id.rpartition(":")[0]

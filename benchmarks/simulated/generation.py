@@ -1,6 +1,6 @@
 """The generation service with the simulated engine: `python -m benchmarks.simulated.generation --run-dir DIR`.
 
-Everything but the engine is gspo.generation. Neighbour: services/gspo/generation/__main__.py, which this stands for.
+Everything but the engine is gspo.generation.
 """
 
 from __future__ import annotations

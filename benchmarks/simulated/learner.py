@@ -1,6 +1,6 @@
 """The learner with a simulated training step: `python -m benchmarks.simulated.learner --run-dir DIR`.
 
-Everything but the trainer is gspo.learner. Neighbour: services/gspo/learner/__main__.py, which this stands for.
+Everything but the trainer is gspo.learner.
 """
 
 from __future__ import annotations

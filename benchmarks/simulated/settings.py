@@ -20,7 +20,7 @@ class Settings:
     """Times are seconds at time_scale 1; everything is multiplied by it, and 0 takes no time at all.
 
     Attributes:
-        decode_s: Of one decode step, whatever runs.
+        decode_s: Of one decode step, for any number of requests.
         decode_s_per_request: Of one decode step, for each request that runs.
         prefill_s_per_token: Until a request's first token, for each token of its prompt.
         length_median: Tokens of an answer, the end-of-sequence token among them.
@@ -28,7 +28,7 @@ class Settings:
         length_longest: No answer is longer than so many medians.
         start_s: From the start of the process until the engine serves.
         load_s: That generation stands still for a load of weights.
-        train_s: Of one training step, whatever its tokens.
+        train_s: Of one training step, for any number of tokens.
         train_s_per_token: Of one training step, for each token that counts.
         changed_share: Of the elements, that a step changes.
     """
@@ -49,7 +49,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """What the variable says; the defaults where it is not set."""
+        """The settings in the variable; the defaults where it is not set."""
         return cls(**json.loads(os.environ.get(VARIABLE, "{}")))
 
     def to_environment(self) -> dict[str, str]:

@@ -84,7 +84,7 @@ class SimulatedTrainer:
             fsync(file)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Go on from what `save` wrote."""
+        """Continue from the files of `save`."""
         self._weights = {name: tensor.copy() for name, tensor in load_file(folder / _WEIGHTS).items()}
         state: dict[str, Any] = json.loads((folder / _STATE).read_text())
         return state

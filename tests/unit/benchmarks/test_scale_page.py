@@ -1,4 +1,4 @@
-"""docs/scale.md: its table has what docs/benchmarks.json measured, and nothing else."""
+"""The table of docs/scale.md has the numbers of docs/benchmarks.json alone."""
 
 from __future__ import annotations
 
