@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import secrets
 import socket
 from pathlib import Path
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from gspo.cli.processes.redis_server import write_secret
 from gspo.common.errors import InputError
 
 SERVER_NAME, _AUTHORITY = "gspo", "gspo authority"
@@ -47,10 +47,10 @@ def make_secrets(folder: Path, hosts: tuple[str, ...], days: int) -> dict[str, P
         .add_extension(_usage(signs=True), critical=True)
         .sign(ca_key, hashes.SHA256())
     )
-    _write(paths[TOKEN], f"{secrets.token_urlsafe(32)}\n".encode())
-    _write(paths[PASSWORD], f"{secrets.token_urlsafe(32)}\n".encode())
+    write_secret(paths[TOKEN], f"{secrets.token_urlsafe(32)}\n".encode())
+    write_secret(paths[PASSWORD], f"{secrets.token_urlsafe(32)}\n".encode())
     pem = serialization.Encoding.PEM
-    _write(paths[KEY], key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
+    write_secret(paths[KEY], key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
     paths[CERT].write_bytes(_certificate(key, ca_key, hosts, days).public_bytes(pem))
     paths[CA].write_bytes(authority.public_bytes(pem))
     return paths
@@ -67,12 +67,6 @@ def settings(paths: dict[str, Path]) -> str:
             f"  tls: {{cert: {place[CERT]}, key: {place[KEY]}, ca: {place[CA]}, server_name: {SERVER_NAME}}}",
         )
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that only this user can read."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
 
 
 def _named(subject: str, issuer: str, key: ec.EllipticCurvePrivateKey, days: int) -> x509.CertificateBuilder:

@@ -17,7 +17,6 @@ from gspo.common.errors import InputError
 
 app = typer.Typer(
     name="gspo",
-    help="Train language models by reinforcement learning (GSPO), with vLLM for rollouts and DeepSpeed for training.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

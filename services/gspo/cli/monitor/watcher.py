@@ -180,9 +180,8 @@ async def watch_disk_space(run_dir: Path, say: Callable[[ScreenLine], None]) -> 
     was_full = False
     while True:
         message = disk_full_message(run_dir)
-        if message and not was_full:
-            say(ScreenLine(message, "warning"))
-        elif was_full and not message:
-            say(ScreenLine(f"the disk under {run_dir} has free space again"))
+        if bool(message) != was_full:
+            again = ScreenLine(f"the disk under {run_dir} has free space again")
+            say(ScreenLine(message, "warning") if message else again)
         was_full = bool(message)
         await asyncio.sleep(_DISK_POLL_S)

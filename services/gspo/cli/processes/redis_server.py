@@ -57,10 +57,15 @@ def write_password(folder: Path, password: str) -> Path:
     """Write a settings file with the password, readable by this user only; other users can read a command line."""
     path = folder / "password.conf"
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        quoted = password.replace("\\", "\\\\").replace('"', '\\"')
-        file.write(f'requirepass "{quoted}"\n')
+    quoted = password.replace("\\", "\\\\").replace('"', '\\"')
+    write_secret(path, f'requirepass "{quoted}"\n'.encode())
     return path
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Write a new file that only this user can read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
 
 
 def redis_command(hosts: str | tuple[str, ...], port: int, folder: Path, secrets: Path | None = None) -> list[str]:

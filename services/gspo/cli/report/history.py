@@ -21,7 +21,7 @@ from gspo.cli.rundir.plan import ENVIRONMENT_NAME
 from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.runlog.run_log import EvaluationRecord, RunLog, SettledRecord, StepRecord, VersionRecord, best_of
+from gspo.runlog.run_log import EvaluationRecord, RunLog, SettledRecord, best_of
 from gspo.runlog.step_files import read_columns
 
 TRAINED = "trained"
@@ -119,11 +119,6 @@ class RunHistory:
                 self.groups.add(group, TRAINED)
 
     @property
-    def name(self) -> str:
-        """The name of the run."""
-        return self.config.name if self.config else self.run_dir.name
-
-    @property
     def version(self) -> int:
         """The newest policy version; 0, the original model, without any record."""
         return self.versions[-1].version if self.versions else self.step
@@ -131,8 +126,8 @@ class RunHistory:
     @property
     def step(self) -> int:
         """The last step that was trained."""
-        newest: list[VersionRecord | StepRecord] = [*self.versions[-1:], *self.metrics[-1:]]
-        return max((record.step for record in newest), default=0)
+        steps = [record.step for record in self.versions[-1:]] + [record.step for record in self.metrics[-1:]]
+        return max(steps, default=0)
 
     @cached_property
     def by_file(self) -> dict[str, list[EvaluationRecord]]:

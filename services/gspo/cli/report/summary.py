@@ -33,7 +33,7 @@ def summarise(history: RunHistory, wall_s: dict[str, float] | None, finished: di
     tokens = math.fsum(figures.get("tokens", 0.0) for figures in history.figures)
     time_s = math.fsum(figures.get("step_s", 0.0) for figures in history.figures)
     return {
-        "run": history.name,
+        "run": config.name if config else history.run_dir.name,
         "gspo_version": history.environment.get("gspo"),
         "end": end["end"],
         "end_reason": end["reason"],

@@ -158,13 +158,10 @@ def _print(measured: Measured, console: Console) -> None:
         table.add_row("", *(Text(name, "bold") for name in measured))
     names = dict.fromkeys(name for figures in measured.values() for name in figures if not name.endswith("_stderr"))
     for name in names:
-        table.add_row(_label(name), *(_value(figures, name) for figures in measured.values()))
+        label = re.sub("^(pass|best)_at_", r"\1@", name).replace("_", " ")
+        label += " reward" if name in ("sampled_mean", "greedy_mean") else ""
+        table.add_row(label, *(_value(figures, name) for figures in measured.values()))
     console.print(table)
-
-
-def _label(name: str) -> str:
-    label = re.sub("^(pass|best)_at_", r"\1@", name).replace("_", " ")
-    return f"{label} reward" if name in ("sampled_mean", "greedy_mean") else label
 
 
 def _value(figures: dict[str, float], name: str) -> str:
