@@ -79,13 +79,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """'Did you mean ...?' for an unknown word, or the known ones when none is near."""
     choices = sorted(known)
     match = difflib.get_close_matches(word, choices, n=1, cutoff=_LIKE_ENOUGH)
-    return f"Did you mean '{match[0]}'?" if match else f"Known are: {_listed(choices)}."
-
-
-def _listed(choices: list[str]) -> str:
-    """The first MAX_LISTED, and how many more there are."""
     more = f" and {len(choices) - MAX_LISTED} more" if len(choices) > MAX_LISTED else ""
-    return ", ".join(choices[:MAX_LISTED]) + more
+    return f"Did you mean '{match[0]}'?" if match else f"Known are: {', '.join(choices[:MAX_LISTED])}{more}."
 
 
 def in_yaml(value: Any) -> str:

@@ -50,6 +50,7 @@ class Registration:
         self, redis: Redis, keys: Keys, instance: Instance, activity: Activity, facts: Callable[[], dict[str, Any]]
     ) -> None:
         self._redis, self._keys, self._instance, self._activity, self._facts = redis, keys, instance, activity, facts
+        self._entry, self._key = f"{instance.service}:{instance.uid}", keys.instance(instance.service, instance.uid)
 
     async def open(self, grpc: str, facts: Callable[[], dict[str, Any]]) -> None:
         """Register the gRPC address of a service that has started, and the facts that it adds."""
@@ -78,14 +79,6 @@ class Registration:
         finally:
             await self._redis.delete(self._key)
             await self._redis.srem(self._keys.instances, self._entry)
-
-    @property
-    def _entry(self) -> str:
-        return f"{self._instance.service}:{self._instance.uid}"
-
-    @property
-    def _key(self) -> str:
-        return self._keys.instance(self._instance.service, self._instance.uid)
 
 
 async def list_instances(redis: Redis, keys: Keys, service: str | None = None) -> list[Instance]:
