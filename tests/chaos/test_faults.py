@@ -1,6 +1,6 @@
 """The short form of `make chaos`: a few strikes against a simulated run, and every invariant afterwards.
 
-Not here: every kind of strike, and how long a recovery takes (docs/chaos.md). Neighbour: benchmarks/chaos.
+Not here: every kind of fault, and the time of a recovery (docs/chaos.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.chaos.target import GROUPS, MAX_LAG, SIZE, RunUnderTest
 pytestmark = pytest.mark.timeout(400)
 IS_ROOT = os.geteuid() == 0
 WELL_S = 120.0
-# A second of Redis' own work; a generation that went on would add hundreds of rollouts.
+# A second of Redis' own work; without the slots, generation would add hundreds of rollouts.
 _STEADY_BYTES = 100_000
 STRIKES = [
     Fault("kill learner", ("learner-0",), 0.0, 0.0),
