@@ -105,7 +105,7 @@ def _in_pool(arguments: dict[str, list[str]]) -> list[float]:
 
 @asynccontextmanager
 async def _sandbox(source: str, num_workers: int = 1) -> AsyncIterator[Sandbox]:
-    level = (await find_level("landlock")).level
+    level = await find_level("landlock")
     sandbox = Sandbox(Code("bench", source, "0" * 64, "bench.py"), CallLimits(), level, num_workers=num_workers)
     await sandbox.load()
     try:
@@ -188,7 +188,7 @@ async def _latencies(sandbox: Sandbox, num_calls: int) -> list[float]:
 
 
 async def _measure_first(rounds: int) -> Record:
-    level = (await find_level("landlock")).level
+    level = await find_level("landlock")
     slowest_s = {"plain_s": 0.0, "numpy_s": 0.0}
     for name, source in zip(slowest_s, (TRIVIAL, WITH_NUMPY), strict=True):
         for number in range(rounds):

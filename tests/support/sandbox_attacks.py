@@ -357,7 +357,7 @@ REPLIES = [
     Attack("json changed", "json.dumps = json.JSONEncoder.encode = lambda *a, **k: '{}'", None),
     Attack(
         "the harness changed",
-        "w = sys.modules['inside.worker']\nw.serve = w.list_values = w.QuestionReader.read = w.plain_value = None",
+        "w = sys.modules['inside.worker']\nw.serve = w.list_values = w.LoadedCode.answer = w.plain_value = None",
         None,
     ),
     Attack("builtins changed", "builtins.len = builtins.isinstance = lambda *a: 100", "forbidden"),
@@ -370,8 +370,8 @@ async def run(level_name: str) -> dict[str, Any]:
     found = await try_level(level_name)  # type: ignore[arg-type]
     code = Code("attacks", RUNNER, "0" * 64, "runner.py")
     num_workers = 2 * AT_ONCE + 1
-    patient, short = (Sandbox(code, limits, found.level, num_workers=num_workers) for limits in (LIMITS, SHORT))
-    benign = Sandbox(code, LIMITS, found.level)
+    patient, short = (Sandbox(code, limits, found, num_workers=num_workers) for limits in (LIMITS, SHORT))
+    benign = Sandbox(code, LIMITS, found)
     outcomes: dict[str, Any] = {"parts": found.parts}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)

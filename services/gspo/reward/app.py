@@ -45,10 +45,10 @@ async def startup(service: Service) -> AsyncIterator[App]:
         usage=usage,
     )
     async with opened as scorer, Admission(scorer.library, config.reward.allowed_packages) as admission:
-        confinement = scorer.library.confinement
-        service.facts["sandbox"] = str(confinement)
-        metrics.SANDBOX_LEVEL.set(LEVEL_NAMES.index(confinement.level.name))
-        log.info("sandbox", level=confinement.level.name, parts=confinement.parts, lacks=confinement.level.lacks)
+        level = scorer.library.confinement
+        service.facts["sandbox"] = str(level)
+        metrics.SANDBOX_LEVEL.set(LEVEL_NAMES.index(level.name))
+        log.info("sandbox", level=level.name, parts=level.parts, lacks=level.lacks)
         callers = Callers(service.options.token, config.reward.tokens)
         api = RewardApi(scorer.library, registry, admission, usage)
         service.http_api = rest_app(api, callers, config.reward.calls_per_minute)

@@ -11,16 +11,15 @@ import pytest
 
 from gspo.reward.functions import configured
 from gspo.reward.sandbox import levels
-from gspo.reward.sandbox.launch import LevelName
-from gspo.reward.sandbox.levels import Confinement
+from gspo.reward.sandbox.launch import ConfinementLevel, LevelName
 
 
 @pytest.fixture(scope="package", autouse=True)
 def confinement_level_once() -> Iterator[None]:
     """`open_library` gets the result of the first trial of a minimum."""
-    confinements: dict[LevelName, Confinement] = {}
+    confinements: dict[LevelName, ConfinementLevel] = {}
 
-    async def find_level(minimum: LevelName) -> Confinement:
+    async def find_level(minimum: LevelName) -> ConfinementLevel:
         if minimum not in confinements:
             confinements[minimum] = await levels.find_level(minimum)
         return confinements[minimum]

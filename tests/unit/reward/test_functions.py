@@ -19,7 +19,6 @@ from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.inside.recognise import UnfitError, find_function
 from gspo.reward.sandbox.inside.worker import load_module
 from gspo.reward.sandbox.launch import ConfinementLevel
-from gspo.reward.sandbox.levels import Confinement
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, OUTCOME_STOP_STRING, OUTCOME_TRUNCATED, Prompt, Rollout
 
 
@@ -41,7 +40,7 @@ def rollout(text: str = "4", *, messages: list[dict[str, str]] | None = None, **
 def test_an_environment_has_its_own_memory_and_time() -> None:
     environment = EnvironmentConfig(builtin="tools", tools=("calculator",), memory_mb=512, step_timeout_s=3.0)
     limits = CallLimits(timeout_s=9.0, memory_mb=2048, cpu_s=1.0)
-    library = Library(limits, confinement=Confinement(ConfinementLevel("rlimits"), ()))
+    library = Library(limits, confinement=ConfinementLevel("rlimits"))
     function = open_function(environment, "environment", library)
     assert isinstance(function.callee, Sandbox)
     assert function.callee.limits == CallLimits(timeout_s=3.0, memory_mb=512, cpu_s=1.0)

@@ -14,17 +14,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
+
 from gspo.common.telemetry import metrics
 from gspo.reward.functions.arguments import NOT_ASKED
 from gspo.reward.registry.records import Content, Kind, NotRegisteredError, RequestedLimits
 from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.registry.usage import UsageCounter
-from gspo.reward.sandbox.calls import Callee, CallError, CallLimits, Code, raising_call_errors
+from gspo.reward.sandbox.calls import Callee, CallError, CallLimits, Code
 from gspo.reward.sandbox.execution import Sandbox
-from gspo.reward.sandbox.levels import Confinement
+from gspo.reward.sandbox.launch import ConfinementLevel
 
 # Each holds a process or more; a run uses a handful.
 MAX_LOADED = 32
+log = structlog.get_logger()
 
 
 @dataclass
@@ -46,6 +49,9 @@ class Function:
 def counted(function: Function, usage: UsageCounter | None, *, num_answers: int) -> Iterator[None]:
     """Count the block as one call of a function, which is not ended meanwhile.
 
+    The answers of one function may be anything, and must not end the loop that serves the others: every exception
+    becomes a failure of the call.
+
     Args:
         usage: None counts no call, as in a trial.
         num_answers: Rollouts, rows or steps that the call is about.
@@ -53,20 +59,25 @@ def counted(function: Function, usage: UsageCounter | None, *, num_answers: int)
     Raises:
         CallError: The block raised something.
     """
-    code, started, result = function.code, time.perf_counter(), "ok"
+    code, started, failure = function.code, time.perf_counter(), None
     function.calls_in_flight += 1
     try:
-        with raising_call_errors(code.name):
-            yield
+        yield
     except CallError as error:
-        result = "not_asked" if error.error_type == NOT_ASKED else error.kind
-        if usage is not None:
-            usage.fail(code.name, code.version, result, str(error), error.traceback, error.output)
+        failure = error
         raise
+    except Exception as error:
+        log.exception("call_raised", function=code.name)
+        text = f"its answer could not be taken: {type(error).__name__}: {error}"[:500]
+        failure = CallError("exception", text)
+        raise failure from error
     finally:
         function.calls_in_flight -= 1
         if usage is not None:
-            seconds = time.perf_counter() - started
+            result, seconds = "ok", time.perf_counter() - started
+            if failure is not None:
+                result = "not_asked" if failure.error_type == NOT_ASKED else failure.kind
+                usage.fail(code.name, code.version, result, str(failure), failure.traceback, failure.output)
             metrics.REWARD_CALLS.labels(code.name, result).inc()
             metrics.REWARD_SECONDS.labels(code.name).observe(seconds)
             usage.add(code.name, code.version, answers=num_answers, seconds=seconds)
@@ -95,7 +106,7 @@ class Library:
         self,
         limits: CallLimits,
         *,
-        confinement: Confinement,
+        confinement: ConfinementLevel,
         num_workers: int = 1,
         registry: Registry | OfflineRegistry | None = None,
         usage: UsageCounter | None = None,
@@ -159,7 +170,7 @@ class Library:
         code = code_of(name, content)
         function = Function(code, self.sandbox(code, self.limits_of(content)))
         try:
-            with raising_call_errors(name):
+            with counted(function, None, num_answers=0):
                 await function.callee.load()
         except CallError:
             await function.callee.close()
@@ -175,8 +186,9 @@ class Library:
         load_timeout_s: float | None = None,
     ) -> Sandbox:
         """A sandbox for a function, of the library's level; nothing is started yet."""
-        level, num_workers = self.confinement.level, self._num_workers
-        return sandbox_type(code, limits, level, num_workers=num_workers, load_timeout_s=load_timeout_s)
+        return sandbox_type(
+            code, limits, self.confinement, num_workers=self._num_workers, load_timeout_s=load_timeout_s
+        )
 
     def limits_of(self, content: Content) -> CallLimits:
         """The limits of one call of a version."""

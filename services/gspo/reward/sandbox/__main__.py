@@ -14,10 +14,8 @@ from gspo.reward.sandbox.levels import find_level
 def main() -> None:
     """Print the level, its parts, and why the machine does not support the stronger ones."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    confinement = asyncio.run(find_level("rlimits"))
-    json.dump(
-        {"level": confinement.level.name, "parts": confinement.parts, "lacks": confinement.level.lacks}, sys.stdout
-    )
+    level = asyncio.run(find_level("rlimits"))
+    json.dump({"level": level.name, "parts": level.parts, "lacks": level.lacks}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,11 @@ A question is one of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, get_args
 
 import msgspec
-import structlog
 
 from gspo.reward.sandbox.inside.recognise import MAX_NAME_CHARS, MAX_PARAMETERS
 
@@ -33,7 +30,6 @@ FailureKind = Literal[
 ]
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 FAILURE_KINDS: frozenset[str] = frozenset(get_args(FailureKind))
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -154,24 +150,6 @@ def values_of(answer: Answer, num_completions: int) -> list[Any]:
         text = f"returned {got} values for {num_completions} completions"
         raise CallError("invalid_return", text, error_type="InvalidReturnError", output=answer.output)
     return values
-
-
-@contextmanager
-def raising_call_errors(name: str) -> Iterator[None]:
-    """Turn every exception of the block into a failure of a call of function `name`, and log it.
-
-    The answers of one function, which may be anything, must not end the loop that serves the others.
-
-    Raises:
-        CallError: The block raised something.
-    """
-    try:
-        yield
-    except CallError:
-        raise
-    except Exception as error:
-        log.exception("call_raised", function=name)
-        raise CallError("exception", f"its answer could not be taken: {type(error).__name__}: {error}"[:500]) from error
 
 
 class Callee(Protocol):

@@ -119,22 +119,14 @@ class Sandbox:
         for fresh in (False, True):
             with suppress(WorkerTaintedError):
                 async with self._pool.worker(session, fresh=fresh) as worker:
-                    return await self._answer(worker, question)
+                    reply = await self._ask(worker, question, self.limits.timeout_s)
+                    return Answer(values_in(reply, question), reply.output)
         # No earlier call tainted the new worker: its own code did, before it was asked anything.
         raise CallError("forbidden", FORGED_REPLY)
 
     async def close(self) -> None:
         """Wait for the current calls, then end every process."""
         await self._pool.close()
-
-    async def _answer(self, worker: WorkerLink, question: Question) -> Answer:
-        try:
-            reply = await self._ask(worker, question, self.limits.timeout_s)
-            return Answer(values_in(reply, question), reply.output)
-        except CallError as error:
-            seen = {"traceback": error.traceback, "output": error.output}
-            log.warning("reward_call_failed", function=self.code.name, kind=error.kind, reason=str(error), **seen)
-            raise
 
     async def _load(self, worker: WorkerLink) -> None:
         """Load the code into a new worker.
@@ -214,7 +206,6 @@ class WorkerPool:
         self._starting, self._closing = asyncio.Lock(), asyncio.Lock()
         self._idle: list[WorkerLink] = []
         self._num_alive = 0
-        self._idle_changed = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
 
     async def start_first(self) -> None:
@@ -247,6 +238,9 @@ class WorkerPool:
                 yield worker
             except BaseException as error:
                 keep = isinstance(error, CallError) and error.is_harmless
+                if isinstance(error, CallError):
+                    seen = {"traceback": error.traceback, "output": error.output}
+                    log.warning("reward_call_failed", function=self._name, kind=error.kind, reason=str(error), **seen)
                 raise
             finally:
                 worker.session = session
@@ -290,8 +284,7 @@ class WorkerPool:
         """Make a worker idle, for the next call of its session."""
         worker.idle_since = asyncio.get_running_loop().time()
         self._idle.append(worker)
-        self._idle_changed.set()
-        if self._stopping is None:
+        if self._stopping is None or self._stopping.done():
             self._stopping = asyncio.create_task(self._stop_idle(), name=f"idle-{self._name}")
 
     async def _end(self, worker: WorkerLink) -> None:
@@ -331,16 +324,13 @@ class WorkerPool:
     async def _stop_idle(self) -> None:
         """Stop workers that are idle for STOP_AFTER_S; end those in which a call left something."""
         loop = asyncio.get_running_loop()
-        while True:
-            await self._idle_changed.wait()
-            self._idle_changed.clear()
+        while running := [worker for worker in self._idle if not worker.stopped]:
             await asyncio.sleep(STOP_AFTER_S)
-            for worker in list(self._idle):
-                if worker.stopped or worker not in self._idle:  # a call took it during the inspection of another
+            for worker in running:
+                # A call may have taken it, even during the inspection of another.
+                if worker.stopped or worker not in self._idle or loop.time() - worker.idle_since < STOP_AFTER_S:
                     continue
-                if loop.time() - worker.idle_since < STOP_AFTER_S:
-                    self._idle_changed.set()  # it is inspected in the next pass
-                elif not await self._stop(worker) and worker in self._idle:
+                if not await self._stop(worker) and worker in self._idle:
                     self._idle.remove(worker)
                     await self._end(worker)
 

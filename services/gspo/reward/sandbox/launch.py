@@ -65,12 +65,17 @@ class ConfinementLevel:
 
     Attributes:
         filter: seccomp's filter; empty for none.
+        parts: Its parts on this machine.
         lacks: Why the machine does not support the stronger levels, each with a fix.
     """
 
     name: LevelName
     filter: bytes = b""
+    parts: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.parts)})"
 
 
 @dataclass

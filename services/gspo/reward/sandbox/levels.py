@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,43 +58,31 @@ _FIX_LANDLOCK = (
 )
 
 
-@dataclass(frozen=True)
-class Confinement:
-    """A level with its parts on this machine."""
-
-    level: ConfinementLevel
-    parts: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.level.name} ({', '.join(self.parts)})"
-
-
 class _LevelUnavailableError(Exception):
     pass
 
 
-async def find_level(minimum: LevelName) -> Confinement:
+async def find_level(minimum: LevelName) -> ConfinementLevel:
     """The strongest level that holds on this machine.
 
     Raises:
         InputError: It is below `minimum`; the message names the missing parts and the fix.
     """
     lacks: list[str] = []
-    confinement = Confinement(ConfinementLevel("rlimits"), ("rlimits", "a process for each session"))
+    level = ConfinementLevel("rlimits", parts=("rlimits", "a process for each session"))
     for name in ("bubblewrap", "landlock"):
         try:
-            confinement = await try_level(name)
+            level = await try_level(name)
             break
         except _LevelUnavailableError as lack:
             lacks.append(f"{name}: {lack}")
-    level = confinement.level
     if LEVEL_NAMES.index(level.name) < LEVEL_NAMES.index(minimum):
         reached = f"is {minimum}, and this machine reaches {level.name}: {'; '.join(lacks)}"
         raise InputError("reward.sandbox_minimum", reached, f"Or accept {level.name} by naming it here")
-    return replace(confinement, level=replace(level, lacks=tuple(lacks)))
+    return replace(level, lacks=tuple(lacks))
 
 
-async def try_level(name: LevelName) -> Confinement:
+async def try_level(name: LevelName) -> ConfinementLevel:
     """A level, if it holds here.
 
     Raises:
@@ -123,7 +111,7 @@ async def try_level(name: LevelName) -> Confinement:
     parts = [f"namespaces {' '.join(own)}"] if own else []
     parts += [f"Landlock {report['landlock']}"] if report["landlock"] else []
     parts += ["seccomp", "rlimits", *(["a user of its own"] if report["own_user"] else [])]
-    return Confinement(level, tuple(parts))
+    return replace(level, parts=tuple(parts))
 
 
 async def _probe(level: ConfinementLevel) -> tuple[dict[str, Any], dict[str, Any]]:

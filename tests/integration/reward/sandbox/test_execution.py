@@ -52,7 +52,7 @@ async def sandbox_of(
     code = Code("r", text, "0" * 64, "/nowhere/r.py", entry=entry, kind=kind, reads=reads)
     call_limits = CallLimits(**({"timeout_s": 5.0, "memory_mb": 1024} | limits))
     if level not in _LEVELS_TRIED:
-        _LEVELS_TRIED[level] = (await try_level(level)).level
+        _LEVELS_TRIED[level] = await try_level(level)
     sandbox = Sandbox(code, call_limits, _LEVELS_TRIED[level], num_workers=num_workers)
     try:
         await sandbox.load()
@@ -477,7 +477,7 @@ async def test_a_level_below_the_minimum_is_refused_with_the_missing_parts(monke
     monkeypatch.setattr(levels.shutil, "which", lambda name: None)
     with pytest.raises(InputError, match=r"is bubblewrap, and .* reaches landlock: .*apt-get install bubblewrap"):
         await find_level("bubblewrap")
-    assert (await find_level("landlock")).level.name == "landlock"
+    assert (await find_level("landlock")).name == "landlock"
 
     def missing(**_: object) -> bytes:
         raise syscalls.FilterUnavailableError("libseccomp cannot be loaded (not found)")
@@ -536,7 +536,7 @@ async def test_in_a_container_without_privileges(refused: str, printed: str) -> 
 
 
 async def test_at_the_weakest_level_time_memory_and_state_still_hold() -> None:
-    level = (await find_level("rlimits")).level
+    level = await find_level("rlimits")
     assert level.name in LEVELS, "the strongest there is, whatever the minimum"
     weak = type(level)("rlimits")
     text = STATEFUL + "    if completions == ['spin']:\n        while True: pass\n"

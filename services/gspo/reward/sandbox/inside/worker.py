@@ -15,6 +15,7 @@ import socket
 import sys
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
@@ -34,12 +35,15 @@ _frame, _read = frame, read
 
 def serve(channel: socket.socket) -> None:
     """Answer frames until the channel closes."""
-    worker, frames, num_threads = LoadedCode(), QuestionReader(channel), _num_threads()
-    while (question := frames.read()) is not None:
+    worker, questions, num_threads = LoadedCode(), channel.makefile("rb", _CHUNK_BYTES), _num_threads()
+    while head := questions.read(HEAD_BYTES):
+        question = _read(head, questions.read(body_size(head)))
         answer = _answer(worker, question)
         if (more_threads := _num_threads() - num_threads) > 0:
             answer["threads_left"] = more_threads
-        _flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):  # closed or replaced by the user's code
+                stream.flush()
         channel.sendall(_framed(answer, question["id"]))
 
 
@@ -69,39 +73,6 @@ def _num_threads() -> int:
         return 1
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):  # closed or replaced by the user's code
-            continue
-
-
-class QuestionReader:
-    """Questions as they come in; a short one in one go."""
-
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel, self._buffer = channel, bytearray()
-
-    def read(self) -> dict[str, Any] | None:
-        """The next question; None when the channel is closed."""
-        if not self._fill(HEAD_BYTES):
-            return None
-        end = HEAD_BYTES + body_size(self._buffer)
-        if not self._fill(end):
-            return None
-        question: dict[str, Any] = _read(self._buffer[:HEAD_BYTES], bytes(self._buffer[HEAD_BYTES:end]))
-        del self._buffer[:end]
-        return question
-
-    def _fill(self, size: int) -> bool:
-        while len(self._buffer) < size:
-            if not (part := self._channel.recv(_CHUNK_BYTES)):
-                return False
-            self._buffer += part
-        return True
-
-
 class NamedModules(MetaPathFinder):
     """Finds modules and packages by the very files that may be read: the folders that these lie in may not be."""
 
@@ -119,8 +90,8 @@ class LoadedCode:
 
     def __init__(self) -> None:
         self.path = ""
-        self._function: Callable[..., Any] = _nothing_loaded
-        self._bind: Callable[..., inspect.BoundArguments] = inspect.signature(_nothing_loaded).bind
+        self._function: Callable[..., Any]
+        self._bind: Callable[..., inspect.BoundArguments]
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -184,10 +155,6 @@ async def _finish(awaitable: Any) -> Any:
 
 async def _gather(awaitables: list[Any]) -> list[Any]:
     return await asyncio.gather(*awaitables, return_exceptions=True)
-
-
-def _nothing_loaded(**_arguments: Any) -> Any:
-    raise UnfitError("is not loaded")
 
 
 def _as_json(value: Any) -> str:
