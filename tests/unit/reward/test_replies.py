@@ -16,15 +16,16 @@ from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function
 from gspo.reward.sandbox.calls import Answer, CallError, Code, Signature, values_of
 from gspo.reward.sandbox.inside.frames import HEAD_BYTES, FrameError, body_size, frame, read
-from gspo.reward.sandbox.replies import (
+from gspo.reward.sandbox.values import (
     MAX_VALUES_BYTES,
+    Failure,
     Reply,
     TooLargeError,
     read_reply,
+    read_value,
     reply_error,
     values_in,
 )
-from gspo.reward.sandbox.values import Failure, read_value
 from gspo_proto.rollout_pb2 import Score, ScorePart
 
 TEXTS = st.text(st.characters(), max_size=8)  # halves of surrogate pairs too

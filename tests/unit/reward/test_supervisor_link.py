@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from gspo.reward.sandbox.launch import SupervisorProcess
 from gspo.reward.sandbox.supervisor_link import SupervisorLink
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -20,7 +19,7 @@ MANY = 2000
 async def test_commands_to_a_busy_supervisor_are_kept() -> None:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     here.setblocking(False)
-    link = SupervisorLink(SupervisorProcess(process=None, control=here))  # type: ignore[arg-type]
+    link = SupervisorLink(process=None, control=here)  # type: ignore[arg-type]
     for number in range(MANY):
         link.resume(number)
     read_end, write_end = os.pipe()

@@ -160,7 +160,11 @@ class Library:
             self._loading[key].add_done_callback(lambda _: self._loading.pop(key, None))
         # The load continues if one of several waiting callers is cancelled.
         function = self._loaded[key] = await asyncio.shield(self._loading[key])
-        await self._forget_oldest(key)
+        # The processes of the longest unused functions end, but not of those with in-flight calls.
+        idle = [other for other, loaded in self._loaded.items() if not loaded.calls_in_flight and other != key]
+        # All leave the list before the first wait: another load may come here meanwhile.
+        forgotten = [self._loaded.pop(other) for other in idle[: max(0, len(self._loaded) - MAX_LOADED)]]
+        await asyncio.gather(*(oldest.callee.close() for oldest in forgotten))
         return function
 
     async def _load(self, name: str, content: Content) -> Function:
@@ -213,13 +217,6 @@ class Library:
                 text = f"limits.{name}: is {value:g}, and {key} allows {most:g} at most. Ask for less, or raise {key}"
                 problems.append((f"limits.{name}", text))
         return problems
-
-    async def _forget_oldest(self, newest: tuple[str, str]) -> None:
-        """End the processes of the longest unused functions, but not of `newest` and of those with in-flight calls."""
-        idle = [key for key, function in self._loaded.items() if not function.calls_in_flight and key != newest]
-        # All leave the list before the first wait: another load may come here meanwhile.
-        forgotten = [self._loaded.pop(key) for key in idle[: max(0, len(self._loaded) - MAX_LOADED)]]
-        await asyncio.gather(*(function.callee.close() for function in forgotten))
 
     async def close(self) -> None:
         """End every process."""

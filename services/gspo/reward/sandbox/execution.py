@@ -45,8 +45,8 @@ import structlog
 
 from gspo.reward.sandbox.calls import Answer, CallError, CallLimits, Code, FailureKind, Question, Signature
 from gspo.reward.sandbox.launch import MAX_THREADS, SCRATCH_BYTES, ConfinementLevel, Importable, packages_to_share
-from gspo.reward.sandbox.replies import Reply, end_error, reply_error, values_in
 from gspo.reward.sandbox.supervisor_link import SupervisorLink, WorkerUsage
+from gspo.reward.sandbox.values import Reply, end_error, reply_error, values_in
 from gspo.reward.sandbox.worker_link import FORGED_REPLY, WorkerGoneError, WorkerLink, WorkerTaintedError
 
 # For the user's own code at the top of its file: the supervisor has imported the packages before.

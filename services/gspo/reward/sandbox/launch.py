@@ -78,19 +78,10 @@ class ConfinementLevel:
         return f"{self.name} ({', '.join(self.parts)})"
 
 
-@dataclass
-class SupervisorProcess:
-    """A supervisor that is being started: its process, the socket of its commands, its scratch if that is on disk."""
-
-    process: asyncio.subprocess.Process
-    control: socket.socket
-    scratch: Path | None = None
-
-
 async def start_supervisor(
     level: ConfinementLevel, reads: Sequence[Path], packages: Sequence[str], *, num_workers: int
-) -> SupervisorProcess:
-    """Start a supervisor at a level.
+) -> tuple[asyncio.subprocess.Process, socket.socket, Path | None]:
+    """Start a supervisor at a level: its process, the socket of its commands, its scratch if that is on disk.
 
     Args:
         reads: Paths that user code may read beside Python and the installed packages.
@@ -140,7 +131,7 @@ async def start_supervisor(
     here.send(json.dumps(task).encode())
     if level.filter:
         here.send(level.filter)
-    return SupervisorProcess(process, here, scratch)
+    return process, here, scratch
 
 
 def environment() -> dict[str, str]:

@@ -19,7 +19,7 @@ import structlog
 
 from gspo.reward.sandbox.inside import scratch as scratch_folders
 from gspo.reward.sandbox.inside.supervisor import PACKET_BYTES
-from gspo.reward.sandbox.launch import ConfinementLevel, SupervisorProcess, start_supervisor
+from gspo.reward.sandbox.launch import ConfinementLevel, start_supervisor
 
 # It imports the packages of the user's code, and torch takes its time on a busy machine.
 START_TIMEOUT_S = 120.0
@@ -42,13 +42,19 @@ class WorkerUsage:
 class SupervisorLink:
     """One supervisor, ready for commands.
 
+    Args:
+        control: The socket of its commands.
+        scratch: Its scratch, if that is on disk.
+
     Attributes:
         report: Its own confinement: landlock (version), own_user; and failed_imports, the reason by package.
     """
 
-    def __init__(self, started: SupervisorProcess) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, control: socket.socket, scratch: Path | None = None
+    ) -> None:
         self.report: dict[str, Any] = {}
-        self._started, self._control = started, started.control
+        self._process, self._control, self._scratch = process, control, scratch
         self._ends: dict[int, asyncio.Future[int | None]] = {}
         self._measurements: dict[int, asyncio.Future[WorkerUsage | None]] = {}
         self._tickets = count(1)
@@ -66,7 +72,7 @@ class SupervisorLink:
             OSError: It did not start; the text is the last line that it wrote.
         """
         while True:
-            link = cls(await start_supervisor(level, reads, packages, num_workers=num_workers))
+            link = cls(*await start_supervisor(level, reads, packages, num_workers=num_workers))
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
                     link.report = await link._ready
@@ -137,16 +143,15 @@ class SupervisorLink:
     async def close(self) -> None:
         """End the supervisor and everything in it."""
         self._disconnect()
-        process = self._started.process
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
-                await process.wait()
+                await self._process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        if self._started.scratch is not None:
-            scratch_folders.remove(self._started.scratch)
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+        if self._scratch is not None:
+            scratch_folders.remove(self._scratch)
 
     def _send(self, command: dict[str, Any], *descriptors: int) -> None:
         """Send a command, or keep it until the supervisor has read the earlier ones."""
@@ -186,16 +191,17 @@ class SupervisorLink:
         if not data:
             self._disconnect()
             return
-        message = json.loads(data)
+        message, result = json.loads(data), None
+        future: asyncio.Future[Any] | None = self._ready
         if "ready" in message:
-            if not self._ready.done():
-                self._ready.set_result(message)
+            result = message
         elif "ticket" in message:
             future = self._measurements.get(message["ticket"])
-            if future and not future.done():
-                future.set_result(WorkerUsage(**message["usage"]) if message["usage"] else None)
-        elif (ended := self._ends.get(message["id"])) and not ended.done():
-            ended.set_result(os.waitstatus_to_exitcode(message["ended"]))
+            result = WorkerUsage(**message["usage"]) if message["usage"] else None
+        else:
+            future, result = self._ends.get(message["id"]), os.waitstatus_to_exitcode(message["ended"])
+        if future and not future.done():
+            future.set_result(result)
 
     def _disconnect(self) -> None:
         if not self.alive:
@@ -215,11 +221,8 @@ class SupervisorLink:
             self._ready.set_exception(ConnectionResetError("the supervisor ended"))
 
     async def _last_line(self) -> str:
-        stderr = self._started.process.stderr
-        if stderr is None:
-            return ""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                text = await stderr.read()
-            return text.decode(errors="replace").strip().rpartition("\n")[2]
+        if (stderr := self._process.stderr) is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    return (await stderr.read()).decode(errors="replace").strip().rpartition("\n")[2]
         return ""

@@ -1,6 +1,6 @@
 """The service's end of one worker: it sends a question, and receives the reply and the printed output.
 
-It checks the form of a reply alone: a frame in time, of a bounded size, under the question's id. replies.py reads it.
+It checks the form of a reply alone: a frame in time, of a bounded size, under the question's id. values.py reads it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from gspo.reward.sandbox.calls import CallError, FailureKind
 from gspo.reward.sandbox.inside.frames import HEAD_BYTES, FrameError, body_size, frame
-from gspo.reward.sandbox.replies import Reply, TooLargeError, read_reply
 from gspo.reward.sandbox.supervisor_link import SupervisorLink
+from gspo.reward.sandbox.values import Reply, TooLargeError, read_reply
 
 MAX_ANSWER_BYTES = 4 * 2**20
 MAX_OUTPUT_BYTES = 4 * 2**20

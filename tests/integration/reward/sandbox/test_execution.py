@@ -466,8 +466,7 @@ async def test_slow_calls_do_not_hold_up_another_function(level: Any) -> None:
 async def test_no_supervisor_is_left_when_a_sandbox_is_closed(level: Any) -> None:
     async with sandbox_of("def reward(completions): return [1.0]", level) as sandbox:
         assert sandbox._pool.supervisor is not None
-        started = sandbox._pool.supervisor._started
-        process, scratch = started.process, started.scratch
+        process, scratch = sandbox._pool.supervisor._process, sandbox._pool.supervisor._scratch
         await ask(sandbox, "x")
     assert process.returncode is not None
     assert scratch is None or not scratch.exists()

@@ -70,15 +70,11 @@ def _value(node: ast.expr) -> Any:
         return _SIGNS[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         first, second = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow):
-            _check_power(first, second)
+        whole = isinstance(first, int) and isinstance(second, int)
+        if isinstance(node.op, ast.Pow) and whole and first.bit_length() * max(1, second) > _MOST_BITS:
+            raise ValueError("the number is too large")
         return _checked(_OPERATORS[type(node.op)](first, second))
     raise ValueError("only numbers, + - * / // % ** and brackets are known")
-
-
-def _check_power(base: Any, exponent: Any) -> None:
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * max(1, exponent) > _MOST_BITS:
-        raise ValueError("the number is too large")
 
 
 def _checked(value: Any) -> Any:
