@@ -387,7 +387,7 @@ async def run(level_name: str) -> dict[str, Any]:
             facts |= {"FILE": str(target), "FOLDER": folder, "HOME": str(Path.home())}
             known = "".join(f"{name} = {value!r}\n" for name, value in facts.items())
             await asyncio.gather(patient.load(), short.load(), benign.load())
-            supervisors = [sandbox._pool.supervisor for sandbox in (patient, short)]
+            supervisors = [sandbox._supervisor for sandbox in (patient, short)]
             free = asyncio.Semaphore(AT_ONCE)
 
             async def suffer(attack: Attack) -> None:
@@ -399,7 +399,7 @@ async def run(level_name: str) -> dict[str, Any]:
             await asyncio.gather(*(suffer(attack) for attack in ALL))
             calling.cancel()
             outcomes["benign_s"] = await calling
-            alive = [sandbox._pool.supervisor for sandbox in (patient, short)]
+            alive = [sandbox._supervisor for sandbox in (patient, short)]
             outcomes["supervisors_live"] = alive == supervisors and all(one and one.alive for one in alive)
             for listener in (tcp, unix):
                 listener.setblocking(False)

@@ -36,9 +36,8 @@ Not covered:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any
 
 import structlog
@@ -59,11 +58,15 @@ log = structlog.get_logger()
 
 
 class Sandbox:
-    """One version of a user's code, loaded and warm.
+    """One version of a user's code, loaded and warm in at most `num_workers` workers.
+
+    Workers are forked on demand and kept for their session between calls. An idle worker is stopped (SIGSTOP) and then
+    inspected, so nothing of an earlier call runs in it: no thread, no timer, no handler. A worker that gets call after
+    call is stopped and inspected between two of them every INSPECT_EVERY_S.
 
     Args:
         level: Its confinement.
-        num_workers: Calls answered at the same time; further ones wait for a free worker.
+        num_workers: Calls answered at the same time; further ones wait for a free worker, first come first served.
         load_timeout_s: Longest that the code may take at the top of its file.
     """
 
@@ -80,11 +83,12 @@ class Sandbox:
         self._load_timeout_s = load_timeout_s or LOAD_TIMEOUT_S
         self._signature: Signature | None = None
         self._importable = Importable(code.reads)
-        packages = packages_to_share(code.text, self._importable)
-        start_supervisor = partial(SupervisorLink.start, level, code.reads, packages, num_workers=num_workers)
-        self._pool = WorkerPool(
-            code.name, start_supervisor, self._load, memory_mb=limits.memory_mb, num_workers=num_workers
-        )
+        self._num_workers, self._slots = num_workers, asyncio.Semaphore(num_workers)
+        self._supervisor: SupervisorLink | None = None
+        self._starting, self._closing = asyncio.Lock(), asyncio.Lock()
+        self._idle: list[WorkerLink] = []
+        self._num_alive = 0
+        self._stopping: asyncio.Task[None] | None = None
 
     @property
     def signature(self) -> Signature:
@@ -96,15 +100,16 @@ class Sandbox:
     @property
     def supervisor_report(self) -> dict[str, Any]:
         """The supervisor's own confinement; empty before `load`."""
-        return self._pool.supervisor.report if self._pool.supervisor else {}
+        return self._supervisor.report if self._supervisor else {}
 
     async def load(self) -> Signature:
-        """Start the supervisor and a first worker, and load the code.
+        """Start the supervisor and a first worker, which has served no session, and load the code.
 
         Raises:
             CallError: The file raises, takes too long, or holds no function that can be called; `loading` is set.
         """
-        await self._pool.start_first()
+        async with self._slots:
+            self._keep(await self._start_worker())
         return self.signature
 
     async def call(self, question: Question, *, session: str | None = "") -> Answer:
@@ -118,7 +123,7 @@ class Sandbox:
         """
         for fresh in (False, True):
             with suppress(WorkerTaintedError):
-                async with self._pool.worker(session, fresh=fresh) as worker:
+                async with self._worker(session, fresh=fresh) as worker:
                     reply = await self._ask(worker, question, self.limits.timeout_s)
                     return Answer(values_in(reply, question), reply.output)
         # No earlier call tainted the new worker: its own code did, before it was asked anything.
@@ -126,9 +131,79 @@ class Sandbox:
 
     async def close(self) -> None:
         """Wait for the current calls, then end every process."""
-        await self._pool.close()
+        async with self._closing:
+            for _ in range(self._num_workers):
+                await self._slots.acquire()
+            await self._end_all()
+            for _ in range(self._num_workers):
+                self._slots.release()
 
-    async def _load(self, worker: WorkerLink) -> None:
+    @asynccontextmanager
+    async def _worker(self, session: str | None, *, fresh: bool = False) -> AsyncIterator[WorkerLink]:
+        """A worker that has loaded the code and served no other session, as soon as one is free.
+
+        It is kept for its session if the block ends, or raises an error that leaves the worker as good as before.
+        Otherwise it is ended.
+
+        Args:
+            session: None: no other call is to use the worker afterwards.
+            fresh: Start a new one in any case.
+
+        Raises:
+            CallError: The code cannot be loaded.
+        """
+        async with self._slots:
+            worker = (None if fresh else await self._take(session)) or await self._start_worker()
+            keep = True
+            try:
+                yield worker
+            except BaseException as error:
+                keep = isinstance(error, CallError) and error.is_harmless
+                if isinstance(error, CallError):
+                    seen = {"traceback": error.traceback, "output": error.output}
+                    log.warning(
+                        "reward_call_failed", function=self.code.name, kind=error.kind, reason=str(error), **seen
+                    )
+                raise
+            finally:
+                worker.session = session
+                if keep and session is not None and not worker.tainted:
+                    self._keep(worker)
+                else:
+                    await asyncio.shield(self._end(worker))
+
+    async def _take(self, session: str | None) -> WorkerLink | None:
+        """An idle worker that has served this session alone, or none yet; None if there is no such worker."""
+        for served in dict.fromkeys((session, None)):
+            while worker := next((idle for idle in self._idle if idle.session == served), None):
+                self._idle.remove(worker)
+                ready = False
+                try:
+                    ready = await self._make_ready(worker)
+                finally:  # also if the call is cancelled meanwhile
+                    if not ready:
+                        await asyncio.shield(self._end(worker))
+                if ready:
+                    return worker
+        return None
+
+    async def _start_worker(self) -> WorkerLink:
+        """A new worker with the code loaded; the longest idle one is ended for it if there are enough."""
+        while self._idle and self._num_alive >= self._num_workers:
+            await self._end(self._idle.pop(0))
+        try:
+            worker = await WorkerLink.start(await self._running_supervisor(), self.limits.memory_mb)
+        except OSError as error:
+            raise CallError("crash", f"the sandbox cannot be started: {error}", loading=True) from error
+        self._num_alive += 1
+        try:
+            await self._load_code(worker)
+        except BaseException:
+            await asyncio.shield(self._end(worker))
+            raise
+        return worker
+
+    async def _load_code(self, worker: WorkerLink) -> None:
         """Load the code into a new worker.
 
         Raises:
@@ -175,132 +250,18 @@ class Sandbox:
         elif failure := excess(usage):  # also if earlier calls left it behind
             worker.fail(*failure)
 
-
-class WorkerPool:
-    """At most `num_workers` workers of one sandbox: forked on demand, kept for their session between calls, ended.
-
-    Calls wait in a queue, first come first served, for a worker. An idle worker is stopped (SIGSTOP) and then
-    inspected, so nothing of an earlier call runs in it: no thread, no timer, no handler. A worker that gets call after
-    call is stopped and inspected between two of them every INSPECT_EVERY_S.
-
-    Args:
-        name: Of their function, in logs.
-        start_supervisor: Starts the process that starts them; it raises OSError.
-        load: Loads the code into a new worker; it raises CallError.
-        memory_mb: Address space of each worker, MiB.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        start_supervisor: Callable[[], Awaitable[SupervisorLink]],
-        load: Callable[[WorkerLink], Awaitable[None]],
-        *,
-        memory_mb: int,
-        num_workers: int,
-    ) -> None:
-        self._slots = asyncio.Semaphore(num_workers)
-        self._name, self._start_supervisor, self._load = name, start_supervisor, load
-        self._memory_mb, self._num_workers = memory_mb, num_workers
-        self.supervisor: SupervisorLink | None = None
-        self._starting, self._closing = asyncio.Lock(), asyncio.Lock()
-        self._idle: list[WorkerLink] = []
-        self._num_alive = 0
-        self._stopping: asyncio.Task[None] | None = None
-
-    async def start_first(self) -> None:
-        """Start the supervisor and an idle worker, which has served no session.
-
-        Raises:
-            CallError: The code cannot be loaded.
-        """
-        async with self._slots:
-            self._keep(await self._start())
-
-    @asynccontextmanager
-    async def worker(self, session: str | None, *, fresh: bool = False) -> AsyncIterator[WorkerLink]:
-        """A worker that has loaded the code and served no other session, as soon as one is free.
-
-        It is kept for its session if the block ends, or raises an error that leaves the worker as good as before.
-        Otherwise it is ended.
-
-        Args:
-            session: None: no other call is to use the worker afterwards.
-            fresh: Start a new one in any case.
-
-        Raises:
-            CallError: The code cannot be loaded.
-        """
-        async with self._slots:
-            worker = (None if fresh else await self._take(session)) or await self._start()
-            keep = True
-            try:
-                yield worker
-            except BaseException as error:
-                keep = isinstance(error, CallError) and error.is_harmless
-                if isinstance(error, CallError):
-                    seen = {"traceback": error.traceback, "output": error.output}
-                    log.warning("reward_call_failed", function=self._name, kind=error.kind, reason=str(error), **seen)
-                raise
-            finally:
-                worker.session = session
-                if keep and session is not None and not worker.tainted:
-                    self._keep(worker)
-                else:
-                    await asyncio.shield(self._end(worker))
-
-    async def _take(self, session: str | None) -> WorkerLink | None:
-        """An idle worker that has served this session alone, or none yet; None if there is no such worker."""
-        for served in dict.fromkeys((session, None)):
-            while worker := next((idle for idle in self._idle if idle.session == served), None):
-                self._idle.remove(worker)
-                ready = False
-                try:
-                    ready = await self._make_ready(worker)
-                finally:  # also if the call is cancelled meanwhile
-                    if not ready:
-                        await asyncio.shield(self._end(worker))
-                if ready:
-                    return worker
-        return None
-
-    async def _start(self) -> WorkerLink:
-        """A new worker with the code loaded; the longest idle one is ended for it if there are enough."""
-        while self._idle and self._num_alive >= self._num_workers:
-            await self._end(self._idle.pop(0))
-        try:
-            worker = await WorkerLink.start(await self._running(), self._memory_mb)
-        except OSError as error:
-            raise CallError("crash", f"the sandbox cannot be started: {error}", loading=True) from error
-        self._num_alive += 1
-        try:
-            await self._load(worker)
-        except BaseException:
-            await asyncio.shield(self._end(worker))
-            raise
-        return worker
-
     def _keep(self, worker: WorkerLink) -> None:
         """Make a worker idle, for the next call of its session."""
         worker.idle_since = asyncio.get_running_loop().time()
         self._idle.append(worker)
         if self._stopping is None or self._stopping.done():
-            self._stopping = asyncio.create_task(self._stop_idle(), name=f"idle-{self._name}")
+            self._stopping = asyncio.create_task(self._stop_idle(), name=f"idle-{self.code.name}")
 
     async def _end(self, worker: WorkerLink) -> None:
         """End a worker, and wait until it is gone."""
         self._num_alive -= 1
         worker.close()
         await worker.supervisor.kill(worker.number)
-
-    async def close(self) -> None:
-        """Wait for the current calls, then end every process."""
-        async with self._closing:
-            for _ in range(self._num_workers):
-                await self._slots.acquire()
-            await self._end_all()
-            for _ in range(self._num_workers):
-                self._slots.release()
 
     async def _make_ready(self, worker: WorkerLink) -> bool:
         """Resume a worker; False if an earlier call left something in it."""
@@ -334,14 +295,17 @@ class WorkerPool:
                     self._idle.remove(worker)
                     await self._end(worker)
 
-    async def _running(self) -> SupervisorLink:
+    async def _running_supervisor(self) -> SupervisorLink:
         async with self._starting:
-            if self.supervisor and not self.supervisor.alive:
-                log.error("supervisor_died", function=self._name)
+            if self._supervisor and not self._supervisor.alive:
+                log.error("supervisor_died", function=self.code.name)
                 await self._end_all()
-            if self.supervisor is None:
-                self.supervisor = await self._start_supervisor()
-            return self.supervisor
+            if self._supervisor is None:
+                packages = packages_to_share(self.code.text, self._importable)
+                self._supervisor = await SupervisorLink.start(
+                    self.level, self.code.reads, packages, num_workers=self._num_workers
+                )
+            return self._supervisor
 
     async def _end_all(self) -> None:
         if self._stopping:
@@ -352,9 +316,9 @@ class WorkerPool:
             worker.close()
         self._num_alive -= len(self._idle)
         self._idle.clear()
-        if self.supervisor:
-            await self.supervisor.close()
-            self.supervisor = None
+        if self._supervisor:
+            await self._supervisor.close()
+            self._supervisor = None
 
 
 def excess(usage: WorkerUsage) -> tuple[FailureKind, str] | None:

@@ -122,11 +122,11 @@ async def test_a_worker_between_calls_does_nothing_and_keeps_nothing_that_goes_o
         await ask(sandbox, "timer", session="timer")
         (thread,) = (await ask(sandbox, "thread", session="thread")).values
         async with asyncio.timeout(10):
-            while not all(worker.stopped for worker in sandbox._pool._idle):
+            while not all(worker.stopped for worker in sandbox._idle):
                 await asyncio.sleep(0.01)
-            while len(sandbox._pool._idle) > 1:  # the one with a thread is ended
+            while len(sandbox._idle) > 1:  # the one with a thread is ended
                 await asyncio.sleep(0.01)
-        (worker,) = sandbox._pool._idle
+        (worker,) = sandbox._idle
         looks = [await worker.supervisor.measure(worker.number)]
         await asyncio.sleep(0.3)  # the timer would have fired, and its handler never ends
         looks.append(await worker.supervisor.measure(worker.number))
@@ -141,7 +141,7 @@ class DelayedInspection:
     """Delays the reply to the next inspection of a stopped worker until `go` is set."""
 
     def __init__(self, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-        supervisor = sandbox._pool.supervisor
+        supervisor = sandbox._supervisor
         assert supervisor is not None
         self.asked, self.go, measure = asyncio.Event(), asyncio.Event(), supervisor.measure
 
@@ -161,12 +161,12 @@ async def test_a_worker_that_a_call_takes_while_another_is_stopped_is_not(
     async with sandbox_of(SLOW, level, num_workers=2, timeout_s=3.0) as sandbox, asyncio.timeout(20):
         for _ in range(2):  # those of the second round, already loaded, are idle at once
             await asyncio.gather(ask(sandbox, "0.05"), ask(sandbox, "0.05"))
-        for worker in sandbox._pool._idle:
+        for worker in sandbox._idle:
             worker.idle_since = 0.0
         inspection = DelayedInspection(sandbox, monkeypatch)
         await inspection.asked.wait()  # one of the two is being stopped, and the other comes next
         calls = [asyncio.create_task(ask(sandbox, "0.3")) for _ in range(2)]
-        while sandbox._pool._idle:
+        while sandbox._idle:
             await asyncio.sleep(0)
         inspection.go.set()
         assert [(await call).values for call in calls] == [[1.0], [1.0]]
@@ -175,7 +175,7 @@ async def test_a_worker_that_a_call_takes_while_another_is_stopped_is_not(
 async def test_a_useless_worker_is_passed_over_while_another_call_takes_the_next(level: Any) -> None:
     async with sandbox_of(SLOW, level, num_workers=2) as sandbox:
         await asyncio.gather(ask(sandbox, "0.05"), ask(sandbox, "0.05"))
-        sandbox._pool._idle[0].tainted = True
+        sandbox._idle[0].tainted = True
         answers = await asyncio.gather(ask(sandbox, "0.05"), ask(sandbox, "0.05"))
         assert [answer.values for answer in answers] == [[1.0], [1.0]]
 
@@ -185,13 +185,13 @@ async def test_a_call_that_is_cancelled_while_its_worker_is_looked_at_leaves_no_
 ) -> None:
     async with sandbox_of(SLOW, level) as sandbox, asyncio.timeout(20):
         inspection = DelayedInspection(sandbox, monkeypatch)
-        (worker,) = sandbox._pool._idle
+        (worker,) = sandbox._idle
         worker.stopped, worker.inspected = False, 0.0
         call = asyncio.create_task(ask(sandbox, "0"))
         await inspection.asked.wait()
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        assert (sandbox._pool._num_alive, worker.alive) == (0, False)
+        assert (sandbox._num_alive, worker.alive) == (0, False)
         assert (await ask(sandbox, "0")).values == [1.0]
 
 
@@ -465,8 +465,8 @@ async def test_slow_calls_do_not_hold_up_another_function(level: Any) -> None:
 
 async def test_no_supervisor_is_left_when_a_sandbox_is_closed(level: Any) -> None:
     async with sandbox_of("def reward(completions): return [1.0]", level) as sandbox:
-        assert sandbox._pool.supervisor is not None
-        process, scratch = sandbox._pool.supervisor._process, sandbox._pool.supervisor._scratch
+        assert sandbox._supervisor is not None
+        process, scratch = sandbox._supervisor._process, sandbox._supervisor._scratch
         await ask(sandbox, "x")
     assert process.returncode is not None
     assert scratch is None or not scratch.exists()
