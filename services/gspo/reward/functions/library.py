@@ -112,11 +112,8 @@ class Library:
         usage: UsageCounter | None = None,
         step_timeout_s: float | None = None,
     ) -> None:
-        call = ("reward.timeout_s", limits.timeout_s)
-        step = ("environment.step_timeout_s", step_timeout_s) if step_timeout_s is not None else call
-        self._timeouts: dict[Kind, tuple[str, float]] = {"reward": call, "environment": step}
         self.limits, self.confinement, self.usage = limits, confinement, usage
-        self._num_workers, self._registry = num_workers, registry
+        self._num_workers, self._registry, self._step_timeout_s = num_workers, registry, step_timeout_s
         self.configured: dict[str, Function] = {}
         self._loaded: OrderedDict[tuple[str, str], Function] = OrderedDict()
         self._loading: dict[tuple[str, str], asyncio.Task[Function]] = {}
@@ -196,27 +193,26 @@ class Library:
 
     def limits_of(self, content: Content) -> CallLimits:
         """The limits of one call of a version."""
-        own = content.limits
-        return CallLimits(
-            timeout_s=own.timeout_s or self._timeouts[content.kind][1],
-            memory_mb=own.memory_mb or self.limits.memory_mb,
-            cpu_s=own.cpu_s or self.limits.cpu_s,
-        )
+        bounds = self._bounds(content.kind).items()
+        return CallLimits(**{name: getattr(content.limits, name) or most for name, (_, most) in bounds})
 
     def beyond_limits(self, kind: Kind, asked: RequestedLimits) -> list[tuple[str, str]]:
         """The requested limits beyond the configuration's: pairs of field and problem."""
-        bounds = {
-            "timeout_s": self._timeouts[kind],
-            "memory_mb": ("reward.memory_mb", self.limits.memory_mb),
-            "cpu_s": ("reward.cpu_s", self.limits.cpu_s),
-        }
         problems = []
-        for name, (key, most) in bounds.items():
+        for name, (key, most) in self._bounds(kind).items():
             value = getattr(asked, name)
             if value is not None and most is not None and value > most:
                 text = f"limits.{name}: is {value:g}, and {key} allows {most:g} at most. Ask for less, or raise {key}"
                 problems.append((f"limits.{name}", text))
         return problems
+
+    def _bounds(self, kind: Kind) -> dict[str, tuple[str, Any]]:
+        """Each limit of a call: the key of the configuration, and its value."""
+        timeout = ("reward.timeout_s", self.limits.timeout_s)
+        if kind == "environment" and self._step_timeout_s is not None:
+            timeout = ("environment.step_timeout_s", self._step_timeout_s)
+        limits = {name: (f"reward.{name}", getattr(self.limits, name)) for name in ("memory_mb", "cpu_s")}
+        return {"timeout_s": timeout, **limits}
 
     async def close(self) -> None:
         """End every process."""

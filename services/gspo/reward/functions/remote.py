@@ -54,8 +54,8 @@ class HttpFunction:
     signature: Signature
 
     def __init__(self, url: str, *, timeout_s: float, headers: dict[str, str] | None = None) -> None:
-        self._url, self._timeout_s, self._headers = url, timeout_s, headers or {}
-        self._client: httpx.AsyncClient | None = None
+        self._url, self._timeout_s = url, timeout_s
+        self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers)
 
     async def load(self) -> Signature:
         """Return the signature: the first batch makes the first request."""
@@ -63,9 +63,7 @@ class HttpFunction:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+        await self._client.aclose()
 
     async def post(self, body: dict[str, Any]) -> Any:
         """The JSON that the server answers with.
@@ -77,8 +75,6 @@ class HttpFunction:
             content = json.dumps(whole_text(body), allow_nan=False)
         except ValueError as error:
             raise CallError("exception", f"cannot be asked: {error}") from error
-        # Made at first use: a client belongs to the loop that uses it.
-        self._client = self._client or httpx.AsyncClient(timeout=self._timeout_s, headers=self._headers)
         problems = ["no answer"]
         tries = AsyncRetrying(
             retry=retry_if_exception_type(ServerBusyError),
@@ -89,16 +85,16 @@ class HttpFunction:
         )
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await tries(self._post_once, self._client, content)
+                return await tries(self._post_once, content)
         except TimeoutError:
             text = f"{self._url} gave no answer within {self._timeout_s:g} s ({problems[-1]})"
             raise CallError("timeout", text) from None
         except ServerBusyError as error:
             raise CallError("exception", f"{self._url} failed {MAX_ATTEMPTS} times: {error}") from None
 
-    async def _post_once(self, client: httpx.AsyncClient, content: str) -> Any:
+    async def _post_once(self, content: str) -> Any:
         try:
-            reply = await client.post(self._url, content=content, headers={"content-type": "application/json"})
+            reply = await self._client.post(self._url, content=content, headers={"content-type": "application/json"})
         except httpx.TransportError as error:
             raise ServerBusyError(f"{type(error).__name__}: {error}") from error
         if reply.status_code == httpx.codes.TOO_MANY_REQUESTS or reply.is_server_error:
@@ -159,8 +155,6 @@ def read_rewards(reply: Any, count: int) -> list[Any]:
         for name, values in (extras if isinstance(extras, dict) else {}).items()
         if isinstance(values, list) and len(values) == count
     }
-    if not logged:
-        return [_plain(reward) for reward in rewards]
     return [
         {"parts": {"score": _plain(reward), **{name: _plain(values[i]) for name, values in logged.items()}}}
         for i, reward in enumerate(rewards)

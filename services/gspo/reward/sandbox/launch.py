@@ -48,6 +48,10 @@ _ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/mime.ty
 _SHOWN = ("/sys/devices/system/cpu",)
 _FACTS = ("/proc/cpuinfo", "/proc/meminfo", *_SHOWN)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+# The environment of user code: no variable of the service's, and one thread for each numerical library.
+_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"} | dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
+)
 # systemd's range for users that exist only while a service runs; no other user is in it.
 _FIRST_UID, _NUM_UIDS = 61184, 4336
 _numbers = count()
@@ -119,7 +123,7 @@ async def start_supervisor(
         process = await asyncio.create_subprocess_exec(
             *command,
             cwd="/",
-            env=environment(),
+            env=_ENVIRONMENT,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
@@ -132,14 +136,6 @@ async def start_supervisor(
     if level.filter:
         here.send(level.filter)
     return process, here, scratch
-
-
-def environment() -> dict[str, str]:
-    """The environment of user code: no variable of the service's, and one thread for each numerical library."""
-    one_thread = dict.fromkeys(
-        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
-    )
-    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", **one_thread}
 
 
 def python_places() -> list[Path]:

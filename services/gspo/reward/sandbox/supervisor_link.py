@@ -126,11 +126,8 @@ class SupervisorLink:
 
     async def wait_end(self, number: int, timeout_s: float) -> int | None:
         """Exit code of a worker, negative for a signal; None if it has not ended, or the code is unknown."""
-        future = self._ends.get(number)
-        if future is None:
-            return None
-        done, _ = await asyncio.wait({future}, timeout=timeout_s)
-        return future.result() if done else None
+        done, _ = await asyncio.wait({self._ends[number]}, timeout=timeout_s)
+        return done.pop().result() if done else None
 
     async def kill(self, number: int) -> None:
         """Kill a worker and wait until it is gone."""

@@ -110,14 +110,14 @@ def values_in(reply: Reply, question: Question) -> Any:
 
 def reply_error(error: ErrorReply, output: str) -> CallError:
     """The failure of a call whose user code raised."""
-    failure = failure_of(msgspec.structs.asdict(error))
+    failure = failure_of(error)
     return CallError(
         cast(FailureKind, failure.kind),  # an exception's
         failure.reason,
         error_type=failure.error_type or "unknown",
         traceback=failure.traceback,
         output=output,
-        line=error.line if type(error.line) is int and 0 < error.line < _MAX_LINE else None,
+        line=error.line if error.line is not None and 0 < error.line < _MAX_LINE else None,
     )
 
 
@@ -170,7 +170,10 @@ def read_value(raw: Any, convention: str) -> Value | Failure:
     reported.
     """
     if isinstance(raw, dict) and isinstance(error := raw.get("error"), dict):
-        return failure_of(error)
+        try:
+            return failure_of(msgspec.convert(error, ErrorReply))
+        except msgspec.ValidationError:
+            return Failure("failed without a message", "exception")
     if not (isinstance(raw, dict) and isinstance(raw.get("parts"), dict)):
         number = _number(raw)
         return number if isinstance(number, Failure) else Value(number)
@@ -222,20 +225,14 @@ def _number(raw: Any) -> float | Failure:
     return _invalid(f"returned {shown} where a number belongs", NOT_A_NUMBER)
 
 
-def failure_of(error: dict[str, Any]) -> Failure:
-    """An exception of the user's code, in one line with its place in the file; parts of a wrong type are left out."""
-    kind, text, place = error.get("kind"), _text(error, "text")[:MAX_REASON_CHARS], _text(error, "place")
-    error_type, traceback = _text(error, "type")[:MAX_NAME_CHARS], _text(error, "traceback")[-MAX_TRACEBACK_CHARS:]
+def failure_of(error: ErrorReply) -> Failure:
+    """An exception of the user's code, in one line with its place in the file."""
+    text, error_type = error.text[:MAX_REASON_CHARS], error.type[:MAX_NAME_CHARS]
     if not text:
         reason = "failed without a message"
     elif error_type in OWN_ERROR_TYPES:
         reason = text
     else:
-        reason = f"raised {text}" + (f" ({place[:MAX_NAME_CHARS]})" if place else "")
-    known = isinstance(kind, str) and kind in FAILURE_KINDS
-    return Failure(reason, str(kind) if known else "exception", traceback, error_type)
-
-
-def _text(error: dict[str, Any], name: str) -> str:
-    value = error.get(name)
-    return value if isinstance(value, str) else ""
+        reason = f"raised {text}" + (f" ({error.place[:MAX_NAME_CHARS]})" if error.place else "")
+    kind = error.kind if error.kind in FAILURE_KINDS else "exception"
+    return Failure(reason, kind, error.traceback[-MAX_TRACEBACK_CHARS:], error_type)

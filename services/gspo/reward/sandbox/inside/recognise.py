@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 MAX_PARAMETERS, MAX_NAME_CHARS = 100, 100
@@ -50,7 +50,12 @@ def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable
     if len(fitting) > 1:
         raise SeveralFunctionsError(f"holds several reward functions: {', '.join(fitting)}")
     if not fitting:
-        raise UnfitError(f"holds no reward function; {_listed(defined)}{_what_it_may_be(defined)}")
+        hint = ""
+        if defined.keys() >= ENVIRONMENT_FUNCTIONS.keys():
+            hint = ", as an environment does (kind: environment)"
+        elif len(defined) == 1:
+            hint = _nearly(*defined.values())
+        raise UnfitError(f"holds no reward function; {_listed(defined)}{hint}")
     function = getattr(module, fitting[0])
     return function, describe_signature(fitting[0], function)
 
@@ -58,15 +63,6 @@ def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable
 def _listed(defined: Iterable[str]) -> str:
     names = ", ".join(defined)
     return f"it defines {names}" if names else "it defines no function"
-
-
-def _what_it_may_be(defined: Mapping[str, Callable[..., Any]]) -> str:
-    """A hint about the one function that nearly fits, or about an environment."""
-    if defined.keys() >= ENVIRONMENT_FUNCTIONS.keys():
-        return ", as an environment does (kind: environment)"
-    if len(defined) == 1:
-        return _nearly(next(iter(defined.values())))
-    return ""
 
 
 def _nearly(function: Callable[..., Any]) -> str:

@@ -107,7 +107,7 @@ class LoadedCode:
         return {"values": list_values(self._wait(self._call(question["arguments"])))}
 
     def _load(self, question: dict[str, Any]) -> dict[str, Any]:
-        sys.meta_path.insert(0, NamedModules(question.get("modules", {})))
+        sys.meta_path.insert(0, NamedModules(question["modules"]))
         module = load_module(self.path, question["source"], question["folders"])
         if question["kind"] == "environment":
             self._functions, entry = find_environment(module, question["entry"])
@@ -134,7 +134,11 @@ class LoadedCode:
                 results.append(error)
         waiting = [index for index, result in enumerate(results) if inspect.isawaitable(result)]
         if waiting:
-            for index, result in zip(waiting, self._wait(_gather([results[i] for i in waiting])), strict=True):
+
+            async def gather() -> list[Any]:
+                return await asyncio.gather(*(results[index] for index in waiting), return_exceptions=True)
+
+            for index, result in zip(waiting, self._wait(gather()), strict=True):
                 results[index] = result
         return [
             {"error": describe_error(result, self.path)} if isinstance(result, BaseException) else plain_value(result)
@@ -151,10 +155,6 @@ class LoadedCode:
 
 async def _finish(awaitable: Any) -> Any:
     return await awaitable
-
-
-async def _gather(awaitables: list[Any]) -> list[Any]:
-    return await asyncio.gather(*awaitables, return_exceptions=True)
 
 
 def _as_json(value: Any) -> str:
