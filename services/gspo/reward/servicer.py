@@ -9,7 +9,7 @@ import grpc
 
 from gspo.common.network.grpc_server import refuse_message
 from gspo.common.streams.entries import MalformedEntryError, check_message
-from gspo.reward.functions.arguments import NOT_ASKED
+from gspo.reward.functions.arguments import NotAskableError
 from gspo.reward.functions.environment_steps import EnvironmentSteps, Turn
 from gspo.reward.functions.library import Function, UnknownFunctionError
 from gspo.reward.sandbox.calls import CallError
@@ -89,9 +89,9 @@ async def _reply(function: Function, step: Awaitable[Turn], context: Context) ->
     version = function.code.version
     try:
         turn = await step
+    except NotAskableError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     except CallError as error:
-        if error.error_type == NOT_ASKED:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         failure = reward_pb2.EnvironmentFailure(kind=error.kind, text=str(error), traceback=error.traceback)
         return reward_pb2.EnvironmentReply(version=version, failure=failure)
     return reward_pb2.EnvironmentReply(

@@ -40,7 +40,6 @@ from gspo.common.streams.entries import word_of
 from gspo.reward.sandbox.calls import CallError, Signature
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout
 
-NOT_ASKED = "NotAskableError"
 GROUND_TRUTH_RULE = "column ground_truth, else reward_model.ground_truth, else column answer"
 
 
@@ -48,7 +47,7 @@ class NotAskableError(CallError):
     """A function cannot be asked about a rollout."""
 
     def __init__(self, text: str) -> None:
-        super().__init__("exception", text, error_type=NOT_ASKED)
+        super().__init__("exception", text, error_type="NotAskableError")
 
 
 class MissingColumnError(NotAskableError):

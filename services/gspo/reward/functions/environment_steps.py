@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.reward.functions.arguments import NOT_ASKED
+from gspo.reward.functions.arguments import NotAskableError
 from gspo.reward.functions.library import Function, counted
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import CallError
@@ -80,7 +80,7 @@ def _read(text: str, what: str) -> Any:
     try:
         return json.loads(text or "null")
     except (ValueError, RecursionError) as error:
-        raise CallError("exception", f"{what} is not JSON: {error}", error_type=NOT_ASKED) from error
+        raise NotAskableError(f"{what} is not JSON: {error}") from error
 
 
 def _dump(value: Any) -> str:

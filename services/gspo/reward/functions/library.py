@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from gspo.common.telemetry import metrics
-from gspo.reward.functions.arguments import NOT_ASKED
+from gspo.reward.functions.arguments import NotAskableError
 from gspo.reward.registry.records import Content, Kind, NotRegisteredError, RequestedLimits
 from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.registry.usage import UsageCounter
@@ -76,7 +76,7 @@ def counted(function: Function, usage: UsageCounter | None, *, num_answers: int)
         if usage is not None:
             result, seconds = "ok", time.perf_counter() - started
             if failure is not None:
-                result = "not_asked" if failure.error_type == NOT_ASKED else failure.kind
+                result = "not_asked" if isinstance(failure, NotAskableError) else failure.kind
                 usage.fail(code.name, code.version, result, str(failure), failure.traceback, failure.output)
             metrics.REWARD_CALLS.labels(code.name, result).inc()
             metrics.REWARD_SECONDS.labels(code.name).observe(seconds)

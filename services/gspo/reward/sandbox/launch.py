@@ -205,8 +205,8 @@ def packages_to_share(text: str, importable: Importable) -> list[str]:
     It compares lines and parses nothing, because the text is not trusted. Workers do an import that it misses; an
     import in a comment costs time alone.
     """
-    packages = dict.fromkeys(name for name in _imported(text) if name.partition(".")[0] in KNOWN)
-    return [name for name in packages if name.partition(".")[0] not in importable]
+    names = dict.fromkeys(_imported(text))
+    return [name for name in names if (top := name.partition(".")[0]) in KNOWN and top not in importable]
 
 
 def _imported(text: str) -> Iterator[str]:

@@ -76,7 +76,7 @@ def _nearly(function: Callable[..., Any]) -> str:
 
 def _fits(name: str, function: Callable[..., Any]) -> bool:
     try:
-        return not describe_signature(name, function)["takes_any_alone"]
+        return bool(describe_signature(name, function)["takes"])
     except UnfitError:
         return False
 
@@ -119,7 +119,6 @@ def describe_signature(name: str, function: Callable[..., Any]) -> dict[str, Any
         "takes": sorted(takes),
         "required": [p.name for p in by_name if p.default is p.empty],
         "takes_any": takes_any,
-        "takes_any_alone": takes_any and not takes,
     }
 
 
