@@ -21,13 +21,13 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest, warn
 from gspo.common.network.credentials import redis_arguments
 from gspo.common.streams.entries import task_json
-from gspo.reward.functions.arguments import arguments_for, check_columns
+from gspo.reward.functions.arguments import check_columns
 from gspo.reward.functions.configured import open_library
 from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function
 from gspo.reward.registry.store import OfflineRegistry, Registry
-from gspo.reward.sandbox.calls import CallError, values_of
-from gspo.reward.sandbox.values import NO_VALUE, NOT_A_NUMBER, NOT_FINITE, Failure, read_value
+from gspo.reward.sandbox.calls import CallError
+from gspo.reward.sandbox.values import NO_VALUE, NOT_A_NUMBER, NOT_FINITE, Failure
 from gspo.reward.submissions.callers import read_tokens
 from gspo.reward.submissions.trials import prompt_of
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
@@ -107,14 +107,12 @@ async def _try_function(
     Raises:
         InputError: The function cannot work with any answer.
     """
-    signature = function.callee.signature
     trials = [
         Rollout(prompt=prompts[number % len(prompts)], text=TRIAL_TEXT, token_ids=[0], outcome=OUTCOME_EOS)
         for number in range(NUM_TRIALS)
     ]
     try:
-        answer = await function.callee.call(arguments_for(signature, trials, function.args))
-        values = [read_value(raw, signature.convention) for raw in values_of(answer, len(trials))]
+        values, _ = await function.score(trials, session="")
     except CallError as error:
         wrong_return = error.error_type == "InvalidReturnError"
         fix = "Return a list with one number for each completion" if wrong_return else "Correct the function"

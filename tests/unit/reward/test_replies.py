@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gspo.common.plain_json import MAX_JSON_MEMBERS, plain_json
 from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function
-from gspo.reward.sandbox.calls import Answer, CallError, Code, Signature, values_of
+from gspo.reward.sandbox.calls import Answer, CallError, Code, Signature
 from gspo.reward.sandbox.inside.frames import HEAD_BYTES, FrameError, body_size, frame, read
 from gspo.reward.sandbox.values import (
     MAX_VALUES_BYTES,
@@ -26,7 +26,7 @@ from gspo.reward.sandbox.values import (
     reply_error,
     values_in,
 )
-from gspo_proto.rollout_pb2 import Score, ScorePart
+from gspo_proto.rollout_pb2 import Rollout, Score, ScorePart
 
 TEXTS = st.text(st.characters(), max_size=8)  # halves of surrogate pairs too
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS
@@ -155,6 +155,8 @@ def test_a_signature_is_of_the_known_form(change: dict[str, Any]) -> None:
 class ScriptedCallee:
     """A callee that returns scripted values."""
 
+    signature = Signature("reward", "trl", frozenset({"completions"}), (), takes_any=False)
+
     def __init__(self, values: Any) -> None:
         self.values = values
 
@@ -172,4 +174,4 @@ def test_a_step_of_other_values_fails_by_name(values: Any) -> None:
         asyncio.run(EnvironmentSteps(None, session=None).step(function, "{}", "a"))
     assert failed.value.kind == "invalid_return"
     with pytest.raises(CallError):
-        values_of(Answer(values), 3)
+        asyncio.run(function.score([Rollout()] * 3, session=None))

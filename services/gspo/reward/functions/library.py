@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +17,15 @@ from typing import Any
 import structlog
 
 from gspo.common.telemetry import metrics
-from gspo.reward.functions.arguments import NotAskableError
+from gspo.reward.functions.arguments import NotAskableError, arguments_for
 from gspo.reward.registry.records import Content, Kind, NotRegisteredError, RequestedLimits
 from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import Callee, CallError, CallLimits, Code
 from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.launch import ConfinementLevel
+from gspo.reward.sandbox.values import Failure, Value, read_value
+from gspo_proto.rollout_pb2 import Rollout
 
 # Each holds a process or more; a run uses a handful.
 MAX_LOADED = 32
@@ -43,6 +45,21 @@ class Function:
     callee: Callee
     args: dict[str, Any] = field(default_factory=dict)
     calls_in_flight: int = field(default=0, compare=False)
+
+    async def score(self, rollouts: Sequence[Rollout], *, session: str | None) -> tuple[list[Value | Failure], str]:
+        """One call for a batch: the result of each rollout, and the end of the printed output.
+
+        Raises:
+            CallError: There is not a value for each rollout.
+        """
+        signature = self.callee.signature
+        answer = await self.callee.call(arguments_for(signature, rollouts, self.args), session=session)
+        values = answer.values
+        if not isinstance(values, list) or len(values) != len(rollouts):
+            got = len(values) if isinstance(values, list) else "other"
+            text = f"returned {got} values for {len(rollouts)} completions"
+            raise CallError("invalid_return", text, error_type="InvalidReturnError", output=answer.output)
+        return [read_value(value, signature.convention) for value in values], answer.output
 
 
 @contextmanager

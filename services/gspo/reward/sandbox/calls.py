@@ -138,20 +138,6 @@ class CallError(Exception):
         return self.kind in ("exception", "invalid_return") and bool(self.error_type)
 
 
-def values_of(answer: Answer, num_completions: int) -> list[Any]:
-    """The values of a batch, one for each completion.
-
-    Raises:
-        CallError: There are more or fewer, or something else.
-    """
-    values = answer.values
-    if not isinstance(values, list) or len(values) != num_completions:
-        got = len(values) if isinstance(values, list) else "other"
-        text = f"returned {got} values for {num_completions} completions"
-        raise CallError("invalid_return", text, error_type="InvalidReturnError", output=answer.output)
-    return values
-
-
 class Callee(Protocol):
     """A sandbox, an HTTP server or another process that answers questions."""
 

@@ -15,13 +15,12 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardConfig
-from gspo.reward.functions.arguments import arguments_for
 from gspo.reward.functions.configured import open_library
 from gspo.reward.functions.library import Function, Library, UnknownFunctionError, counted
 from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.registry.usage import UsageCounter
-from gspo.reward.sandbox.calls import CallError, values_of
-from gspo.reward.sandbox.values import Failure, Value, read_value
+from gspo.reward.sandbox.calls import CallError
+from gspo.reward.sandbox.values import Failure, Value
 from gspo_proto.rollout_pb2 import Episode, RewardUse, Rollout, Score, ScorePart
 
 # After a batch failed, its answers are tried one at a time, first those of different prompts. If so many of them all
@@ -119,10 +118,7 @@ class Scorer:
         """
         usage = self.library.usage
         with counted(function, usage, num_answers=len(batch)):
-            signature = function.callee.signature
-            question = arguments_for(signature, batch, function.args)
-            raw = values_of(await function.callee.call(question, session=session), len(batch))
-            values = [read_value(value, signature.convention) for value in raw]
+            values, _ = await function.score(batch, session=session)
         for value in values:
             if isinstance(value, Failure) and usage is not None:
                 usage.fail(function.code.name, function.code.version, value.kind, value.reason, value.traceback)

@@ -9,11 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from gspo.reward.functions.arguments import arguments_for
 from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function, counted
-from gspo.reward.sandbox.calls import CallError, values_of
-from gspo.reward.sandbox.values import Failure, Value, read_value
+from gspo.reward.sandbox.calls import CallError
+from gspo.reward.sandbox.values import Failure, Value
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 
 
@@ -48,16 +47,13 @@ class TrialView(BaseModel):
 
 async def try_rows(function: Function, rows: Sequence[dict[str, Any]]) -> TrialView:
     """One call of a reward function for all rows, as a run makes one for a batch; a result for each row."""
-    callee, started, output = function.callee, time.perf_counter(), ""
-    batch = [rollout_of(row) for row in rows]
+    started = time.perf_counter()
     try:
         with counted(function, None, num_answers=len(rows)):
-            question = arguments_for(callee.signature, batch, function.args)
-            answer = await callee.call(question, session=None)
-            output, convention = answer.output, callee.signature.convention
-            results = [_result_of(read_value(value, convention)) for value in values_of(answer, len(rows))]
+            values, output = await function.score([rollout_of(row) for row in rows], session=None)
+            results = [_result_of(value) for value in values]
     except CallError as error:
-        output, results = error.output or output, [_failed(error)] * len(rows)
+        output, results = error.output, [_failed(error)] * len(rows)
     return _trial_view(function, results, time.perf_counter() - started, output)
 
 
