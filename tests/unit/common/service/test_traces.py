@@ -17,7 +17,7 @@ from gspo.common.service.traces import SHARE_VARIABLE, Traces, ids_of
 from tests.conftest import free_port
 from tests.support.monitoring.otlp_collector import collector
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def traces(endpoint: str | None, service: str = "reward") -> Traces:
