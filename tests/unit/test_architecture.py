@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -157,6 +158,14 @@ def upward_imports(path: str, source: str) -> list[str]:
     names = {name.split(".")[2] for name in imports(path, source) if name.startswith("gspo.reward.")}
     above = REWARD_LAYERS[REWARD_LAYERS.index(package) + 1 :] if package in REWARD_LAYERS else ()
     return sorted(names & set(above))
+
+
+def test_the_wheel_has_every_package_and_no_other() -> None:
+    folders = {path.parent for path in SOURCES.rglob("__init__.py")}
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(packages) == sorted(
+        ["gspo_core", "gspo_proto", *(".".join(folder.relative_to(SOURCES).parts) for folder in folders)]
+    )
 
 
 def test_the_packages_of_the_reward_service_import_downward() -> None:
