@@ -24,7 +24,12 @@ def replace_file(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # A name of its own: replicas that share the folder may write the file at once.
     unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}{TEMPORARY}")
-    unfinished.write_bytes(content)
-    fsync(unfinished)
-    unfinished.replace(path)
+    try:
+        unfinished.write_bytes(content)
+        fsync(unfinished)
+        unfinished.replace(path)
+    except BaseException:
+        # No later try knows the name, and a caller that finds the disk full may try for hours.
+        unfinished.unlink(missing_ok=True)
+        raise
     fsync(path.parent)
