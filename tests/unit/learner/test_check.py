@@ -424,7 +424,7 @@ def test_deepspeed_keys_that_say_the_same_or_more_pass(folder: Path) -> None:
         "wall_clock_breakdown": True,
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
-        "fp16": {"enabled": False},
+        "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.99], "weight_decay": "auto"}},
         "train_batch_size": "auto",
     }

@@ -207,6 +207,7 @@ def _refuse_without_effect(section: Mapping[str, Any], zero_stage: int) -> None:
 
 def _refuse_contradictions(section: Mapping[str, Any], learner: LearnerConfig) -> None:
     """Refuse the keys that our own configuration has too, but for values that repeat ours."""
+    fp16 = section.get("fp16")
     ours = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -220,7 +221,8 @@ def _refuse_contradictions(section: Mapping[str, Any], learner: LearnerConfig) -
             },
         },
         "gradient_clipping": learner.max_grad_norm,
-        "fp16": {"enabled": False},
+        # Files of other programs keep the loss scale of an fp16 that is off.
+        "fp16": {**fp16, "enabled": False} if isinstance(fp16, Mapping) else None,
         "bf16": {"enabled": learner.dtype == "bfloat16"},
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization.stage": learner.zero_stage,
