@@ -138,7 +138,7 @@ class Learner:
             trained = await self.trainer.train(step, batch.rows, hyperparameters)
             await self._report.record_skipped(step, trained.skipped_updates)
         self._clock.end_phase(StepPhase.TRAIN)
-        with activity.doing("publishing", f"version {step}"):
+        with activity.doing("making version", str(step)):
             weights = await self.trainer.weights(step)
             await asyncio.to_thread(
                 self._run_dir.append_version, step, weights.digest, weights.dtype, asdict(hyperparameters)

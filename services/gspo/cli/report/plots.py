@@ -319,7 +319,7 @@ PLOTS = (
             "seconds a step",
             Layer("wait_s", "waiting for rollouts", GREY),
             Layer("train_s", "training", BLUE),
-            Layer("publish_s", "publishing", ORANGE, "///"),
+            Layer("publish_s", "making the version", ORANGE, "///"),
             Layer("hold_s", "waiting for an evaluation", PURPLE, "xxx"),
             Layer("log_s", "logging", GREEN, "..."),
         ),

@@ -149,7 +149,7 @@ def _explain(stage: str, times: Times) -> tuple[str, list[str]]:
             return because, [*lag, f"a faster learner: {means}; another generator would change nothing"]
         case "push":
             change = "a faster network to the generators, or generators nearer to the learner"
-            return f"publishing and pushing the weights takes {share} of a step", [*lag, change]
+            return f"making and pushing the version takes {share} of a step", [*lag, change]
         case "evaluation":
             fewer = f"fewer evaluations (evaluation.every above {config.evaluation.every}) or fewer prompts in them"
             mixed = "evaluation.hold_weights: false, with figures of mixed versions"
