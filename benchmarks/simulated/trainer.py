@@ -55,7 +55,7 @@ class SimulatedTrainer:
         self,
         step: int,
         rows: Sequence[Row],
-        skip_updates: Collection[int],
+        not_applied: Collection[int],
         hyperparameters: Hyperparameters,
     ) -> TrainResult:
         """Change a share of every tensor, and take the time that training takes."""

@@ -136,7 +136,7 @@ class Learner:
         with activity.doing("training", f"step {step}, {len(batch.rows)} rollouts"):
             hyperparameters = configured_hyperparameters(self._service.config, step)
             trained = await self.trainer.train(step, batch.rows, hyperparameters)
-            await self._report.record_skipped(step, trained.skipped_updates)
+            await self._report.report_not_applied(step, trained.not_applied)
         self._clock.end_phase(StepPhase.TRAIN)
         with activity.doing("making version", str(step)):
             weights = await self.trainer.weights(step)
@@ -150,7 +150,7 @@ class Learner:
         step_metrics = trained.metrics | self._clock.metrics() | self.intake.untrained.take_metrics()
         # Generators wait for the weights; nothing waits for the report.
         self._publish()
-        await self._report.record(batch, weights.digest, step_metrics)
+        await self._report.report(batch, weights.digest, step_metrics)
         await self._save_candidate()
 
     def _make_newest(self, weights: PolicyWeights) -> None:

@@ -179,7 +179,7 @@ def _replay(config: Config, step: int, run_dir: RunDir, trainer: TrainerApi, ass
         raise InputError(
             str(run_dir.steplog.path(step)), f"replaying it ends as it did before: {error}", "Then resume"
         ) from error
-    run_dir.append_not_applied(step, map(asdict, trained.skipped_updates))
+    run_dir.append_not_applied(step, map(asdict, trained.not_applied))
     same = recorded is None or recorded.digest == weights.digest
     if recorded is not None and not same and recorded.dtype == weights.dtype:
         log.warning("replay_differs", step=step, recorded=recorded.digest, digest=weights.digest)

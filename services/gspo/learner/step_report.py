@@ -24,7 +24,7 @@ from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
 from gspo.common.telemetry.step_time import REWARD_PREFIX, seconds_by_cause
 from gspo.learner.assembly.assembler import Batch
 from gspo.learner.storage.run_directory import RunDir
-from gspo.learner.training.trainer_api import SkippedUpdate
+from gspo.learner.training.trainer_api import UpdateNotApplied
 from gspo_proto.rollout_pb2 import Event, ScoredRollout, StepDone
 
 log = structlog.get_logger()
@@ -164,7 +164,7 @@ class StepReport:
     """Reports the steps of one learner.
 
     Attributes:
-        trained_s: Seconds that all recorded steps took.
+        trained_s: Seconds that all reported steps took.
     """
 
     def __init__(self, config: Config, run_dir: RunDir, events: Events) -> None:
@@ -172,15 +172,15 @@ class StepReport:
         self._recent: list[Mapping[str, float]] = []
         self.trained_s = run_dir.trained_s
 
-    async def record_skipped(self, step: int, updates: Sequence[SkippedUpdate]) -> None:
-        """Record the mini-batches of a step that were not applied; on the disk when this returns."""
+    async def report_not_applied(self, step: int, updates: Sequence[UpdateNotApplied]) -> None:
+        """Report the mini-batches of a step that were not applied; on the disk when this returns."""
         records = [asdict(update) for update in updates]
         for record in records:
             log.warning("mini_batch_not_applied", step=step, **record)
         await asyncio.to_thread(self._run_dir.append_not_applied, step, records)
 
-    async def record(self, batch: Batch, digest: str, step_metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step whose version is published.
+    async def report(self, batch: Batch, digest: str, step_metrics: Mapping[str, float]) -> None:
+        """Report a step whose version is handed to the publisher: to the log, Prometheus and the run's events.
 
         Args:
             digest: Of the version that the step made.

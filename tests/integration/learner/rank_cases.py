@@ -63,13 +63,13 @@ def run_case(model: Path, learner: dict[str, Any]) -> tuple[Trainer, dict[str, A
     return trainer, figures, torch.cat(list(gradient(trainer)))
 
 
-def skipped_updates(model: Path, trainer: Trainer) -> list[str]:
+def updates_not_applied(model: Path, trainer: Trainer) -> list[str]:
     """A mini-batch that is not finite on one rank's rows alone, in the middle of others."""
     rows = make_rows(model, step=STEP + 1)
     number = next(number for number, row in enumerate(rows) if row.mini_batch == 1)
     rows[number] = replace(rows[number], advantage=math.inf)
     trained = train(trainer, STEP + 1, rows)
-    return [f"{update.mini_batch}: {update.reason}" for update in trained.skipped_updates]
+    return [f"{update.mini_batch}: {update.reason}" for update in trained.not_applied]
 
 
 def lagging(model: Path, learner: dict[str, Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
@@ -105,15 +105,15 @@ def main() -> None:
         trainer, figures, vector = run_case(model, learner)
         exact = {f"weights.{key}": value for key, value in trainer.policy().items()}
         trainer.save(out / name, {})
-        skipped = skipped_updates(model, trainer)
+        not_applied = updates_not_applied(model, trainer)
         after = trainer.policy()
         again = Trainer(make_config(model, algorithm=ALGORITHM, learner=learner), model)
         again.load(out / name)
-        skipped_updates(model, again)
+        updates_not_applied(model, again)
         repeated = again.policy()
         if distributed.get_rank() == 0:
             same = all(torch.equal(after[key], repeated[key]) for key in after)
-            facts = {"figures": figures, "skipped_updates": skipped, "same_after_a_resume": same}
+            facts = {"figures": figures, "not_applied": not_applied, "same_after_a_resume": same}
             (out / f"{name}.json").write_text(json.dumps(facts))
             save_file({"gradient": vector, **exact}, out / f"{name}.safetensors")
 

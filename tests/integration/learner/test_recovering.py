@@ -41,12 +41,12 @@ class StoppedTrainer(SimulatedTrainer):
         self,
         step: int,
         rows: Sequence[Row],
-        skip_updates: Collection[int],
+        not_applied: Collection[int],
         hyperparameters: Hyperparameters,
     ) -> TrainResult:
         self.replaying.set()
         assert self.may_go_on.wait(30.0)
-        return super().train(step, rows, skip_updates, hyperparameters)
+        return super().train(step, rows, not_applied, hyperparameters)
 
 
 def rows_of(groups: range, step: int) -> list[Row]:

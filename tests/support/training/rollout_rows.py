@@ -89,9 +89,9 @@ def _make_rows(
     return tuple(with_behavior(folder, rows, temperature, noise, rng))
 
 
-def train(trainer: Trainer, step: int, rows: Sequence[Row], skip_updates: Collection[int] = ()) -> TrainResult:
+def train(trainer: Trainer, step: int, rows: Sequence[Row], not_applied: Collection[int] = ()) -> TrainResult:
     """A step with the configured hyperparameters, as the loop trains it."""
-    return trainer.train(step, rows, skip_updates, configured_hyperparameters(trainer._config, step))
+    return trainer.train(step, rows, not_applied, configured_hyperparameters(trainer._config, step))
 
 
 def with_version(rows: Sequence[Row], version: int) -> list[Row]:

@@ -36,22 +36,22 @@ MOMENTS = {"count": 0, "mean": 0.0, "square_deviation": 0.0, "minimum": 0.0, "ma
 
 
 class RecordingTrainer(SimulatedTrainer):
-    """Keeps the skipped updates and hyperparameters of each step; a step takes no time."""
+    """Keeps the hyperparameters of each step, and the updates that it is not to apply; a step takes no time."""
 
     def __init__(self, config: Config, folder: Path, run_dir: Path) -> None:
         super().__init__(config, folder, run_dir, Settings(time_scale=0))
-        self.skipped: dict[int, list[int]] = {}
+        self.not_applied: dict[int, list[int]] = {}
         self.used: dict[int, Hyperparameters] = {}
 
     def train(
         self,
         step: int,
         rows: Sequence[Row],
-        skip_updates: Collection[int],
+        not_applied: Collection[int],
         hyperparameters: Hyperparameters,
     ) -> TrainResult:
-        self.skipped[step], self.used[step] = list(skip_updates), hyperparameters
-        return super().train(step, rows, skip_updates, hyperparameters)
+        self.not_applied[step], self.used[step] = list(not_applied), hyperparameters
+        return super().train(step, rows, not_applied, hyperparameters)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_the_weights_it_hands_on_are_those_on_record(config: Config, scored) -> 
         assert {number: version.digest for number, version in run.versions.items()} == {0: new.weights.digest}
         train_run(config, run, scored, steps=2, checkpoints=(2,))
         resumed = recovered(config, run)
-        assert (resumed.weights.version, list(resumed.trainer.skipped)) == (2, []), "a step was replayed"
+        assert (resumed.weights.version, list(resumed.trainer.not_applied)) == (2, []), "a step was replayed"
         assert resumed.weights.digest == run.versions[2].digest == weights_from(2, resumed.trainer.policy()).digest
 
 
@@ -111,7 +111,7 @@ def test_a_replay_skips_the_updates_that_the_log_records_as_not_applied(config: 
         run.append_not_applied(2, [{"update": 3, "mini_batch": 1, "reason": "the loss is nan"}])
         state = recovered(config, run)
         assert list(run.versions) == [1, 2]
-    assert (state.weights.version, state.trainer.skipped) == (2, {1: [], 2: [3]})
+    assert (state.weights.version, state.trainer.not_applied) == (2, {1: [], 2: [3]})
     assert state.notices == ()
 
 
@@ -127,7 +127,7 @@ def test_one_changed_bit_makes_it_take_the_checkpoint_before(config: Config, sco
         assert run.checkpoints.steps() == [2]
         # Its name is free: training makes the checkpoint of that step anew.
         run.checkpoints.begin(4)
-    assert (state.weights.version, list(state.trainer.skipped)) == (5, [3, 4, 5])
+    assert (state.weights.version, list(state.trainer.not_applied)) == (5, [3, 4, 5])
     (notice,) = state.notices
     moved = config.run_dir / "checkpoints" / "step-000004.damaged"
     assert moved.is_dir() and str(moved) in notice
@@ -152,7 +152,7 @@ def test_a_second_resume_of_the_same_checkpoint_repeats_the_first_and_what_came_
     # It died before its next checkpoint.
     with RunDir(config.run_dir) as run:
         second = recovered(config, run)
-        assert (second.weights.version, list(second.trainer.skipped)) == (4, [2, 3, 4])
+        assert (second.weights.version, list(second.trainer.not_applied)) == (4, [2, 3, 4])
         assert weights_from(4, second.trainer.policy()).digest == recorded[4].digest
         assert run.versions == recorded
         assert contents(run.checkpoints.path(1)) == files
@@ -170,7 +170,7 @@ def test_without_an_earlier_checkpoint_the_whole_log_is_replayed(config: Config,
         flip_a_bit(run.checkpoints.path(2) / "weights.safetensors")
         state = recovered(config, run)
         assert run.versions == recorded
-    assert list(state.trainer.skipped) == [1, 2, 3]
+    assert list(state.trainer.not_applied) == [1, 2, 3]
     assert "continues from the model that the run started from" in state.notices[0]
 
 
@@ -198,7 +198,7 @@ def test_weights_that_are_not_the_recorded_version_are_damage_too(config: Config
         save(run, 3, maker)
         recorded = dict(run.versions)
         state = recovered(config, run)
-        assert run.versions == recorded and list(state.trainer.skipped) == [2, 3]
+        assert run.versions == recorded and list(state.trainer.not_applied) == [2, 3]
         assert "its weights have the digest" in state.notices[0]
         # Published in another dtype every version has another digest, and none is damaged.
         other = config.model_copy(update={"generation": config.generation.model_copy(update={"dtype": "bfloat16"})})

@@ -175,7 +175,7 @@ class RunDir:
         """Record the mini-batches of a step that were not applied, each once; on the disk when this returns.
 
         Args:
-            updates: The fields of each SkippedUpdate.
+            updates: The fields of each UpdateNotApplied.
         """
         new = [record for record in updates if (step, record["update"]) not in self._not_applied]
         if new:

@@ -46,12 +46,12 @@ class RankZero:
         return self._broadcast is not None
 
     def train(
-        self, step: int, rows: Sequence[Row], skip_updates: Collection[int], hyperparameters: Hyperparameters
+        self, step: int, rows: Sequence[Row], not_applied: Collection[int], hyperparameters: Hyperparameters
     ) -> TrainResult:
         """As Trainer.train."""
-        numbers = {"skip_updates": sorted(skip_updates), "hyperparameters": asdict(hyperparameters)}
+        numbers = {"not_applied": sorted(not_applied), "hyperparameters": asdict(hyperparameters)}
         with self._all_ranks("train", rows, step=step, **numbers):
-            return self._trainer.train(step, rows, skip_updates, hyperparameters)
+            return self._trainer.train(step, rows, not_applied, hyperparameters)
 
     def policy(self) -> dict[str, Tensor]:
         """As Trainer.policy."""
@@ -127,7 +127,7 @@ def _execute(trainer: Trainer, call: Mapping[str, Any], table: bytes, run_dir: P
     match call["name"]:
         case "train":
             rows, hyperparameters = from_table(pa.ipc.open_stream(table).read_all()), call["hyperparameters"]
-            trainer.train(call["step"], rows, call["skip_updates"], Hyperparameters(**hyperparameters))
+            trainer.train(call["step"], rows, call["not_applied"], Hyperparameters(**hyperparameters))
         case "policy":
             trainer.policy()
         case "save":

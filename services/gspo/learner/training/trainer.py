@@ -29,22 +29,22 @@ from gspo.learner.training.step_metrics import (
     objective_metrics,
     row_metrics,
 )
-from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, SkippedUpdate, TrainResult
+from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, TrainResult, UpdateNotApplied
 from gspo_core.figures import mismatch_stats
 from gspo_core.stats import Stats, merge
 
 # So many in a row are no accident: the policy has diverged.
-_MAX_SKIPPED_IN_A_ROW = 3
+_MAX_NOT_APPLIED_IN_A_ROW = 3
 
 
 @dataclass
 class _StepSums:
-    """Results of the updates of one step: losses and norms of the applied ones, this rank's sums, the skipped ones."""
+    """Results of the updates of one step: losses and norms of the applied ones, this rank's sums, the others."""
 
     stats: list[Stats]
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    skipped_updates: list[SkippedUpdate] = field(default_factory=list)
+    not_applied: list[UpdateNotApplied] = field(default_factory=list)
 
 
 class Trainer(PolicyEngine):
@@ -63,12 +63,12 @@ class Trainer(PolicyEngine):
         )
 
     def train(
-        self, step: int, rows: Sequence[Row], skip_updates: Collection[int], hyperparameters: Hyperparameters
+        self, step: int, rows: Sequence[Row], not_applied: Collection[int], hyperparameters: Hyperparameters
     ) -> TrainResult:
         """Train the policy of version step - 1 on rows in training order.
 
         Args:
-            skip_updates: Numbers of the step's updates that the log records as not applied.
+            not_applied: Numbers of the step's updates that the log records as not applied.
 
         Raises:
             NotFiniteError: Several mini-batches in a row, over steps, had no finite loss or gradient norm. Others
@@ -88,8 +88,9 @@ class Trainer(PolicyEngine):
         mini_batches = sorted(set(batch.mini_batch_B.tolist()))
         cuts = {mini_batch: self._cut(batch, targets, mini_batch) for mini_batch in mini_batches}
         for update, mini_batch in enumerate(mini_batches * self._algorithm.ppo_epochs):
-            if update in skip_updates:
-                self._skip(sums, step, SkippedUpdate(update, mini_batch, "the log records it as not applied"))
+            if update in not_applied:
+                recorded = UpdateNotApplied(update, mini_batch, "the log records it as not applied")
+                self._note_not_applied(sums, step, recorded)
                 continue
             # A model's dropout depends on seed, step, update and rank, so that a replay draws the same.
             entropy = np.random.SeedSequence((self._config.seed, step, update, self._rank))
@@ -99,16 +100,16 @@ class Trainer(PolicyEngine):
             grad_norm = self._apply(hyperparameters.max_grad_norm)
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 reason = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
-                self._skip(sums, step, SkippedUpdate(update, mini_batch, reason))
+                self._note_not_applied(sums, step, UpdateNotApplied(update, mini_batch, reason))
                 continue
             sums.losses.append(loss)
             sums.grad_norms.append(grad_norm)
             sums.stats.append(stats)
             fresh_BT, self._not_finite_in_a_row = None, 0
-        return TrainResult(metrics | self._update_metrics(batch, targets, sums), tuple(sums.skipped_updates))
+        return TrainResult(metrics | self._update_metrics(batch, targets, sums), tuple(sums.not_applied))
 
     def _update_metrics(self, batch: StepBatch, targets: StepTargets, sums: _StepSums) -> dict[str, float]:
-        metrics = {"mini_batches_not_applied": float(len(sums.skipped_updates))}
+        metrics = {"mini_batches_not_applied": float(len(sums.not_applied))}
         if not sums.losses:
             return metrics
         stats = sum_stats(merge(sums.stats), self._device)
@@ -121,12 +122,12 @@ class Trainer(PolicyEngine):
             "grad_norm": fmean(sums.grad_norms),
         }
 
-    def _skip(self, sums: _StepSums, step: int, update: SkippedUpdate) -> None:
-        sums.skipped_updates.append(update)
+    def _note_not_applied(self, sums: _StepSums, step: int, update: UpdateNotApplied) -> None:
+        sums.not_applied.append(update)
         self._not_finite_in_a_row += 1
-        if self._not_finite_in_a_row >= _MAX_SKIPPED_IN_A_ROW:
+        if self._not_finite_in_a_row >= _MAX_NOT_APPLIED_IN_A_ROW:
             raise NotFiniteError(
-                f"step {step}: {_MAX_SKIPPED_IN_A_ROW} mini-batches in a row were not applied; of the last one "
+                f"step {step}: {_MAX_NOT_APPLIED_IN_A_ROW} mini-batches in a row were not applied; of the last one "
                 f"{update.reason}. Look at the rewards of that step in its log, or lower learner.learning_rate and "
                 "resume"
             )

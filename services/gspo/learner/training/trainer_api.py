@@ -23,7 +23,7 @@ class NotFiniteError(ArithmeticError):
 
 
 @dataclass(frozen=True)
-class SkippedUpdate:
+class UpdateNotApplied:
     """An optimizer step that was not made.
 
     Attributes:
@@ -41,7 +41,7 @@ class TrainResult:
     """The metrics of a trained step by their public names, and its mini-batches that were not applied."""
 
     metrics: dict[str, float]
-    skipped_updates: tuple[SkippedUpdate, ...] = ()
+    not_applied: tuple[UpdateNotApplied, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class TrainerApi(Protocol):
         """Whether other ranks make the same calls."""
 
     def train(
-        self, step: int, rows: Sequence[Row], skip_updates: Collection[int], hyperparameters: Hyperparameters
+        self, step: int, rows: Sequence[Row], not_applied: Collection[int], hyperparameters: Hyperparameters
     ) -> TrainResult:
         """Train the policy of version step - 1."""
 

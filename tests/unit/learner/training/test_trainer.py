@@ -133,15 +133,15 @@ def test_a_mini_batch_that_is_not_finite_is_left_out_whole(
     rows = [replace(row, advantage=advantage) if row.mini_batch == 1 else row for row in make_rows(folder)]
     trainer, replaying = (Trainer(config, folder) for _ in range(2))
     trained = train(trainer, 1, rows)
-    assert [(update.update, update.mini_batch) for update in trained.skipped_updates] == [(1, 1)]
-    assert reason in trained.skipped_updates[0].reason
+    assert [(update.update, update.mini_batch) for update in trained.not_applied] == [(1, 1)]
+    assert reason in trained.not_applied[0].reason
     assert trained.metrics["mini_batches_not_applied"] == 1
     assert all(math.isfinite(value) for value in trained.metrics.values())
-    # A replay with the recorded updates makes the same, and gradients and moments keep no trace of the skipped ones.
-    assert [update.update for update in train(replaying, 1, rows, skip_updates=[1]).skipped_updates] == [1]
+    # A replay with the recorded updates makes the same, and gradients and moments keep no trace of those not applied.
+    assert [update.update for update in train(replaying, 1, rows, not_applied=[1]).not_applied] == [1]
     assert digest(trainer) == digest(replaying)
     for each in (trainer, replaying):
-        assert not train(each, 2, make_rows(folder, step=2)).skipped_updates
+        assert not train(each, 2, make_rows(folder, step=2)).not_applied
     assert digest(trainer) == digest(replaying)
 
 
@@ -153,17 +153,17 @@ def test_a_loss_that_is_not_finite_is_left_out_though_its_gradient_is(folder: Pa
     rows[far] = replace(rows[far], advantage=3e38, logp=rows[far].logp - rows[far].mask)
     config = make_config(folder, algorithm=GSPO, learner={"zero_stage": zero_stage})
     trainer, replaying = (Trainer(config, folder) for _ in range(2))
-    (update,) = train(trainer, 1, rows).skipped_updates
+    (update,) = train(trainer, 1, rows).not_applied
     assert (update.mini_batch, update.reason) == (1, "the loss is -inf")
     # A recorded update is not tried: with these rows it would be applied.
-    train(replaying, 1, make_rows(folder), skip_updates=[update.update])
+    train(replaying, 1, make_rows(folder), not_applied=[update.update])
     assert digest(trainer) == digest(replaying)
 
 
 def test_three_in_a_row_end_the_run_also_over_steps(folder: Path) -> None:
     trainer = Trainer(make_config(folder, algorithm=GSPO), folder)
     spoilt = [replace(row, advantage=math.inf) if row.mini_batch >= 2 else row for row in make_rows(folder)]
-    assert len(train(trainer, 1, spoilt).skipped_updates) == 2
+    assert len(train(trainer, 1, spoilt).not_applied) == 2
     # One that is applied in between starts the count anew.
     first = [replace(row, advantage=math.inf) if row.mini_batch in (0, 2) else row for row in make_rows(folder, step=2)]
     with pytest.raises(NotFiniteError, match="step 2: 3 mini-batches in a row were not applied; of the last one the"):
@@ -171,7 +171,7 @@ def test_three_in_a_row_end_the_run_also_over_steps(folder: Path) -> None:
     trainer = Trainer(make_config(folder, algorithm=GSPO), folder)
     train(trainer, 1, spoilt)
     train(trainer, 2, make_rows(folder, step=2))
-    assert len(train(trainer, 3, [replace(row, step=3) for row in spoilt]).skipped_updates) == 2
+    assert len(train(trainer, 3, [replace(row, step=3) for row in spoilt]).not_applied) == 2
 
 
 def test_a_step_of_which_nothing_is_applied_says_so_and_changes_nothing(folder: Path) -> None:
