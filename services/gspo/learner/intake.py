@@ -86,6 +86,7 @@ class Intake:
         self.untrained = UntrainedGroups()
         self._woken = asyncio.Event()
         self._is_generating = False
+        self._num_groups: int | None = None
         self.waited_since_s = 0.0
 
     async def run(self) -> None:
@@ -109,7 +110,7 @@ class Intake:
                 self.waited_since_s = time.monotonic()
                 self._is_generating = self._publisher.live_version >= 0
             open_groups = await self._open_groups()
-            result = self._assembler.next_batch(version, open_groups, num_groups=self._end.num_groups)
+            result = self._assembler.next_batch(version, open_groups, num_groups=self._num_groups)
             await self._settle(result.settled)
             match result:
                 case Batch():
@@ -122,6 +123,10 @@ class Intake:
                 case WaitingForGroups():
                     await self._wait_for_rollouts(result)
         return None
+
+    def expect_no_more_than(self, num_groups: int) -> None:
+        """The prompts are exhausted: so many groups were issued in all, and the last batches may be smaller."""
+        self._num_groups = num_groups
 
     def wake(self) -> None:
         """Have `next_batch` look again at once: an event came, or a request."""

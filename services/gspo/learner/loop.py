@@ -210,7 +210,7 @@ class Learner:
                 case StopRequested(reason=reason):
                     self._end.stop(reason)
                 case PromptsExhausted(num_groups=num_groups):
-                    self._end.num_groups = num_groups
+                    self.intake.expect_no_more_than(num_groups)
                 case Finished():
                     self._end.finished.set()
             self.intake.wake()

@@ -25,7 +25,6 @@ class RunEndCondition:
     """The condition under which the run ends.
 
     Attributes:
-        num_groups: Groups issued in all, once the prompts are exhausted; None before.
         kind: How training ended; unspecified before.
         done_reason: Why training is done; empty before.
         finished: Set when the coordinator has finished the run, or the process has to end without it.
@@ -33,7 +32,6 @@ class RunEndCondition:
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._stop_reason = config, ""
-        self.num_groups: int | None = None
         self.kind: RunEnd.ValueType = RUN_END_UNSPECIFIED
         self.done_reason = ""
         self.finished = asyncio.Event()
