@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo.learner.evaluation_gate import BEST, CANDIDATES, FACTS, BestVersion
+from gspo.learner.storage.best_version import BEST, CANDIDATES, FACTS, BestVersion
 
 
 def model(version: int) -> Callable[[Path], None]:
