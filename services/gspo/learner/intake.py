@@ -34,7 +34,7 @@ from gspo.learner.assembly.assembler import (
     WaitingForGroups,
 )
 from gspo.learner.assembly.rollout_limits import rollout_limits
-from gspo.learner.assembly.settlements import SettledGroup, Settlement
+from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.push.publisher import Publisher
 from gspo.learner.run_end import RunEndCondition, RunFailedError
 from gspo.learner.step_report import RolloutTimeline
@@ -228,7 +228,7 @@ class Intake:
             if waiting.what == "old_groups":
                 self.untrained.add_wait(time.monotonic() - began)
 
-    async def _settle(self, groups: tuple[SettledGroup, ...]) -> None:
+    async def _settle(self, groups: tuple[EndedGroup, ...]) -> None:
         """End groups without training: on disk first, then their entries go, then their slots."""
         if not groups:
             return
@@ -245,14 +245,14 @@ class UntrainedGroups:
     """The groups that were not trained since the step before, and the cost of stale rollouts."""
 
     def __init__(self) -> None:
-        self._groups: list[SettledGroup] = []
+        self._groups: list[EndedGroup] = []
         self._waited_s = 0.0
 
     def add_wait(self, seconds: float) -> None:
         """The learner waited for groups that a further version would make too old."""
         self._waited_s += seconds
 
-    def add(self, groups: Iterable[SettledGroup]) -> None:
+    def add(self, groups: Iterable[EndedGroup]) -> None:
         """Groups ended without training; the lengths of those too old count."""
         self._groups += groups
 
@@ -266,7 +266,7 @@ class UntrainedGroups:
         metrics.STALE_WAIT_SECONDS.inc(waited_s)
         account = {
             f"groups_{settlement}": float(counts[settlement])
-            for settlement in (Settlement.FILTERED, Settlement.STALE, Settlement.FAILED)
+            for settlement in (GroupEnding.FILTERED, GroupEnding.STALE, GroupEnding.FAILED)
         }
         account |= {
             "wait_old_s": waited_s,

@@ -16,7 +16,7 @@ from gspo.common.streams.keys import LEARNER, Keys
 from gspo.common.telemetry import metrics
 from gspo.learner import intake as intake_module
 from gspo.learner.assembly.assembler import Assembler, Batch
-from gspo.learner.assembly.settlements import Settlement, Settlements
+from gspo.learner.assembly.settlements import GroupEnding, Settlements
 from gspo.learner.intake import Intake
 from gspo.learner.push.publisher import Publisher
 from gspo.learner.run_end import RunEndCondition
@@ -37,8 +37,8 @@ class RunningIntake:
         (folder / "config.json").write_text('{"model_type": "x", "vocab_size": 20}')
         config = make_run(folder, folder)
         settlements = Settlements()
-        settlements.add(1, Settlement.TRAINED)
-        settlements.add(2, Settlement.FAILED)
+        settlements.add(1, GroupEnding.TRAINED)
+        settlements.add(2, GroupEnding.FAILED)
         self.assembler = Assembler(
             config.algorithm, config.staleness, seed=0, settlements=settlements, moments=RunningMoments()
         )
@@ -144,5 +144,5 @@ async def test_an_entry_that_several_learners_died_over_fails_its_group(
     (dead,) = await letters(redis, keys)
     assert (dead.letter.group, dead.letter.num_deliveries) == (5, 4)
     ended = intake.assembler.next_batch(0, {5: 0})
-    assert [(group.group, group.settlement) for group in ended.settled] == [(5, Settlement.FAILED)]
+    assert [(group.group, group.settlement) for group in ended.settled] == [(5, GroupEnding.FAILED)]
     assert "3 learners" in ended.settled[0].reason

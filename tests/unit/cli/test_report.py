@@ -27,7 +27,7 @@ from gspo.common.config.loading import CONFIG_NAME, read_config, write_config
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.step_time import CAUSES
 from gspo.learner.assembly.rows import Row
-from gspo.learner.assembly.settlements import SettledGroup, Settlement
+from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import RunDir
 from gspo_proto.rollout_pb2 import EvaluationDone
 
@@ -152,10 +152,10 @@ def ended(path: Path) -> Path:
         train(run_dir, 11, NUM_STEPS)
         evaluate(run_dir, NUM_STEPS, 0.85)
         run_dir.settle(
-            [SettledGroup(group, Settlement.FILTERED, "all rewards equal") for group in (80, 81)]
-            + [SettledGroup(group, Settlement.STALE, "too old") for group in (82, 83, 84)]
-            + [SettledGroup(85, Settlement.FAILED, "reward raised <b>KeyError</b>")]
-            + [SettledGroup(group, Settlement.UNUSED, "run.total_steps reached") for group in range(86, 90)]
+            [EndedGroup(group, GroupEnding.FILTERED, "all rewards equal") for group in (80, 81)]
+            + [EndedGroup(group, GroupEnding.STALE, "too old") for group in (82, 83, 84)]
+            + [EndedGroup(85, GroupEnding.FAILED, "reward raised <b>KeyError</b>")]
+            + [EndedGroup(group, GroupEnding.UNUSED, "run.total_steps reached") for group in range(86, 90)]
         )
     return path
 
@@ -164,7 +164,7 @@ def test_the_report_says_which_lengths_were_lost_to_age(path: Path) -> None:
     """The trained answers have 3 tokens; of those dropped one as well, and two have 4 to 7."""
     with RunDir(path) as run_dir:
         train(run_dir, 1, 1)
-        run_dir.settle([SettledGroup(4, Settlement.STALE, "too old", (3, 7, 4))])
+        run_dir.settle([EndedGroup(4, GroupEnding.STALE, "too old", (3, 7, 4))])
     _, html = report(path)
     text = " ".join(html.split())
     assert '<th>2 to 3</th><td class="num">8</td><td class="num">1</td><td class="num">11 %</td>' in text
@@ -295,7 +295,7 @@ def test_conversations_have_plots_and_are_read_turn_by_turn(path: Path) -> None:
 def test_open_groups_are_counted_up_to_the_highest_known(path: Path) -> None:
     with RunDir(path) as run_dir:
         train(run_dir, 1, 2)
-        run_dir.settle([SettledGroup(11, Settlement.STALE, "too old")])
+        run_dir.settle([EndedGroup(11, GroupEnding.STALE, "too old")])
     summary, text = report(path)
     assert summary["groups"] == {
         "issued": 12,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gspo.learner.assembly.settlements import SettledGroup, Settlement
+from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.intake import UntrainedGroups
 
 
@@ -10,8 +10,8 @@ def test_each_step_has_what_was_not_trained_since_the_one_before() -> None:
     untrained = UntrainedGroups()
     untrained.add_wait(1.5)
     untrained.add_wait(0.5)
-    untrained.add([SettledGroup(1, Settlement.STALE, "old", (10, 40)), SettledGroup(2, Settlement.FILTERED, "equal")])
-    untrained.add([SettledGroup(3, Settlement.STALE, "old", (100,)), SettledGroup(4, Settlement.UNUSED, "the end")])
+    untrained.add([EndedGroup(1, GroupEnding.STALE, "old", (10, 40)), EndedGroup(2, GroupEnding.FILTERED, "equal")])
+    untrained.add([EndedGroup(3, GroupEnding.STALE, "old", (100,)), EndedGroup(4, GroupEnding.UNUSED, "the end")])
     assert untrained.take_metrics() == {
         "groups_filtered": 1.0,
         "groups_stale": 2.0,

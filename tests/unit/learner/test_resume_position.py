@@ -12,7 +12,7 @@ import pytest
 
 from gspo.coordinator.groups.slots import OpenGroup, Slots
 from gspo.learner.assembly.rows import row_from_scored
-from gspo.learner.assembly.settlements import SettledGroup, Settlement
+from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import RunDir
 
 OPEN = OpenGroup(attempt=1, issued_unix_s=0.0, deadline_unix_s=100.0, min_version=0)
@@ -28,8 +28,8 @@ def test_dropped_prompts_hold_nothing_back_and_are_not_asked_again(
 ) -> None:
     with RunDir(tmp_path) as run:
         run.write_step(1, [replace(row_from_scored(scored(group)), step=1) for group in (0, 3)])
-        run.settle([SettledGroup(1, Settlement.FILTERED, "all rewards equal")])
-        run.settle([SettledGroup(2, Settlement.FAILED, "given up"), SettledGroup(5, Settlement.STALE, "too old")])
+        run.settle([EndedGroup(1, GroupEnding.FILTERED, "all rewards equal")])
+        run.settle([EndedGroup(2, GroupEnding.FAILED, "given up"), EndedGroup(5, GroupEnding.STALE, "too old")])
     slots = Slots(6, 2)
     for group in still_open:
         slots.issue(group, OPEN)

@@ -18,7 +18,7 @@ from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.schema import StalenessConfig
 from gspo.learner.assembly.groups import Group
 from gspo.learner.assembly.rows import Row
-from gspo.learner.assembly.settlements import SettledGroup, Settlement, Settlements
+from gspo.learner.assembly.settlements import EndedGroup, GroupEnding, Settlements
 from gspo_core.advantage import RunningMoments, normalize_rewards
 from gspo_proto.rollout_pb2 import GroupFailure, ScoredRollout
 
@@ -38,7 +38,7 @@ class Batch:
     step: int
     rows: tuple[Row, ...]  # in training order
     groups: tuple[int, ...]
-    settled: tuple[SettledGroup, ...]
+    settled: tuple[EndedGroup, ...]
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class WaitingForGroups:
 
     what: str
     detail: str
-    settled: tuple[SettledGroup, ...]
+    settled: tuple[EndedGroup, ...]
 
 
 @dataclass(frozen=True)
 class PromptsUsedUp:
     """No step ever: every group that was issued, and will be, is settled."""
 
-    settled: tuple[SettledGroup, ...]
+    settled: tuple[EndedGroup, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class NoUsableGroups:
     """No step: all groups of max_refill batches failed or were filtered. `reason` names the last one's."""
 
     reason: str
-    settled: tuple[SettledGroup, ...]
+    settled: tuple[EndedGroup, ...]
 
 
 class Assembler:
@@ -90,7 +90,7 @@ class Assembler:
         self._fails_as_one = on_failure == "group"
         self._settlements = Settlements(settlements)
         self._groups: dict[int, Group] = {}
-        self._fruitless: list[SettledGroup] = []
+        self._fruitless: list[EndedGroup] = []
 
     def add(self, entry: ScoredRollout | GroupFailure) -> AddResult:
         """Take an entry of the `scored` stream.
@@ -100,7 +100,7 @@ class Assembler:
         """
         number = entry.group if isinstance(entry, GroupFailure) else entry.rollout.group
         if (ended := self._settlements.get(number)) is not None:
-            is_logged = ended is Settlement.TRAINED and isinstance(entry, ScoredRollout)
+            is_logged = ended is GroupEnding.TRAINED and isinstance(entry, ScoredRollout)
             return AddResult.DUPLICATE if is_logged else AddResult.LATE
         group = self._groups.get(number) or Group(number, self._algorithm, fails_as_one=self._fails_as_one)
         if isinstance(entry, ScoredRollout) and entry.rollout.number in group:
@@ -147,30 +147,30 @@ class Assembler:
             return PromptsUsedUp(settled)
         return self._unless_hopeless(WaitingForGroups("groups", f"{len(chosen)} of {size} groups", settled), chosen)
 
-    def settle_unused(self, open_groups: Iterable[int], reason: str) -> tuple[SettledGroup, ...]:
+    def settle_unused(self, open_groups: Iterable[int], reason: str) -> tuple[EndedGroup, ...]:
         """End every group that is open or has rollouts here: the run ends without it."""
         unsettled = (set(open_groups) | set(self._groups)) - set(self._settlements)
-        return tuple(self._settle(group, Settlement.UNUSED, reason) for group in sorted(unsettled))
+        return tuple(self._settle(group, GroupEnding.UNUSED, reason) for group in sorted(unsettled))
 
     def replay(self, rows: Sequence[Row]) -> None:
         """Take the rewards of a logged step into the running moments, as its assembly did."""
         if self._algorithm.reward_norm == "running":
             update_moments(self.moments, rows)
 
-    def _settle(self, group: int, settlement: Settlement, reason: str) -> SettledGroup:
+    def _settle(self, group: int, settlement: GroupEnding, reason: str) -> EndedGroup:
         ended = self._groups.pop(group, None)
         self._settlements.add(group, settlement)
-        lengths = tuple(row.num_sampled for row in ended.rows()) if ended and settlement is Settlement.STALE else ()
-        return SettledGroup(group, settlement, reason, lengths)
+        lengths = tuple(row.num_sampled for row in ended.rows()) if ended and settlement is GroupEnding.STALE else ()
+        return EndedGroup(group, settlement, reason, lengths)
 
-    def _settle_spent(self, version: int) -> tuple[SettledGroup, ...]:
+    def _settle_spent(self, version: int) -> tuple[EndedGroup, ...]:
         """End the complete groups that cannot be trained on, by number."""
         settled = []
         for number in sorted(self._groups):
             group = self._groups[number]
             if group.is_complete and (ending := group.ending(version, self._staleness)):
                 settled.append(self._settle(number, *ending))
-        self._fruitless += [s for s in settled if s.settlement in (Settlement.FAILED, Settlement.FILTERED)]
+        self._fruitless += [s for s in settled if s.settlement in (GroupEnding.FAILED, GroupEnding.FILTERED)]
         return tuple(settled)
 
     def _missing_old_groups(self, version: int, chosen: Sequence[Group], open_groups: Mapping[int, int]) -> str | None:
@@ -216,14 +216,14 @@ class Assembler:
         num_complete = sum(group.is_complete for group in self._groups.values())
         return len(self._settlements) + num_complete >= num_groups
 
-    def _make_batch(self, version: int, chosen: Sequence[Group], settled: tuple[SettledGroup, ...]) -> Batch:
+    def _make_batch(self, version: int, chosen: Sequence[Group], settled: tuple[EndedGroup, ...]) -> Batch:
         step = version + 1
         rows = [row for group in chosen for row in group.rows_to_train(version, self._staleness)]
         num_mini_batches = self._algorithm.num_mini_batches
         rows = in_training_order(rows, seed=self._seed, step=step, num_mini_batches=num_mini_batches)
         rows = with_advantages(rows, self._algorithm, self.moments)
         for group in chosen:
-            self._settle(group.number, Settlement.TRAINED, f"step {step}")
+            self._settle(group.number, GroupEnding.TRAINED, f"step {step}")
         self._fruitless.clear()
         return Batch(step, tuple(rows), tuple(sorted(group.number for group in chosen)), settled)
 

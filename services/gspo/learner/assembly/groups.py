@@ -12,7 +12,7 @@ import torch
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.schema import StalenessConfig
 from gspo.learner.assembly.rows import Row, lowered, row_from_scored
-from gspo.learner.assembly.settlements import Settlement
+from gspo.learner.assembly.settlements import GroupEnding
 from gspo_core.advantage import overlong_penalty
 from gspo_proto.rollout_pb2 import ScoredRollout
 
@@ -69,25 +69,25 @@ class Group:
             self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
             self.newest = newest if self.newest is None else max(self.newest, newest)
 
-    def ending(self, version: int, staleness: StalenessConfig) -> tuple[Settlement, str] | None:
+    def ending(self, version: int, staleness: StalenessConfig) -> tuple[GroupEnding, str] | None:
         """How and why a complete group ends untrained at the learner's `version`; None if it can be trained."""
         if self.failure_reason is not None:
-            return Settlement.FAILED, self.failure_reason
+            return GroupEnding.FAILED, self.failure_reason
         failures = [row.failure for row in self.rows() if row.skipped == "failed"]
         if len(failures) == self.num_here:
-            return Settlement.FAILED, f"every rollout failed, the last one: {failures[-1]}"
+            return GroupEnding.FAILED, f"every rollout failed, the last one: {failures[-1]}"
         if failures and self._fails_as_one:
-            return Settlement.FAILED, f"{len(failures)} of its rollouts failed, the last one: {failures[-1]}"
+            return GroupEnding.FAILED, f"{len(failures)} of its rollouts failed, the last one: {failures[-1]}"
         if all(row.skipped for row in self._rows.values()):
-            return Settlement.FILTERED, f"no rollout counts: {len(failures)} failed, the others were truncated"
+            return GroupEnding.FILTERED, f"no rollout counts: {len(failures)} failed, the others were truncated"
         rewards = {row.reward for row in self._rows.values() if row.skipped is None}
         if self._algorithm.filter_zero_spread and len(rewards) == 1:
-            return Settlement.FILTERED, f"zero spread: every reward is {rewards.pop():g}"
+            return GroupEnding.FILTERED, f"zero spread: every reward is {rewards.pop():g}"
         # With masking one young token is enough; otherwise one old token makes the group stale.
         masks = staleness.on_stale == "mask"
         deciding, limit = (self.newest, staleness.token_age_limit) if masks else (self.oldest, staleness.max_lag)
         if deciding is not None and version - deciding > limit:
-            return Settlement.STALE, f"sampled by version {deciding}, trained at {version}; at most {limit} behind"
+            return GroupEnding.STALE, f"sampled by version {deciding}, trained at {version}; at most {limit} behind"
         return None
 
     def rows(self) -> list[Row]:

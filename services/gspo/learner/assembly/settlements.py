@@ -10,7 +10,7 @@ from enum import StrEnum
 from gspo_proto import rollout_pb2
 
 
-class Settlement(StrEnum):
+class GroupEnding(StrEnum):
     """The five ways in which a group ends."""
 
     TRAINED = "trained"
@@ -21,11 +21,11 @@ class Settlement(StrEnum):
 
 
 @dataclass(frozen=True)
-class SettledGroup:
+class EndedGroup:
     """A group that ended, and why. `response_tokens` of each of its rollouts, if it was too old to train on."""
 
     group: int
-    settlement: Settlement
+    settlement: GroupEnding
     reason: str
     response_tokens: tuple[int, ...] = ()
 
@@ -35,7 +35,7 @@ class SettledGroup:
         return rollout_pb2.SettledGroup(group=self.group, settlement=number, reason=self.reason)
 
 
-class Settlements(dict[int, Settlement]):
+class Settlements(dict[int, GroupEnding]):
     """Group -> how it ended."""
 
     def without(self, groups: Iterable[int]) -> Settlements:
@@ -45,7 +45,7 @@ class Settlements(dict[int, Settlement]):
             rest.pop(group, None)
         return rest
 
-    def add(self, group: int, settlement: Settlement) -> None:
+    def add(self, group: int, settlement: GroupEnding) -> None:
         """Enter a group's ending.
 
         Raises:
@@ -59,7 +59,7 @@ class Settlements(dict[int, Settlement]):
         """Groups by settlement, all five named."""
         # A copy: gRPC calls count while another thread adds.
         numbers = Counter(list(self.values()))
-        return {settlement.value: numbers[settlement] for settlement in Settlement}
+        return {settlement.value: numbers[settlement] for settlement in GroupEnding}
 
     def ranges(self) -> list[tuple[int, int]]:
         """The settled groups as ranges (first, last), both included, in order."""

@@ -18,7 +18,7 @@ from typing import Any, Self
 from gspo.common.errors import InputError
 from gspo.common.host.durable_write import TEMPORARY, replace_file
 from gspo.learner.assembly.rows import Row
-from gspo.learner.assembly.settlements import SettledGroup, Settlement, Settlements
+from gspo.learner.assembly.settlements import EndedGroup, GroupEnding, Settlements
 from gspo.learner.storage.checkpoints import Checkpoints
 from gspo.learner.storage.durable_files import DiskSpace, JsonLines, finite_or_null
 from gspo.learner.storage.step_log import StepLog
@@ -126,7 +126,7 @@ class RunDir:
         self._refuse_settled(groups)
         self.steplog.write(step, rows)
         for group in groups:
-            self.settlements.add(group, Settlement.TRAINED)
+            self.settlements.add(group, GroupEnding.TRAINED)
 
     def steps_to_replay(self, after: int) -> list[int]:
         """The logged steps after step `after`, in order.
@@ -142,7 +142,7 @@ class RunDir:
             )
         return steps
 
-    def settle(self, groups: Sequence[SettledGroup]) -> None:
+    def settle(self, groups: Sequence[EndedGroup]) -> None:
         """Record how groups ended that are not trained; on the disk when this returns.
 
         Raises:
@@ -220,7 +220,7 @@ class RunDir:
     def _remove_steps(self, steps: Sequence[int]) -> None:
         """Remove step files; their groups are first recorded as trained, since no other file has them."""
         trained = [
-            SettledGroup(group, Settlement.TRAINED, f"step {step}, whose file was removed under keep_log_steps")
+            EndedGroup(group, GroupEnding.TRAINED, f"step {step}, whose file was removed under keep_log_steps")
             for step in steps
             for group in self.steplog.groups(step)
             if group not in self._trained_lines
@@ -229,7 +229,7 @@ class RunDir:
         self._trained_lines.update(settled.group for settled in trained)
         self.steplog.remove(steps)
 
-    def _append_settled(self, groups: Sequence[SettledGroup]) -> None:
+    def _append_settled(self, groups: Sequence[EndedGroup]) -> None:
         now = time.time()
         self._lines[SETTLED].append(
             {"group": s.group, "settlement": s.settlement.value, "reason": s.reason, "unix_s": now}
@@ -245,12 +245,12 @@ class RunDir:
     def _read_settlements(self) -> Settlements:
         settlements = Settlements()
         for record in self._lines[SETTLED].records(SettledRecord.model_validate):
-            settlements.add(record.group, Settlement(record.settlement))
-        self._trained_lines.update(g for g, settlement in settlements.items() if settlement is Settlement.TRAINED)
+            settlements.add(record.group, GroupEnding(record.settlement))
+        self._trained_lines.update(g for g, settlement in settlements.items() if settlement is GroupEnding.TRAINED)
         for step in self.steplog.steps():
             # After a kill between the line and the removal of the file there are both.
             for group in set(self.steplog.groups(step)) - self._trained_lines:
-                settlements.add(group, Settlement.TRAINED)
+                settlements.add(group, GroupEnding.TRAINED)
         return settlements
 
     def _note_evaluation(self, label: str, version: int, figures: Mapping[str, float], score: float | None) -> None:

@@ -10,7 +10,7 @@ import pytest
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.schema import StalenessConfig
 from gspo.learner.assembly.assembler import AddResult, Assembler, Batch, NoUsableGroups, PromptsUsedUp, WaitingForGroups
-from gspo.learner.assembly.settlements import SettledGroup, Settlement, Settlements
+from gspo.learner.assembly.settlements import EndedGroup, GroupEnding, Settlements
 from gspo_core.advantage import RunningMoments
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, GroupFailure
 
@@ -88,8 +88,8 @@ def test_the_first_result_of_a_rollout_wins(scored) -> None:
 
 def test_groups_in_the_run_directory_are_not_taken_again(scored) -> None:
     settlements = Settlements()
-    settlements.add(3, Settlement.TRAINED)
-    settlements.add(4, Settlement.STALE)
+    settlements.add(3, GroupEnding.TRAINED)
+    settlements.add(4, GroupEnding.STALE)
     a = Assembler(AlgorithmConfig(), StalenessConfig(), seed=0, settlements=settlements, moments=RunningMoments())
     assert a.add(scored(3, 0)) is AddResult.DUPLICATE
     assert a.add(scored(4, 0)) is AddResult.LATE
@@ -207,7 +207,7 @@ def test_a_group_whose_rollouts_all_failed_is_settled_at_once_with_the_last_reas
     a.add(scored(0, 1, reward=None, failure="second"))
     a.add(scored(0, 0, reward=None, failure="first"))
     waiting = a.next_batch(0, {0: 0})
-    expected = SettledGroup(0, Settlement.FAILED, "every rollout failed, the last one: second")
+    expected = EndedGroup(0, GroupEnding.FAILED, "every rollout failed, the last one: second")
     assert waiting == WaitingForGroups("groups", "0 of 2 groups", (expected,))
     assert a.add(scored(0, 0)) is AddResult.LATE
     assert a.next_batch(0, {0: 0}).settled == ()
@@ -219,7 +219,7 @@ def test_a_group_that_was_given_up_is_failed_with_its_reason(scored) -> None:
     assert a.add(GroupFailure(group=0, attempt=3, reason="no result after 3 attempts")) is AddResult.NEW
     assert a.add(scored(0, 1)) is AddResult.LATE
     settled = a.next_batch(0, {0: 0}).settled
-    assert settled == (SettledGroup(0, Settlement.FAILED, "no result after 3 attempts"),)
+    assert settled == (EndedGroup(0, GroupEnding.FAILED, "no result after 3 attempts"),)
 
 
 def test_a_failure_after_the_last_rollout_changes_nothing(fill) -> None:
@@ -244,7 +244,7 @@ def test_a_group_of_which_nothing_counts_is_filtered(scored) -> None:
     a.add(scored(0, 0, reward=None))
     a.add(scored(0, 1, outcome=OUTCOME_TRUNCATED))
     reason = "no rollout counts: 1 failed, the others were truncated"
-    assert a.next_batch(0, {}).settled == (SettledGroup(0, Settlement.FILTERED, reason),)
+    assert a.next_batch(0, {}).settled == (EndedGroup(0, GroupEnding.FILTERED, reason),)
 
 
 def test_a_group_with_equal_rewards_is_trained_with_advantage_0(scored) -> None:
@@ -279,7 +279,7 @@ def test_groups_without_spread_are_dropped_and_others_fill_the_batch(scored, fil
     for number in range(2):
         a.add(scored(0, number, reward=0.1))
     fill(a, 1)
-    expected = SettledGroup(0, Settlement.FILTERED, "zero spread: every reward is 0.1")
+    expected = EndedGroup(0, GroupEnding.FILTERED, "zero spread: every reward is 0.1")
     assert a.next_batch(0, {2: 0}) == WaitingForGroups("groups", "1 of 2 groups", (expected,))
     fill(a, 2)
     batch = a.next_batch(0, {})
@@ -294,7 +294,7 @@ def test_spread_is_that_of_the_rollouts_that_count(scored) -> None:
     a.add(scored(0, 2, reward=0.0, num_rollouts=4, outcome=OUTCOME_TRUNCATED))
     a.add(scored(0, 3, reward=1.0, num_rollouts=4))
     (settled,) = a.next_batch(0, {}).settled
-    assert (settled.settlement, settled.reason) == (Settlement.FILTERED, "zero spread: every reward is 1")
+    assert (settled.settlement, settled.reason) == (GroupEnding.FILTERED, "zero spread: every reward is 1")
 
 
 def test_a_batch_that_max_refill_batches_could_not_fill_is_trained_as_it_is(scored, fill) -> None:
@@ -376,7 +376,7 @@ def test_a_group_with_a_token_too_old_is_stale(scored, on_stale: str) -> None:
     a.add(scored(0, 1, version=[3, 5]))
     reason = "sampled by version 3, trained at 5; at most 1 behind"
     # With how long its answers were: the loss by length is reported.
-    assert a.next_batch(5, {}).settled == (SettledGroup(0, Settlement.STALE, reason, (3, 2)),)
+    assert a.next_batch(5, {}).settled == (EndedGroup(0, GroupEnding.STALE, reason, (3, 2)),)
 
 
 def test_only_tokens_that_count_make_a_group_old(scored) -> None:
@@ -415,7 +415,7 @@ def test_a_group_that_masking_empties_is_stale(fill) -> None:
     fill(a, 0, version=3)
     reason = "sampled by version 3, trained at 5; at most 1 behind"
     (settled,) = a.next_batch(5, {}).settled
-    assert (settled.group, settled.settlement, settled.reason) == (0, Settlement.STALE, reason)
+    assert (settled.group, settled.settlement, settled.reason) == (0, GroupEnding.STALE, reason)
 
 
 def test_a_lag_lowered_on_resume_does_not_wait_for_ever(fill) -> None:
@@ -437,7 +437,7 @@ def test_the_last_batch_may_be_smaller(fill, scored) -> None:
     a.add(GroupFailure(group=1, reason="deadline"))
     batch = a.next_batch(0, {}, num_groups=2)
     assert isinstance(batch, Batch)
-    assert (batch.groups, batch.settled) == ((0,), (SettledGroup(1, Settlement.FAILED, "deadline"),))
+    assert (batch.groups, batch.settled) == ((0,), (EndedGroup(1, GroupEnding.FAILED, "deadline"),))
     assert a.next_batch(1, {}, num_groups=2) == PromptsUsedUp(())
 
 
@@ -455,6 +455,6 @@ def test_what_is_open_at_the_end_is_unused(fill, scored) -> None:
     assert isinstance(a.next_batch(0, {}), Batch)
     settled = a.settle_unused([0, 1, 2, 3], "the run ended at step 1")
     assert [(s.group, s.settlement, s.reason) for s in settled] == [
-        (group, Settlement.UNUSED, "the run ended at step 1") for group in (1, 2, 3)
+        (group, GroupEnding.UNUSED, "the run ended at step 1") for group in (1, 2, 3)
     ]
     assert a.settle_unused([0, 1, 2, 3], "again") == ()

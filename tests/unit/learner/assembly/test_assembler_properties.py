@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.schema import StalenessConfig
 from gspo.learner.assembly.assembler import AddResult, Assembler, Batch, PromptsUsedUp, WaitingForGroups
-from gspo.learner.assembly.settlements import SettledGroup, Settlement, Settlements
+from gspo.learner.assembly.settlements import EndedGroup, GroupEnding, Settlements
 from gspo_core.advantage import RunningMoments
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, OUTCOME_TRUNCATED, GroupFailure
 
@@ -42,7 +42,7 @@ class SimulatedAssembly:
         self.missing: list[tuple[int, int]] = []
         self.version_of: dict[int, int] = {}  # a trained group's slot, until the version made from it is live
         self.batches: list[Batch] = []
-        self.settled: list[SettledGroup] = []
+        self.settled: list[EndedGroup] = []
         self.is_over = False
 
     def play(self) -> SimulatedAssembly:
@@ -124,4 +124,4 @@ def test_each_group_is_settled_once_and_nothing_too_old_counts(
                 assert batch.step - 1 - row.version[row.mask].min() <= max_lag
     assert all(len(batch.groups) == SIZE for batch in run.batches[:-1])
     if on_stale == "wait":
-        assert not [ended for ended in run.settled if ended.settlement is Settlement.STALE]
+        assert not [ended for ended in run.settled if ended.settlement is GroupEnding.STALE]

@@ -16,7 +16,7 @@ import pytest
 
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.rows import Row, row_from_scored
-from gspo.learner.assembly.settlements import SettledGroup, Settlement
+from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
 
@@ -54,7 +54,7 @@ def test_writes_wait_for_free_disk_space_and_are_whole_then(small_disk: Path, ro
     with RunDir(small_disk / "run", disk) as run:
         run.append_version(0, "before", "float32")
         filler = fill(small_disk)
-        settled = [SettledGroup(group, Settlement.FAILED, "a reason" * 1000) for group in range(10, 20)]
+        settled = [EndedGroup(group, GroupEnding.FAILED, "a reason" * 1000) for group in range(10, 20)]
 
         def write() -> None:
             run.settle(settled)
@@ -85,7 +85,7 @@ def test_a_learner_that_is_asked_to_end_does_not_wait(small_disk: Path) -> None:
     with RunDir(small_disk / "run", DiskSpace(Activity("learner"), stopping=lambda: True)) as run:
         fill(small_disk)
         with pytest.raises(OSError, match="No space left"):
-            run.settle([SettledGroup(1, Settlement.FAILED, "a reason" * 10_000)])
+            run.settle([EndedGroup(1, GroupEnding.FAILED, "a reason" * 10_000)])
 
 
 def test_what_is_no_full_disk_is_raised_at_once(tmp_path: Path) -> None:

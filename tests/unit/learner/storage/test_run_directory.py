@@ -16,7 +16,7 @@ import pytest
 
 from gspo.common.errors import InputError
 from gspo.learner.assembly.rows import Row, row_from_scored
-from gspo.learner.assembly.settlements import SettledGroup, Settlement
+from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import PolicyVersion, RunDir
 from gspo_proto.rollout_pb2 import EvaluationDone
 
@@ -98,7 +98,7 @@ def test_a_step_is_read_back_and_its_groups_are_trained(tmp_path: Path, rows) ->
         assert [row.group for row in run.steplog.read(1)] == [4, 2]
     with RunDir(tmp_path) as run:
         assert run.steplog.steps() == [1]
-        assert run.settlements.get(4) is run.settlements.get(2) is Settlement.TRAINED
+        assert run.settlements.get(4) is run.settlements.get(2) is GroupEnding.TRAINED
         assert 3 not in run.settlements
 
 
@@ -160,7 +160,7 @@ def test_the_log_is_on_the_disk_before_write_step_returns(
         run.write_step(1, rows(1, 0))
         assert calls == ["step-000001.parquet.tmp", "link", "log"]
         calls.clear()
-        run.settle([SettledGroup(1, Settlement.STALE, "old")])
+        run.settle([EndedGroup(1, GroupEnding.STALE, "old")])
         run.append_version(1, "aa", "float32")
         assert calls == ["settled.jsonl", "policy.jsonl"]
 
@@ -187,8 +187,8 @@ def test_a_missing_step_stops_the_replay(tmp_path: Path, rows) -> None:
 def test_settlements_are_counted_found_and_kept(tmp_path: Path, rows) -> None:
     with RunDir(tmp_path) as run:
         run.write_step(1, rows(1, 0, 1))
-        run.settle([SettledGroup(2, Settlement.FAILED, "hangs"), SettledGroup(5, Settlement.STALE, "old")])
-        run.settle([SettledGroup(6, Settlement.UNUSED, "the run ended")])
+        run.settle([EndedGroup(2, GroupEnding.FAILED, "hangs"), EndedGroup(5, GroupEnding.STALE, "old")])
+        run.settle([EndedGroup(6, GroupEnding.UNUSED, "the run ended")])
     with RunDir(tmp_path) as run:
         assert run.settlements.ranges() == [(0, 2), (5, 6)]
         assert run.settlements.counts() == {"trained": 2, "filtered": 0, "stale": 1, "failed": 1, "unused": 1}
@@ -202,9 +202,9 @@ def test_settlements_are_counted_found_and_kept(tmp_path: Path, rows) -> None:
 
 def test_a_group_is_settled_once(tmp_path: Path, rows) -> None:
     with RunDir(tmp_path) as run:
-        run.settle([SettledGroup(2, Settlement.FAILED, "hangs")])
+        run.settle([EndedGroup(2, GroupEnding.FAILED, "hangs")])
         with pytest.raises(ValueError, match="group 2 is settled already: 'failed'"):
-            run.settle([SettledGroup(3, Settlement.STALE, "old"), SettledGroup(2, Settlement.STALE, "old")])
+            run.settle([EndedGroup(3, GroupEnding.STALE, "old"), EndedGroup(2, GroupEnding.STALE, "old")])
         with pytest.raises(ValueError, match="group 2 is settled already"):
             run.write_step(1, rows(1, 2))
         assert 3 not in run.settlements
@@ -219,20 +219,20 @@ def test_a_log_that_settles_a_group_twice_is_refused_and_the_lock_let_go(tmp_pat
         RunDir(tmp_path)
     (tmp_path / "log" / "settled.jsonl").write_text(line)
     with RunDir(tmp_path) as run:
-        assert run.settlements.get(2) is Settlement.FAILED
+        assert run.settlements.get(2) is GroupEnding.FAILED
 
 
 @pytest.mark.parametrize("torn", ['{"group": 3, "settl', '{"group": 3, "settlement": "stale", "reason": ""}'])
 def test_a_torn_last_line_is_cut_off(tmp_path: Path, torn: str) -> None:
     with RunDir(tmp_path) as run:
-        run.settle([SettledGroup(2, Settlement.FAILED, "hangs")])
+        run.settle([EndedGroup(2, GroupEnding.FAILED, "hangs")])
     path = tmp_path / "log" / "settled.jsonl"
     whole = path.read_text()
     path.write_text(whole + torn)
     with RunDir(tmp_path) as run:
         assert path.read_text() == whole
         assert run.settlements.ranges() == [(2, 2)]
-        run.settle([SettledGroup(3, Settlement.STALE, "old")])
+        run.settle([EndedGroup(3, GroupEnding.STALE, "old")])
     with RunDir(tmp_path) as run:
         assert run.settlements.ranges() == [(2, 3)]
 
@@ -449,7 +449,7 @@ def test_groups_of_removed_steps_stay_trained(tmp_path: Path, rows) -> None:
         assert run.settlements.ranges() == [(10, 10), (20, 20), (30, 30)]
         assert run.settlements.counts() == counts
         with pytest.raises(ValueError, match="group 10 is settled already: 'trained'"):
-            run.settle([SettledGroup(10, Settlement.STALE, "old")])
+            run.settle([EndedGroup(10, GroupEnding.STALE, "old")])
 
 
 def test_a_kill_while_step_files_are_removed_is_made_good(
