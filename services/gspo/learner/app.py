@@ -73,13 +73,13 @@ class _Startup:
     @asynccontextmanager
     async def open(self, service: Service) -> AsyncIterator[App]:
         config, run_dir = service.config, self._run_dir
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
             model = model_folder(config.model)
             recovered = await asyncio.get_running_loop().run_in_executor(
-                thread, recover, config, model, run_dir, service.activity, self._start_trainer
+                executor, recover, config, model, run_dir, service.activity, self._start_trainer
             )
-            learner = Learner(service, run_dir, recovered, thread, self._disk)
+            learner = Learner(service, run_dir, recovered, executor, self._disk)
             position = await Events(service.redis, service.keys, service.options.name).newest()
             trackers = Trackers(config.tracking, run_dir.path)
             try:
@@ -88,7 +88,7 @@ class _Startup:
                 await trackers.finish()
             await learner.trainer.release_ranks()
         finally:
-            await asyncio.to_thread(thread.shutdown, cancel_futures=True)
+            await asyncio.to_thread(executor.shutdown, cancel_futures=True)
 
 
 def _app(service: Service, learner: Learner, trackers: Trackers, position: bytes) -> App:

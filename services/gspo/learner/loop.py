@@ -59,7 +59,7 @@ class Learner:
 
     Args:
         recovered: Trainer and assembler, in the state after the last logged step.
-        thread: The one thread that calls the trainer.
+        executor: The one thread in which the trainer was started.
         disk: Waits for free disk space for checkpoints and exported models.
     """
 
@@ -68,7 +68,7 @@ class Learner:
         service: Service,
         run_dir: RunDir,
         recovered: RecoveredState,
-        thread: ThreadPoolExecutor,
+        executor: ThreadPoolExecutor,
         disk: DiskSpace,
     ) -> None:
         self._service, self._run_dir, self._notices = service, run_dir, recovered.notices
@@ -78,7 +78,7 @@ class Learner:
         self._gate = EvaluationGate(service.config, run_dir, service.activity)
         self._report = StepReport(service.config, run_dir, self._events)
         self._groups_in_training: tuple[int, ...] = ()
-        self.trainer = TrainerThread(recovered.trainer, thread, disk, run_dir.path)
+        self.trainer = TrainerThread(recovered.trainer, executor, disk, run_dir.path)
         self.publisher = Publisher(service, run_dir.epoch, self._announce_live)
         self.intake = Intake(service, run_dir, recovered.assembler, self.publisher, self._end, self._events)
         self.checkpoints = CheckpointWriter(

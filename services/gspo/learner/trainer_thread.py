@@ -1,4 +1,7 @@
-"""Calls the trainer in its one thread; meanwhile the event loop takes rollouts and pushes weights."""
+"""Calls the trainer in its one thread; meanwhile the event loop takes rollouts and pushes weights.
+
+loop.py and checkpointing.py call TrainerThread, which calls rank_control.RankZero.
+"""
 
 from __future__ import annotations
 

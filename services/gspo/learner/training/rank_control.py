@@ -1,5 +1,6 @@
 """The learner's ranks act as one: rank zero sends each call of the trainer to the others, and all make it.
 
+TrainerThread and recovery.py call RankZero; it and follow_rank_zero call the Trainer of their rank.
 Rank zero alone talks to Redis, gRPC and the log; the others know rank zero's calls and the run directory.
 consumes: rank zero's calls. waits for: the next one, which comes at the latest with the next heartbeat.
 """

@@ -1,5 +1,6 @@
 """Trains a step's rows: losses, gradients over all ranks, optimizer steps, and the steps that are not applied.
 
+rank_control.py calls Trainer on every rank; weights, checkpoints and export are those of its base, PolicyEngine.
 A mini-batch whose loss or gradient norm is not finite is not applied at all: weights and moments stay as they were.
 """
 
