@@ -75,8 +75,8 @@ class StandInEngine:
         return LoadTimes(0.0, self.load_s, 0.0)
 
 
-class IdleWorker:
-    """The part of a worker that the servicer calls."""
+class IdleLoop:
+    """The part of a generation loop that the servicer calls."""
 
     num_running = 0
 
@@ -147,7 +147,7 @@ async def generator(
     engine, staged = StandInEngine(), StagedWeights({**SHAPES, **(ignored or {})}, "bfloat16")
     for tensor, bits in policy(0).bits.items():
         staged.current.bits(tensor)[:] = bits.reshape(-1)
-    servicer = RecordingServicer(service, engine, staged, None, IdleWorker())
+    servicer = RecordingServicer(service, engine, staged, None, IdleLoop())
     servicer.generator = running = PushTarget(engine, staged, servicer)
     server = GrpcServer(
         GrpcApi(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)),

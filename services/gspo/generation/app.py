@@ -17,11 +17,11 @@ from gspo.common.service.app import App, Service, run_app
 from gspo.generation.check import check
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.loop import GenerationLoop
 from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.servicer import SERVICE_NAME, GenerationGrpcServicer
-from gspo.generation.worker import Worker
 from gspo_proto import generation_pb2_grpc
 
 StartEngine: TypeAlias = Callable[[Config, Path], Awaitable[EngineLike]]
@@ -60,11 +60,11 @@ def _app(service: Service, folder: Path, engine: EngineLike, staged: StagedWeigh
     config = service.config
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     environments = EnvironmentClient(service)
-    rollouts = RolloutDriver(engine, tokenizer, config.generation, Episodes(environments, tokenizer))
-    worker = Worker(service, engine, rollouts)
-    servicer = GenerationGrpcServicer(service, engine, staged, rollouts, worker)
+    driver = RolloutDriver(engine, tokenizer, config.generation, Episodes(environments, tokenizer))
+    loop = GenerationLoop(service, engine, driver)
+    servicer = GenerationGrpcServicer(service, engine, staged, driver, loop)
     return App(
-        worker.run,
+        loop.run,
         background={"engine": servicer.wait_until_broken, "environments": environments.run},
         grpc=GrpcApi(
             SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)

@@ -1,4 +1,4 @@
-"""A worker's leased tasks: the stream of each, its rollouts in flight, and every write under its lease.
+"""A generator's leased tasks: the stream of each, its rollouts in flight, and every write under its lease.
 
 Finished rollouts are written in bursts. In-flight rollouts are saved, so that a generator that dies costs at most
 `save_tokens` tokens of each.
@@ -49,7 +49,7 @@ class Outbox:
             burst, self._queue = self._queue, []
             try:
                 kept = await self._inbox.put([output for output, _ in burst])
-            except Exception as error:  # noqa: BLE001 - every `put` that waits raises it, and so ends the worker
+            except Exception as error:  # noqa: BLE001 - every `put` that waits raises it, and so ends the generator
                 for _, written in burst:
                     if not written.done():
                         written.set_exception(error)
@@ -78,7 +78,7 @@ class TaskSource:
 
 @dataclass(eq=False)
 class LeasedTask:
-    """A task under this worker's lease.
+    """A task under this generator's lease.
 
     Attributes:
         num_running: Its rollouts that take a place in the engine.
@@ -102,7 +102,7 @@ class LeasedTask:
 
 
 def num_failed_deliveries(num_deliveries: int, unfinished: Iterable[InFlightRollout]) -> int:
-    """Times that a task was handed out since a worker last saved a part of it: one that did has not failed."""
+    """Times that a task was handed out since a generator last saved a part of it: one that did has not failed."""
     return num_deliveries - max((rollout.state.delivery for rollout in unfinished), default=0)
 
 
@@ -110,7 +110,7 @@ class Saver:
     """Checks the in-flight rollouts at short intervals, and saves those that have grown enough.
 
     Args:
-        leased: The tasks of the worker, which it changes.
+        leased: The tasks of the generator; GenerationLoop adds to this list and removes from it.
     """
 
     def __init__(self, config: GenerationConfig, engine: EngineLike, leased: list[LeasedTask]) -> None:
@@ -125,7 +125,7 @@ class Saver:
             await self._save(self._leased, paused=False)
 
     async def save_paused(self, leased: Iterable[LeasedTask]) -> None:
-        """Save every rollout of tasks that this worker gives up to any generator."""
+        """Save every rollout of tasks that this generator gives up to any generator."""
         await self._save(leased, paused=True)
 
     async def _save(self, tasks: Iterable[LeasedTask], *, paused: bool) -> None:

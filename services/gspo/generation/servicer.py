@@ -15,10 +15,10 @@ from gspo.common.streams.entries import MalformedEntryError, check_message
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineBrokenError, EngineLike, LoadFailedError
 from gspo.generation.engine.staging import StagedWeights, StagingError
+from gspo.generation.loop import GenerationLoop
 from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo.generation.rollout.driver import RolloutAbortedError, RolloutDriver
 from gspo.generation.rollout.in_flight import InFlightRollout
-from gspo.generation.worker import Worker
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import (
     DescribeRequest,
@@ -38,10 +38,10 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
     """Serves gspo.Generation for one engine."""
 
     def __init__(
-        self, service: Service, engine: EngineLike, staged: StagedWeights, driver: RolloutDriver, worker: Worker
+        self, service: Service, engine: EngineLike, staged: StagedWeights, driver: RolloutDriver, loop: GenerationLoop
     ) -> None:
-        self._service, self._engine, self._driver, self._worker = service, engine, driver, worker
-        self._receiver = Receiver(service, engine, staged, worker.weights_changed)
+        self._service, self._engine, self._driver, self._loop = service, engine, driver, loop
+        self._receiver = Receiver(service, engine, staged, loop.weights_changed)
         metrics.GENERATOR_VERSION.set(engine.version)
 
     def facts(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
             "dtype": self._service.config.generation.dtype,
             "epoch": self._receiver.fence.epoch,
             "max_rollouts": self._service.config.generation.max_rollouts,
-            "num_running": self._worker.num_running,
+            "num_running": self._loop.num_running,
         }
 
     async def wait_until_broken(self) -> None:

@@ -1,6 +1,6 @@
-"""Rollouts that are cut in two: by a worker's death, by their budget of a step, by its end, by new weights.
+"""Rollouts that are cut in two: by a generator's death, by their budget of a step, by its end, by new weights.
 
-Workers, saves and streams are real, on a real Redis; the engine only takes time, and its log-probs follow from token,
+Loops, saves and streams are real, on a real Redis; the engine only takes time, and its log-probs follow from token,
 place and weights, so every token can be checked.
 """
 
@@ -23,10 +23,10 @@ from gspo.common.service.app import Service
 from gspo.common.streams.inbox import append
 from gspo.common.streams.keys import Keys
 from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.loop import GenerationLoop
 from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
-from gspo.generation.worker import Worker
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout, RolloutState, Sampling
 from tests.support.push_peers import SHAPES, policy, service_of
 from tests.support.service_process import make_run
@@ -39,12 +39,12 @@ KEYS = {0: 7, 1: 1234}
 
 
 @dataclass
-class WorkerUnderTest:
-    """A worker with its engine."""
+class RunningLoop:
+    """A generation loop with its engine."""
 
     service: Service
     engine: SimulatedEngine
-    worker: Worker
+    loop: GenerationLoop
     running: asyncio.Task[None]
 
     async def end(self) -> None:
@@ -75,14 +75,14 @@ def configure(folder: Path, **generation: Any) -> Config:
     )
 
 
-def start(config: Config, redis_url: str, name: str, *, version: int = 0, decode_s: float = 0.004) -> WorkerUnderTest:
+def start(config: Config, redis_url: str, name: str, *, version: int = 0, decode_s: float = 0.004) -> RunningLoop:
     service = service_of(f"generation-{name}", config, redis_url)
     settings = Settings(decode_s=decode_s, decode_s_per_request=0.0, length_median=LENGTH)
     engine = SimulatedEngine(settings, max_num_seqs=4, vocabulary=90, eos=2, key=KEYS[version], version=version)
     tokenizer = make_tokenizer()
-    rollouts = RolloutDriver(engine, tokenizer, config.generation, Episodes(EnvironmentClient(service), tokenizer))
-    worker = Worker(service, engine, rollouts)
-    return WorkerUnderTest(service, engine, worker, asyncio.create_task(worker.run()))
+    driver = RolloutDriver(engine, tokenizer, config.generation, Episodes(EnvironmentClient(service), tokenizer))
+    loop = GenerationLoop(service, engine, driver)
+    return RunningLoop(service, engine, loop, asyncio.create_task(loop.run()))
 
 
 async def issue(redis: Redis, keys: Keys, *groups: int) -> None:
@@ -119,12 +119,12 @@ def check_tokens(rollout: Rollout, keys_of: dict[int, int]) -> None:
     assert np.array_equal(np.array(rollout.logp, np.float32), np.array(expected))
 
 
-async def sampled_at_least(generator: WorkerUnderTest, num: int) -> dict[int, int]:
+async def sampled_at_least(generator: RunningLoop, num: int) -> dict[int, int]:
     """Tokens of each rollout once each has so many."""
     while True:
         num_sampled = {
             rollout.number: len(rollout.state.token_ids) + generator.engine.num_sampled(rollout.request_id)
-            for leased in generator.worker._leased
+            for leased in generator.loop._leased
             for rollout in leased.in_flight.values()
         }
         if len(num_sampled) == 4 and min(num_sampled.values()) >= num:
@@ -132,7 +132,7 @@ async def sampled_at_least(generator: WorkerUnderTest, num: int) -> dict[int, in
         await asyncio.sleep(0.005)
 
 
-async def test_what_a_killed_worker_had_saved_goes_on_elsewhere(
+async def test_what_a_killed_generator_had_saved_goes_on_elsewhere(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     config = configure(tmp_path)
@@ -183,7 +183,7 @@ async def test_no_rollout_is_paused_while_no_task_waits(
     await generator.end()
 
 
-async def test_a_worker_that_stops_saves_its_rollouts_and_returns_their_tasks(
+async def test_a_generator_that_stops_saves_its_rollouts_and_returns_their_tasks(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     generator = start(configure(tmp_path, save_tokens=1000), redis_url, "one", decode_s=0.05)

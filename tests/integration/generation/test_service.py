@@ -228,7 +228,7 @@ async def test_a_task_for_newer_weights_waits_for_the_push(running: RunningGener
 
 
 async def test_all_groups_of_a_killed_generator_are_taken_over_at_once(running: RunningGenerator) -> None:
-    """A worker takes over as many tasks as fit when leases end; one task at each renewal would take minutes."""
+    """A generator takes over as many tasks as fit when leases end; one task at each renewal would take minutes."""
     async with running.redis.pipeline(transaction=True) as pipe:
         for group in range(400, 408):
             pipe.xadd(running.keys.prompts, {b"d": task(group).SerializeToString()})

@@ -19,7 +19,7 @@ from gspo.generation.servicer import SERVICE_NAME, GenerationGrpcServicer
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import GenerateRequest
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Sampling
-from tests.support.push_peers import IdleWorker, run_config, service_of
+from tests.support.push_peers import IdleLoop, run_config, service_of
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tokenizer
 
@@ -35,7 +35,7 @@ async def test_a_generate_call_that_its_caller_cancels_leaves_no_request_in_the_
     engine = SimulatedEngine(settings, max_num_seqs=4, vocabulary=90, eos=2, key=7)
     tokenizer = make_tokenizer()
     driver = RolloutDriver(engine, tokenizer, config.generation, Episodes(EnvironmentClient(service), tokenizer))
-    servicer = GenerationGrpcServicer(service, engine, staged, driver, IdleWorker())
+    servicer = GenerationGrpcServicer(service, engine, staged, driver, IdleLoop())
     server = GrpcServer(
         GrpcApi(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)),
         host="127.0.0.1",

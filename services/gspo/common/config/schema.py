@@ -158,7 +158,7 @@ class ServicesConfig(Section):
         "and IP addresses always work",
     )
     token_file: FilePath | None = Field(None, description="File with the token that services show each other")
-    lease_s: PositiveFloat = Field(30.0, description="A worker silent for so long loses its work to another")
+    lease_s: PositiveFloat = Field(30.0, description="A service silent for so long loses its work to another")
     otlp_endpoint: str | None = Field(
         None, pattern=HTTP_HOST, description="Collector of traces by OTLP over gRPC, such as http://127.0.0.1:4317"
     )

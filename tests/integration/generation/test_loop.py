@@ -1,4 +1,4 @@
-"""Workers on a real Redis, with a stand-in for the engine: a worker without the weights leaves its tasks to others."""
+"""Generation loops on a real Redis with a stand-in engine: one without the weights leaves its tasks to others."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from redis.asyncio import Redis
 
 from gspo.common.streams.inbox import append
 from gspo.common.streams.keys import Keys
-from gspo.generation import worker as worker_module
+from gspo.generation import loop as loop_module
+from gspo.generation.loop import GenerationLoop
 from gspo.generation.rollout.in_flight import InFlightRollout
-from gspo.generation.worker import Worker
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout
 from tests.support.push_peers import StandInEngine, run_config, service_of
 from tests.support.service_process import make_run
@@ -41,12 +41,13 @@ def task(group: int, min_version: int) -> bytes:
 async def test_a_generator_without_the_weights_leaves_its_tasks_to_others_until_it_has_them(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "_WEIGHTS_PATIENCE_S", 0.2)
+    monkeypatch.setattr(loop_module, "_WEIGHTS_PATIENCE_S", 0.2)
     config = run_config(tmp_path, make_run)
     services = [service_of(f"generation-{n}", config, redis_url) for n in range(2)]
     engines = [StandInEngine(), StandInEngine()]
     old, new = (
-        Worker(service, engine, StandInDriver(engine)) for service, engine in zip(services, engines, strict=True)
+        GenerationLoop(service, engine, StandInDriver(engine))
+        for service, engine in zip(services, engines, strict=True)
     )
     working = [asyncio.create_task(old.run())]
     await redis.hset(keys.open, mapping={str(group): "{}" for group in range(NUM_GROUPS)})

@@ -38,7 +38,7 @@ _TOO_OLD_S = 30.0
 _RECHECK_S = 1.0
 
 
-class Worker:
+class GenerationLoop:
     """Keeps the engine full and no fuller: a task is taken only while its rollouts fit."""
 
     def __init__(self, service: Service, engine: EngineLike, driver: RolloutDriver) -> None:
@@ -91,7 +91,7 @@ class Worker:
             source.inbox,
             handle=partial(self._work, source),
             capacity=partial(self._capacity, source),
-            batch_key=attrgetter("entry"),
+            batch_key=attrgetter("entry"),  # no two deliveries have the same: each task is a batch of its own
             failure=partial(_failure, source),
         )
 
@@ -103,7 +103,7 @@ class Worker:
         return self._subscriptions[1:2] if self._num_paused_due else self._subscriptions
 
     def _capacity(self, source: TaskSource) -> int:
-        """Whole groups that fit into the engine: no task waits here while another worker is free."""
+        """Whole groups that fit into the engine: no task waits here while another generator is free."""
         if time.monotonic() < self._too_old_until:
             return 0
         num_running = self.num_running
@@ -155,7 +155,7 @@ class Worker:
         await self._finish_or_pause(leased)
 
     async def _unfinished(self, leased: LeasedTask) -> list[InFlightRollout]:
-        """The rollouts that no earlier worker has finished, each as it was saved last."""
+        """The rollouts that no earlier generator has finished, each as it was saved last."""
         numbers = range(leased.task.num_rollouts)
         states = await leased.source.inbox.load(
             [rollout_key(leased.task.group, number, leased.task.evaluation) for number in numbers]
@@ -199,7 +199,7 @@ class Worker:
         stream, payload = leased.source.finished_stream, finished.SerializeToString()
         output = EntryOutput(leased.delivery, stream, payload, rollout.rollout_key)
         if not await leased.source.outbox.put(output):
-            detail = "dropped: its group ended, or another worker has it"
+            detail = "dropped: its group ended, or another generator has it"
             log.info("lease_lost", rollout=rollout.rollout_key, detail=detail)
         elif not finished.evaluation:
             _trace(self._service.traces, finished)
