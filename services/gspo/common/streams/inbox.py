@@ -26,7 +26,7 @@ FIELD = b"d"
 DONE = b"done"
 log = structlog.get_logger()
 
-# The beginning of every script below. KEYS[1] is the stream, ARGV[1] the group, ARGV[2] the consumer.
+# The beginning of every script below. KEYS[1] is the stream, ARGV[1] the consumer group, ARGV[2] the consumer.
 # XPENDING names the owner and how often the entry was handed out; both must be ours.
 _OWNS = """
 local function owns(entry, num_deliveries)
@@ -35,7 +35,7 @@ local function owns(entry, num_deliveries)
 end
 """
 
-# KEYS: stream, output streams. ARGV: group, consumer, entry, deliveries, payloads.
+# KEYS: stream, output streams. ARGV: consumer group, consumer, entry, deliveries, payloads.
 _FINISH = """
 if not owns(ARGV[3], ARGV[4]) then return 0 end
 for i = 2, #KEYS do redis.call('XADD', KEYS[i], '*', 'd', ARGV[i + 3]) end
@@ -44,10 +44,10 @@ redis.call('XDEL', KEYS[1], ARGV[3])
 return 1
 """
 
-# KEYS: stream, partial hash, output streams. ARGV: group, consumer, then entry, deliveries, output key, place of the
-# output's stream in KEYS, and payload in fives. Returns 1 for each output whose entry is still ours, else 0. A key that
-# is done already means that this output was written by an earlier delivery: the first result wins. Outputs of one entry
-# come together, and its lease is checked and renewed once.
+# KEYS: stream, partial hash, output streams. ARGV: consumer group, consumer, then entry, deliveries, output key, place
+# of the output's stream in KEYS, and payload in fives. Returns 1 for each output whose entry is still ours, else 0. A
+# key that is done already means that this output was written by an earlier delivery: the first result wins. Outputs of
+# one entry come together, and its lease is checked and renewed once.
 _PUT_MANY = """
 local kept, ours = {}, {}
 for i = 3, #ARGV, 5 do
@@ -65,8 +65,8 @@ end
 return kept
 """
 
-# KEYS: stream, output stream. ARGV: group, consumer, then entry, deliveries and payload in threes. Returns the entries
-# that were ours. One script, so that a burst costs one round trip.
+# KEYS: stream, output stream. ARGV: consumer group, consumer, then entry, deliveries and payload in threes. Returns the
+# entries that were ours. One script, so that a burst costs one round trip.
 _FINISH_MANY = """
 local finished = {}
 for i = 3, #ARGV, 3 do
@@ -80,7 +80,8 @@ end
 return finished
 """
 
-# KEYS: stream. ARGV: group, consumer, then entry and deliveries in pairs. Returns the entries that are still ours.
+# KEYS: stream. ARGV: consumer group, consumer, then entry and deliveries in pairs. Returns the entries that are still
+# ours.
 _RENEW = """
 local kept = {}
 for i = 3, #ARGV, 2 do
@@ -92,8 +93,8 @@ end
 return kept
 """
 
-# KEYS: stream, partial hash. ARGV: group, consumer, then entry, deliveries, output key and state in fours. Returns how
-# many were saved. A key that is done stays so: a state that comes after it is late.
+# KEYS: stream, partial hash. ARGV: consumer group, consumer, then entry, deliveries, output key and state in fours.
+# Returns how many were saved. A key that is done stays so: a state that comes after it is late.
 _SAVE = """
 local saved = 0
 for i = 3, #ARGV, 4 do
@@ -109,8 +110,9 @@ end
 return saved
 """
 
-# KEYS: stream, open hash, stream it goes to. ARGV: group, consumer, entry, deliveries, payload, field of `open` or
-# none. The entry goes to the end of that stream as a new one; if its group has ended meanwhile, it is only removed.
+# KEYS: stream, open hash, stream it goes to. ARGV: consumer group, consumer, entry, deliveries, payload, field of
+# `open` or none. The entry goes to the end of that stream as a new one; if its group has ended meanwhile, it is only
+# removed.
 _REQUEUE = """
 if not owns(ARGV[3], ARGV[4]) then return 0 end
 if ARGV[6] == '' or redis.call('HEXISTS', KEYS[2], ARGV[6]) == 1 then
@@ -171,13 +173,13 @@ class Inbox:
         self.stream, self.consumer, self.lease_s = stream, consumer, lease_s
         self._redis, self._keys = redis, keys
         self._stream_exists = False
-        self._group, self._kind = consumer_groups(keys)[stream], entry_kinds(keys)[stream]
-        self._finish = redis.register_script(_OWNS + _FINISH)
-        self._put_many = redis.register_script(_OWNS + _PUT_MANY)
-        self._finish_many = redis.register_script(_OWNS + _FINISH_MANY)
-        self._renew = redis.register_script(_OWNS + _RENEW)
-        self._save = redis.register_script(_OWNS + _SAVE)
-        self._requeue = redis.register_script(_OWNS + _REQUEUE)
+        self._consumer_group, self._kind = consumer_groups(keys)[stream], entry_kinds(keys)[stream]
+        self._finish_script = redis.register_script(_OWNS + _FINISH)
+        self._put_many_script = redis.register_script(_OWNS + _PUT_MANY)
+        self._finish_many_script = redis.register_script(_OWNS + _FINISH_MANY)
+        self._renew_script = redis.register_script(_OWNS + _RENEW)
+        self._save_script = redis.register_script(_OWNS + _SAVE)
+        self._requeue_script = redis.register_script(_OWNS + _REQUEUE)
 
     async def take(self, count: int, block_s: float) -> list[Delivery]:
         """Up to `count` new entries; waits `block_s` at most (0 looks once), and returns none then.
@@ -197,7 +199,7 @@ class Inbox:
         lease_ms = round(self.lease_s * 1000)
         try:
             _, entries, *_ = await self._redis.xautoclaim(
-                self.stream, self._group, self.consumer, min_idle_time=lease_ms, count=count
+                self.stream, self._consumer_group, self.consumer, min_idle_time=lease_ms, count=count
             )
         except ResponseError as error:
             self._ignore_missing_stream(error)
@@ -207,7 +209,7 @@ class Inbox:
     async def renew(self, deliveries: Sequence[Delivery]) -> set[bytes]:
         """Renew the leases; returns the entries that are still ours. Work on the others must be dropped."""
         pairs = [value for delivery in deliveries for value in (delivery.entry, delivery.num_deliveries)]
-        return set(await self._call(self._renew, [], pairs)) if deliveries else set()
+        return set(await self._call(self._renew_script, [], pairs)) if deliveries else set()
 
     async def put(self, outputs: Sequence[EntryOutput]) -> list[bool]:
         """Write outputs, all in one transaction, and keep their entries; a second output under a key is dropped.
@@ -221,7 +223,7 @@ class Inbox:
         for output in outputs:
             place = 3 + streams.index(output.stream)
             args += (output.delivery.entry, output.delivery.num_deliveries, output.key, place, output.payload)
-        kept = await self._call(self._put_many, [self._keys.partial, *streams], args)
+        kept = await self._call(self._put_many_script, [self._keys.partial, *streams], args)
         return [bool(ours) for ours in kept] if kept else [False] * len(outputs)
 
     async def save(self, states: Sequence[EntryState]) -> int:
@@ -234,7 +236,7 @@ class Inbox:
         args: list[Any] = []
         for item in states:
             args += (item.delivery.entry, item.delivery.num_deliveries, item.key, item.state)
-        return int(await self._call(self._save, [self._keys.partial], args) or 0)
+        return int(await self._call(self._save_script, [self._keys.partial], args) or 0)
 
     async def load(self, output_keys: Sequence[str]) -> list[bytes | None]:
         """For each key its newest state: DONE where the output was written, None where there is none."""
@@ -249,12 +251,12 @@ class Inbox:
         """
         field = "" if group is None else str(group)
         args = [delivery.entry, delivery.num_deliveries, delivery.payload, field]
-        return bool(await self._call(self._requeue, [self._keys.open, stream or self.stream], args))
+        return bool(await self._call(self._requeue_script, [self._keys.open, stream or self.stream], args))
 
     async def num_untaken(self) -> int:
         """Entries that no consumer has taken."""
         try:
-            pending: Any = await self._redis.xpending(self.stream, self._group)
+            pending: Any = await self._redis.xpending(self.stream, self._consumer_group)
         except ResponseError as error:
             self._ignore_missing_stream(error)
             return 0
@@ -267,7 +269,7 @@ class Inbox:
         """
         outputs = list(outputs)
         args = [delivery.entry, delivery.num_deliveries, *(payload for _, payload in outputs)]
-        return bool(await self._call(self._finish, [stream for stream, _ in outputs], args))
+        return bool(await self._call(self._finish_script, [stream for stream, _ in outputs], args))
 
     async def dead_letter(self, delivery: Delivery, reason: str, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
         """Finish an entry as a dead letter, with the outputs, in one transaction; whether it was still ours."""
@@ -294,21 +296,21 @@ class Inbox:
         args: list[Any] = []
         for delivery, payload in outputs:
             args += (delivery.entry, delivery.num_deliveries, payload)
-        return set(await self._call(self._finish_many, [stream], args)) if outputs else set()
+        return set(await self._call(self._finish_many_script, [stream], args)) if outputs else set()
 
     async def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
         """Acknowledge entries whose outcome is safe elsewhere (on disk)."""
         entries = [delivery.entry for delivery in deliveries]
         if entries:
             async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.xack(self.stream, self._group, *entries)
+                pipe.xack(self.stream, self._consumer_group, *entries)
                 pipe.xdel(self.stream, *entries)
                 await pipe.execute(raise_on_error=False)
 
     async def _call(self, script: AsyncScript, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """The reply of a script; an empty one where the stream does not exist, and so no lease."""
         try:
-            return await script(keys=[self.stream, *keys], args=[self._group, self.consumer, *args])
+            return await script(keys=[self.stream, *keys], args=[self._consumer_group, self.consumer, *args])
         except ResponseError as error:
             self._ignore_missing_stream(error)
             return []
@@ -330,7 +332,9 @@ class Inbox:
         """The entries that are ours and still exist, each with how often it was handed out."""
         ours = []
         for entry, fields in entries:
-            pending: Any = await self._redis.xpending_range(self.stream, self._group, entry, entry, 1, self.consumer)
+            pending: Any = await self._redis.xpending_range(
+                self.stream, self._consumer_group, entry, entry, 1, self.consumer
+            )
             if fields and pending:
                 ours.append((entry, fields, int(pending[0]["times_delivered"])))
         return ours
@@ -338,7 +342,7 @@ class Inbox:
     async def _read(self, position: str, count: int, block_ms: int | None) -> list[tuple[bytes, dict[bytes, bytes]]]:
         try:
             reply: Any = await self._redis.xreadgroup(
-                self._group, self.consumer, {self.stream: position}, count=count, block=block_ms
+                self._consumer_group, self.consumer, {self.stream: position}, count=count, block=block_ms
             )
         except ResponseError as error:
             self._ignore_missing_stream(error)
@@ -365,9 +369,9 @@ def new_consumer_name(service: str) -> str:
 
 async def create_consumer_groups(redis: Redis, keys: Keys) -> None:
     """Make every stream and its consumer group; existing ones stay as they are."""
-    for stream, group in consumer_groups(keys).items():
+    for stream, consumer_group in consumer_groups(keys).items():
         try:
-            await redis.xgroup_create(stream, group, id="0", mkstream=True)
+            await redis.xgroup_create(stream, consumer_group, id="0", mkstream=True)
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
