@@ -57,8 +57,10 @@ class Coordinator:
         self._learner, self._redis_epoch = LearnerProgress(service), RedisEpoch(service.redis, service.keys)
         self.steps: deque[dict[str, float]] = deque(maxlen=STEPS_LOOKED_AT)
         self._next_watch_s = 0.0
-        # Whether the last tick left slots free that the next one can fill; whether the end of the prompts is announced.
-        self._can_issue_more = self._announced = False
+        # Whether the last tick left slots free that the next one can fill.
+        self._can_issue_more = False
+        # Whether the end of the prompts is announced.
+        self._announced = False
 
     async def run(self) -> None:
         """Start from the run's recorded state, and coordinate it until it is finished or the process must stop.

@@ -187,8 +187,8 @@ class Intake:
         unknown = [group for group in groups if not self._assembler.knows(group)]
         if not unknown:
             return set()
-        entries = await self._service.redis.hmget(self._service.keys.open, [str(group) for group in unknown])
-        return {group for group, entry in zip(unknown, entries, strict=True) if entry is None}
+        open_groups = await self._service.redis.hmget(self._service.keys.open, [str(group) for group in unknown])
+        return {group for group, open_group in zip(unknown, open_groups, strict=True) if open_group is None}
 
     async def _refuse(self, delivery: Delivery, reason: str, replacement: Scored | None = None) -> None:
         metrics.ROLLOUTS_SKIPPED.labels("malformed").inc()
@@ -279,7 +279,7 @@ class UntrainedGroups:
         return account
 
 
-@lru_cache(maxsize=100_000)  # an entry changes only when it is issued again, and is read many times a step
+@lru_cache(maxsize=100_000)  # one changes only when it is issued again, and is read many times a step
 def _min_version(open_group: bytes) -> int:
     return int(json.loads(open_group)["min_version"])
 

@@ -21,7 +21,7 @@ from gspo.common.model.files import ALL_LINEAR, ModelFiles, is_fused, is_stacked
 
 # The coordinator: one open group in its tables, and one answer of an evaluation.
 OPEN_GROUP, ANSWER = 230, 100
-# Redis: a task with its entry in `open`, a scored answer, and a token of one (id, log-prob, version, mask).
+# Redis: a task with its field of `open`, a scored answer, and a token of one (id, log-prob, version, mask).
 REDIS_GROUP, REDIS_ROLLOUT, REDIS_TOKEN = 250, 250, 9
 # The learner: a scored answer with its entry, and a token of one.
 LEARNER_ROLLOUT, LEARNER_TOKEN = 900, 12

@@ -1,6 +1,6 @@
 """Issues the groups of a run and settles them: tasks, the `open` hash, failures, traces, and their removal.
 
-A task and its `open` entry are written in one transaction: whenever this process is killed, a group is in both or in
+A task and its field of `open` are written in one transaction: whenever this process is killed, a group is in both or in
 neither. The rules of the slots are in slots.py.
 """
 
@@ -31,8 +31,8 @@ from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Scored, SettledGroup
 log = structlog.get_logger()
 # Groups that are read, prepared and written at a time: they bound a tick of the loop for any number of slots.
 MOST_AT_ONCE = 1024
-# ARGV: group, `open` entry and task in threes. The entry has the time of its issue, so an equal one was written by this
-# call: the client repeats a call whose connection broke.
+# ARGV: group, open group and task in threes. The open group has the time of its issue, so an equal one was written by
+# this call: the client repeats a call whose connection broke.
 _ISSUE = """
 for i = 1, #ARGV, 3 do
   if redis.call('HGET', KEYS[2], ARGV[i]) ~= ARGV[i + 1] then
@@ -44,7 +44,7 @@ end
 
 
 class GroupLedger:
-    """The groups of a run, from their issue to the removal of their entries from Redis.
+    """The groups of a run, from their issue to the removal of all that Redis has of them.
 
     Args:
         prompts: The usable training prompts.
@@ -60,9 +60,9 @@ class GroupLedger:
         self.slots = Slots(config.num_slots, algorithm.rollout_batch_size, self._tasks.num_groups)
         self._numbers = range(algorithm.num_return_sequences_in_group)
         self._spans = _GroupSpans(service.traces, self._numbers)
-        self._issue = self._redis.register_script(_ISSUE)
-        # Settled groups whose entries are still in Redis, and whether tasks of settled groups may be in the streams: an
-        # earlier process may have left some.
+        self._issue_script = self._redis.register_script(_ISSUE)
+        # Settled groups of which Redis still has something, and whether tasks of settled groups may be in the streams:
+        # an earlier process may have left some.
         self._to_remove: list[int] = []
         self._has_leftover_tasks = True
         metrics.SLOTS.set(self.slots.num_slots)
@@ -70,12 +70,12 @@ class GroupLedger:
     async def read_open(self) -> None:
         """Take over the open groups of an earlier process."""
         for group, text in (await self._redis.hgetall(self._keys.open)).items():
-            self.slots.issue(int(group), OpenGroup.from_json(text))
+            self.slots.put(int(group), OpenGroup.from_json(text))
 
     async def issue(self, count: int) -> int:
         """Issue the next `count` groups, at most MOST_AT_ONCE, fewer where the order ends; returns how many."""
         groups = self.slots.upcoming(min(count, MOST_AT_ONCE))
-        await self._write({group: self._entry(1, self.slots.issue_version) for group in groups})
+        await self._write({group: self._open_group(1, self.slots.issue_version) for group in groups})
         metrics.GROUPS_ISSUED.inc(len(groups))
         return len(groups)
 
@@ -94,7 +94,7 @@ class GroupLedger:
         groups = iter(sorted(self.slots.open.items()))
         while part := list(islice(groups, MOST_AT_ONCE)):
             await self._write(
-                {group: replace(self._entry(entry.attempt, entry.min_version), rewritten=True) for group, entry in part}
+                {group: replace(self._open_group(old.attempt, old.min_version), rewritten=True) for group, old in part}
             )
             metrics.GROUPS_REISSUED.labels("redis_wiped").inc(len(part))
 
@@ -109,14 +109,16 @@ class GroupLedger:
         reissued: dict[int, OpenGroup] = {}
         given_up: dict[int, OpenGroup] = {}
         for group in self.slots.expired(time.time()):
-            entry, progress = self.slots.open[group], await self._progress(group)
-            if progress > entry.progress:
+            open_group, progress = self.slots.open[group], await self._progress(group)
+            if progress > open_group.progress:
                 later = time.time() + limits.group_deadline_s
-                extended[group] = replace(entry, deadline_unix_s=later, progress=progress)
-            elif entry.attempt < limits.max_attempts:
-                reissued[group] = replace(self._entry(entry.attempt + 1, entry.min_version), progress=progress)
+                extended[group] = replace(open_group, deadline_unix_s=later, progress=progress)
+            elif open_group.attempt < limits.max_attempts:
+                reissued[group] = replace(
+                    self._open_group(open_group.attempt + 1, open_group.min_version), progress=progress
+                )
             else:
-                given_up[group] = self._entry(entry.attempt, entry.min_version)
+                given_up[group] = self._open_group(open_group.attempt, open_group.min_version)
         if extended:
             await self._postpone(extended)
             metrics.GROUPS_EXTENDED.inc(len(extended))
@@ -131,15 +133,16 @@ class GroupLedger:
             # The learner settles them by these failures. A new deadline only repeats the failure.
             reason = f"not finished within {limits.group_deadline_s:g} s in any of"
             failures = [
-                GroupFailure(group=group, attempt=entry.attempt, reason=f"{reason} {entry.attempt} attempts")
-                for group, entry in given_up.items()
+                GroupFailure(group=group, attempt=last.attempt, reason=f"{reason} {last.attempt} attempts")
+                for group, last in given_up.items()
             ]
             await self._postpone(given_up, failures)
             log.warning("groups_given_up", groups=sorted(given_up), attempts=limits.max_attempts)
 
     def on_step(self, step: StepDone) -> None:
         """The groups of a step are trained."""
-        has_copies = any(entry.has_copies for group in step.groups if (entry := self.slots.open.get(group)))
+        open_groups = [self.slots.open[group] for group in step.groups if group in self.slots.open]
+        has_copies = any(open_group.has_copies for open_group in open_groups)
         groups = self.slots.settle_trained(step.groups, step.version)
         self._spans.trained(groups, step.version)
         self._settle(groups, TRAINED, has_tasks=has_copies)
@@ -171,7 +174,7 @@ class GroupLedger:
         self._has_leftover_tasks |= has_tasks and bool(groups)
 
     async def remove_settled(self) -> None:
-        """Remove what Redis still has of settled groups: tasks, `open` entries, keys and saved states of rollouts."""
+        """Remove what Redis still has of settled groups: tasks, fields of `open`, keys and saved states of rollouts."""
         groups, self._to_remove = self._to_remove, []
         # The tasks first: a generator with such a task could save a rollout under a key that was removed already.
         if self._has_leftover_tasks:
@@ -205,35 +208,37 @@ class GroupLedger:
         saved = [rollout for state in states if (rollout := saved_state(state))]
         return longest * int(states.count(DONE)) + sum(len(rollout.token_ids) for rollout in saved)
 
-    def _entry(self, attempt: int, min_version: int) -> OpenGroup:
+    def _open_group(self, attempt: int, min_version: int) -> OpenGroup:
         now = time.time()
         return OpenGroup(attempt, now, now + self._config.staleness.group_deadline_s, min_version)
 
-    async def _write(self, entries: dict[int, OpenGroup]) -> None:
-        """Add tasks and `open` entries in one transaction, each once, also when the connection breaks."""
-        if not entries:
+    async def _write(self, groups: dict[int, OpenGroup]) -> None:
+        """Add tasks and fields of `open` in one transaction, each once, also when the connection breaks."""
+        if not groups:
             return
-        await self._tasks.prepare(entries)
+        await self._tasks.prepare(groups)
         args: list[str | bytes] = []
-        for group, entry in entries.items():
+        for group, open_group in groups.items():
             task = self._tasks.take(group)
-            task.attempt, task.min_version = entry.attempt, max(entry.min_version, self.slots.issue_version)
-            task.issued_unix_s, task.deadline_unix_s = entry.issued_unix_s, entry.deadline_unix_s
-            args += (str(group), entry.to_json(), task.SerializeToString())
-        await self._issue(keys=[self._keys.prompts, self._keys.open], args=args)
-        for group, entry in entries.items():
-            self.slots.issue(group, entry)
-        self._spans.issued(entries)
+            task.attempt, task.min_version = open_group.attempt, max(open_group.min_version, self.slots.issue_version)
+            task.issued_unix_s, task.deadline_unix_s = open_group.issued_unix_s, open_group.deadline_unix_s
+            args += (str(group), open_group.to_json(), task.SerializeToString())
+        await self._issue_script(keys=[self._keys.prompts, self._keys.open], args=args)
+        for group, open_group in groups.items():
+            self.slots.put(group, open_group)
+        self._spans.issued(groups)
 
-    async def _postpone(self, entries: dict[int, OpenGroup], failures: Sequence[GroupFailure] = ()) -> None:
+    async def _postpone(self, groups: dict[int, OpenGroup], failures: Sequence[GroupFailure] = ()) -> None:
         """Give groups another deadline, and write failures for the learner in the same transaction."""
         async with self._redis.pipeline(transaction=True) as pipe:
             for failure in failures:
                 pipe.xadd(self._keys.scored, {FIELD: Scored(schema=SCHEMA, failure=failure).SerializeToString()})
-            pipe.hset(self._keys.open, mapping={str(group): entry.to_json() for group, entry in entries.items()})
+            pipe.hset(
+                self._keys.open, mapping={str(group): open_group.to_json() for group, open_group in groups.items()}
+            )
             await pipe.execute()
-        for group, entry in entries.items():
-            self.slots.issue(group, entry)
+        for group, open_group in groups.items():
+            self.slots.put(group, open_group)
 
 
 class _GroupSpans:
@@ -256,10 +261,11 @@ class _GroupSpans:
         if not self._traces.on:
             return
         now = time.time()
-        for group, entry in groups.items():
-            self._issued.setdefault(group, entry.issued_unix_s)
+        for group, open_group in groups.items():
+            issued_unix_s = open_group.issued_unix_s
+            self._issued.setdefault(group, issued_unix_s)
             for number in self._numbers:
-                self._traces.add("prompt", group, number, entry.issued_unix_s, now, attempt=entry.attempt)
+                self._traces.add("prompt", group, number, issued_unix_s, now, attempt=open_group.attempt)
 
     def trained(self, groups: Iterable[int], version: int) -> None:
         """Groups are in the step that made `version`. They end when it is live, and that event may come first."""

@@ -131,9 +131,9 @@ class Slots:
             group += 1
         return groups
 
-    def issue(self, group: int, entry: OpenGroup) -> None:
-        """A group was issued, or issued again."""
-        self.open[group] = entry
+    def put(self, group: int, open_group: OpenGroup) -> None:
+        """A group was issued, issued again, taken over from an earlier process, or given another deadline."""
+        self.open[group] = open_group
 
     def settle_trained(self, groups: Iterable[int], version: int) -> list[int]:
         """A step made `version` from these groups; returns those not known as settled before."""
@@ -161,7 +161,7 @@ class Slots:
 
     def expired(self, now_unix_s: float) -> list[int]:
         """Open groups past their deadline, the oldest first."""
-        return sorted(group for group, entry in self.open.items() if entry.deadline_unix_s <= now_unix_s)
+        return sorted(group for group, value in self.open.items() if value.deadline_unix_s <= now_unix_s)
 
     def reconcile(
         self, settled: Iterable[tuple[int, int]], version: int, live_version: int, counts: dict[str, int]

@@ -31,9 +31,9 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, NUM_SLOTS))
     def issue(self, count: int) -> None:
         for group in self.slots.upcoming(min(count, self.slots.num_free)):
-            entry = OpenGroup(1, 0.0, 1.0, self.slots.issue_version)
-            self.slots.issue(group, entry)
-            self.open[group] = entry
+            open_group = OpenGroup(1, 0.0, 1.0, self.slots.issue_version)
+            self.slots.put(group, open_group)
+            self.open[group] = open_group
             self.issued[group] += 1
 
     @precondition(lambda self: set(self.open) - set(self.ended))
@@ -74,8 +74,8 @@ class SlotsMachine(RuleBasedStateMachine):
         """A new coordinator: it hears no event of before, and knows what the learner and Redis know."""
         self.slots = Slots(NUM_SLOTS, BATCH_SIZE)
         self.events = []
-        for group, entry in self.open.items():
-            self.slots.issue(group, entry)
+        for group, open_group in self.open.items():
+            self.slots.put(group, open_group)
         self.reconcile()
 
     @rule()
