@@ -38,9 +38,9 @@ class MovedClock:
 
 def corrupt_frames(file: Path) -> None:
     """Flip a bit in the next frame while the file is there, and remove it."""
-    from gspo.generation.engine.staging import StagedWeights
+    from gspo.generation.engine.staging import PolicyCopies
 
-    take = StagedWeights.write, StagedWeights.change
+    take = PolicyCopies.write, PolicyCopies.change
 
     def is_due() -> bool:
         if not file.exists():
@@ -56,7 +56,7 @@ def corrupt_frames(file: Path) -> None:
             packed = type(packed)(packed.num_listed, _flipped(packed.data))
         take[1](self, name, offset, num_elements, packed)
 
-    StagedWeights.write, StagedWeights.change = write, change  # type: ignore[method-assign]
+    PolicyCopies.write, PolicyCopies.change = write, change  # type: ignore[method-assign]
 
 
 def _flipped(data: bytes) -> bytes:

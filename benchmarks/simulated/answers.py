@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gspo.generation.engine.staging import PolicyCopy, StagedWeights
+from gspo.generation.engine.staging import PolicyCopies, PolicyCopy
 
 # Answers are slices of one long line of tokens: to draw each anew would cost more than the rest of a rollout.
 _LINE = 1 << 16
@@ -53,6 +53,6 @@ def key_of_bits(bits: NDArray[np.unsignedinteger[Any]]) -> int:
     return int(bits.reshape(-1)[0])
 
 
-def key_of(staged: StagedWeights, copy: PolicyCopy) -> int:
+def key_of(copies: PolicyCopies, copy: PolicyCopy) -> int:
     """The key of a staged policy: that of its first tensor by name."""
-    return key_of_bits(copy.bits(min(staged.places)))
+    return key_of_bits(copy.bits(min(copies.places)))

@@ -27,7 +27,7 @@ from gspo.generation.engine.api import (
     Sampling,
     Tokens,
 )
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 
 # The part of a decode step by which a timer may ring too early.
 _ALMOST = 1e-6
@@ -120,12 +120,12 @@ class SimulatedEngine:
         request = self._find(request_id)
         return self._sampled(request, self._num_sampled(request)) if request else Tokens([], [], [])
 
-    async def load(self, version: int, staged: StagedWeights, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
+    async def load(self, version: int, copies: PolicyCopies, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
         """Serve the staged copy; requests in flight go on under it, or end where `on_update` is restart.
 
         A cancelled call continues in the background.
         """
-        return await asyncio.shield(asyncio.ensure_future(self._load(version, staged, on_update)))
+        return await asyncio.shield(asyncio.ensure_future(self._load(version, copies, on_update)))
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End; requests in flight fail."""
@@ -144,7 +144,7 @@ class SimulatedEngine:
         self._advance()
         return self._by_id.get(request_id)
 
-    async def _load(self, version: int, staged: StagedWeights, on_update: OnUpdate) -> LoadTimes:
+    async def _load(self, version: int, copies: PolicyCopies, on_update: OnUpdate) -> LoadTimes:
         async with self._loading:
             self._advance()
             self._serving.clear()
@@ -153,8 +153,8 @@ class SimulatedEngine:
                     self._end(request, self._num_sampled(request), cut="restart")
             began = time.monotonic()
             await asyncio.sleep(self._settings.time_scale * self._settings.load_s)
-            staged.promote()
-            self.version, self._keys[version] = version, key_of(staged, staged.current)
+            copies.promote()
+            self.version, self._keys[version] = version, key_of(copies, copies.serving)
             for request in self._running:
                 request.loads.append((self._num_sampled(request), version))
             self._seen_at = time.monotonic()
@@ -238,9 +238,9 @@ async def start_simulated(config: Config, folder: Path) -> SimulatedEngine:
     await asyncio.sleep(settings.time_scale * settings.start_s)
     facts = json.loads((folder / "config.json").read_text())
     eos = facts["eos_token_id"]
-    staged = StagedWeights.from_folder(folder, config.generation.dtype)
-    key = key_of(staged, staged.current)
-    staged.close()
+    copies = PolicyCopies.from_folder(folder, config.generation.dtype)
+    key = key_of(copies, copies.serving)
+    copies.close()
     return SimulatedEngine(
         settings,
         max_num_seqs=config.generation.max_rollouts,

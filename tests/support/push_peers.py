@@ -19,7 +19,7 @@ from gspo.common.service.app import Service
 from gspo.common.service.options import Options
 from gspo.common.streams.instances import Instance, Registration
 from gspo.generation.engine.api import LoadFailedError, LoadTimes
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.servicer import SERVICE_NAME, Context, GenerationGrpcServicer
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.push.publisher import Publisher
@@ -59,18 +59,18 @@ class StandInEngine:
         self.may_load, self.loading = asyncio.Event(), asyncio.Event()
         self.may_load.set()
 
-    async def load(self, version: int, staged: StagedWeights, *, on_update: str, timeout_s: float) -> LoadTimes:
-        begun = staged.next_digest()
+    async def load(self, version: int, copies: PolicyCopies, *, on_update: str, timeout_s: float) -> LoadTimes:
+        begun = copies.staged_digest()
         self.loading.set()
         try:
             await self.may_load.wait()
             await asyncio.sleep(self.load_s)
         finally:
             self.loading.clear()
-        assert staged.next_digest() == begun, "the copy was written to while it was being loaded"
+        assert copies.staged_digest() == begun, "the copy was written to while it was being loaded"
         if self.refusing:
             raise LoadFailedError(f"version {version} did not load")
-        staged.promote()
+        copies.promote()
         self.version = version
         return LoadTimes(0.0, self.load_s, 0.0)
 
@@ -95,7 +95,7 @@ class PushTarget:
     """
 
     engine: StandInEngine
-    staged: StagedWeights
+    copies: PolicyCopies
     servicer: GenerationGrpcServicer
     address: str = ""
     headers: list[PushHeader] = field(default_factory=list)
@@ -104,7 +104,7 @@ class PushTarget:
 
     @property
     def serves(self) -> tuple[int, str]:
-        return self.engine.version, self.staged.digest()
+        return self.engine.version, self.copies.serving_digest()
 
 
 def serve(generators: list[PushTarget], version: PolicyWeights) -> bool:
@@ -144,11 +144,11 @@ async def generator(
         ignored: Further tensors of its model folder, which the learner does not have.
     """
     service = service_of(name, config, redis_url)
-    engine, staged = StandInEngine(), StagedWeights({**SHAPES, **(ignored or {})}, "bfloat16")
+    engine, copies = StandInEngine(), PolicyCopies({**SHAPES, **(ignored or {})}, "bfloat16")
     for tensor, bits in policy(0).bits.items():
-        staged.current.bits(tensor)[:] = bits.reshape(-1)
-    servicer = RecordingServicer(service, engine, staged, None, IdleLoop())
-    servicer.generator = running = PushTarget(engine, staged, servicer)
+        copies.serving.bits(tensor)[:] = bits.reshape(-1)
+    servicer = RecordingServicer(service, engine, copies, None, IdleLoop())
+    servicer.generator = running = PushTarget(engine, copies, servicer)
     server = GrpcServer(
         GrpcApi(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)),
         host="127.0.0.1",
@@ -169,7 +169,7 @@ async def generator(
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
         await service.redis.aclose()
-        staged.close()
+        copies.close()
 
 
 class PublishingLearner:

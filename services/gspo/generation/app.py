@@ -16,7 +16,7 @@ from gspo.common.network.grpc_server import GrpcApi
 from gspo.common.service.app import App, Service, run_app
 from gspo.generation.check import check
 from gspo.generation.engine.api import EngineLike
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.loop import GenerationLoop
 from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.environment_client import EnvironmentClient
@@ -45,24 +45,24 @@ async def startup(service: Service, start_engine: StartEngine) -> AsyncIterator[
         await asyncio.to_thread(check, config)
     folder = model_folder(config.model)
     activity.set("busy", "reading the weights")
-    staged = await asyncio.to_thread(StagedWeights.from_folder, folder, config.generation.dtype)
+    copies = await asyncio.to_thread(PolicyCopies.from_folder, folder, config.generation.dtype)
     # The engine's processes import, load the model and answer a first request before it returns.
     activity.set("busy", "starting vLLM", "and loading the model into it")
     engine = await start_engine(config, folder)
     try:
-        yield _app(service, folder, engine, staged)
+        yield _app(service, folder, engine, copies)
     finally:
         await engine.stop()
-        staged.close()
+        copies.close()
 
 
-def _app(service: Service, folder: Path, engine: EngineLike, staged: StagedWeights) -> App:
+def _app(service: Service, folder: Path, engine: EngineLike, copies: PolicyCopies) -> App:
     config = service.config
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     environments = EnvironmentClient(service)
     driver = RolloutDriver(engine, tokenizer, config.generation, Episodes(environments, tokenizer))
     loop = GenerationLoop(service, engine, driver)
-    servicer = GenerationGrpcServicer(service, engine, staged, driver, loop)
+    servicer = GenerationGrpcServicer(service, engine, copies, driver, loop)
     return App(
         loop.run,
         background={"engine": servicer.wait_until_broken, "environments": environments.run},

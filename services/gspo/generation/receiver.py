@@ -20,7 +20,7 @@ from gspo.common.service.app import Service
 from gspo.common.telemetry import metrics
 from gspo.common.weights import Packed, TimeLimit
 from gspo.generation.engine.api import EngineBrokenError, EngineLike
-from gspo.generation.engine.staging import StagedWeights, StagingError
+from gspo.generation.engine.staging import PolicyCopies, StagingError
 from gspo_proto.generation_pb2 import PushHeader, PushResult, TensorFrame, WeightFrame
 
 log = structlog.get_logger()
@@ -62,15 +62,15 @@ class Receiver:
     """
 
     def __init__(
-        self, service: Service, engine: EngineLike, staged: StagedWeights, on_loaded: Callable[[], None]
+        self, service: Service, engine: EngineLike, copies: PolicyCopies, on_loaded: Callable[[], None]
     ) -> None:
-        self._service, self._engine, self._staged, self._on_loaded = service, engine, staged, on_loaded
+        self._service, self._engine, self._copies, self._on_loaded = service, engine, copies, on_loaded
         self._config = service.config.generation
         self.fence = Fence()
         self._load_limit = TimeLimit(self._config.push_timeout_s, _FIRST_LOAD_BYTES_S)
         self._lock = asyncio.Lock()
         self._staging: asyncio.Timeout | None = None
-        self.digest = staged.digest()
+        self.digest = copies.serving_digest()
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def receive(
@@ -118,9 +118,9 @@ class Receiver:
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()) as self._staging:
                 await go_ahead()
-                await _uncancelled(asyncio.to_thread(self._staged.begin, changes=bool(header.base_digest)))
+                await _uncancelled(asyncio.to_thread(self._copies.begin, changes=bool(header.base_digest)))
                 await self._write_all(frames)
-                digest = await _uncancelled(asyncio.to_thread(self._staged.next_digest))
+                digest = await _uncancelled(asyncio.to_thread(self._copies.staged_digest))
         except TimeoutError as error:
             self._check_fence(header)
             raise PushRefusedError(
@@ -134,7 +134,7 @@ class Receiver:
             raise PushRefusedError(
                 grpc.StatusCode.DATA_LOSS,
                 f"version {header.version} has digest {header.digest[:12]} and {digest[:12]} came, with "
-                f"{len(self._staged.next.names)} of {header.num_tensors} tensors; nothing was loaded",
+                f"{len(self._copies.staged.names)} of {header.num_tensors} tensors; nothing was loaded",
             )
         return digest
 
@@ -151,16 +151,16 @@ class Receiver:
     def _write(self, frame: TensorFrame) -> None:
         if frame.HasField("changes"):
             packed = Packed(frame.changes.num_listed, frame.changes.packed)
-            self._staged.change(frame.name, frame.offset, frame.num_elements, packed)
+            self._copies.change(frame.name, frame.offset, frame.num_elements, packed)
         else:
-            self._staged.write(frame.name, frame.offset, frame.data)
+            self._copies.write(frame.name, frame.offset, frame.data)
 
     async def _switch(self, header: PushHeader, digest: str, staged_s: float) -> PushResult:
         with self._service.activity.doing("loading weights", f"version {header.version}"):
             try:
                 times = await self._engine.load(
                     header.version,
-                    self._staged,
+                    self._copies,
                     on_update=self._config.on_update,
                     timeout_s=self._load_limit.seconds(header.num_bytes),
                 )
@@ -190,16 +190,16 @@ class Receiver:
                 self._staging.reschedule(asyncio.get_running_loop().time())
 
     def _check_model(self, header: PushHeader) -> None:
-        config, num_bytes = self._service.config, self._staged.num_bytes
+        config, num_bytes = self._service.config, self._copies.num_bytes
         if header.run != config.name:
             raise _precondition(f"this generator is of run {config.name}, not {header.run}")
         if header.dtype != self._config.dtype:
             raise _precondition(f"this generator serves {self._config.dtype}, not {header.dtype}")
         # Fewer are no mismatch: a folder may hold tensors that the architecture ignores. The engine refuses the others.
-        if header.num_tensors > len(self._staged.places) or header.num_bytes > num_bytes:
+        if header.num_tensors > len(self._copies.places) or header.num_bytes > num_bytes:
             raise _precondition(
                 f"the push has {header.num_tensors} tensors of {header.num_bytes} bytes, and the model folder of this "
-                f"generator {len(self._staged.places)} of {num_bytes}: sender and receiver hold different models"
+                f"generator {len(self._copies.places)} of {num_bytes}: sender and receiver hold different models"
             )
 
 

@@ -14,7 +14,7 @@ from gspo.common.service.app import Service
 from gspo.common.streams.entries import MalformedEntryError, check_message
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineBrokenError, EngineLike, LoadFailedError
-from gspo.generation.engine.staging import StagedWeights, StagingError
+from gspo.generation.engine.staging import PolicyCopies, StagingError
 from gspo.generation.loop import GenerationLoop
 from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo.generation.rollout.driver import RolloutAbortedError, RolloutDriver
@@ -38,10 +38,10 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
     """Serves gspo.Generation for one engine."""
 
     def __init__(
-        self, service: Service, engine: EngineLike, staged: StagedWeights, driver: RolloutDriver, loop: GenerationLoop
+        self, service: Service, engine: EngineLike, copies: PolicyCopies, driver: RolloutDriver, loop: GenerationLoop
     ) -> None:
         self._service, self._engine, self._driver, self._loop = service, engine, driver, loop
-        self._receiver = Receiver(service, engine, staged, loop.weights_changed)
+        self._receiver = Receiver(service, engine, copies, loop.weights_changed)
         metrics.GENERATOR_VERSION.set(engine.version)
 
     def facts(self) -> dict[str, Any]:

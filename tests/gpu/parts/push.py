@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gspo.generation.engine.api import Completion, OnUpdate
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from tests.gpu.engine_calls import answers, engine_of, prompts_of
@@ -31,13 +31,13 @@ _GIB = 1 << 30
 async def run(case: PartRun) -> None:
     """Push a changed policy, then a third, and compare what is sampled afterwards with the learner's log-probs."""
     prompts = prompts_of(case)
-    staged = StagedWeights.from_folder(case.model, "bfloat16")
-    case.note(policy_gib=staged.num_bytes / _GIB)
+    copies = PolicyCopies.from_folder(case.model, "bfloat16")
+    case.note(policy_gib=copies.num_bytes / _GIB)
     async with engine_of(case, "bfloat16") as engine:
         for version, on_update in ((1, "recompute"), (2, "keep")):
             folder, policy = _changed_model(case, version)
-            await _push(case, engine, staged, policy, on_update)
-            case.require(staged.digest() == policy.digest, f"version {version} serves with another digest")
+            await _push(case, engine, copies, policy, on_update)
+            case.require(copies.serving_digest() == policy.digest, f"version {version} serves with another digest")
             fresh = await answers(engine, prompts, case.sizes.answer_tokens // 2, f"after-{version}")
             case.require({v for it in fresh for v in it.version} == {version}, f"not all tokens are of {version}")
             parity = difference(case, folder, "bfloat16", prompts, fresh)
@@ -45,25 +45,25 @@ async def run(case: PartRun) -> None:
             case.require(
                 parity.std <= LIMITS["bfloat16"], f"version {version} is not what vLLM computes with: {parity}"
             )
-    staged.close()
+    copies.close()
 
 
 async def _push(
-    case: PartRun, engine: Engine, staged: StagedWeights, policy: PolicyWeights, on_update: OnUpdate
+    case: PartRun, engine: Engine, copies: PolicyCopies, policy: PolicyWeights, on_update: OnUpdate
 ) -> None:
     """Stage one policy, and load it while every request of the part is under way."""
     prompts, num_tokens = prompts_of(case, seed=policy.version), case.sizes.answer_tokens
     began = time.monotonic()
-    await asyncio.to_thread(_stage, staged, policy)
+    await asyncio.to_thread(_stage, copies, policy)
     case.note(**{f"{on_update}_stage_s": time.monotonic() - began})
-    case.require(staged.next_digest() == policy.digest, "what was staged has another digest than the learner's")
+    case.require(copies.staged_digest() == policy.digest, "what was copies has another digest than the learner's")
     # Not before: a fast card would be done with the answers while a slow host stages.
     flight = asyncio.create_task(answers(engine, prompts, num_tokens, f"flight-{policy.version}"))
     name = f"flight-{policy.version}-0"
     async with asyncio.timeout(60):
         while not engine.num_sampled(name) and not flight.done():
             await asyncio.sleep(0.005)
-    times = await engine.load(policy.version, staged, on_update=on_update, timeout_s=120)
+    times = await engine.load(policy.version, copies, on_update=on_update, timeout_s=120)
     stall_s = times.pause_s + times.load_s + times.resume_s
     case.note(**{f"{on_update}_load_s": times.load_s, f"{on_update}_stall_s": stall_s})
     done = await flight
@@ -78,12 +78,12 @@ def _judge_versions(case: PartRun, done: list[Completion], version: int, num_tok
     case.require(seen == {version - 1, version}, f"the tokens in flight are of versions {seen}")
 
 
-def _stage(staged: StagedWeights, policy: PolicyWeights) -> None:
-    staged.begin(changes=False)
+def _stage(copies: PolicyCopies, policy: PolicyWeights) -> None:
+    copies.begin(changes=False)
     for name, bits in policy.bits.items():
         data, itemsize = memoryview(bits.reshape(-1)).cast("B"), bits.itemsize
         for start in range(0, len(data), _PIECE_BYTES):
-            staged.write(name, start // itemsize, bytes(data[start : start + _PIECE_BYTES]))
+            copies.write(name, start // itemsize, bytes(data[start : start + _PIECE_BYTES]))
 
 
 def _changed_model(case: PartRun, version: int) -> tuple[Path, PolicyWeights]:

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from gspo.common.config.engines import GenerationConfig
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.support.tiny_model import make_tiny_model
 
@@ -20,7 +20,7 @@ class SharedEngine:
     """An engine, the weights it stages, and the model folders of the versions it has served, the newest last."""
 
     engine: Engine
-    staged: StagedWeights
+    copies: PolicyCopies
     folders: list[Path]
 
     @property
@@ -32,10 +32,10 @@ class SharedEngine:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def generator(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedEngine]:
     folder = make_tiny_model(tmp_path_factory.mktemp("policy"), seed=1, scale=4.0)
-    staged = StagedWeights.from_folder(folder, "float32")
+    copies = PolicyCopies.from_folder(folder, "float32")
     engine = await Engine.start(
         engine_arguments(folder, GenerationConfig(max_rollouts=64, kv_cache_gb=0.25), max_model_len=512)
     )
-    yield SharedEngine(engine, staged, [folder])
+    yield SharedEngine(engine, copies, [folder])
     await engine.stop()
-    staged.close()
+    copies.close()

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.weights import pack_changes, policy_digest
 from gspo.generation.engine.api import Completion, LoadFailedError, OnUpdate, Sampling
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.integration.generation.conftest import SharedEngine
 from tests.support.tiny_model import make_tiny_model
@@ -61,18 +61,18 @@ def difference(reference: Reference, prompts: list[list[int]], completions: list
     return np.concatenate(parts)
 
 
-def push(staged: StagedWeights, folder: Path) -> StagedWeights:
+def push(copies: PolicyCopies, folder: Path) -> PolicyCopies:
     """Stage another model's weights in full, in pieces, as a push does."""
-    other = StagedWeights.from_folder(folder, "float32")
-    staged.begin(changes=False)
-    for name in staged.places:
-        bits = other.current.bits(name)
+    other = PolicyCopies.from_folder(folder, "float32")
+    copies.begin(changes=False)
+    for name in copies.places:
+        bits = other.serving.bits(name)
         half = len(bits) // 2
-        staged.write(name, 0, bits[:half].tobytes())
-        staged.write(name, half, bits[half:].tobytes())
-    assert staged.next_digest() == other.digest()
+        copies.write(name, 0, bits[:half].tobytes())
+        copies.write(name, half, bits[half:].tobytes())
+    assert copies.staged_digest() == other.serving_digest()
     other.close()
-    return staged
+    return copies
 
 
 async def running(engine: Engine, how: Sampling) -> list[asyncio.Task[Completion]]:
@@ -88,7 +88,7 @@ def test_digest_of_the_folder_is_the_digest_of_its_tensors(generator: SharedEngi
     state = AutoModelForCausalLM.from_pretrained(generator.folder, dtype=torch.float32).state_dict()
     del state["lm_head.weight"]  # tied
     expected = policy_digest((name, "float32", tuple(t.shape), t.numpy()) for name, t in state.items())
-    assert generator.staged.digest() == expected
+    assert generator.copies.serving_digest() == expected
 
 
 async def test_logp_of_the_unchanged_policy_is_transformers(generator: SharedEngine) -> None:
@@ -156,17 +156,17 @@ async def test_a_prompt_that_does_not_fit_is_refused_and_the_engine_still_answer
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
 async def test_a_push_with_requests_in_flight(generator: SharedEngine, tmp_path: Path, on_update: OnUpdate) -> None:
-    engine, staged = generator.engine, generator.staged
+    engine, copies = generator.engine, generator.copies
     old_folder, old = generator.folder, engine.version
     new_folder = make_tiny_model(tmp_path / "new", seed=10 + old, scale=4.0)
     tasks = await running(engine, sampling(300, ignore_eos=True))
-    push(staged, new_folder)
-    digest = staged.next_digest()
-    times = await engine.load(old + 1, staged, on_update=on_update, timeout_s=60)
+    push(copies, new_folder)
+    digest = copies.staged_digest()
+    times = await engine.load(old + 1, copies, on_update=on_update, timeout_s=60)
     generator.folders.append(new_folder)
     completions = await asyncio.gather(*tasks)
 
-    assert staged.digest() == digest
+    assert copies.serving_digest() == digest
     assert times.pause_s > 0 and times.load_s > 0 and times.resume_s > 0
     assert all(len(c.token_ids) == 300 and c.finish == "length" for c in completions)
     before, after = Reference.load(old_folder), Reference.load(new_folder)
@@ -195,11 +195,11 @@ async def test_a_push_with_requests_in_flight(generator: SharedEngine, tmp_path:
 
 
 async def test_a_push_under_restart_ends_in_flight_requests(generator: SharedEngine, tmp_path: Path) -> None:
-    engine, staged, old = generator.engine, generator.staged, generator.engine.version
+    engine, copies, old = generator.engine, generator.copies, generator.engine.version
     folder = make_tiny_model(tmp_path / "new", seed=10 + old, scale=4.0)
     tasks = await running(engine, sampling(300, ignore_eos=True))
-    push(staged, folder)
-    await engine.load(old + 1, staged, on_update="restart", timeout_s=60)
+    push(copies, folder)
+    await engine.load(old + 1, copies, on_update="restart", timeout_s=60)
     generator.folders.append(folder)
     for completion in await asyncio.gather(*tasks):
         assert completion.finish == "restart"
@@ -214,7 +214,7 @@ async def test_what_goes_on_after_a_push_meets_no_keys_and_values_of_before_it(
     generator: SharedEngine, tmp_path: Path, on_update: OnUpdate
 ) -> None:
     """A prompt of several blocks, and an answer that is paused before the weights change and resumed after."""
-    engine, staged, old = generator.engine, generator.staged, generator.engine.version
+    engine, copies, old = generator.engine, generator.copies, generator.engine.version
     prompt = [4 + place % 90 for place in range(300)]
     first = await engine.generate("first", prompt, sampling(40, ignore_eos=True))
     longer = prompt + first.token_ids
@@ -223,7 +223,7 @@ async def test_what_goes_on_after_a_push_meets_no_keys_and_values_of_before_it(
     assert np.abs(np.array(again.logp) - before.logp(longer, again.token_ids)).max() < 1e-4
 
     folder = make_tiny_model(tmp_path / "new", seed=10 + old, scale=4.0)
-    await engine.load(old + 1, push(staged, folder), on_update=on_update, timeout_s=60)
+    await engine.load(old + 1, push(copies, folder), on_update=on_update, timeout_s=60)
     generator.folders.append(folder)
     later = await engine.generate("later", longer, sampling(20, ignore_eos=True))
     after = Reference.load(folder)
@@ -235,7 +235,7 @@ async def test_what_goes_on_after_a_push_meets_no_keys_and_values_of_before_it(
 
 
 async def test_changes_give_the_same_weights_as_a_full_push(generator: SharedEngine, tmp_path: Path) -> None:
-    engine, staged = generator.engine, generator.staged
+    engine, copies = generator.engine, generator.copies
     folder = tmp_path / "changed"
     model = AutoModelForCausalLM.from_pretrained(generator.folder, dtype=torch.float32)
     changed = {"model.layers.0.self_attn.k_proj.weight": (5, 0.5), "model.norm.weight": (3, 1.5)}
@@ -243,41 +243,41 @@ async def test_changes_give_the_same_weights_as_a_full_push(generator: SharedEng
         model.get_parameter(name).data.view(-1)[position] = value
     model.save_pretrained(folder)
 
-    staged.begin(changes=True)
+    copies.begin(changes=True)
     for name, (position, value) in changed.items():
-        old = staged.current.bits(name)
+        old = copies.serving.bits(name)
         new = old.copy()
         new.view(np.float32)[position] = value
-        staged.change(name, 0, len(new), pack_changes(new, old))
-    whole = StagedWeights.from_folder(folder, "float32")
-    assert staged.next_digest() == whole.digest() != staged.digest()
+        copies.change(name, 0, len(new), pack_changes(new, old))
+    whole = PolicyCopies.from_folder(folder, "float32")
+    assert copies.staged_digest() == whole.serving_digest() != copies.serving_digest()
     whole.close()
-    await engine.load(engine.version + 1, staged, on_update="recompute", timeout_s=60)
+    await engine.load(engine.version + 1, copies, on_update="recompute", timeout_s=60)
     generator.folders.append(folder)
     delta = difference(Reference.load(folder), PROMPTS, await answers(engine, sampling(60)))
     assert delta.std() < 1e-5
 
 
 async def test_a_failed_load_leaves_the_old_weights_serving(generator: SharedEngine, tmp_path: Path) -> None:
-    engine, staged = generator.engine, generator.staged
-    version, digest = engine.version, staged.digest()
-    push(staged, make_tiny_model(tmp_path / "new", seed=99, scale=4.0))
+    engine, copies = generator.engine, generator.copies
+    version, digest = engine.version, copies.serving_digest()
+    push(copies, make_tiny_model(tmp_path / "new", seed=99, scale=4.0))
     tasks = await running(engine, sampling(300, ignore_eos=True))
     # In the middle of the second layer, when the first has taken its new weights already.
-    good = staged.next.update_info
-    staged.next.update_info = lambda: with_short_shape(good(), "model.layers.1.mlp.up_proj.weight")  # type: ignore[method-assign]
+    good = copies.staged.update_info
+    copies.staged.update_info = lambda: with_short_shape(good(), "model.layers.1.mlp.up_proj.weight")  # type: ignore[method-assign]
     with pytest.raises(LoadFailedError, match=f"version {version} serves on"):
-        await engine.load(version + 1, staged, on_update="recompute", timeout_s=60)
-    staged.next.update_info = good  # type: ignore[method-assign]
+        await engine.load(version + 1, copies, on_update="recompute", timeout_s=60)
+    copies.staged.update_info = good  # type: ignore[method-assign]
 
     assert engine.version == version
-    assert staged.digest() == digest
+    assert copies.serving_digest() == digest
     completions = await asyncio.gather(*tasks)
     assert all(c.version == [version] * 300 for c in completions)
     delta = difference(Reference.load(generator.folder), PROMPTS, completions)
     assert np.abs(delta).max() < 1e-4
     # And the next good push loads.
-    await engine.load(version + 1, staged, on_update="recompute", timeout_s=60)
+    await engine.load(version + 1, copies, on_update="recompute", timeout_s=60)
     delta = difference(Reference.load(tmp_path / "new"), PROMPTS, await answers(engine, sampling(60)))
     assert delta.std() < 1e-5
     generator.folders.append(tmp_path / "new")
@@ -292,32 +292,32 @@ async def test_a_push_may_leave_out_what_the_engine_ignores_and_nothing_else(
     # Checkpoints of older models have it; every architecture passes it over.
     ignored = "model.layers.0.self_attn.rotary_emb.inv_freq"
     save_file({ignored: torch.zeros(4)}, folder / "more.safetensors")
-    staged = StagedWeights.from_folder(folder, "float32")
-    bits = {name: staged.current.bits(name).copy() for name in staged.places}
+    copies = PolicyCopies.from_folder(folder, "float32")
+    bits = {name: copies.serving.bits(name).copy() for name in copies.places}
 
-    def pushed_without(*names: str) -> StagedWeights:
-        staged.begin(changes=False)
+    def pushed_without(*names: str) -> PolicyCopies:
+        copies.begin(changes=False)
         for name in bits.keys() - set(names):
-            staged.write(name, 0, bits[name].tobytes())
-        return staged
+            copies.write(name, 0, bits[name].tobytes())
+        return copies
 
-    digest_of_all = staged.digest()
+    digest_of_all = copies.serving_digest()
     await engine.load(version + 1, pushed_without(ignored), on_update="recompute", timeout_s=60)
-    whole = StagedWeights.from_folder(plain, "float32")
-    assert staged.digest() == whole.digest() != digest_of_all
+    whole = PolicyCopies.from_folder(plain, "float32")
+    assert copies.serving_digest() == whole.serving_digest() != digest_of_all
     delta = difference(Reference.load(plain), PROMPTS, await answers(engine, sampling(60)))
     assert delta.std() < 1e-5
 
     needed = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(LoadFailedError, match=f"the push has no tensor '{needed}', which this model loads"):
         await engine.load(version + 2, pushed_without(ignored, needed), on_update="recompute", timeout_s=60)
-    assert (engine.version, staged.digest()) == (version + 1, whole.digest())
-    await engine.load(version + 2, push(generator.staged, plain), on_update="recompute", timeout_s=60)
+    assert (engine.version, copies.serving_digest()) == (version + 1, whole.serving_digest())
+    await engine.load(version + 2, push(generator.copies, plain), on_update="recompute", timeout_s=60)
     delta = difference(Reference.load(plain), PROMPTS, await answers(engine, sampling(60)))
     assert delta.std() < 1e-5
     generator.folders.append(plain)
     whole.close()
-    staged.close()
+    copies.close()
 
 
 def with_short_shape(update_info: dict[str, Any], name: str) -> dict[str, Any]:
@@ -336,7 +336,7 @@ def test_a_running_engine_reports_its_kv_cache(generator: SharedEngine) -> None:
 @pytest.mark.long
 async def test_compiled_graphs_serve_pushed_weights(tmp_path: Path) -> None:
     folders = [make_tiny_model(tmp_path / str(seed), seed=seed, scale=4.0) for seed in (1, 2)]
-    staged = StagedWeights.from_folder(folders[0], "float32")
+    copies = PolicyCopies.from_folder(folders[0], "float32")
     compiled = {"enforce_eager": False}
     engine = await Engine.start(
         engine_arguments(
@@ -346,10 +346,10 @@ async def test_compiled_graphs_serve_pushed_weights(tmp_path: Path) -> None:
     try:
         for version, folder in enumerate(folders):
             if version:
-                await engine.load(version, push(staged, folder), on_update="recompute", timeout_s=60)
+                await engine.load(version, push(copies, folder), on_update="recompute", timeout_s=60)
             delta = difference(Reference.load(folder), PROMPTS, await answers(engine, sampling(60)))
             assert delta.std() < 1e-5
             assert np.abs(delta).max() < 1e-4
     finally:
         await engine.stop()
-        staged.close()
+        copies.close()

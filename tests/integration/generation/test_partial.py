@@ -22,7 +22,7 @@ from gspo.common.config.schema import Config
 from gspo.common.service.app import Service
 from gspo.common.streams.inbox import append
 from gspo.common.streams.keys import Keys
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.loop import GenerationLoop
 from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.environment_client import EnvironmentClient
@@ -204,16 +204,16 @@ async def test_new_weights_under_restart_drop_the_tokens_and_keep_the_ids(
     generator = start(config, redis_url, "one")
     await issue(redis, keys, 3)
     await sampled_at_least(generator, 40)
-    staged = StagedWeights(SHAPES, "bfloat16")
-    staged.begin(changes=False)
+    copies = PolicyCopies(SHAPES, "bfloat16")
+    copies.begin(changes=False)
     for name, bits in policy(1).bits.items():
-        staged.write(name, 0, bits.tobytes())
-    await generator.engine.load(1, staged, on_update="restart", timeout_s=5)
+        copies.write(name, 0, bits.tobytes())
+    await generator.engine.load(1, copies, on_update="restart", timeout_s=5)
     for rollout in await finished(redis, keys, 4):
         assert set(rollout.version) == {1}
-        check_tokens(rollout, {1: key_of(staged, staged.current)})
+        check_tokens(rollout, {1: key_of(copies, copies.serving)})
     await generator.end()
-    staged.close()
+    copies.close()
 
 
 async def test_saved_tokens_of_older_weights_are_dropped_under_restart(

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.simulated.engine import SimulatedEngine
 from benchmarks.simulated.settings import Settings
 from gspo.common.network.grpc_server import GrpcApi, GrpcServer, open_channel
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
@@ -30,12 +30,12 @@ async def test_a_generate_call_that_its_caller_cancels_leaves_no_request_in_the_
     redis_url: str, tmp_path: Path
 ) -> None:
     config = run_config(tmp_path, make_run)
-    service, staged = service_of("generation-0", config, redis_url), StagedWeights({"a": (4,)}, "float32")
+    service, copies = service_of("generation-0", config, redis_url), PolicyCopies({"a": (4,)}, "float32")
     settings = Settings(decode_s=10.0, decode_s_per_request=0.0, length_median=100)
     engine = SimulatedEngine(settings, max_num_seqs=4, vocabulary=90, eos=2, key=7)
     tokenizer = make_tokenizer()
     driver = RolloutDriver(engine, tokenizer, config.generation, Episodes(EnvironmentClient(service), tokenizer))
-    servicer = GenerationGrpcServicer(service, engine, staged, driver, IdleLoop())
+    servicer = GenerationGrpcServicer(service, engine, copies, driver, IdleLoop())
     server = GrpcServer(
         GrpcApi(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)),
         host="127.0.0.1",
@@ -61,4 +61,4 @@ async def test_a_generate_call_that_its_caller_cancels_leaves_no_request_in_the_
         await server.stop(0.0)
         await engine.stop()
         await service.redis.aclose()
-        staged.close()
+        copies.close()

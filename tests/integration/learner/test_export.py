@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.weights import policy_digest
 from gspo.generation.engine.api import Completion, Sampling
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from gspo.learner.training.trainer import Trainer
 from tests.support.tiny_model import make_tiny_model
@@ -122,11 +122,11 @@ def digest(trainer: Trainer) -> str:
 
 async def push(engine: Engine, shared: Path, folder: Path, expected: str) -> None:
     """Stage a folder's weights over those that the engine was started with, and load them."""
-    staged, other = StagedWeights.from_folder(shared, "float32"), StagedWeights.from_folder(folder, "float32")
-    staged.begin(changes=False)
-    for name in staged.places:
-        staged.write(name, 0, other.current.bits(name).tobytes())
-    assert staged.next_digest() == expected
-    await engine.load(engine.version + 1, staged, on_update="recompute", timeout_s=60)
-    staged.close()
+    copies, other = PolicyCopies.from_folder(shared, "float32"), PolicyCopies.from_folder(folder, "float32")
+    copies.begin(changes=False)
+    for name in copies.places:
+        copies.write(name, 0, other.serving.bits(name).tobytes())
+    assert copies.staged_digest() == expected
+    await engine.load(engine.version + 1, copies, on_update="recompute", timeout_s=60)
+    copies.close()
     other.close()

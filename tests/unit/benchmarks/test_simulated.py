@@ -11,7 +11,7 @@ from benchmarks.simulated.answers import key_of, log_probs
 from benchmarks.simulated.engine import SimulatedEngine
 from benchmarks.simulated.settings import Settings
 from gspo.generation.engine.api import EngineBrokenError, Sampling
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 from tests.support.tiny_model import make_tiny_model
 
 QUICK = Settings(decode_s=0.002, decode_s_per_request=0.0, length_median=40, load_s=0.0)
@@ -35,22 +35,22 @@ async def test_more_requests_than_fit_wait_and_all_are_answered() -> None:
 
 
 async def test_tokens_after_a_load_are_of_the_new_version(tmp_path: Path) -> None:
-    staged = StagedWeights.from_folder(make_tiny_model(tmp_path / "model"), "float32")
-    staged.begin(changes=True)
-    staged.next.bits(min(staged.places))[0] += 1
+    copies = PolicyCopies.from_folder(make_tiny_model(tmp_path / "model"), "float32")
+    copies.begin(changes=True)
+    copies.staged.bits(min(copies.places))[0] += 1
     simulated = engine(QUICK)
     asked = asyncio.create_task(simulated.generate("1-0:1.0", [1, 2], Sampling(max_tokens=64)))
     await asyncio.sleep(0.03)
-    await simulated.load(1, staged, on_update="recompute", timeout_s=5)
+    await simulated.load(1, copies, on_update="recompute", timeout_s=5)
     answer = await asked
     switch = answer.version.index(1)
     assert 0 < switch < 40
     assert answer.version == [0] * switch + [1] * (40 - switch)
-    key = key_of(staged, staged.current)
+    key = key_of(copies, copies.serving)
     assert answer.logp[:switch] == log_probs(answer.token_ids, 2, 7).tolist()[:switch]
     assert answer.logp[switch:] == log_probs(answer.token_ids, 2, key).tolist()[switch:]
     await simulated.stop()
-    staged.close()
+    copies.close()
 
 
 async def test_an_aborted_request_returns_what_it_has_and_a_stopped_engine_refuses() -> None:

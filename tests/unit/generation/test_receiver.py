@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo_proto.generation_pb2 import PushHeader, WeightFrame
 
 
-class BlockedCopy(StagedWeights):
+class BlockedCopy(PolicyCopies):
     """Its work in threads stands still at one call until `may_go_on` is set."""
 
     blocks_at = ""
@@ -28,9 +28,9 @@ class BlockedCopy(StagedWeights):
         self._block("begin")
         super().begin(changes=changes)
 
-    def next_digest(self) -> str:
-        self._block("next_digest")
-        return super().next_digest()
+    def staged_digest(self) -> str:
+        self._block("staged_digest")
+        return super().staged_digest()
 
     def _block(self, call: str) -> None:
         if call == self.blocks_at:
@@ -38,7 +38,7 @@ class BlockedCopy(StagedWeights):
             assert self.may_go_on.wait(20)
 
 
-def receiver_of(copy: StagedWeights) -> Receiver:
+def receiver_of(copy: PolicyCopies) -> Receiver:
     generation = SimpleNamespace(push_timeout_s=5.0, dtype="float32")
     service: Any = SimpleNamespace(config=SimpleNamespace(name="run", generation=generation))
     engine: Any = None  # nothing here comes so far as a load
@@ -82,7 +82,7 @@ async def test_a_push_that_is_cancelled_twice_keeps_its_lock_while_a_thread_writ
 
 async def test_a_newer_learner_waits_for_an_older_push_that_is_already_late() -> None:
     copy = BlockedCopy()
-    receiver, copy.blocks_at = receiver_of(copy), "next_digest"
+    receiver, copy.blocks_at = receiver_of(copy), "staged_digest"
 
     async def go_ahead() -> None:
         pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 
 Finish: TypeAlias = Literal["stop", "stop_string", "length", "aborted", "restart"]
 OnUpdate: TypeAlias = Literal["recompute", "keep", "restart"]
@@ -81,7 +81,7 @@ class EngineLike(Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request."""
 
-    async def load(self, version: int, staged: StagedWeights, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
+    async def load(self, version: int, copies: PolicyCopies, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
         """Serve the staged copy as `version`."""
 
     async def stop(self, timeout_s: float = 10.0) -> None:

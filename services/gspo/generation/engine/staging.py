@@ -1,6 +1,6 @@
-"""The generator's two copies of the policy in shared memory: the current one serves, the next one is being staged.
+"""The generator's two copies of the policy in shared memory: one serves, the next one is being staged.
 
-`receiver.py` fills the next copy, and `weights.py` loads it in vLLM's process.
+`receiver.py` fills the staged copy, and `weights.py` loads it in vLLM's process.
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ def _not_enough_memory(num_bytes: int, why: str) -> InputError:
     )
 
 
-class StagedWeights:
-    """Two copies of the policy in the inference dtype: `current` serves, `next` is being filled.
+class PolicyCopies:
+    """Two copies of the policy in the inference dtype: `serving` is in the engine, `staged` is being filled.
 
-    A push is `begin`, then `write` and `change`, then `next_digest`, then Engine.load, which promotes. Calls block for
-    as long as the memory takes: call them in a thread. Not safe for two pushes at a time.
+    A push is `begin`, then `write` and `change`, then `staged_digest`, then Engine.load, which promotes. Calls block
+    for as long as the memory takes: call them in a thread. Not safe for two pushes at a time.
 
     Args:
         tensors: Name and shape of every tensor that a policy may have.
@@ -147,11 +147,11 @@ class StagedWeights:
         if 2 * end > (free := free_memory()):
             raise _not_enough_memory(2 * end, f"{free / GIB:.2f} GiB can be had")
         self._bits = _BITS[dtype]
-        self.current = PolicyCopy(self.places, end)
-        self.next = PolicyCopy(self.places, end)
+        self.serving = PolicyCopy(self.places, end)
+        self.staged = PolicyCopy(self.places, end)
 
     @classmethod
-    def from_folder(cls, folder: Path, dtype: str) -> StagedWeights:
+    def from_folder(cls, folder: Path, dtype: str) -> PolicyCopies:
         """The policy of a model folder, cast as vLLM casts it at start, so that version 0 has a digest.
 
         Raises:
@@ -160,17 +160,17 @@ class StagedWeights:
         shapes: dict[str, tuple[int, ...]] = {}
         for name, part in _checkpoint_tensors(folder):
             shapes[name] = tuple(part.get_slice(name).get_shape())
-        staged = cls(shapes, dtype)
+        copies = cls(shapes, dtype)
         for name, part in _checkpoint_tensors(folder):
-            staged.current.bits(name)[:] = _cast_bits(part.get_tensor(name), dtype)
-        return staged
+            copies.serving.bits(name)[:] = _cast_bits(part.get_tensor(name), dtype)
+        return copies
 
     def begin(self, *, changes: bool) -> None:
-        """Start a push, of changes to `current` or of whole tensors. A tensor that is left out changes the digest."""
+        """Start a push, of changes to `serving` or of whole tensors. A tensor that is left out changes the digest."""
         if changes:
-            self.next.copy_from(self.current)
+            self.staged.copy_from(self.serving)
         else:
-            self.next.clear()
+            self.staged.clear()
 
     def write(self, name: str, offset: int, data: bytes) -> None:
         """Put raw little-endian elements at flat position `offset` of a tensor (a large one comes in pieces)."""
@@ -178,7 +178,7 @@ class StagedWeights:
         if len(data) % itemsize:
             raise StagingError(f"weights: {name}: {len(data)} bytes are not whole elements of {itemsize} bytes")
         self._run(name, offset, len(data) // itemsize)[:] = np.frombuffer(data, self._bits)
-        self.next.names.add(name)
+        self.staged.names.add(name)
 
     def change(self, name: str, offset: int, num_elements: int, packed: Packed) -> None:
         """Apply packed changes to a run of a tensor's elements."""
@@ -187,21 +187,21 @@ class StagedWeights:
         except UnpackError as error:
             raise StagingError(f"weights: {name} from {offset} on: {error}") from error
 
-    def digest(self) -> str:
+    def serving_digest(self) -> str:
         """The digest of the copy that serves."""
-        return self.current.digest()
+        return self.serving.digest()
 
-    def next_digest(self) -> str:
+    def staged_digest(self) -> str:
         """The digest of the copy being staged."""
-        return self.next.digest()
+        return self.staged.digest()
 
     def promote(self) -> None:
-        """Make the staged copy the current one. Engine.load calls it after a good load."""
-        self.current, self.next = self.next, self.current
+        """Make the staged copy the serving one. Engine.load calls it after a good load."""
+        self.serving, self.staged = self.staged, self.serving
 
     def close(self) -> None:
-        self.current.close()
-        self.next.close()
+        self.serving.close()
+        self.staged.close()
 
     def _run(self, name: str, offset: int, num_elements: int) -> NDArray[np.unsignedinteger[Any]]:
         """A run of a staged tensor's elements."""
@@ -213,7 +213,7 @@ class StagedWeights:
                 f"weights: {name} has {in_all} elements; {num_elements} from {offset} on reach beyond its end: sender "
                 "and receiver hold different models"
             )
-        return self.next.bits(name)[offset : offset + num_elements]
+        return self.staged.bits(name)[offset : offset + num_elements]
 
 
 def _checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Any]]:

@@ -40,7 +40,7 @@ from gspo.generation.engine.api import (
     Tokens,
 )
 from gspo.generation.engine.process import CPU_ENVIRONMENT, ForkedProcess
-from gspo.generation.engine.staging import PolicyCopy, StagedWeights
+from gspo.generation.engine.staging import PolicyCopies, PolicyCopy
 from gspo.generation.engine.weights import BACKEND
 
 # On a CPU vLLM's default is a worker process of its own, bound to all cores but one, and a scheduler process that
@@ -125,7 +125,7 @@ class Engine:
         """End a request; its `generate` returns the tokens sampled so far, as `aborted`."""
         await self._llm.abort(request_id)
 
-    async def load(self, version: int, staged: StagedWeights, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
+    async def load(self, version: int, copies: PolicyCopies, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
         """Serve the staged copy as `version`; in-flight requests continue under it.
 
         If the call is cancelled, the load still ends in the background.
@@ -139,7 +139,7 @@ class Engine:
             LoadFailedError: The new weights did not load, and the old ones serve again.
             EngineBrokenError: The old weights could not be restored, or `timeout_s` has passed.
         """
-        return await asyncio.shield(asyncio.ensure_future(self._load(version, staged, on_update, timeout_s)))
+        return await asyncio.shield(asyncio.ensure_future(self._load(version, copies, on_update, timeout_s)))
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End vLLM's processes; requests in flight fail with EngineBrokenError."""
@@ -160,13 +160,13 @@ class Engine:
         """Tokens, of prompts and answers together, whose KV fits."""
         return int(self._llm.vllm_config.cache_config.kv_cache_size_tokens)
 
-    async def _load(self, version: int, staged: StagedWeights, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
+    async def _load(self, version: int, copies: PolicyCopies, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
         async with self._loading:
             self._raise_if_broken()
             self._serving.clear()
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await self._load_paused(version, staged, on_update)
+                    return await self._load_paused(version, copies, on_update)
             except TimeoutError as error:
                 raise self._break(f"load of version {version} did not end within {timeout_s} s") from error
             except EngineDeadError as error:
@@ -174,19 +174,19 @@ class Engine:
             finally:
                 self._serving.set()
 
-    async def _load_paused(self, version: int, staged: StagedWeights, on_update: OnUpdate) -> LoadTimes:
+    async def _load_paused(self, version: int, copies: PolicyCopies, on_update: OnUpdate) -> LoadTimes:
         began = time.monotonic()
         restarts = on_update == "restart"
         self._num_restarts += restarts
         await self._llm.pause_generation(mode="abort" if restarts else "keep", clear_cache=on_update != "keep")
         paused = time.monotonic()
-        failure = await self._try_weights(staged.next, str(version))
+        failure = await self._try_weights(copies.staged, str(version))
         if failure is None:
-            staged.promote()
+            copies.promote()
             self.version = version
             # Salts the prefix cache: a new request never hits blocks computed before this load.
             self._num_loads += 1
-        elif (again := await self._try_weights(staged.current, str(self.version))) is not None:
+        elif (again := await self._try_weights(copies.serving, str(self.version))) is not None:
             raise self._break(f"neither the new weights load ({failure}) nor the old ({again})") from again
         loaded = time.monotonic()
         await self._llm.resume_generation()

@@ -16,7 +16,7 @@ from gspo.common.host import machine
 from gspo.common.host.machine import Gpu
 from gspo.generation import check as generation_check
 from gspo.generation.engine import staging
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 from gspo.learner import check as learner_check
 from tests.support.service_process import make_run
 
@@ -48,9 +48,9 @@ def test_two_policies_that_do_not_fit_are_refused_before_the_kernel_kills(monkey
     tensors = {"weight": (1 << 18,)}  # 1 MiB in float32
     monkeypatch.setattr(staging, "free_memory", lambda: 2 * (1 << 20) - 1)
     with pytest.raises(InputError, match=r"model.path: .* 0.00 GiB of shared memory, and 0.00 GiB can be had"):
-        StagedWeights(tensors, "float32")
+        PolicyCopies(tensors, "float32")
     monkeypatch.setattr(staging, "free_memory", lambda: 2 * (1 << 20))
-    StagedWeights(tensors, "float32").current.close()
+    PolicyCopies(tensors, "float32").serving.close()
 
 
 def test_an_engine_of_more_gpus_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

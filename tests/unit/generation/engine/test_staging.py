@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gspo.common.weights import Packed, pack_changes
-from gspo.generation.engine.staging import StagedWeights, StagingError
+from gspo.generation.engine.staging import PolicyCopies, StagingError
 from tests.support.tiny_model import make_tiny_model
 
 
@@ -18,74 +18,74 @@ def packed(new: list[int], old: list[int]) -> Packed:
 
 
 @pytest.fixture
-def staged() -> StagedWeights:
-    staged = StagedWeights({"a": (2, 3), "b": (4,)}, "bfloat16")
-    staged.begin(changes=False)
-    staged.write("a", 0, np.arange(6, dtype=np.uint16).tobytes())
-    staged.write("b", 0, np.arange(4, dtype=np.uint16).tobytes())
-    staged.promote()
-    return staged
+def copies() -> PolicyCopies:
+    copies = PolicyCopies({"a": (2, 3), "b": (4,)}, "bfloat16")
+    copies.begin(changes=False)
+    copies.write("a", 0, np.arange(6, dtype=np.uint16).tobytes())
+    copies.write("b", 0, np.arange(4, dtype=np.uint16).tobytes())
+    copies.promote()
+    return copies
 
 
-def test_a_push_changes_nothing_until_it_is_promoted(staged: StagedWeights) -> None:
-    before = staged.digest()
-    staged.begin(changes=True)
-    assert staged.next_digest() == before
-    staged.change("a", 2, 3, packed([2, 3, 40], [2, 3, 4]))
-    staged.change("a", 0, 1, packed([10], [0]))
-    assert staged.current.bits("a").tolist() == [0, 1, 2, 3, 4, 5]
-    assert staged.next.bits("a").tolist() == [10, 1, 2, 3, 40, 5]
-    assert staged.digest() == before != staged.next_digest()
-    staged.promote()
-    assert staged.current.bits("a").tolist() == [10, 1, 2, 3, 40, 5]
+def test_a_push_changes_nothing_until_it_is_promoted(copies: PolicyCopies) -> None:
+    before = copies.serving_digest()
+    copies.begin(changes=True)
+    assert copies.staged_digest() == before
+    copies.change("a", 2, 3, packed([2, 3, 40], [2, 3, 4]))
+    copies.change("a", 0, 1, packed([10], [0]))
+    assert copies.serving.bits("a").tolist() == [0, 1, 2, 3, 4, 5]
+    assert copies.staged.bits("a").tolist() == [10, 1, 2, 3, 40, 5]
+    assert copies.serving_digest() == before != copies.staged_digest()
+    copies.promote()
+    assert copies.serving.bits("a").tolist() == [10, 1, 2, 3, 40, 5]
 
 
-def test_a_full_push_that_leaves_a_tensor_out_has_another_digest(staged: StagedWeights) -> None:
-    staged.begin(changes=False)
-    staged.write("a", 0, np.arange(6, dtype=np.uint16).tobytes())
-    assert staged.next_digest() != staged.digest()
-    staged.write("b", 0, np.array([0, 1], np.uint16).tobytes())
-    staged.write("b", 2, np.array([2, 3], np.uint16).tobytes())
-    assert staged.next_digest() == staged.digest()
+def test_a_full_push_that_leaves_a_tensor_out_has_another_digest(copies: PolicyCopies) -> None:
+    copies.begin(changes=False)
+    copies.write("a", 0, np.arange(6, dtype=np.uint16).tobytes())
+    assert copies.staged_digest() != copies.serving_digest()
+    copies.write("b", 0, np.array([0, 1], np.uint16).tobytes())
+    copies.write("b", 2, np.array([2, 3], np.uint16).tobytes())
+    assert copies.staged_digest() == copies.serving_digest()
 
 
-def test_what_does_not_fit_is_refused(staged: StagedWeights) -> None:
-    staged.begin(changes=True)
+def test_what_does_not_fit_is_refused(copies: PolicyCopies) -> None:
+    copies.begin(changes=True)
     with pytest.raises(StagingError, match="no tensor 'c'"):
-        staged.write("c", 0, b"\0\0")
+        copies.write("c", 0, b"\0\0")
     with pytest.raises(StagingError, match="b has 4 elements; 2 from 3"):
-        staged.write("b", 3, b"\0\0\0\0")
+        copies.write("b", 3, b"\0\0\0\0")
     with pytest.raises(StagingError, match="b has 4 elements; 3 from 2"):
-        staged.change("b", 2, 3, packed([1, 2, 3], [0, 0, 0]))
+        copies.change("b", 2, 3, packed([1, 2, 3], [0, 0, 0]))
     with pytest.raises(StagingError, match="b from 1 on: the changes do not unpack"):
-        staged.change("b", 1, 3, Packed(3, b"broken"))
+        copies.change("b", 1, 3, Packed(3, b"broken"))
     with pytest.raises(StagingError, match="whole elements"):
-        staged.write("b", 0, b"\0\0\0")
-    assert staged.next_digest() == staged.digest()
+        copies.write("b", 0, b"\0\0\0")
+    assert copies.staged_digest() == copies.serving_digest()
 
 
-def test_another_process_reads_the_copy_by_its_path(staged: StagedWeights) -> None:
-    info = staged.current.update_info()
+def test_another_process_reads_the_copy_by_its_path(copies: PolicyCopies) -> None:
+    info = copies.serving.update_info()
     offset = next(place["offset"] for place in info["tensors"] if place["name"] == "b")
     assert Path(info["path"]).read_bytes()[offset : offset + 8] == np.arange(4, dtype=np.uint16).tobytes()
 
 
 def test_a_folder_is_cast_as_torch_casts_it_and_a_tied_head_is_left_out(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, hidden_size=32, layers=1)
-    whole, half = (StagedWeights.from_folder(folder, dtype) for dtype in ("float32", "bfloat16"))
+    whole, half = (PolicyCopies.from_folder(folder, dtype) for dtype in ("float32", "bfloat16"))
     assert "lm_head.weight" not in whole.places
     name = "model.layers.0.mlp.up_proj.weight"
-    expected = torch.from_numpy(whole.current.bits(name).view(np.float32)).bfloat16().view(torch.int16)
-    assert half.current.bits(name).view(np.int16).tolist() == expected.tolist()
-    assert whole.digest() != half.digest()
+    expected = torch.from_numpy(whole.serving.bits(name).view(np.float32)).bfloat16().view(torch.int16)
+    assert half.serving.bits(name).view(np.int16).tolist() == expected.tolist()
+    assert whole.serving_digest() != half.serving_digest()
 
 
 def test_an_untied_head_is_part_of_the_policy(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, hidden_size=32, layers=1, tie_word_embeddings=False)
-    assert "lm_head.weight" in StagedWeights.from_folder(folder, "float32").places
+    assert "lm_head.weight" in PolicyCopies.from_folder(folder, "float32").places
 
 
 def test_a_folder_without_safetensors_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="safetensors"):
-        StagedWeights.from_folder(tmp_path, "float32")
+        PolicyCopies.from_folder(tmp_path, "float32")

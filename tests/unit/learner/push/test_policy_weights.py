@@ -7,7 +7,7 @@ import torch
 
 from gspo.common import weights
 from gspo.common.weights import Packed
-from gspo.generation.engine.staging import StagedWeights
+from gspo.generation.engine.staging import PolicyCopies
 from gspo.learner.push import policy_weights
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
 
@@ -29,27 +29,27 @@ def small_frames(policy: PolicyWeights, base: PolicyWeights | None = None) -> We
     return WeightUpdate(policy, base, frame_bytes=512)
 
 
-async def staged_after(sent: WeightUpdate, base: StagedWeights | None, dtype: str) -> StagedWeights:
-    staged = base or StagedWeights(SHAPES, dtype)
-    staged.begin(changes=base is not None)
+async def staged_after(sent: WeightUpdate, base: PolicyCopies | None, dtype: str) -> PolicyCopies:
+    copies = base or PolicyCopies(SHAPES, dtype)
+    copies.begin(changes=base is not None)
     async for whole in sent:
         frame = whole.tensor
         if frame.HasField("changes"):
             packed = Packed(frame.changes.num_listed, frame.changes.packed)
-            staged.change(frame.name, frame.offset, frame.num_elements, packed)
+            copies.change(frame.name, frame.offset, frame.num_elements, packed)
         else:
-            staged.write(frame.name, frame.offset, frame.data)
-    staged.promote()
-    return staged
+            copies.write(frame.name, frame.offset, frame.data)
+    copies.promote()
+    return copies
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 async def test_a_whole_push_and_then_changes_rebuild_the_policy(dtype: torch.dtype) -> None:
     first, second = policy(1, dtype=dtype), policy(2, changed={"a": 0.1, "c": 1.0}, dtype=dtype)
     assert first.digest != second.digest
-    staged = await staged_after(small_frames(first), None, first.dtype)
-    assert staged.digest() == first.digest
-    assert (await staged_after(small_frames(second, first), staged, second.dtype)).digest() == second.digest
+    copies = await staged_after(small_frames(first), None, first.dtype)
+    assert copies.serving_digest() == first.digest
+    assert (await staged_after(small_frames(second, first), copies, second.dtype)).serving_digest() == second.digest
 
 
 async def test_no_frame_is_larger_than_a_frame_may_be() -> None:
