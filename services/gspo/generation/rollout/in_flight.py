@@ -251,15 +251,15 @@ class InFlightRollout:
         self.num_saved = self._segment_start = 0
         return num_dropped
 
-    def snapshot(self, running: Tokens, delivery: int) -> RolloutState:
+    def snapshot(self, running: Tokens, num_deliveries: int) -> RolloutState:
         """The state with the tokens of the running request on top. The rollout itself does not change.
 
         Args:
-            delivery: How often the task had been handed out; 0 where this generator pauses it.
+            num_deliveries: How often the task had been handed out; 0 where this generator pauses it.
         """
         state = RolloutState()
         state.CopyFrom(self.state)
-        state.delivery = delivery
+        state.delivery = num_deliveries
         _append(state, running)
         return state
 

@@ -77,7 +77,7 @@ def test_a_segment_counts_the_tokens_of_one_version_from_its_beginning() -> None
 def test_a_rollout_saved_under_a_larger_limit_ends_without_another_token() -> None:
     longer = in_flight(task=GroupTask(group=7, sampling=Sampling(max_tokens=20)))
     longer.on_sampled(piece(list(range(12))))
-    rollout = in_flight(longer.snapshot(NO_TOKENS, delivery=1).SerializeToString())
+    rollout = in_flight(longer.snapshot(NO_TOKENS, num_deliveries=1).SerializeToString())
     assert (action(rollout, 4), outcome(rollout)) == (PlainAction.FINISH, "TRUNCATED")
 
 
@@ -169,7 +169,7 @@ def test_a_failed_environment_ends_the_conversation_with_the_kind(kind: str, exp
 def test_a_saved_rollout_continues_with_its_log_probs_and_versions() -> None:
     rollout = in_flight()
     rollout.on_sampled(piece([10, 11], version=4))
-    saved = rollout.snapshot(piece([12], version=5), delivery=2)
+    saved = rollout.snapshot(piece([12], version=5), num_deliveries=2)
     # The running request reports its tokens itself when it ends, so they are not appended here.
     assert list(rollout.state.token_ids) == [10, 11]
 
@@ -230,7 +230,7 @@ def test_any_course_ends_within_its_limits_and_is_the_same_from_any_save(
         for tick in range(200):
             if tick in saves:
                 segment_start = rollout._segment_start
-                rollout = in_flight(rollout.snapshot(NO_TOKENS, delivery=1).SerializeToString(), task)
+                rollout = in_flight(rollout.snapshot(NO_TOKENS, num_deliveries=1).SerializeToString(), task)
                 rollout._segment_start = segment_start
             match rollout.next_action(version, segment_tokens, 0.0):
                 case PlainAction.RESET:
@@ -270,8 +270,8 @@ def test_any_course_ends_within_its_limits_and_is_the_same_from_any_save(
 
 
 def test_a_holder_that_saved_something_does_not_count_as_one_that_failed() -> None:
-    fresh, second = in_flight(), in_flight(in_flight().snapshot(piece([10]), delivery=2).SerializeToString())
+    fresh, second = in_flight(), in_flight(in_flight().snapshot(piece([10]), num_deliveries=2).SerializeToString())
     assert num_failed_deliveries(4, [fresh]) == 4
     assert num_failed_deliveries(4, [fresh, second]) == 2
-    paused = in_flight(second.snapshot(NO_TOKENS, delivery=0).SerializeToString())
+    paused = in_flight(second.snapshot(NO_TOKENS, num_deliveries=0).SerializeToString())
     assert num_failed_deliveries(1, [paused]) == 1
