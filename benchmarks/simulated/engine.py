@@ -21,10 +21,10 @@ from gspo.common.config.schema import Config
 from gspo.generation.engine.api import (
     Completion,
     EngineBrokenError,
+    EngineSampling,
     Finish,
     LoadTimes,
     OnUpdate,
-    Sampling,
     Tokens,
 )
 from gspo.generation.engine.staging import PolicyCopies
@@ -78,7 +78,7 @@ class SimulatedEngine:
         self._stopped = False
         self._decoding = asyncio.create_task(self._decode())
 
-    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Completion:
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: EngineSampling) -> Completion:
         """One answer, or the next piece of it; its length and tokens follow from the request's id.
 
         The part after the last colon is not the answer's name: it ends with the token at which the piece begins.

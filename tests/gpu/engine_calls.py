@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from gspo.common.config.engines import GenerationConfig
-from gspo.generation.engine.api import Completion, Sampling
+from gspo.generation.engine.api import Completion, EngineSampling
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.gpu.part_run import PartRun
 
@@ -45,7 +45,7 @@ def prompts_of(case: PartRun, seed: int = 0) -> list[list[int]]:
 
 async def answers(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, name: str) -> list[Completion]:
     """One answer of exactly so many tokens to each prompt, all at once."""
-    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    sampling = EngineSampling(max_tokens=max_tokens, ignore_eos=True)
     return list(
         await asyncio.gather(*(engine.generate(f"{name}-{n}", prompt, sampling) for n, prompt in enumerate(prompts)))
     )

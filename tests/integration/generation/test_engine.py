@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.weights import pack_changes, policy_digest
-from gspo.generation.engine.api import Completion, LoadFailedError, OnUpdate, Sampling
+from gspo.generation.engine.api import Completion, EngineSampling, LoadFailedError, OnUpdate
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.integration.generation.conftest import SharedEngine
@@ -47,11 +47,11 @@ class Reference:
             return logp_TV.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy()
 
 
-def sampling(max_tokens: int, **more: Any) -> Sampling:
-    return Sampling(max_tokens=max_tokens, temperature=TEMPERATURE, **more)
+def sampling(max_tokens: int, **more: Any) -> EngineSampling:
+    return EngineSampling(max_tokens=max_tokens, temperature=TEMPERATURE, **more)
 
 
-async def answers(engine: Engine, how: Sampling) -> list[Completion]:
+async def answers(engine: Engine, how: EngineSampling) -> list[Completion]:
     return await asyncio.gather(*(engine.generate(f"r{i}", p, how) for i, p in enumerate(PROMPTS)))
 
 
@@ -75,7 +75,7 @@ def push(copies: PolicyCopies, folder: Path) -> PolicyCopies:
     return copies
 
 
-async def running(engine: Engine, how: Sampling) -> list[asyncio.Task[Completion]]:
+async def running(engine: Engine, how: EngineSampling) -> list[asyncio.Task[Completion]]:
     """Requests of which some tokens were sampled already."""
     tasks = [asyncio.create_task(engine.generate(f"f{i}", p, how)) for i, p in enumerate(PROMPTS)]
     first = await engine.generate("first", PROMPTS[0], sampling(20, ignore_eos=True))

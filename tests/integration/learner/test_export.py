@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.weights import policy_digest
-from gspo.generation.engine.api import Completion, Sampling
+from gspo.generation.engine.api import Completion, EngineSampling
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from gspo.learner.training.trainer import Trainer
@@ -75,7 +75,7 @@ def worst_difference(model: Any, answers: list[Completion]) -> float:
 
 
 async def sampled(engine: Engine) -> list[Completion]:
-    how = Sampling(max_tokens=40)
+    how = EngineSampling(max_tokens=40)
     return await asyncio.gather(*(engine.generate(f"r{i}", prompt, how) for i, prompt in enumerate(PROMPTS)))
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.weights import policy_digest
-from gspo.generation.engine.api import Sampling
+from gspo.generation.engine.api import EngineSampling
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.support.gspo_run import WholeRun, whole_run
 from tests.support.tiny_model import make_tiny_model
@@ -88,7 +88,7 @@ async def test_the_export_gives_the_same_log_probs_in_vllm_and_transformers(run:
     try:
         prompts = [[1, 33, 31, 17, 30, 98, 4 + number, 97, 6 + number] for number in range(8)]
         answers = await asyncio.gather(
-            *(engine.generate(f"r{i}", prompt, Sampling(max_tokens=40)) for i, prompt in enumerate(prompts))
+            *(engine.generate(f"r{i}", prompt, EngineSampling(max_tokens=40)) for i, prompt in enumerate(prompts))
         )
     finally:
         await engine.stop()

@@ -20,7 +20,7 @@ class LoadFailedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Sampling:
+class EngineSampling:
     """How to sample one answer. top_p, top_k and min_p other than off bias a training ratio; evaluation may."""
 
     max_tokens: int
@@ -69,7 +69,7 @@ class EngineLike(Protocol):
 
     version: int
 
-    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Completion:
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: EngineSampling) -> Completion:
         """One answer to one prompt, or the next piece of one."""
 
     def num_sampled(self, request_id: str) -> int:

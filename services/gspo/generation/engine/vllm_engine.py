@@ -32,11 +32,11 @@ from gspo.common.host.machine import GIB
 from gspo.generation.engine.api import (
     Completion,
     EngineBrokenError,
+    EngineSampling,
     Finish,
     LoadFailedError,
     LoadTimes,
     OnUpdate,
-    Sampling,
     Tokens,
 )
 from gspo.generation.engine.process import CPU_ENVIRONMENT, ForkedProcess
@@ -79,10 +79,10 @@ class Engine:
             started = cls(AsyncLLM.from_engine_args(args), version)
         await started._llm.engine_core.set_weight_version_async(str(version))
         longest = started._llm.model_config.max_model_len
-        await started.generate("warm-up", [0], Sampling(max_tokens=min(4, longest - 1), ignore_eos=True))
+        await started.generate("warm-up", [0], EngineSampling(max_tokens=min(4, longest - 1), ignore_eos=True))
         return started
 
-    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Completion:
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: EngineSampling) -> Completion:
         """One answer to one prompt. Cancelling the call ends the request in vLLM.
 
         Two requests may have one id at a time; `abort` ends both.
@@ -279,7 +279,7 @@ def _starting_in(process: ForkedProcess) -> Iterator[None]:
 
 
 @lru_cache(maxsize=64)
-def _sampling_params(sampling: Sampling) -> SamplingParams:
+def _sampling_params(sampling: EngineSampling) -> SamplingParams:
     return SamplingParams(
         **asdict(sampling) | {"stop": list(sampling.stop)},
         # Exactly the sampled token's log-prob, in one flat list instead of an object a token.

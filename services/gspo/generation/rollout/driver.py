@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.telemetry import metrics
-from gspo.generation.engine.api import Completion, EngineLike, Sampling
+from gspo.generation.engine.api import Completion, EngineLike, EngineSampling
 from gspo.generation.rollout.detokenizer import Detokenizer
 from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.rollout.in_flight import InFlightRollout, PlainAction, SampleAction
@@ -146,8 +146,8 @@ def cut_at_stop(
     return piece
 
 
-def _sampling(sampling: rollout_pb2.Sampling, max_tokens: int, num_before: int) -> Sampling:
-    return Sampling(
+def _sampling(sampling: rollout_pb2.Sampling, max_tokens: int, num_before: int) -> EngineSampling:
+    return EngineSampling(
         max_tokens=max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p or 1.0,

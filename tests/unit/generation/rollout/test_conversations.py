@@ -53,7 +53,7 @@ class ScriptedEngine:
     version: int = 3
     hangs: asyncio.Event | None = None
 
-    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: api.Sampling) -> Completion:
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: api.EngineSampling) -> Completion:
         self.prompts.append(prompt_token_ids)
         if self.hangs is not None:
             await self.hangs.wait()
@@ -149,10 +149,10 @@ async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
     task.play.turn_tokens = limit
     original = engine.generate
 
-    async def cut_second(request_id: str, ids: list[int], sampling: api.Sampling) -> Completion:
+    async def cut_second(request_id: str, ids: list[int], sampling: api.EngineSampling) -> Completion:
         # As a turn_tokens of 4 does, to this turn alone.
         task.play.turn_tokens = 4 if len(engine.sampled) == 1 else limit
-        most = api.Sampling(max_tokens=min(sampling.max_tokens, task.play.turn_tokens))
+        most = api.EngineSampling(max_tokens=min(sampling.max_tokens, task.play.turn_tokens))
         return await original(request_id, ids, most)
 
     engine.generate = cut_second  # type: ignore[method-assign]
