@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,26 @@ async def test_any_number_of_slots_is_filled_in_parts(
     await create_consumer_groups(redis, keys)
     await ledger.reissue_open()
     assert await groups(redis, keys) == list(range(2 * MOST_AT_ONCE))
+    await service.close()
+
+
+async def test_any_number_of_expired_groups_is_issued_again_in_parts(
+    redis: Redis, redis_url: str, keys: Keys, configure: Configure
+) -> None:
+    """One look at the deadlines writes at most MOST_AT_ONCE groups; the next one takes the others."""
+    config = read_config(configure(algorithm={"rollout_batch_size": 10**12}) / "config.yaml")
+    service = service_of("coordinator-0", config, redis_url)
+    ledger = GroupLedger(service, training_prompts(config, load_tokenizer(config.model)))
+    await ledger.issue(MOST_AT_ONCE)
+    await ledger.issue(10)
+    await redis.delete(keys.prompts)
+    for group, open_group in list(ledger.slots.open.items()):
+        ledger.slots.put(group, replace(open_group, deadline_unix_s=0.0))
+    await ledger.handle_expired()
+    assert await groups(redis, keys) == list(range(MOST_AT_ONCE))
+    await ledger.handle_expired()
+    assert await groups(redis, keys) == list(range(MOST_AT_ONCE + 10))
+    assert {group["attempt"] for group in (await open_groups(redis, keys)).values()} == {2}
     await service.close()
 
 

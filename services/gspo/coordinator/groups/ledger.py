@@ -102,13 +102,14 @@ class GroupLedger:
         """Extend, issue again or give up every group past its deadline.
 
         A group whose rollouts have grown gets another deadline; it can grow only so often, for its tokens are bounded.
-        Another group is issued again, until its attempts are used up.
+        Another group is issued again, until its attempts are used up. At most MOST_AT_ONCE groups, the oldest; the next
+        call takes more.
         """
         limits = self._config.staleness
         extended: dict[int, OpenGroup] = {}
         reissued: dict[int, OpenGroup] = {}
         given_up: dict[int, OpenGroup] = {}
-        for group in self.slots.expired(time.time()):
+        for group in self.slots.expired(time.time())[:MOST_AT_ONCE]:
             open_group, progress = self.slots.open[group], await self._progress(group)
             if progress > open_group.progress:
                 later = time.time() + limits.group_deadline_s
