@@ -1,7 +1,7 @@
 """The coordinator's loop: keeps the slots full, evaluates the policy in between, and ends the run.
 
 consumes: events, the learner's progress.
-produces: tasks, evaluations, Finished.
+produces: tasks, evaluations, EvaluationDone, PromptsExhausted, Finished; StopRequested again for a new learner.
 waits for: slots, unblocked by VersionLive and GroupsSettled, and answers, unblocked by generation and reward. At the
 end it waits for the last version, unblocked by VersionLive.
 """

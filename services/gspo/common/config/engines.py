@@ -55,8 +55,8 @@ class GenerationConfig(Section):
     )
     segment_tokens: PositiveInt | None = Field(
         None,
-        description="Tokens that a rollout may sample in one step while tasks are queued; then it is paused until "
-        "the next version. null: no limit",
+        description="Tokens that a rollout may sample under one version while tasks are queued; then it is paused "
+        "until the next version. null: no limit",
     )
     save_tokens: PositiveInt = Field(512, description="Most tokens of a rollout that a generator's crash may cost")
     max_rollouts: PositiveInt = Field(256, description="In-flight rollouts of one engine (vLLM's max_num_seqs)")

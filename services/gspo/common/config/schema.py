@@ -64,7 +64,11 @@ class StalenessConfig(Section):
         None, description="Versions a token may be behind under on_stale: mask; max_lag by default"
     )
     group_deadline_s: PositiveFloat = Field(600.0, description="An open group older than this is issued again")
-    max_attempts: PositiveInt = Field(3, description="Times a group is issued before it is given up")
+    max_attempts: PositiveInt = Field(
+        3,
+        description="Times a group is issued before it is given up; also how often its task is handed out without "
+        "progress",
+    )
 
     @model_validator(mode="after")
     def _mask_has_an_age(self) -> StalenessConfig:

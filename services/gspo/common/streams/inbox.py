@@ -1,8 +1,9 @@
 """Redis streams with leases: one consumer at a time works on an entry, and its results are written once.
 
 A consumer takes an entry, renews its lease while it works, and finishes it in one transaction with the outputs. Every
-write is a script that first checks the entry's owner and number of deliveries, so a consumer whose lease has ended
-cannot write. `consumer.py` is the loop over it; `entries.py` knows the meaning of the bytes.
+such write is a script that first checks the entry's owner and number of deliveries, so a consumer whose lease has ended
+cannot write. `acknowledge` alone checks nothing: it is for streams with one reader, the learner under its lock and a
+fixed name, and the coordinator. `consumer.py` is the loop over it; `entries.py` knows the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -299,7 +300,7 @@ class Inbox:
         return set(await self._call(self._finish_many_script, [stream], args)) if outputs else set()
 
     async def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
-        """Acknowledge entries whose outcome is safe elsewhere (on disk)."""
+        """Acknowledge entries whose outcome is safe elsewhere (on disk), for the only reader of the stream."""
         entries = [delivery.entry for delivery in deliveries]
         if entries:
             async with self._redis.pipeline(transaction=True) as pipe:

@@ -1,4 +1,4 @@
-"""Every name in Redis, and its expiry.
+"""Every name of a run in Redis, and its expiry.
 
 Nothing here talks to Redis. The braces put all keys of a run into one hash slot, so that transactions and scripts
 also work on a Redis Cluster.
@@ -20,7 +20,7 @@ class Keys:
 
     Attributes:
         prompts: Stream of GroupTask: coordinator to generation.
-        paused_prompts: Stream of GroupTask with rollouts that have used up their tokens of a step: to generation again.
+        paused_prompts: Stream of GroupTask with rollouts that have used up a version's tokens: to generation again.
         rollouts: Stream of Rollout: generation to reward.
         scored: Stream of Scored: reward, or the service that gives a group up, to the learner.
         eval_prompts: Stream of GroupTask: coordinator to generation, after training work.

@@ -88,7 +88,7 @@ ROLLOUTS_SAVED = _generation.counter("gspo_rollouts_saved", "Saves of in-flight 
 ROLLOUTS_RESUMED = _generation.counter("gspo_rollouts_resumed", "Partial rollouts resumed from saved tokens")
 ROLLOUTS_PAUSED = _generation.counter("gspo_rollouts_paused", "Rollouts paused until a later version")
 TOKENS_RESTARTED = _generation.counter("gspo_tokens_restarted", "Policy tokens dropped at a weight update")
-ROLLOUTS_RUNNING = _generation.gauge("gspo_rollouts_running", "In-flight rollouts of the engine")
+ROLLOUTS_RUNNING = _generation.gauge("gspo_rollouts_running", "Rollouts of leased tasks that take a place")
 ROLLOUT_QUEUE_SECONDS = _generation.histogram(
     "gspo_rollout_queue_seconds", "Time from the issue of a group to the start of a rollout"
 )
@@ -133,7 +133,7 @@ STEP_FIGURE = _learner.gauge("gspo_step_figure", "Figures of the last step, as i
 TOKENS_TRAINED = _learner.counter("gspo_tokens_trained", "Policy tokens trained")
 ROLLOUTS_TRAINED = _learner.counter("gspo_rollouts_trained", "Rollouts trained")
 ROLLOUT_WAIT_SECONDS = _learner.histogram("gspo_rollout_wait_seconds", "Time from the score of a rollout to its step")
-ROLLOUTS_SKIPPED = _learner.counter("gspo_rollouts_skipped", "Rollouts not trained, by reason", ["reason"])
+ROLLOUTS_SKIPPED = _learner.counter("gspo_rollouts_skipped", "Scored entries dropped at intake, by reason", ["reason"])
 STALE_TOKENS = _learner.counter("gspo_stale_tokens", "Stale policy tokens, masked or dropped with their group", ["how"])
 STALE_WAIT_SECONDS = _learner.counter(
     "gspo_stale_wait_seconds", "Wait for groups that another version would make too old"

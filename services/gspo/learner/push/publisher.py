@@ -2,7 +2,8 @@
 
 A generator that is behind gets changes where it holds the version before, and every element otherwise. A push that
 fails or is late concerns that generator alone; after three failures it is out until it has caught up.
-consumes: published versions, heartbeats. produces: PushWeights calls, and a call-back when a version is live.
+consumes: published versions, heartbeats. produces: PushWeights calls, which generation/servicer.py answers, and a
+call-back when a version is live.
 waits for: a new version, a generator that is behind.
 """
 

@@ -1,6 +1,6 @@
 """One generator as the learner knows it: the version that it serves, its failures, and the calls to it.
 
-It decides no push; the publisher does.
+It decides no push; the publisher does. generation/servicer.py answers the calls.
 """
 
 from __future__ import annotations
