@@ -26,7 +26,7 @@ DROPPED = 2
 _TEXT = """
 `gspo run` with a trivial reward. A step lasts from the end of the previous one to its own end; the mean excludes the \
 first two. The floor is the fastest `LLM.generate` plus the fastest learner alone, since both share the cores; *of the \
-floor* is the floor divided by our time. *Generated/trained* is 1 in a steady state.
+floor* is our time divided by the floor. *Generated/trained* is 1 in a steady state.
 
 {times}
 
@@ -115,7 +115,7 @@ def text(results: Results) -> str:
             ("least to most", side_by_side((least, ".1f"), (most, ".1f"), separator=" to "), ""),
             ("trained tokens/s", frame.tokens_per_s, ",.0f"),
             ("floor, s", frame.floor_s, ".2f"),
-            ("of the floor", frame.floor_s / frame.seconds, ".0%"),
+            ("of the floor", frame.seconds / frame.floor_s, ".0%"),
             ("generated/trained", frame.tokens_generated / frame.tokens_trained, ".2f"),
             ("tokens an answer: median, mean, max", tokens, ""),
         ),

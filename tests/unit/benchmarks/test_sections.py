@@ -86,7 +86,7 @@ def test_the_service_is_compared_with_bare_vllm() -> None:
 def test_a_step_is_compared_with_the_fastest_engine_and_learner_alone() -> None:
     assert floors(ENGINES).loc[("fixed", "float32")].to_dict() == {"vLLM alone": 4.0, "learner alone": 3.0}
     times, shares, pushes = tables(SYSTEM, ENGINES | {"system": [STEP]})
-    assert times[1][1:] == ["8.75", "8.5 to 9.0", "3,700", "7.00", "80%", "1.10", "128, 128, 128"]
+    assert times[1][1:] == ["8.75", "8.5 to 9.0", "3,700", "7.00", "125%", "1.10", "128, 128, 128"]
     assert shares[1][1:] == ["50%, 25%"] * 4 + ["1%", "2%", "0.12"]
     assert pushes[1][1:] == ["0.200", "0.100", "5.0", "61", "1.00", "0.50", "7.00", "0.25"]
     assert tables(SYSTEM, {"system": [STEP]})[0][1][4:6] == ["-", "-"]
