@@ -148,8 +148,14 @@ def _coordinator_of(process: subprocess.Popen[bytes], run_dir: Path, num_groups:
     """The coordinator's address once it has issued so many groups."""
     _until(lambda: "coordinator" in addresses(run_dir).values(), process, "the coordinator")
     (coordinator,) = (address for address, service in addresses(run_dir).items() if service == "coordinator")
-    _until(lambda: _get(coordinator, "/v1/state")["groups"]["issued"] >= num_groups, process, "the first groups")
+    # While the coordinator reads the prompts, its state has no groups.
+    _until(lambda: _issued(_get(coordinator, "/v1/state")) >= num_groups, process, "the first groups")
     return coordinator
+
+
+def _issued(state: dict[str, Any]) -> int:
+    num_issued: int = state.get("groups", {"issued": 0})["issued"]
+    return num_issued
 
 
 def _until(is_so: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
