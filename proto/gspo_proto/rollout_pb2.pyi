@@ -303,7 +303,7 @@ Global___Play: _TypeAlias = Play  # noqa: Y015
 
 @_typing.final
 class GroupTask(_message.Message):
-    """An order for num_rollouts rollouts of one prompt: an entry of prompts and eval_prompts."""
+    """An order for num_rollouts rollouts of one prompt: an entry of prompts, paused_prompts and eval_prompts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -322,7 +322,7 @@ class GroupTask(_message.Message):
     PLAY_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
     group: _builtins.int
-    """the group's place in the prompt order; in an evaluation the prompt's row"""
+    """the group's place in the prompt order; in an evaluation 2 * row, and 2 * row + 1 for greedy"""
     attempt: _builtins.int
     """1 the first time the group is issued"""
     num_rollouts: _builtins.int
@@ -554,9 +554,9 @@ class RolloutState(_message.Message):
     schema: _builtins.int
     mask: _builtins.bytes
     turn_start: _builtins.int
-    """place in the arrays where the model's current turn begins"""
+    """place in the arrays where the policy's current turn begins"""
     num_turns: _builtins.int
-    """of the model, with the current one"""
+    """of the policy, with the current one"""
     state_json: _builtins.str
     """the environment's state before the current turn"""
     started_unix_s: _builtins.float
