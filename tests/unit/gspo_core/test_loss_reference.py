@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_core.correction import behavior_weights
@@ -145,7 +145,9 @@ def test_kl_equals_the_reference(batch, kind):
     np.testing.assert_allclose(found_BT.numpy(), reference.kl(logp, ref, kind), rtol=1e-10, atol=1e-12)
 
 
-@given(batches(largest_delta=2.0), st.sampled_from(["sequence", "token"]))
+# Few examples have a weight beyond the bounds: of 30, a third of the runs has none.
+@settings(max_examples=300)
+@given(batches(largest_delta=4.0), st.sampled_from(["sequence", "token"]))
 def test_behavior_weights_equal_the_reference(batch, level):
     old, behavior, _, mask = batch
     compared = tuple(torch.tensor(x) for x in (old, behavior, mask))
