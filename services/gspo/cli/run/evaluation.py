@@ -22,9 +22,9 @@ from rich.text import Text
 from gspo.cli.monitor.view import View
 from gspo.cli.processes.exit_codes import InterruptedRunError, RunError, ServiceRefusedError
 from gspo.cli.run.training import run_plan
-from gspo.cli.rundir.plan import SERVICES_DIR, RunPlan, config_file_of, prepare
+from gspo.cli.rundir.plan import SERVICES_DIR, RunPlan, config_file_of
 from gspo.common.config.algorithm import AlgorithmConfig
-from gspo.common.config.loading import CONFIG_NAME, parse_config, read_config
+from gspo.common.config.loading import CONFIG_NAME, parse_config, read_config, write_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.model.files import max_positions
@@ -85,7 +85,7 @@ def evaluate(spec: EvaluationSpec, out: Path | None, *, plain: bool, console: Co
         config = eval_config(spec, Path(folder))
         plan = RunPlan(config, config.run_dir, resume=False)
         (plan.run_dir / SERVICES_DIR).mkdir(parents=True)
-        prepare(plan)
+        write_config(config, plan.run_dir / CONFIG_NAME)
         session = run_plan(
             plan,
             plan.run_dir / CONFIG_NAME,
