@@ -57,6 +57,7 @@ async def test_every_file_is_waited_for_once(run_dir: RunDir) -> None:
         await known.record(done(2, file))
     async with asyncio.timeout(5):
         await waiting
+    async with asyncio.timeout(1):
         await held_out(run_dir).wait(2, lambda: False)
 
 
