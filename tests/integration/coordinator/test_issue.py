@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from redis.asyncio import Redis
 
 from gspo.common.config.loading import read_config
@@ -69,13 +70,17 @@ async def test_as_many_groups_as_slots_and_no_more(
     }
 
 
-async def test_any_number_of_slots_is_filled_in_parts(
-    redis: Redis, redis_url: str, keys: Keys, configure: Configure
-) -> None:
-    """A tick reads, prepares and writes at most MOST_AT_ONCE groups for any number of free slots."""
+@pytest_asyncio.fixture(loop_scope="function")
+async def ledger(redis_url: str, keys: Keys, configure: Configure) -> AsyncIterator[GroupLedger]:
+    """A ledger of more slots than one tick can fill."""
     config = read_config(configure(algorithm={"rollout_batch_size": 10**12}) / "config.yaml")
     service = service_of("coordinator-0", config, redis_url)
-    ledger = GroupLedger(service, training_prompts(config, load_tokenizer(config.model)))
+    yield GroupLedger(service, training_prompts(config, load_tokenizer(config.model)))
+    await service.close()
+
+
+async def test_any_number_of_slots_is_filled_in_parts(redis: Redis, keys: Keys, ledger: GroupLedger) -> None:
+    """A tick reads, prepares and writes at most MOST_AT_ONCE groups for any number of free slots."""
     await ledger.prepare(ledger.slots.num_free)
     assert await ledger.issue(ledger.slots.num_free) == await ledger.issue(ledger.slots.num_free) == MOST_AT_ONCE
     assert await groups(redis, keys) == list(range(2 * MOST_AT_ONCE))
@@ -83,16 +88,12 @@ async def test_any_number_of_slots_is_filled_in_parts(
     await create_consumer_groups(redis, keys)
     await ledger.reissue_open()
     assert await groups(redis, keys) == list(range(2 * MOST_AT_ONCE))
-    await service.close()
 
 
 async def test_any_number_of_expired_groups_is_issued_again_in_parts(
-    redis: Redis, redis_url: str, keys: Keys, configure: Configure
+    redis: Redis, keys: Keys, ledger: GroupLedger
 ) -> None:
     """One look at the deadlines writes at most MOST_AT_ONCE groups; the next one takes the others."""
-    config = read_config(configure(algorithm={"rollout_batch_size": 10**12}) / "config.yaml")
-    service = service_of("coordinator-0", config, redis_url)
-    ledger = GroupLedger(service, training_prompts(config, load_tokenizer(config.model)))
     await ledger.issue(MOST_AT_ONCE)
     await ledger.issue(10)
     await redis.delete(keys.prompts)
@@ -103,7 +104,6 @@ async def test_any_number_of_expired_groups_is_issued_again_in_parts(
     await ledger.handle_expired()
     assert await groups(redis, keys) == list(range(MOST_AT_ONCE + 10))
     assert {group["attempt"] for group in (await open_groups(redis, keys)).values()} == {2}
-    await service.close()
 
 
 async def test_a_batch_beyond_one_part_is_issued_whole(
